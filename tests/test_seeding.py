@@ -57,21 +57,6 @@ def test_numpy_goes_on_from_every_place(before: int, inside: int) -> None:
     assert gaussians(5) == expected
 
 
-def test_an_untouched_numpy_generator_is_asked_once_until_it_is_seeded_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-    true = numpy.random.get_state
-    monkeypatch.setattr(numpy.random, "get_state", lambda: asked.append(1) or true())
-    for seed in (1, 2):
-        seed_everything(seed)
-        for _ in range(3):
-            with kept_random_state():
-                pass
-            assert random_state()["numpy"][1].tolist() == true()[1].tolist()
-    assert len(asked) == 2
-
-
 @pytest.mark.filterwarnings("ignore:get_state and legacy:RuntimeWarning")
 def test_a_generator_that_the_user_put_in_numpys_place() -> None:
     mine, before = numpy.random.PCG64(3), numpy.random.get_bit_generator()

@@ -1,4 +1,4 @@
-"""Every fault a user can cause, and whose code an exception came from: ours, torch's, or the user's own.
+"""Every fault a user can cause.
 
 Anything else that escapes is a bug of ours and keeps its traceback.
 """
@@ -6,12 +6,8 @@ Anything else that escapes is a bug of ours and keeps its traceback.
 from __future__ import annotations
 
 import errno
-import sys
-import sysconfig
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 FULL = {  # what a place says that takes no more, and what to do about it
     errno.ENOSPC: "free space", errno.EDQUOT: "free space", errno.EFBIG: "allow larger files there (ulimit -f)",
@@ -77,74 +73,7 @@ OF_ARGUMENTS = (
 )  # torch looks at few before it computes with them
 
 
-def is_of_torch(error: BaseException) -> bool:
-    """Whether code of torch raised it, and none of the user's took part, from where it was caught inwards."""
-    names: list[str] = []
-    frame = error.__traceback__
-    while frame is not None:
-        names.append(str(frame.tb_frame.f_globals.get("__name__")).partition(".")[0])
-        frame = frame.tb_next
-    return names[-1:] == ["torch"] and not set(names) - {"torch", "trainrun", *sys.stdlib_module_names}
-
-
-def named(error: BaseException) -> str:
-    """Its words, which alone say little where it is of a kind like KeyError."""
-    plain = isinstance(error, TypeError | ValueError | RuntimeError)
-    return str(error) if plain else f"{type(error).__name__}: {error}"
-
-
 ANY_FAULT = (Exception, SystemExit)  # sys.exit in code that is called would end the run without a word
-
-_PACKAGE = str(Path(__file__).parent) + "/"
-_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
-
-
-def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The lines of the user's code that were being run, the outermost first; of the first cause that has any."""
-    cause: BaseException | None = error
-    while cause is not None:
-        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_users(frame.filename)]
-        if frames:
-            return frames
-        cause = cause.__cause__
-    return []
-
-
-def line_of(error: BaseException) -> str:
-    """` (file line n)` of the innermost line of the user's code, or nothing."""
-    frames = user_frames(error)
-    return f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
-
-
-def user_traceback(error: BaseException) -> str:
-    """A traceback of the user's lines alone; empty if none took part."""
-    frames = user_frames(error)
-    if not frames:
-        return ""
-    lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-    return "".join(lines).rstrip()
-
-
-def is_users_class(kind: type) -> bool:
-    """Whether it is defined in the user's own code."""
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
-    return file is not None and _is_users(file)
-
-
-def of_the_system(error: BaseException) -> str:
-    """What the operating system said, as `PATH: Permission denied`; empty if code of the user's took part."""
-    if user_frames(error):
-        return ""
-    if not isinstance(error, OSError) or not error.strerror:
-        return ""
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-
-
-def _is_users(filename: str) -> bool:
-    if filename.startswith(("<", _PACKAGE)):
-        return False
-    return not (filename.startswith(_LIBRARY) or "site-packages" in filename or "dist-packages" in filename)
 
 
 @contextmanager

@@ -9,15 +9,12 @@ in dicts and lists too, are built first. `bind_faults` finds the mistakes before
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
 import inspect
 import pkgutil
-import reprlib
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,11 +27,6 @@ TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
 WORDS = (TARGET, ARGS, PARTIAL, CHECK)
 CALLED = ("transform", "collate_fn", "loss")  # settings whose object is called with samples, or with outputs
 HERE = "trainrun.here."
-EXTRAS = {
-    "torchmetrics": "metrics",
-    "transformers": "transformers",
-    "timm": "timm",
-}  # what brings these packages
 KEPT = ("trainrun", "torch")  # which the program itself is made of
 REFUSED = ("builtins", "ctypes", "importlib", "marshal", "nt", "os", "pickle", "posix", "posixpath", "pty",
            "runpy", "shutil", "subprocess", "sys")  # fmt: skip
@@ -70,6 +62,8 @@ def locate(target: Any, key: str) -> Any:
     for name in rest:
         found, path = attribute(found, path, name, fault), f"{path}.{name}"
     if isinstance(found, ModuleType):
+        from trainrun.plugin_faults import examples
+
         raise PluginError(f"{fault} this is a module; name a class or function in it{examples(found)}")
     if not callable(found):
         raise PluginError(f"{fault} this is a value of type {type(found).__name__}, not a class or function")
@@ -86,11 +80,15 @@ def attribute(found: Any, path: str, name: str, fault: str) -> Any:
     try:
         return getattr(found, name)
     except AttributeError as error:
+        from trainrun.plugin_faults import nearest
+
         modules = [module.name for module in pkgutil.iter_modules(list(getattr(found, "__path__", [])))]
         if name in modules:
             raise PluginError(f"{fault} this is a module; name a class or function in it") from error
         raise PluginError(f"{fault} {path} has no {name}{nearest(name, [*dir(found), *modules])}") from error
     except Exception as error:  # packages that import their parts when they are asked for
+        from trainrun.plugin_faults import place
+
         raise PluginError(f"{fault} importing {path}.{name} failed: {place(error)}") from error
 
 
@@ -103,13 +101,13 @@ def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[
             found = importlib.import_module(prefix + path)
             return found, f"{path} ({found.__file__})" if prefix else path, names[length:]
         except (Exception, SystemExit) as error:
+            from trainrun.plugin_faults import is_absent, place
+
             if not is_absent(error, prefix + path):
                 raise PluginError(f"{fault} importing {path} failed: {place(error)}") from error
-    extra = EXTRAS.get(names[0])
-    guess = f"; pip install 'trainrun[{extra}]'" if extra else nearest(names[0], top_modules(names[0]))
-    raise PluginError(
-        f"{fault} no module {names[0]} (looked in {Path.cwd()}, PYTHONPATH and what is installed){guess}"
-    )
+    from trainrun.plugin_faults import absent
+
+    raise PluginError(f"{fault} {absent(names[0])}")
 
 
 def is_hidden(name: str) -> bool:
@@ -128,47 +126,6 @@ def is_hidden(name: str) -> bool:
             return found is None or found.origin is None or Path(found.origin).resolve() != own[0].resolve()
         return True
     return False
-
-
-def is_absent(error: BaseException, path: str) -> bool:
-    """Whether an import failed because the module itself, or a package it lies in, does not exist."""
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
-    return name is not None and f"{path}.".startswith(f"{name}.")
-
-
-def top_modules(name: str) -> list[str]:
-    """Those in the working directory first, for a guess."""
-    own = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
-    return own if difflib.get_close_matches(name, own) else [module.name for module in pkgutil.iter_modules()]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?`, or nothing."""
-    guesses = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {guesses[0]}?" if guesses else ""
-
-
-def examples(module: ModuleType) -> str:
-    """The first classes that a module defines, for a guess."""
-    classes = [item for item in vars(module).values() if inspect.isclass(item)]
-    own = [item.__name__ for item in classes if item.__module__ == module.__name__]
-    return f", as {module.__name__.removeprefix(HERE)}.{own[0]}" if own else ""
-
-
-def place(error: BaseException) -> str:
-    """`Type: first line of the message (file line n)`: the innermost line outside of installed packages."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg} ({error.filename} line {error.lineno})"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen") and frame.filename not in (__file__, importlib.__file__)
-    ]
-    own = [frame for frame in frames if "site-packages" not in frame.filename]
-    found = (own or frames)[-1:]
-    return f"{text} ({found[0].filename} line {found[0].lineno})" if found else text
 
 
 def bind_faults(node: Any, key: str, extra: Sequence[str] = (), also: Iterable[str] = ()) -> list[str]:
@@ -213,10 +170,9 @@ def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
     except Exception as error:
         if node[TARGET].startswith("trainrun.") and str(error).partition("=")[0] in keywords:
             raise PluginError(f"{key}.{error}") from error  # one of ours names the argument that it refuses
-        given = f"its arguments: {shown(args, keywords)}" if args or keywords else "it got no arguments"
-        refused = isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
-        what = "does not take its arguments" if refused else "failed"
-        raise PluginError(f"{key}: {node[TARGET]} {what}: {place(error)}; {given}") from error
+        from trainrun.plugin_faults import not_built
+
+        raise PluginError(f"{key}: {node[TARGET]} {not_built(error, args, keywords)}") from error
 
 
 def rebuilt(value: Any, key: str) -> Any:
@@ -273,7 +229,9 @@ def argument_faults(
         if name in taken and not takes_name_twice(by_place, name):
             faults.append(f"{key}.{name}: {name_of} gets it by position already; take {key}.{name} away")
         elif name not in taken and not takes_any and name not in [p.name for p in free]:
-            faults.append(unknown(key, name, name_of, [p.name for p in free], also))
+            from trainrun.plugin_faults import unknown
+
+            faults.append(unknown(key, name, name_of, [p.name for p in free], also, WORDS))
     if not node.get(PARTIAL, False):
         missing = [p for p in free if p.default is p.empty and p.name not in given]
         itself = f", or {key}.{PARTIAL}=true for the function itself" if is_called(target, key) else ""
@@ -306,26 +264,6 @@ def takes_name_twice(by_place: list[inspect.Parameter], name: str) -> bool:
     return any(p.name == name and p.kind is p.POSITIONAL_ONLY for p in by_place)
 
 
-def unknown(key: str, name: str, target: str, takes: list[str], also: Iterable[str]) -> str:
-    if name.startswith("_") and name.endswith("_"):
-        return f"{key}.{name}: not a word of trainrun, which knows {', '.join(WORDS)}"
-    takes_text = f"It takes: {', '.join(takes)}" if takes else "It takes none"
-    return (
-        f"{key}.{name}: {target} takes no such argument{nearest(name, [*takes, *also]) or '.'} {takes_text}"
-    )
-
-
-def shown(args: Sequence[Any], keywords: dict[str, Any]) -> str:
-    """The arguments of a call, shortened: objects by their type alone."""
-    parts = [brief(value) for value in args] + [f"{name}={brief(value)}" for name, value in keywords.items()]
-    return ", ".join(parts)
-
-
-def brief(value: Any) -> str:
-    plain = value is None or isinstance(value, (bool, int, float, str, list, dict, tuple))
-    return reprlib.repr(value) if plain else type(value).__name__
-
-
 def satellite(name: str, without: str, tell: Callable[[str], None]) -> ModuleType | None:
     """Import the module `trainrun.<name>`; where its folder was taken away, tell so in one line and return None.
 
@@ -339,11 +277,3 @@ def satellite(name: str, without: str, tell: Callable[[str], None]) -> ModuleTyp
             raise
         tell(f"{folder} is not installed: {without}")
         return None
-
-
-def missing_satellite(error: Exception) -> str:
-    """What to say of a command whose folder was taken away; empty for every other error."""
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
-    if not name or not name.startswith("trainrun."):
-        return ""
-    return f"{name} is not installed: this command needs it; install the whole package again"

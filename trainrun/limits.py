@@ -7,7 +7,6 @@ these types; the checks before a run, the messages and `--help` are made from th
 from __future__ import annotations
 
 import math
-import operator
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,13 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-_COMPARISONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
-    "at_least": (operator.ge, "{} or more"),
-    "above": (operator.gt, "more than {}"),
-    "at_most": (operator.le, "at most {}"),
-    "below": (operator.lt, "below {}"),
-}
 
 
 @dataclass(frozen=True)
@@ -33,15 +25,13 @@ class Limits:
     at_most: float | None = None
     below: float | None = None
 
-    def __str__(self) -> str:
-        return " and ".join(text.format(limit) for _, text, limit in self._set())
-
     def allow(self, value: float) -> bool:
-        return math.isfinite(value) and all(compare(value, limit) for compare, _, limit in self._set())
-
-    def _set(self) -> list[tuple[Callable[[float, float], bool], str, float]]:
-        limits = ((*_COMPARISONS[name], getattr(self, name)) for name in _COMPARISONS)
-        return [(compare, text, limit) for compare, text, limit in limits if limit is not None]
+        return math.isfinite(value) and not (
+            (self.at_least is not None and value < self.at_least)
+            or (self.above is not None and value <= self.above)
+            or (self.at_most is not None and value > self.at_most)
+            or (self.below is not None and value >= self.below)
+        )
 
 
 @dataclass(frozen=True)
@@ -49,9 +39,6 @@ class Lasts:
     """A text that is a duration: so many of some units, as `2epoch`."""
 
     units: tuple[str, ...] = ("step", "epoch", "sample", "token")
-
-    def __str__(self) -> str:
-        return f"as {', '.join(f'2{unit}' for unit in self.units)}"
 
     def allow(self, value: str) -> bool:
         found = re.fullmatch(rf"(\d+\.?\d*(?:e\+?\d+)?)\s*({'|'.join(self.units)})s?", value.strip())
@@ -104,32 +91,6 @@ def fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) if kind in (bool, str) else True
 
 
-def described(kind: Any) -> str:
-    """What a value of that kind is, as a message says it: `a whole number, 1 or more, or auto`."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        last = {NoneType: "null"}
-        parts = [last.get(part) or described(part).removeprefix("one of ") for part in inner]
-        if set(inner) == {bool, NoneType}:
-            return "true, false or null"
-        return ", or ".join(sorted(parts, key=lambda part: part == "null"))
-    if origin is Annotated:
-        return ", ".join([described(inner[0]), *(str(limit) for limit in inner[1:] if str(limit))])
-    if origin is Literal:
-        return f"one of {', '.join(map(str, inner))}"
-    if origin in (list, Sequence):
-        return f"a list of {_plural(inner[0])}"
-    if origin is tuple:
-        return f"{len(inner)} {_plural(inner[0])}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(
-        kind, "a value"
-    )
-
-
-def _plural(kind: Any) -> str:
-    return described(kind).removeprefix("a ").replace("number", "numbers", 1)
-
-
 def choices_of(kind: Any) -> tuple[str, ...]:
     """The names among the values of a kind; empty if it has none."""
     if get_origin(kind) is Literal:
@@ -158,11 +119,6 @@ class Setting:
     short: str = ""
     section: type | None = None
     typed: str = ""
-
-    @property
-    def allowed(self) -> str:
-        """What a value must be, in words."""
-        return described(self.kind)
 
 
 def setting(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 import sys
@@ -29,48 +28,6 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-class NumpyMemo:
-    """The state of NumPy's global generator, for as long as nobody draws from it asked for only once.
-
-    `get_state` and `set_state` take 75 us each, as much as a small training step; a look at the words of
-    the Mersenne twister takes one. They do not tell whether half of a gaussian pair is kept; it is not
-    where the generator was seeded and never drawn from, and only that state is remembered.
-    """
-
-    def __init__(self) -> None:
-        self._known: tuple[bytes, Any] | None = None
-
-    def state(self, numpy: Any) -> Any:
-        """As `numpy.random.get_state()`; not to be changed."""
-        known = self.untouched(numpy)
-        if known is not None:
-            return known
-        state = numpy.random.get_state()
-        if isinstance(state, tuple) and state[2] == WORDS and not state[3]:
-            words = state[1].tobytes() + state[2].to_bytes(4, sys.byteorder)
-            if words == _words(numpy):  # else this NumPy keeps them in another way
-                self._known = words, state
-        return state
-
-    def untouched(self, numpy: Any) -> Any:
-        """The remembered state where it is still the generator's, else None."""
-        if self._known is None or self._known[0] != _words(numpy):
-            return None
-        return self._known[1]
-
-
-WORDS = 624
-NUMPY = NumpyMemo()
-
-
-def _words(numpy: Any) -> bytes:
-    """Read the words and position of the Mersenne twister; empty if the user replaced it by another generator."""
-    generator = numpy.random.get_bit_generator()
-    if type(generator) is not numpy.random.MT19937:
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, 4 * WORDS + 4)
-
-
 def random_state() -> dict[str, Any]:
     """The state of every global generator of this process, as a tree of plain values and tensors."""
     version, words, gauss = random.getstate()
@@ -81,7 +38,7 @@ def random_state() -> dict[str, Any]:
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, position, has_gauss, cached = NUMPY.state(numpy)
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
         words_of_numpy = torch.from_numpy(keys.astype("int64"))
         state["numpy"] = [name, words_of_numpy, int(position), int(has_gauss), float(cached)]
     return state
@@ -120,12 +77,12 @@ def kept_random_state() -> Iterator[None]:
     python, cpu = random.getstate(), torch.get_rng_state()
     cuda = cuda_states()
     numpy = sys.modules.get("numpy")
-    kept = NUMPY.state(numpy) if numpy is not None else None
+    kept = numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
         random.setstate(python)
         torch.set_rng_state(cpu)
         set_cuda_states(cuda)
-        if numpy is not None and kept is not None and NUMPY.untouched(numpy) is not kept:
+        if numpy is not None and kept is not None:
             numpy.random.set_state(kept)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainrun.checkpoint import long_copy
 from trainrun.checkpoint import state_copy as snapshot
 from trainrun.checkpoint.format import stream
 from trainrun.checkpoint.state_copy import Snapshots
@@ -24,7 +25,7 @@ def state() -> dict[str, Tensor]:
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the state above counts as a large one."""
     monkeypatch.setattr(snapshot, "LARGE_BYTES", 2**16)
-    monkeypatch.setattr(snapshot, "PIECE_BYTES", 2**16)
+    monkeypatch.setattr(long_copy, "PIECE_BYTES", 2**16)
     monkeypatch.setattr(snapshot, "LONG_BYTES", 2**16)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainrun.cli import evaluate_command as evaluate
+from trainrun.cli import predict_command as evaluate
 from trainrun.cli.main import main
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.main import main
-from trainrun.config.argv import as_path, is_path
+from trainrun.config.argv import is_path
 from trainrun.config.compose import compose_run, prepare, save_config
 from trainrun.config.saved_config import load_config
+from trainrun.config.typed_values import as_path
 from trainrun.errors import ConfigError
 from trainrun.runs.resume import Difference, with_values
 from trainrun.sweep.jobs import expand

@@ -11,8 +11,9 @@ import yaml
 import trainrun
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir
+from trainrun.config.help_text import masked_lines
 from trainrun.config.saved_values import leaves_of
-from trainrun.output import is_secret, masked, masked_lines, masked_word
+from trainrun.output import is_secret, masked, masked_word
 
 NET = """
 from torch import nn

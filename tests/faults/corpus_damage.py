@@ -13,8 +13,8 @@ import torch
 from faults.corpus_case import BASE, Case, call, room, train_base
 from trainrun.checkpoint.commit import Record, build_part, commit, prepare, write_part
 from trainrun.checkpoint.files import FileLayer
+from trainrun.checkpoint.format import Manifest, committed_steps, folder_name
 from trainrun.checkpoint.load import load_latest
-from trainrun.checkpoint.manifest import Manifest, committed_steps, folder_name
 from trainrun.checkpoint.reading import Loaded, read_checkpoint
 from trainrun.errors import CheckpointError
 from trainrun.parallel.single import Single

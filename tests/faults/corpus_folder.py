@@ -15,7 +15,7 @@ import torch
 
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
 from faults.corpus_damage import equal
-from trainrun.checkpoint.manifest import folder_name
+from trainrun.checkpoint.format import folder_name
 from trainrun.checkpoint.reading import read_checkpoint
 
 WORDS = (*SMALL, "trainer.max_steps=6")

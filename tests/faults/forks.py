@@ -229,9 +229,9 @@ def _be_rank(
             runpy.run_path(command[1], run_name="__main__")
             code = 0
         else:
-            from trainrun.runs import rank as rank_module
+            from trainrun.runs import rank_process
 
-            code = rank_module.main(list(command[-2:]))
+            code = rank_process.main(list(command[-2:]))
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:

@@ -26,17 +26,17 @@ FLOORS = {
     7: ["summary/"],
     6: ["assemble/"],
     5: ["training/", "autotune/", "step/", "sampling/", "training/recovery/restore"],
-    4: ["training/components", "runs/status", "runs/trusted_code", "plots/"],
+    4: ["training/components", "runs/status", "runs/exceptional/failures", "runs/trusted_code", "plots/"],
     3: ["training/triggers", "training/task_calls", "training/checks/task_watch", "training/checks/task_pictures",
         "training/recovery/", "training/without_trace", "config/"],
     2: ["data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/", "hook/", "trackers/"],
     1: ["smaller/int8", "seeding", "sums", "instantiate", "here", "training/state",
-        "runs/run_folder", "runs/lock", "runs/environment",
+        "runs/run_folder", "runs/lock", "runs/exceptional/busy_lock", "runs/exceptional/code_state",
         "config/schema", "config/aliases",
         "runtime/", "timing/", "optimizer/", "scheduler/", "transform/"],
     0.5: ["model/"],
-    0: ["errors", "limits", "output", "formatting", "interfaces", "timing/phases", "runtime/foreach_copy",
-        "patterns"],
+    0: ["errors", "user_code", "plugin_faults", "limits", "output", "interfaces", "timing/phases",
+        "runtime/foreach_copy", "patterns"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli"}  # part of it
 TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it

@@ -15,10 +15,9 @@ from trainrun.errors import PluginError
 from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt
 from trainrun.model.mlp import Mlp
-from trainrun.optimizer.build_optimizer import build_optimizer
+from trainrun.optimizer.build_optimizer import build_optimizer, named_optimizer_state
 from trainrun.optimizer.load_named_state import load_named_optimizer_state
 from trainrun.optimizer.muon import Muon, hidden_matrices, orthogonal
-from trainrun.optimizer.named_state import named_optimizer_state
 from trainrun.precision.update import takes_flag
 from trainrun.scheduler.schedule import Schedule
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from trainrun.errors import CheckpointError
-from trainrun.optimizer.build_optimizer import start_momentum
+from trainrun.optimizer.build_optimizer import named_optimizer_state, start_momentum
 from trainrun.optimizer.load_named_state import load_named_optimizer_state
-from trainrun.optimizer.named_state import named_optimizer_state
 
 
 class Nested(Optimizer):

@@ -48,7 +48,7 @@ def write_run(
                 "kind": "hardware", "step": step, "time": 1.0, "memory_bytes": 400 * 2**20, "cpu_percent": 99.0,
             })  # fmt: skip
     for seconds in ({"start-up": 2.0}, {"start-up": 2.0, "forward": 3.0, "other": 0.001}):
-        file.write({"kind": "ledger", "step": 1, "time": 1.0, "seconds": seconds, "vitals": {}})
+        file.write({"kind": "ledger", "step": 1, "time": 1.0, "seconds": seconds})
     file.on_note("saved <b>best</b> & last")
     file.write({
         "kind": "confusion", "step": 100, "split": "val", "class_names": ["cat", "$dog_"], "matrix": [[5, 1], [0, 4]],

@@ -12,9 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from trainrun.errors import CheckpointError
 from trainrun.model.mlp import Mlp
-from trainrun.optimizer.build_optimizer import build_optimizer
+from trainrun.optimizer.build_optimizer import build_optimizer, named_optimizer_state
 from trainrun.optimizer.load_named_state import load_named_optimizer_state
-from trainrun.optimizer.named_state import named_optimizer_state
 from trainrun.precision.autocast import prepare_model
 from trainrun.precision.master_weights import Shadow
 from trainrun.precision.update import Update

@@ -15,7 +15,7 @@ from trainrun.assemble.backends import OF_TORCH, SMALLEST, flushes_denormal, kep
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import RunConfig
 from trainrun.parallel.single import Single
-from trainrun.runs.run import resume_run
+from trainrun.runs.exceptional.go_on import resume_run
 
 SHORT = ("trainer.max_steps=2", "monitor.plots=false", "trainer.num_threads=1")
 

@@ -13,7 +13,7 @@ from knotted import Knot, Knotted, most, seen
 from torch import Tensor
 
 import trainrun as package
-from trainrun.runs.run import resume_run
+from trainrun.runs.exceptional.go_on import resume_run
 from trainrun.runtime.collector import BETWEEN, STARTING, Tidy, kept_collector, rest_while_starting
 
 SHORT = ("model=knotted.Knotted", "trainer.max_epochs=100", "monitor.plots=false", "trainer.num_threads=1")

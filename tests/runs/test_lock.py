@@ -16,7 +16,8 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.runs.lock import RunBusy, only_writer, passed_on, take_over
+from trainrun.runs.exceptional.busy_lock import RunBusy
+from trainrun.runs.lock import only_writer, passed_on, take_over
 from trainrun.runs.run_folder import RunDir
 
 pytestmark = pytest.mark.process

@@ -18,7 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
-from trainrun.cli.main import COMMANDS, main
+from trainrun.cli.commands import COMMANDS
+from trainrun.cli.main import main
 from trainrun.cli.manual_pages import FOLDER
 from trainrun.config.compose import compose_run, prepare
 from trainrun.sweep.jobs import expand

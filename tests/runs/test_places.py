@@ -171,7 +171,7 @@ def test_an_interrupt_ahead_of_a_resume_leaves_no_run_at_running(
     before = json.loads((run / "status.json").read_text()) | {"state": "running", "exit_code": None}
     (run / "status.json").write_text(json.dumps(before))
     monkeypatch.setattr(
-        "trainrun.runs.trusted_code.check_found", lambda *_: os.kill(os.getpid(), signal.SIGINT)
+        "trainrun.runs.exceptional.go_on.check_found", lambda *_: os.kill(os.getpid(), signal.SIGINT)
     )
 
     def work() -> int:

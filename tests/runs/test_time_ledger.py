@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import exact_parts
 import pytest
 
-from trainrun.formatting import quantity
 from trainrun.monitor import metric_logger as board
 from trainrun.monitor.console import Console
+from trainrun.output import quantity
 from trainrun.precision import update as guarded
 from trainrun.runs.api import train
 from trainrun.timing.phases import ACCOUNTS, LOOP, PhaseTimer
@@ -165,7 +165,6 @@ def test_the_rows_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
     assert set(rows[-1]["seconds"]) <= set(ACCOUNTS)
     assert rows[-1]["seconds"]["forward"] > 0
     assert rows[-1]["seconds"]["plots"] > rows[0]["seconds"].get("plots", 0)
-    assert rows[-1]["vitals"]["cpu_seconds"] > 0
     assert (run.folder / "plots" / "time.png").stat().st_size > 1000
     assert run.status["samples_per_second"] * run.status["seconds"] == pytest.approx(2 * 1438)
     assert "spent" in (run.folder / "run.log").read_text()

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.scheduler import curves
-from trainrun.scheduler.schedule import build_schedule, resolve_warmup, scaled_lr
+from trainrun.scheduler.build_schedule import build_schedule, resolve_warmup, scaled_lr
 
 
 def new_optimizer() -> Optimizer:

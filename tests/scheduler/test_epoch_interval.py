@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepL
 
 from trainrun.cli.main import main
 from trainrun.errors import CheckpointError, ConfigError
+from trainrun.scheduler.build_schedule import build_schedule
 from trainrun.scheduler.curves import cosine
-from trainrun.scheduler.schedule import build_schedule
 
 STEPLR = [
     "scheduler=custom", "scheduler._target_=torch.optim.lr_scheduler.StepLR", "scheduler.step_size=2",

@@ -33,7 +33,8 @@ from torch.optim.lr_scheduler import (
 
 from trainrun.errors import CheckpointError, ConfigError, PluginError
 from trainrun.scheduler import curves
-from trainrun.scheduler.schedule import Schedule, build_schedule
+from trainrun.scheduler.build_schedule import build_schedule
+from trainrun.scheduler.schedule import Schedule
 
 TOTAL, WARMUP = 40, 7
 BASES = (0.3, 0.002)
@@ -169,7 +170,7 @@ def test_a_resume_goes_on_exactly(name: str, at: int) -> None:
 
 def test_without_a_scheduler_the_rate_stays() -> None:
     optimizer = new_optimizer()
-    schedule = build_schedule(optimizer, curves.constant, {}, 0, None)
+    schedule = Schedule(optimizer, None)
     assert trace(optimizer, schedule, 3) == [list(BASES)] * 3
 
 

@@ -29,6 +29,7 @@ from trainrun.assemble.model_and_transforms import (
     split_words,
 )
 from trainrun.assemble.optimizer_and_schedule import (
+    CONSTANT,
     SCHEDULE_KEYS,
     build_optimizer_of,
     build_schedule_of,
@@ -61,9 +62,8 @@ from trainrun.assemble.step_function import (
 )
 from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.checkpoint.policy import KeepOptions
-from trainrun.config.pair_rules import DISTILLATION
 from trainrun.config.saved_values import public
-from trainrun.config.schema import SAME, RunConfig, plain, validation_nodes
+from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain, validation_nodes
 from trainrun.data.facts import facts_of_all
 from trainrun.data.stream_options import SourceStates, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
@@ -90,10 +90,9 @@ from trainrun.runtime.signals import StopFlag
 from trainrun.scheduler.schedule import Schedule
 from trainrun.timing.phases import COPY, PhaseTimer
 from trainrun.training.components import Components
-from trainrun.training.hooks import Hooks
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.state import TrainState
-from trainrun.training.task_calls import Place, TaskCalls
+from trainrun.training.task_calls import Hooks, Place, TaskCalls
 from trainrun.training.triggers import Intervals, Triggers
 
 if TYPE_CHECKING:
@@ -152,7 +151,8 @@ def check_targets(config: RunConfig) -> None:
         faults += optimizer_faults(key, node)
     for key, node in _one_or_named("scheduler", config.scheduler):
         own = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
-        faults += bind_faults(own, key, ["optimizer"], SCHEDULE_KEYS) if own.get("_target_") else []
+        if own.get("_target_") and own != CONSTANT:
+            faults += bind_faults(own, key, ["optimizer"], SCHEDULE_KEYS)
     for name, node in config.transform.items():
         faults += bind_faults(node, f"transform.{name}", ["model"])
     if faults:

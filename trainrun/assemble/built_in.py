@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from trainrun.config.pair_rules import step_obstacles
+from trainrun.config.mistakes.technique_rules import step_obstacles
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, told_of_a_setting
 from trainrun.transform.compile import gpu_compiler_problem

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from trainrun.config.schema import SAME, RunConfig, validation_nodes
 from trainrun.data.facts import (
     IGNORED_LABEL,
+    PLAUSIBLE_CLASSES,
     Labels,
     check_labels,
-    check_number_of_classes,
     check_real,
-    kind_of_input,
+    labels_in,
 )
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import Copying, Report, Sizes, SourceStates, StreamOptions, TokenCounter
@@ -171,6 +171,8 @@ def check_alike(config: RunConfig, sources: dict[str, Any]) -> None:
         kind = kind_of(split)
         if not config.data.transform or kind == "train" or source is None or transform_key(config, kind):
             continue
+        from trainrun.data.first_sample import kind_of_input
+
         kinds = [kind_of_input(sources["train"], "data.train", build_transform(config, "train")),
                  kind_of_input(source, key_of(split), None)]  # fmt: skip
         if all(kinds) and kinds[0] != kinds[1]:
@@ -203,7 +205,11 @@ def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) 
     if isinstance(asked, int):
         labels = Labels(asked, key, ignored)
     elif facts.num_classes and any(name in model and model[name] is None for name in ASK_FOR_CLASSES):
-        check_number_of_classes(sources["train"], "data.train", facts.num_classes)
+        if facts.num_classes > PLAUSIBLE_CLASSES:
+            from trainrun.data.wrong_labels import check_number_of_classes
+
+            labels_there = labels_in(sources["train"], "data.train")
+            check_number_of_classes(sources["train"], "data.train", labels_there, facts.num_classes)
         if not is_ours:
             return
         labels = Labels(facts.num_classes, "", ignored)

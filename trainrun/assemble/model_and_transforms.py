@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainrun.config.pair_rules import needs_gpu
 from trainrun.config.schema import ParallelConfig, RunConfig
 from trainrun.config.validate import fault_of_value
 from trainrun.errors import ConfigError, DataError, told_of_a_setting
-from trainrun.formatting import counted
 from trainrun.instantiate import TARGET, build, locate, parameters_of
 from trainrun.interfaces import DataFacts, Parallel
 from trainrun.model.choices import WORDS
+from trainrun.output import counted
 from trainrun.precision.autocast import prepare_model
 
 if TYPE_CHECKING:
@@ -166,9 +165,12 @@ def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, no
 
     notes: what they chose, in a line. Raises ConfigError.
     """
-    if faults := needs_gpu(config, device.type):
-        raise ConfigError(*faults)
     trainer = config.trainer
+    if trainer.activation_offload or trainer.cpu_offload != "none":
+        from trainrun.config.mistakes.technique_rules import needs_gpu
+
+        if faults := needs_gpu(config, device.type):
+            raise ConfigError(*faults)
     if config.precision.fp8:
         from trainrun.transform.fp8 import fp8_linear
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainrun.config.schema import RunConfig
-from trainrun.formatting import counted
 from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes
 from trainrun.interfaces import Precision
 from trainrun.optimizer.build_optimizer import build_optimizer
-from trainrun.scheduler.schedule import Schedule, build_schedule, resolve_warmup, scaled_lr
+from trainrun.output import counted
+from trainrun.scheduler.schedule import Schedule
 from trainrun.training.triggers import Intervals
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def optimizer_of_node(
     node = {name: copy.copy(value) for name, value in node.items() if name not in left_out}
     rule = scheduler.get("lr_scaling", "none")
     if "lr" in node and rule != "none":
+        from trainrun.scheduler.build_schedule import scaled_lr
+
         batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
         base = scheduler["base_batch_size"]
         node["lr"], note = scaled_lr(node["lr"], rule, batch, base)
@@ -104,6 +106,10 @@ def build_update(
 def warmup_steps(config: RunConfig, rhythm: Intervals, node: Any = None) -> int:
     """Raises ConfigError if it does not fit the length of the run, for which no model is needed."""
     node = node or config.scheduler or {}
+    if not any(node.get(name) for name in WARMUPS):
+        return 0
+    from trainrun.scheduler.build_schedule import resolve_warmup
+
     steps, ratio, epochs = (node.get(name) for name in WARMUPS)
     return resolve_warmup(steps, ratio, epochs, rhythm.total_steps, rhythm.steps_per_epoch)
 
@@ -114,6 +120,10 @@ def build_schedule_of(config: RunConfig, optimizer: Optimizer, rhythm: Intervals
 
 def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm: Intervals) -> Schedule:
     steps = warmup_steps(config, rhythm, node)
+    if node["_target_"] == CONSTANT["_target_"] and node.get("interval") != "epoch":
+        return Schedule(optimizer, None, steps)
+    from trainrun.scheduler.build_schedule import build_schedule
+
     left_out = (*SCHEDULE_KEYS, CHECK, "_target_")
     keywords = {name: value for name, value in node.items() if name not in left_out}
     if len(optimizer.param_groups) > 1 and str(node["_target_"]).startswith("torch."):

@@ -22,8 +22,8 @@ from trainrun.config.saved_config import plain_config, with_overrides
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.pipeline import open_batches
 from trainrun.errors import CheckpointError, ConfigError
-from trainrun.formatting import counted
 from trainrun.interfaces import Batches, DataFacts, Parallel
+from trainrun.output import counted
 from trainrun.parallel.single import Single
 from trainrun.runs.run_folder import RunDir, note_saved, read_identity, says_saved
 from trainrun.runs.trusted_code import check_run

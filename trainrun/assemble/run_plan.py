@@ -19,7 +19,6 @@ import torch
 from trainrun.checkpoint.policy import KeepOptions
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
-from trainrun.formatting import counted
 from trainrun.interfaces import Batches, Parallel
 from trainrun.limits import (
     EPOCH,
@@ -31,6 +30,7 @@ from trainrun.limits import (
     parse_seconds,
     parse_whole,
 )
+from trainrun.output import counted
 from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker, RunLimits
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from torch import nn
 from trainrun.assemble.optimizer_and_schedule import CONSTANT, optimizer_of_node, schedule_of_node
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
-from trainrun.formatting import counted
 from trainrun.instantiate import named_nodes
+from trainrun.output import counted
 from trainrun.patterns import matching
 from trainrun.precision.update import Update
 from trainrun.training.named_optimizers import NamedOptimizer

@@ -32,8 +32,8 @@ from trainrun.autotune.timed_step import (
 )
 from trainrun.data.batch import map_leaves
 from trainrun.data.engines.auto_stream import AutoStream, Option, simplicity
-from trainrun.formatting import duration, quantity
 from trainrun.interfaces import Batches, MicroBatch
+from trainrun.output import duration, quantity
 from trainrun.runtime.machine import usable_cores
 from trainrun.seeding import kept_random_state
 from trainrun.training.components import Components

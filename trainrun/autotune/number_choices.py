@@ -40,7 +40,6 @@ from trainrun.interfaces import Batches, Parallel
 from trainrun.precision.autocast import is_tiny
 from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, build_context
 from trainrun.seeding import kept_random_state
-from trainrun.training.recovery.oom import batch_norm_in
 
 PRECISION = TrialBudget(0.5, 0.01)
 THREADS = TrialBudget(0.25, 0.005)
@@ -88,6 +87,8 @@ class NumberTrial:
 
     def usual_seconds(self) -> float | None:
         """Seconds of a step; None where it takes too long, by a few rows or by the whole batch."""
+        from trainrun.training.recovery.smaller_pieces import batch_norm_in
+
         few = min(2 if batch_norm_in(self._step.model) else 1, self._count)
         weights = sum(parameter.numel() for parameter in self._step.model.parameters())
         numbers = tensors_in(self._data)[0]

@@ -20,7 +20,6 @@ from trainrun.data.batch import map_leaves
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.interfaces import Batches, Parallel
 from trainrun.limits import SECOND, parse_seconds, parse_whole
-from trainrun.training.recovery.oom import no_memory
 
 if TYPE_CHECKING:
     from trainrun.timing.paired import Turn
@@ -70,6 +69,8 @@ class TimedStep:
         try:
             self(data, autocast)
         except (MemoryError, RuntimeError) as error:
+            from trainrun.training.recovery.oom import no_memory
+
             if not no_memory(error):
                 raise
             gc.collect()

@@ -15,8 +15,7 @@ from trainrun.benchmark.worker_messages import RunInfo
 from trainrun.config.compose import compose_run, prepare
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
-from trainrun.formatting import duration
-from trainrun.output import redraw, say
+from trainrun.output import duration, redraw, say
 from trainrun.runs.run_folder import named_folder
 
 LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")

@@ -17,8 +17,18 @@ from typing import Any
 from torch import Tensor
 
 from trainrun.checkpoint.files import FileLayer, Written, file_faults, free_bytes, set_aside
-from trainrun.checkpoint.format import MAX_STATE_BYTES, dumps, flatten, stream
-from trainrun.checkpoint.manifest import MANIFEST, Manifest, Metric, folder_name, manifest_bytes, rank_files
+from trainrun.checkpoint.format import (
+    MANIFEST,
+    MAX_STATE_BYTES,
+    Manifest,
+    Metric,
+    dumps,
+    flatten,
+    folder_name,
+    manifest_bytes,
+    rank_files,
+    stream,
+)
 from trainrun.checkpoint.state_copy import num_bytes
 from trainrun.errors import CheckpointError
 

@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainrun.checkpoint.files import FileLayer, file_faults, set_aside
-from trainrun.checkpoint.format import loads
-from trainrun.checkpoint.manifest import (
+from trainrun.checkpoint.format import (
     MANIFEST,
     Metric,
     committed_steps,
     folder_name,
+    loads,
     step_of,
 )
 from trainrun.checkpoint.policy import BEST, Entry, Ranking

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainrun.checkpoint.commit import CommitPart, Record, build_part, write_metric
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.manifest import Manifest, folder_name
+from trainrun.checkpoint.format import Manifest, folder_name
 from trainrun.checkpoint.policy import Entry, KeepOptions, Ranking, Retention, kind_of, metric_of, sweep
 from trainrun.checkpoint.save import Note, Saves, on_rank_zero
 from trainrun.checkpoint.state_copy import LARGE_BYTES, Snapshots

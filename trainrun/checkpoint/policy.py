@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainrun.checkpoint.files import FileLayer, file_faults
-from trainrun.checkpoint.format import dumps
-from trainrun.checkpoint.manifest import Metric, committed_steps, folder_name
+from trainrun.checkpoint.format import Metric, committed_steps, dumps, folder_name
 from trainrun.errors import ConfigError
 from trainrun.training.state import SAVE_NOW, TrainState
 

@@ -20,13 +20,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainrun.checkpoint.files import PIECE_BYTES, Written
-from trainrun.checkpoint.format import MAX_DEPTH, MAX_STATE_BYTES, Keys, is_dense, loads, place_of
-from trainrun.checkpoint.manifest import (
+from trainrun.checkpoint.format import (
     FORMAT,
     MANIFEST,
+    MAX_DEPTH,
+    MAX_STATE_BYTES,
     MAX_STEP,
+    Keys,
     Manifest,
     Metric,
+    is_dense,
+    loads,
+    place_of,
     rank_files,
     step_of,
 )

@@ -19,13 +19,11 @@ from typing import Any, TypeVar
 
 from trainrun.checkpoint.commit import Record, Report, commit, prepare, write_part
 from trainrun.checkpoint.files import FileLayer, file_faults
-from trainrun.checkpoint.format import dumps, loads
-from trainrun.checkpoint.manifest import folder_name
+from trainrun.checkpoint.format import folder_name
 from trainrun.errors import CheckpointError, SaveError
 from trainrun.interfaces import Parallel
 from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE
 
-FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.001, 0.05
 LOWER_BY = 10  # of the thread that writes and hashes, as of `nice`: a step of the scheduler's scale is a factor of 1.25
 LEAVE_SECONDS = 5.0  # for the other ranks' files, when one of them may be dead
 
@@ -100,10 +98,20 @@ class SaveInProgress:
             write_part(temporary, self._target(one), self._rank, one.part, self._files)
             for one, temporary in self._new
         ]
+        others: list[list[Report]] = []
+        if self._world_size > 1 and self._new:
+            from trainrun.checkpoint import rank_reports
+
+            one, temporary = self._new[0]
+            with file_faults(f"cannot save checkpoint {self._target(one)}", self._root):
+                if self._rank > 0:
+                    rank_reports.report(temporary, self._rank, own, self._files)
+                else:
+                    others = rank_reports.others(
+                        temporary, self._world_size, self._told, lambda: self._reports, self._files
+                    )
         if self._rank > 0:
-            self._report(own)
             return own
-        others = self._others() if self._new else []
         for i, (one, temporary) in enumerate(self._new):
             commit(temporary, one.facts, [own[i], *(reports[i] for reports in others)], self._files)
             self.committed.add(one.facts.step)
@@ -112,34 +120,6 @@ class SaveInProgress:
 
     def _target(self, record: Record) -> Path:
         return self._root / folder_name(record.facts.step)
-
-    def _place(self, rank: int) -> Path:
-        """Where a rank says what it wrote: in the first of the temporary folders."""
-        return self._new[0][1] / f"written-{rank:05d}"
-
-    def _report(self, own: list[Report]) -> None:
-        if not self._new:
-            return
-        place = self._place(self._rank)
-        with file_faults(f"cannot save checkpoint {self._target(self._new[0][0])}", self._root):
-            self._files.write(place.with_suffix(".part"), [dumps(own)])
-            self._files.rename(place.with_suffix(".part"), place)
-
-    def _others(self) -> list[list[Report]]:
-        """Wait for the reports of ranks 1 and above."""
-        places = [self._place(rank) for rank in range(1, self._world_size)]
-        pause = FIRST_LOOK_SECONDS
-        while self._reports is None and not all(place.exists() for place in places):
-            if self._told.wait(pause) and self._reports is None:
-                raise CheckpointError("another rank could not write its part")
-            pause = min(2 * pause, LONGEST_LOOK_SECONDS)
-        with file_faults(f"cannot save checkpoint {self._target(self._new[0][0])}", self._root):
-            reports = self._reports
-            if reports is None:
-                reports = [loads(place.read_bytes(), str(place)) for place in places]
-            for place in places:
-                self._files.remove_tree(place)
-        return reports
 
 
 class Saves:

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -25,11 +23,9 @@ from trainrun.runtime.foreach_copy import copy_
 
 LARGE_BYTES = 32 * 2**20  # below, neither the time nor the room is worth a thought
 LONG_BYTES = 4 * 2**20
-PIECE_BYTES = 32 * 2**20  # 1.2 GB in 94 ms; of 4 MiB 103 ms, of 1 MiB 124 (Intel Xeon, two threads)
 MOST_OF_FREE = 0.8
 
 Memory = dict[str, Tensor]
-Bytes = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 
 
 class Snapshot(NamedTuple):
@@ -59,7 +55,14 @@ class Snapshots:
             memory = memory | _in_one_piece(lacking)
         copies = {name: memory[name] for name in tensors}
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
-        copy_all(copies, tensors, non_blocking=bool(devices))
+        if any(tensor.nbytes >= LONG_BYTES for tensor in tensors.values()):
+            from trainrun.checkpoint.long_copy import copy_by_pieces
+
+            copied = copy_by_pieces(copies, tensors, LONG_BYTES)
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in copied}
+        with torch.no_grad():
+            if tensors:
+                copy_([copies[name] for name in tensors], list(tensors.values()), non_blocking=bool(devices))
         return Snapshot(copies, [_event(device) for device in devices])
 
     def give_back(self, tensors: Memory) -> None:
@@ -103,44 +106,6 @@ def host_bytes(tensors: Mapping[str, Tensor]) -> int:
     size = num_bytes(tensors)
     pinned = any(tensor.is_cuda for tensor in tensors.values())
     return 1 << (size - 1).bit_length() if pinned and size else size
-
-
-def copy_all(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor], non_blocking: bool = False) -> None:
-    """The values of tensors into those of the same names. What lies on the host in one piece is copied by threads that
-    take the next piece when they are free: those of torch wait for each other at every tensor, and where others use the
-    cores too, that takes many times longer."""
-    long = {
-        name
-        for name, tensor in tensors.items()
-        if tensor.nbytes >= LONG_BYTES and _is_plain(tensor) and _is_plain(copies[name])
-    }
-    rest = [name for name in tensors if name not in long]
-    with torch.no_grad():
-        if rest:
-            copy_(
-                [copies[name] for name in rest], [tensors[name] for name in rest], non_blocking=non_blocking
-            )
-        if long:
-            pairs = [(_bytes(copies[name]), _bytes(tensors[name])) for name in long]
-            places = [(pair, start) for pair in pairs for start in range(0, len(pair[0]), PIECE_BYTES)]
-            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                list(threads.map(_copy_piece, places))
-
-
-def _copy_piece(place: tuple[tuple[Bytes, Bytes], int]) -> None:
-    (copy, tensor), start = place
-    numpy.copyto(copy[start : start + PIECE_BYTES], tensor[start : start + PIECE_BYTES])
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its memory is its values, one after the other."""
-    return (
-        tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def _bytes(tensor: Tensor) -> Bytes:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def _fits(memory: Tensor | None, tensor: Tensor) -> bool:

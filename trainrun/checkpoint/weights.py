@@ -21,8 +21,8 @@ from trainrun.checkpoint.reading import Loaded, open_regular, read_tensors
 from trainrun.checkpoint.save import on_rank_zero
 from trainrun.config.schema import InitConfig
 from trainrun.errors import CheckpointError, ConfigError, TrainingError
-from trainrun.formatting import counted
 from trainrun.interfaces import Parallel
+from trainrun.output import counted
 from trainrun.patterns import matching
 
 KEY = "init_from"

@@ -1,18 +1,18 @@
-"""`trainrun predict RUN_DIR`: one row a sample, as CSV or Parquet."""
+"""`trainrun predict RUN_DIR`: one row a sample, as CSV or Parquet; `trainrun evaluate RUN_DIR`: loss and metrics."""
 
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, no_split, parse, run_parser
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.formatting import counted
-from trainrun.output import say
-from trainrun.runs.run import open_run
-from trainrun.runs.run_folder import RunDir
+from trainrun.output import counted, say
+from trainrun.runs.exceptional.go_on import open_run
+from trainrun.runs.run_folder import RunDir, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,3 +118,29 @@ def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
             writer.writerow(columns)
             writer.writerows(zip(*columns.values(), strict=True))
     temporary.replace(out)
+
+
+def evaluate(argv: list[str]) -> int:
+    """Print the metrics and write them to `evaluation-SPLIT.json` in the run folder."""
+    parser = run_parser("evaluate", "Loss and metrics of a saved model, each sample counted once.")
+    add_checkpoint(parser)
+    words = parse(parser, argv)
+    run_dir = open_run(words.run_dir)
+
+    from trainrun.runs.restore_config import parts_of
+    from trainrun.training import evaluate as evaluation
+
+    which = checkpoint_of(run_dir, words.which)
+    run, _, folder = parts_of(run_dir, which, words.overrides, words.trust)
+    splits = [name for name in run.splits() if name == words.split or name.startswith(f"{words.split}/")]
+    if not splits:
+        raise no_split(run.splits(), words.split)
+    found = {name: value for split in splits for name, value in evaluation.evaluate(run, split).items()}
+    metrics = {name: value for name, value in found.items() if not name.endswith("/seconds")}
+    say(f"{folder.name} ({which}): " + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items()))
+    place = run_dir.root / f"evaluation-{words.split.replace('/', '-')}.json"
+    try:
+        write_json(place, {"checkpoint": folder.name, **metrics})
+    except OSError as error:  # somebody else's folder, or a full disk; what was asked for is said
+        say(f"note: {place}: not written ({error.strerror})", file=sys.stderr)
+    return EXIT_DONE

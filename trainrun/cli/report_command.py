@@ -11,8 +11,7 @@ from pathlib import Path
 
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.formatting import counted
-from trainrun.output import say
+from trainrun.output import counted, say
 from trainrun.runs.run_folder import RunDir
 from trainrun.runs.trusted_code import check_files, check_run
 

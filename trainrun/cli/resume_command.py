@@ -11,7 +11,8 @@ from trainrun.config.aliases import key_of_today
 from trainrun.config.compose import Composition
 from trainrun.config.schema import plain
 from trainrun.output import say
-from trainrun.runs.run import LaunchSpec, begun, open_run, resume_run, start
+from trainrun.runs.exceptional.go_on import open_run, resume_run
+from trainrun.runs.run import LaunchSpec, begun, start
 
 
 def main(argv: list[str]) -> int:

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
-from trainrun.config.argv import setting_of_flag
-from trainrun.config.validate import nearest
+from trainrun.config.argv import conf_dir, groups
+from trainrun.config.mistakes.value_words import nearest
+from trainrun.config.other_trainers.flags import setting_of_flag
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_seconds
 from trainrun.output import say
@@ -98,12 +99,12 @@ def own_flags(parser: Parser) -> list[str]:
 
 def flags_as_settings(argv: list[str], own: list[str]) -> list[str]:
     """The words of a command with `--batch-size 64` as `batch_size=64`; its own flags stay, and beginnings of them."""
-    words, rest = [], list(argv)
+    words, rest, known = [], list(argv), groups([conf_dir()])
     while rest:
         word = rest.pop(0)
         flag = word.partition("=")[0]
         is_own = any(name.startswith(flag) for name in own)
-        setting = "" if is_own else setting_of_flag(word, rest)[0]
+        setting = "" if is_own else setting_of_flag(word, rest, known)[0]
         words.append(setting or word)
     return words
 

@@ -1,6 +1,6 @@
 """Other names for settings, options and targets: those of other frameworks, and those of earlier versions.
 
-The other names of a setting stand beside its field in `config/schema.py`; here is what has no field.
+The other names of a setting stand beside its field in `config/schema.py`; what has no field in `other_trainers/`.
 """
 
 from __future__ import annotations
@@ -9,113 +9,12 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import yaml
-
-from trainrun.config.schema import RunConfig, TrackerName, settings
+from trainrun.config.schema import RunConfig, settings
 from trainrun.limits import fits
 from trainrun.output import say
 
-KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and what only other trainers say
-    **dict.fromkeys(("lr", "learning_rate", "optimizer.learning_rate"), "optimizer.lr"),
-    **dict.fromkeys(("weight_decay", "wd"), "optimizer.weight_decay"),
-    "layer_decay": "optimizer.layer_decay",
-    **dict.fromkeys(("adam_epsilon", "opt_eps"), "optimizer.eps"),
-    "opt_betas": "optimizer.betas",
-    "momentum": "optimizer.momentum",
-    **dict.fromkeys(("strategy", "trainer.strategy"), "parallel"),
-    **dict.fromkeys(("trainer.precision", "mixed_precision"), "precision"),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "sched"), "scheduler"),
-    **dict.fromkeys(("optim", "opt"), "optimizer"),
-    "output_dir": "hydra.run.dir",
-    **dict.fromkeys(("trainer.compile.enabled", "compile.enabled"), "trainer.compile"),
-    **{f"warmup_{unit}": f"scheduler.warmup_{unit}" for unit in ("steps", "ratio", "epochs")},
-    **dict.fromkeys(("num_epochs", "n_epochs", "nb_epochs"), "trainer.max_epochs"),
-    "steps_per_epoch": "trainer.limit_train_batches",
-    "validation_steps": "trainer.limit_val_batches",
-    "validation_freq": "trainer.check_val_every_n_epoch",
-    "global_clipnorm": "trainer.gradient_clip_val",  # `clipnorm` is of each tensor: not the same
-    "clip_mode": "trainer.gradient_clip_algorithm",
-    "grad_checkpointing": "trainer.gradient_checkpointing",
-    **dict.fromkeys(("use_ema", "model_ema"), "trainer.ema"),
-    **dict.fromkeys(("ema_decay", "ema_momentum", "model_ema_decay"), "trainer.ema.decay"),
-    "class_weight": "task.class_weights",
-    "patience": "trainer.early_stopping.patience",
-    **dict.fromkeys(("validation_batch_size", "test_batch_size"), "data.val_batch_size"),
-    "train_batch_size": "data.batch_size",
-    "workers": "data.num_workers",
-    "dataset": "data",
-    **dict.fromkeys(("data_dir", "data_path"), "data.path"),
-    "dataloader_drop_last": "data.drop_last",
-    "shuffle": "data.shuffle",
-    "pin_mem": "data.pin_memory",
-    "num_classes": "data.num_classes",
-    "data.tokenizer": "data.train.tokenizer",
-    "eval_metric": "checkpoint.monitor",
-    "checkpoint_hist": "checkpoint.save_top_k",  # the best ones, by timm
-    "recovery_interval": "checkpoint.every_n_train_steps",
-    "initial_checkpoint": "init_from",
-    "log_interval": "monitor.log_every_n_steps",
-    **dict.fromkeys(("gpus", "num_gpus", "nproc"), "parallel.devices"),
-    "sync_bn": "parallel.sync_batchnorm",
-    **dict.fromkeys(("smoothing", "label_smoothing", "label_smoothing_factor"), "task.label_smoothing"),
-    **dict.fromkeys(("dropout", "drop"), "model.dropout"),
-    **dict.fromkeys(("random_seed", "random_state"), "seed"),
-}
-ONE_BATCH = (  # of all that a run does, so that a mistake late in it is seen at once
-    "trainer.max_epochs=1", "trainer.limit_train_batches={0}", "trainer.limit_val_batches={0}",
-    "trainer.limit_test_batches={0}", "checkpoint.enabled=false", "monitor.log_every_n_steps=1",
-    "monitor.plots=false",
-)  # fmt: skip
-NUMBER = "NUMBER"  # any other value that is one; `{0}` stands for it
-Cases = dict[str, tuple[str, ...]]
-BY_NAMES: tuple[tuple[str, Cases], ...] = (
-    ("fp16 amp", {"true": ("precision=16-mixed",)}),
-    ("bf16", {"true": ("precision=bf16-mixed",)}),
-    ("amp_dtype", {"float16": ("precision=16-mixed",), "bfloat16": ("precision=bf16-mixed",)}),
-    ("tf32", {"true": ("precision.matmul=high",), "false": ("precision.matmul=highest",)}),
-    ("use_cpu no_cuda", {"true": ("parallel.accelerator=cpu",)}),
-    ("fast_dev_run dry_run", {"true": tuple(word.format(1) for word in ONE_BATCH), NUMBER: ONE_BATCH}),
-    ("overfit_batches", {NUMBER: ("trainer.limit_train_batches={0}", "data.shuffle=false")}),
-    ("jit_compile torchcompile", {"true": ("trainer.compile.scope=model",)}),
-    ("strategy", {"ddp_find_unused_parameters_true": ("parallel=ddp", "parallel.find_unused_parameters=true")}),
-    ("run_eagerly", {"true": ("trainer.compile.scope=off",)}),
-    ("clipvalue", {NUMBER: ("trainer.gradient_clip_val={0}", "trainer.gradient_clip_algorithm=value")}),
-    ("disable_tqdm", {"true": ("monitor.progress_bar=false",), "false": ("monitor.progress_bar=true",)}),
-    ("verbose", {"0": ("monitor.progress_bar=false", "monitor.verbose=false"), "1": ("monitor.progress_bar=true",),
-                 "2": ("monitor.progress_bar=false",)}),
-    ("greater_is_better", {"true": ("checkpoint.mode=max",), "false": ("checkpoint.mode=min",)}),
-    ("group_by_length", {"true": ("data.padding=bucket",)}),
-    ("auto_find_batch_size", {"true": ("trainer.out_of_memory=split",)}),
-    ("eval_strategy evaluation_strategy", {"epoch": ("trainer.val_check_interval=1.0",), "no": ("data.val=null",)}),
-    ("transform", {"lora": ("transform.lora._target_=trainrun.transform.lora.lora",)}),
-    ("save_strategy", {"no": ("checkpoint.enabled=false",)}),
-    ("report_to logger", {
-        "none": ("monitor.tracker=null",), **{name: (f"monitor.tracker={name}",) for name in get_args(TrackerName)},
-    }),
-)  # fmt: skip
-CASES = {name: cases for names, cases in BY_NAMES for name in names.split()}  # -> value -> what it is read as
-OPTIONS = {
-    "precision": {
-        **dict.fromkeys(("32", "fp32", "float32", "no"), "32-true"),
-        **dict.fromkeys(("16", "fp16", "float16", "amp_fp16", "mixed_float16"), "16-mixed"),
-        **dict.fromkeys(("bf16", "bfloat16", "amp_bf16", "mixed_bfloat16"), "bf16-mixed"),
-        **dict.fromkeys(("64", "fp64", "float64", "double"), "64-true"),
-    },
-    "parallel": {"none": "single", "null": "single", "ddp_spawn": "ddp", "processes": "ddp"},
-    "scheduler": {
-        **dict.fromkeys(("none", "null", "off", "constant_with_warmup"), "constant"),
-        **dict.fromkeys(("cosine_with_restarts", "cosineannealingwarmrestarts"), "cosine_restarts"),
-        **dict.fromkeys(("reduce_lr_on_plateau", "reducelronplateau"), "plateau"),
-        **dict.fromkeys(("poly", "polynomial_decay"), "polynomial"),
-        **{"cosineannealinglr": "cosine", "onecyclelr": "onecycle", "warmup_stable_decay": "wsd"},
-    },
-    "optimizer": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
-    "preset": {"null": "none"},
-    "monitor": {"null": "none"},
-}  # fmt: skip
 OLD_FORMATS, READERS = "trainrun.data.formats", "trainrun.data.readers"
 MOVED = {
     "trainrun.data.digits": f"{READERS}.builtin.digits",
@@ -137,20 +36,17 @@ MOVED = {
 
 
 @cache
-def answers() -> dict[str, str]:
-    """What to write in place of a name of another trainer that has no single setting here."""
-    found = yaml.safe_load(Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"))
-    return {name: answer for names, answer in found.items() for name in names.split()}
-
-
-@cache
 def aliases(schema: type = RunConfig) -> dict[str, str]:
     """Every other name of a setting or section, and the key it stands for."""
+    from trainrun.config.other_trainers.names import KEYS
+
     return KEYS | {name: key for key, found in settings(schema).items() for name in found.aliases}
 
 
 def key_of_today(key: str, is_group: Callable[[str], bool], schema: type = RunConfig) -> str:
     """The key that another name stands for; a section's other name stands for its settings too."""
+    if key in settings(schema):
+        return key
     known, key = aliases(schema), bare_name(key)
     if key in known:
         return known[key]
@@ -162,14 +58,22 @@ def key_of_today(key: str, is_group: Callable[[str], bool], schema: type = RunCo
 
 def bare_name(key: str) -> str:
     """A name as other trainers say it, where it stands below `trainer` too; any other key as it is."""
+    if key in settings():
+        return key
+    from trainrun.config.other_trainers.names import CASES, KEYS
+
     name = key.removeprefix("trainer.")
-    return name if key not in settings() and name in (CASES.keys() | KEYS.keys()) else key
+    return name if name in (CASES.keys() | KEYS.keys()) else key
 
 
 def stands_for(word: str) -> list[str]:
     """The settings that a word of another trainer is read as; the word itself if it is none of `CASES`."""
     key, equals, value = word.partition("=")
-    cases = CASES.get(bare_name(key), {}) if equals else {}
+    if not equals or (key in settings() and key != "transform"):
+        return [word]
+    from trainrun.config.other_trainers.names import CASES, NUMBER
+
+    cases = CASES.get(bare_name(key), {})
     is_number = re.fullmatch(r"\d*\.?\d+(e-?\d+)?", value) is not None and float(value) > 0
     found = cases.get(value.lower()) or (cases.get(NUMBER) if is_number else None)
     return [part.format(value) for part in found] if found else [word]

@@ -88,7 +88,7 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
     except ConfigError as error:
         raise ConfigError(*faults, *error.faults) from error
     except OmegaConfBaseException as error:
-        from trainrun.config.messages import explain_reference
+        from trainrun.config.mistakes.messages import explain_reference
 
         raise ConfigError(*faults, explain_reference(error)) from error
     faults += [*check(config), *unread_path(config)]

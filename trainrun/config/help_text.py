@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainrun.config.argv import CommandLine, conf_dir, groups
+from trainrun.config.mistakes.value_words import described, nearest
 from trainrun.config.schema import RunConfig, settings
-from trainrun.config.validate import nearest
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.limits import Setting, choices_of
-from trainrun.output import say
+from trainrun.output import HIDDEN, PLAIN, hides, say
 
 WITH_OWN_KEYS = ("data", "model", "task", "optimizer", "scheduler")  # groups whose options bring keys along
 
@@ -34,6 +34,7 @@ usage: trainrun [group=option ...] [key=value ...]     one run
   trainrun parallel=ddp precision=16-mixed
   trainrun model=my_net.Net model.width=9              your own class, from the folder you are in
 """
+LINE = re.compile(r"(\s*(?:- )*)([\w.\-]+):(?: (\S.*))?$")
 
 
 def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) -> str:
@@ -149,7 +150,7 @@ def setting_rows(schema: type = RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def _allowed(found: Setting) -> str:
     """What a number or a name may be; the other types show in the default."""
-    text = re.sub(r"^(one of|a whole number|a number)(, )?|, or null$", "", found.allowed).strip()
+    text = re.sub(r"^(one of|a whole number|a number)(, )?|, or null$", "", described(found.kind)).strip()
     limited = (
         choices_of(found.kind) or " or more" in text or "than" in text or "below" in text or "at most" in text
     )
@@ -165,7 +166,6 @@ def hydra_question(words: CommandLine, folders: list[Path]) -> int:
     import hydra
 
     from trainrun.config.overrides import composed, opened
-    from trainrun.output import masked_lines
 
     faults: list[str] = []
     composed([word for word in words.overrides if not word.lstrip("+~").startswith("hydra")], folders, faults)
@@ -179,3 +179,18 @@ def hydra_question(words: CommandLine, folders: list[Path]) -> int:
     shown = answer.getvalue().replace("\n  listeners: {}\n", "\n")
     say(masked_lines(shown), end="")
     return EXIT_DONE
+
+
+def masked_lines(text: str) -> str:
+    """A YAML text with the values of secrets masked; what lies below a secret's key is left out."""
+    shown, below = [], -1
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        is_item = indent == below and line.lstrip().startswith("- ")
+        if below >= 0 and (not line.strip() or indent > below or is_item):
+            continue
+        found = LINE.match(line)
+        hidden = found and found[3] not in PLAIN and hides(found[2], found[3] or "below")
+        below = len(found[1]) if found and hidden else -1
+        shown.append(f"{found[1]}{found[2]}: {HIDDEN}" if found and hidden else line)
+    return "".join(f"{line}\n" for line in shown)

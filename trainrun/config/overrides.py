@@ -104,7 +104,7 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
         path for folder in folders[:-1] for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
     ]
     if files:
-        from trainrun.config.messages import limit_fault
+        from trainrun.config.mistakes.messages import limit_fault
 
         if broken := [fault for path in files if (fault := limit_fault(path))]:
             faults += broken
@@ -165,7 +165,7 @@ def lower_trackers(cfg: DictConfig) -> list[str]:
         if node is None or isinstance(node, DictConfig):
             cfg.monitor.listeners[name] = node
         else:
-            from trainrun.config import messages
+            from trainrun.config.mistakes import messages
 
             key = f"monitor.{name}"
             faults.append(messages.unknown_key(key, f"{key}={node}", "monitor", known))
@@ -181,7 +181,7 @@ def read_override(word: str, faults: list[str], if_several: str = SWEEP) -> Over
     own = key == "hydra" or key.startswith(("hydra.", "hydra/"))
     if override is not None and key and not own and not override.is_sweep_override():
         return override
-    from trainrun.config import messages
+    from trainrun.config.mistakes import messages
 
     several = f"{typed}: {if_several}"
     faults.append((messages.unread(typed) if own else several) if key else messages.unreadable(typed))
@@ -208,7 +208,7 @@ def _no_option(override: Override, folders: list[Path]) -> str:
         return ""
     if any((folder / group / f"{option}.yaml").is_file() for folder in folders):
         return ""
-    from trainrun.config import messages
+    from trainrun.config.mistakes import messages
 
     return messages.no_option(group, option, known)
 
@@ -219,12 +219,12 @@ def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) 
         try:
             return _hydra_compose(words, folders[:-1])
         except yaml.YAMLError as error:
-            from trainrun.config.messages import yaml_fault
+            from trainrun.config.mistakes.messages import yaml_fault
 
             faults.append(yaml_fault(error))
             return None
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            from trainrun.config import messages
+            from trainrun.config.mistakes import messages
 
             fault, culprit = messages.explain(error, words, folders)
             faults.append(fault)
@@ -257,7 +257,7 @@ def put(cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, fold
             return fault
         OmegaConf.update(cfg, key, value, merge=True, force_add=may_be_new)
     except OmegaConfBaseException as error:
-        from trainrun.config import messages
+        from trainrun.config.mistakes import messages
 
         return messages.explain_value(error, key, text, folders)
     return ""
@@ -271,7 +271,7 @@ def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: l
         if isinstance(node, ListConfig) or (may_be_new and (node is None or _lacks(node, part))):
             return ""  # by number, which OmegaConf looks at, or new
         if not isinstance(node, DictConfig) or _lacks(node, part):
-            from trainrun.config import messages
+            from trainrun.config.mistakes import messages
 
             return messages.no_place(key, word, ".".join(parts[:place]), node, folders)
         node = OmegaConf.select(cfg, ".".join(parts[: place + 1])) if place + 1 < len(parts) else None
@@ -294,7 +294,7 @@ def _take_away(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str
         with open_dict(cfg):
             del node[name]
     except OmegaConfBaseException as error:
-        from trainrun.config import messages
+        from trainrun.config.mistakes import messages
 
         return messages.explain_value(error, key, "", folders)
     return ""

@@ -117,7 +117,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
-        from trainrun.config.messages import explain_reference
+        from trainrun.config.mistakes.messages import explain_reference
 
         raise ConfigError(*faults, explain_reference(error)) from error
     assert isinstance(config, RunConfig)

@@ -42,6 +42,7 @@ from trainrun.limits import (
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
 SAME = "same"  # of data.val_transform: that of data.transform
 PARALLELS = ("single", "ddp")
+DISTILLATION = "trainrun.task.distillation.Distillation"
 TrackerName = Literal["csv", "mlflow", "tensorboard", "trackio", "wandb"]
 Config = TypeVar("Config")
 

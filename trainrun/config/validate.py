@@ -8,9 +8,7 @@ arguments.
 from __future__ import annotations
 
 import ast
-import difflib
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,22 +32,15 @@ from trainrun.limits import (
     Rates,
     Setting,
     Steps,
-    choices_of,
-    described,
     fits,
 )
 from trainrun.model import choices as names
 
-_LOOKS_OTHER = re.compile(r"[+-]?\.?\d|(?i:true|false|null|none)\Z")
 EXAMPLE = "my_file.MyClass"
-# of scheduler=custom
-USUAL_BESIDE = {"interval": "step", "warmup_steps": 0, "lr_scaling": "none", "base_batch_size": 256}
 PACKAGE = Path(__file__).resolve().parents[1]
 KNOWN = {**vars(limits), **vars(names), "Sequence": Sequence}  # what a signature may name to be checked here
 PYTHON = {kind.__name__: kind for kind in (int, float, bool, str, list, tuple)}
 GROUPS = ("optimizer", "scheduler", "task", "model", "data.train", "data.val", "data.test")
-# in no group
-OF_ALL = ("fused", "foreach", "differentiable", "capturable", "no_decay", "layer_decay", "groups")
 SHARED: dict[str, dict[str, Any]] = {  # what the runner itself reads, whatever the target
     "optimizer": {
         "lr": NotNegative,
@@ -78,24 +69,6 @@ TORCH: dict[str, Any] = {  # torch's signatures name no limits, so those of the 
     "final_div_factor": Positive, "mode": Literal["min", "max"], "factor": BelowOne, "patience": NotNegativeInt,
     "threshold": NotNegative, "min_lr": Rates,
 }  # fmt: skip
-SOURCES = {  # what an argument is by default
-    "max_lr": "optimizer.lr", "in_shape": "data.shape", "shape": "data.shape", "num_classes": "data.num_classes",
-    "vocab_size": "data.num_classes",
-}  # fmt: skip
-
-
-def closest(word: str, known: Iterable[object]) -> str:
-    """The name that was probably meant, in small or large letters, or by its beginning; empty if none is near."""
-    names = {str(name).lower(): str(name) for name in known}
-    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.55)
-    begun = [name for name in names if len(word) > 1 and name.startswith(word.lower())]
-    return names[[*found, *begun][0]] if found or begun else ""
-
-
-def nearest(word: str, known: Iterable[object]) -> str:
-    """` Did you mean x?`; empty if no name is near."""
-    name = closest(word, known)
-    return f" Did you mean {name}?" if name else ""
 
 
 def check(config: RunConfig) -> list[str]:
@@ -128,19 +101,9 @@ def fault_of_value(value: Any, kind: Any) -> str:
     """The value with what is allowed; empty if it is of that kind."""
     if fits(value, kind):
         return ""
-    choices = choices_of(kind)
-    near = nearest(str(value), choices)
-    typed = value if choices and isinstance(value, str) else shown(value)
-    return f"{typed}: must be {described(kind)}{'.' if near else ''}{near}"
+    from trainrun.config.mistakes.value_words import misfit
 
-
-def shown(value: Any) -> str:
-    """A value as it is typed; a text that looks like something else in its quotes."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str) and _LOOKS_OTHER.match(value):
-        return f"'{value}' (a text)"
-    return str(value)
+    return misfit(value, kind)
 
 
 def node_faults(config: Any, schema: type = RunConfig) -> list[str]:
@@ -156,7 +119,9 @@ def _node_fault(setting: Setting, value: Any) -> str:
     key, empty = setting.typed or setting.key, value is None or value == {}
     target = value.get(TARGET) if isinstance(value, dict) else None
     if setting.opens == NAMED and (several := named_nodes(value)):
-        return _beside_fault(setting, several, value)
+        from trainrun.config.mistakes.node_words import beside_fault
+
+        return beside_fault(setting, several, value)
     if setting.required and (empty or (isinstance(value, dict) and target in (None, "???"))):
         return (
             f"{key}.{TARGET}: nothing to train with; name a class or function, e.g. {key}.{TARGET}={EXAMPLE}"
@@ -172,27 +137,9 @@ def _node_fault(setting: Setting, value: Any) -> str:
         if not wrong:
             return ""
         key, value = f"{key}.{wrong[0]}", value[wrong[0]]
-    if isinstance(value, dict):
-        name, inner = next(iter(value.items()))
-        example = "transform=lora" if key == "transform.lora" else f"{key}.{TARGET}={EXAMPLE}"
-        return (
-            f"{key}.{name}={inner}: belongs to a class or function that is not named; name it, as {example}"
-        )
-    also = "".join(f", or be {name}" for name in setting.also)
-    return f"{key}={value}: must name a class or function, as {key}.{TARGET}={EXAMPLE}{also}"
+    from trainrun.config.mistakes.node_words import no_node
 
-
-def _beside_fault(setting: Setting, several: dict[str, Any], value: dict[str, Any]) -> str:
-    """What stands beside nodes by name, is no such node, and would belong to none of them."""
-    for name, inner in value.items():
-        if name in several or inner is None or inner == USUAL_BESIDE.get(name):
-            continue
-        key = f"{setting.key}.{name}"
-        if isinstance(inner, dict) or setting.key == "data.val":
-            return f"{key}={inner}: must name a class or function, as {key}.{TARGET}={EXAMPLE}"
-        ways = " or ".join(f"{setting.key}.{one}.{name}={inner}" for one in several)
-        return f"{key}={inner}: stands beside {', '.join(several)} and would be for none of them; say {ways}"
-    return ""
+    return no_node(setting, key, value)
 
 
 def argument_faults(config: RunConfig) -> dict[str, str]:
@@ -210,34 +157,16 @@ def argument_faults(config: RunConfig) -> dict[str, str]:
             kinds = {**SHARED.get(group, {}), **kinds_of(str(inner.get(TARGET)))}
             for name, kind in kinds.items():
                 if name in inner and (fault := fault_of_value(inner[name], kind)):
-                    key = _source_of(config, group, name) if place == group else f"{place}.{name}"
+                    from trainrun.config.mistakes.node_words import source_of
+
+                    key = source_of(config, group, name) if place == group else f"{place}.{name}"
                     faults.setdefault(key, f"{key}={fault}")
             if group == "optimizer" and inner.get("groups") is not None:
+                from trainrun.config.mistakes.node_words import group_faults
+
                 lines = group_faults(place, inner["groups"], kinds)
                 faults |= {line.partition("=")[0]: line for line in lines}
     return faults
-
-
-def group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str]:
-    """One line for each fault of `groups` of an optimizer: entries of patterns (`params`) and options."""
-    key, example = f"{place}.groups", "{params: 'head.*', lr: 1e-2}"
-    if not isinstance(groups, list):
-        yield f"{key}={groups}: must be a list of groups, as [{example}]"
-        return
-    for number, group in enumerate(groups):
-        entry = f"{key}[{number}]"
-        named = group.get("params") if isinstance(group, dict) else None
-        patterns = [named] if isinstance(named, str) else named
-        if not patterns or not fits(patterns, list[str]):
-            yield f"{entry}={group}: must name parameters and what holds for them, as {example}"
-            continue
-        if len(group) == 1:
-            yield f"{entry}={group}: says nothing of its parameters; add an option, as {example}"
-        for name, value in group.items():
-            if name in OF_ALL:
-                yield f"{entry}.{name}={shown(value)}: holds for all parameters; use {place}.{name}={shown(value)}"
-            elif name in kinds and (fault := fault_of_value(value, kinds[name])):
-                yield f"{entry}.{name}={fault}"
 
 
 @cache
@@ -283,16 +212,3 @@ def _kind(annotation: ast.expr | None) -> Any:
         )
     except NameError:
         return None
-
-
-def _source_of(config: RunConfig, group: str, name: str) -> str:
-    """The key that an argument has its value from, if it still has that."""
-    key = f"{group}.{name}"
-    beside = [f"data.train.{name}"] if group.startswith(("data.val", "data.test")) else []
-    for source in (*beside, *([SOURCES[name]] if name in SOURCES else [])):
-        try:
-            if repr(value_of(config, source)) == repr(value_of(config, key)):  # nan is not itself
-                key = source
-        except (KeyError, TypeError):
-            continue
-    return key

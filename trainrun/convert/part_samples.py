@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from trainrun.data.facts import facts_of, length_of
+from trainrun.data.facts import facts_of
 from trainrun.data.readers.pictures.image_folder import ImageFolder, content_of
-from trainrun.data.tensor_dataset import Columns, columns_of
-from trainrun.errors import DataError, TrainrunError, line_of
+from trainrun.data.tensor_dataset import Columns, columns_of, length_of
+from trainrun.errors import DataError, TrainrunError
+from trainrun.user_code import line_of
 
 MAX_BLOCK = 256
 BLOCK_BYTES = 4 * 2**20

@@ -10,21 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
-from trainrun.data.batch import Preparation, as_tensor, is_integer
+from trainrun.data.batch import as_tensor, is_integer
 from trainrun.data.tensor_dataset import Columns, columns_of, parts_of, said
 from trainrun.errors import DataError
 from trainrun.interfaces import DataFacts
-from trainrun.seeding import kept_random_state
 
 IGNORED_LABEL = -100  # torch's ignore_index
 LABELS_AT_ONCE = 2**22
-PLAUSIBLE_CLASSES, CLASSES_PER_LABEL = 10_000, 10  # more than both of them are a slip in one label
-ALLOWED = (
-    "allowed: a data set with __len__ and __getitem__, a torch IterableDataset, "
-    "or a tuple, list or mapping of tensors or arrays"
-)
+PLAUSIBLE_CLASSES = 10_000  # of more, and many more than labels, one may be a slip
 
 
 @dataclass(frozen=True)
@@ -36,31 +31,6 @@ class Labels:
     num_classes: int
     said_by: str = ""
     ignored: tuple[int, ...] = (IGNORED_LABEL,)
-
-    def why(self, label: int) -> str:
-        """Why this one is none."""
-        if self.said_by:
-            return f"but {self.said_by}={self.num_classes} allows 0 to {self.num_classes - 1}; correct one of the two"
-        if label < 0:
-            return (
-                "but classes are counted from 0; correct it, or number the classes from 0 on (tables do that by "
-                "data.train.target_dtype=class)"
-            )
-        return (
-            f"but the classes of the training data are 0 to {self.num_classes - 1}; correct it, or say how many "
-            f"there are, as data.num_classes={label + 1}"
-        )
-
-
-def length_of(source: Any, key: str) -> int:
-    """Return the length of a source that can be indexed; refuse all others."""
-    if isinstance(source, DataLoader):
-        raise DataError(f"{key}: a DataLoader already makes batches; give its dataset instead")
-    if isinstance(source, type):
-        raise DataError(f"{key}: {source.__name__} is a class, not a data set; {ALLOWED}")
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")) or isinstance(source, str | bytes):
-        raise DataError(f"{key}: cannot read a {type(source).__name__}; {ALLOWED}")
-    return len(source)
 
 
 def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any] | None = None) -> DataFacts:
@@ -80,7 +50,12 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     if columns is not None and transform is None:
         return DataFacts(tuple(columns.values[0].shape[1:]), num_classes, names, class_counts=counts)
     streamed = isinstance(source, IterableDataset)
-    shape = None if streamed else _first_shape(source if columns is None else columns, key, transform)
+    shape = None
+    if not streamed:
+        from trainrun.data.first_sample import first_input
+
+        found = first_input(source if columns is None else columns, key, transform)
+        shape = tuple(found.shape) if isinstance(found, Tensor | np.ndarray) else None
     return DataFacts(shape, num_classes, names, class_counts=counts)
 
 
@@ -122,38 +97,6 @@ def _class_counts(target: Any, num_classes: int | None) -> tuple[int, ...]:
     return tuple(counts.tolist()) if len(counts) == num_classes else ()
 
 
-def _first_shape(source: Any, key: str, transform: Callable[..., Any] | None) -> tuple[int, ...] | None:
-    found = _first_input(source, key, transform)
-    return tuple(found.shape) if isinstance(found, Tensor | np.ndarray) else None
-
-
-def kind_of_input(source: Any, key: str, transform: Callable[..., Any] | None) -> str:
-    """`floats`, `integers` or another type, of the first sample; "" if it cannot be read, which others say."""
-    if isinstance(source, IterableDataset):
-        return ""
-    columns = columns_of(source, key)
-    try:
-        found = _first_input(source if columns is None else columns, key, transform)
-    except DataError:
-        return ""
-    if not isinstance(found, Tensor | np.ndarray):
-        return f"a {type(found).__name__}"
-    return "integers" if is_integer(found) else "floats"
-
-
-def _first_input(source: Any, key: str, transform: Callable[..., Any] | None) -> Any:
-    if length_of(source, key) == 0:
-        raise DataError(f"{key}: the data set is empty")
-    from trainrun.data.engines.batch_reader import BatchReader, Recipe
-
-    reader = BatchReader(source, Recipe(Preparation(), 0, key, transform)).copy()
-    with kept_random_state():
-        sample = reader.sample(0, 0)
-    while isinstance(sample, tuple | list | dict) and sample:
-        sample = next(iter(sample.values() if isinstance(sample, dict) else sample))
-    return sample
-
-
 def labels_in(source: Any, key: str) -> Any:
     """The integer targets of a source that has them in memory, one row for each sample; None for others."""
     columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
@@ -180,10 +123,11 @@ def check_labels(source: Any, key: str, allowed: Labels) -> None:
         for ignored in allowed.ignored:
             wrong &= labels != ignored
         if wrong.any():
+            from trainrun.data.wrong_labels import wrong_label
+
             first = wrong.nonzero()[0].tolist()
-            label = int(labels[tuple(first)])
-            raise DataError(
-                f"{place_of(source, key, begin + first[0])} has label {label}, {allowed.why(label)}"
+            raise wrong_label(
+                source, key, begin + first[0], int(labels[tuple(first)]), allowed.num_classes, allowed.said_by
             )
 
 
@@ -200,23 +144,3 @@ def check_real(source: Any, key: str, number: int, taker: str) -> None:
 
 def is_complex(value: Any) -> bool:
     return value.is_complex() if isinstance(value, Tensor) else value.dtype.kind == "c"
-
-
-def place_of(source: Any, key: str, index: int) -> str:
-    """The line, row or file of a sample, where the source tells it."""
-    describe = getattr(source, "describe", None)
-    return f"{key}: sample {index}" if describe is None else str(describe(index))
-
-
-def check_number_of_classes(source: Any, key: str, num_classes: int) -> None:
-    """Refuse a number of classes that one label makes: a network of that size is not what is meant."""
-    target = labels_in(source, key)
-    if target is None or num_classes <= max(PLAUSIBLE_CLASSES, CLASSES_PER_LABEL * math.prod(target.shape)):
-        return
-    labels = as_tensor(target).long().reshape(len(target), -1)
-    index = int((labels == num_classes - 1).any(1).long().argmax())
-    if int(labels[index].max()) == num_classes - 1:
-        raise DataError(
-            f"{place_of(source, key, index)} has label {num_classes - 1}, which makes {num_classes:,} classes of "
-            f"{len(target):,} samples; correct it, or, where that is meant, say data.num_classes={num_classes}"
-        )

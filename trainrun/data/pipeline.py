@@ -16,7 +16,6 @@ from trainrun.data.engines.in_memory import (
     resident_reason,
     roomy_batch_size,
 )
-from trainrun.data.facts import length_of
 from trainrun.data.stream_options import (
     Collate,
     PreparedStream,
@@ -26,7 +25,7 @@ from trainrun.data.stream_options import (
     plan_of,
     with_limit_in_samples,
 )
-from trainrun.data.tensor_dataset import Columns, KeepsBytes, columns_of, rows_in_memory
+from trainrun.data.tensor_dataset import Columns, KeepsBytes, columns_of, length_of, rows_in_memory
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from trainrun.data.batch import Preparation, as_tensor, is_integer
 from trainrun.errors import DataError
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 Column = Tensor | np.ndarray[Any, Any]
 COLUMN_TYPES = (Tensor, np.ndarray)
 INDEXED = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16")  # kind and bytes
+ALLOWED = (
+    "allowed: a data set with __len__ and __getitem__, a torch IterableDataset, "
+    "or a tuple, list or mapping of tensors or arrays"
+)
 TARGET_NAMES = ("target", "targets", "label", "labels", "y")
 
 
@@ -190,6 +194,17 @@ class _Writeable:
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array  # keeps the memory
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def length_of(source: Any, key: str) -> int:
+    """Return the length of a source that can be indexed; refuse all others."""
+    if isinstance(source, DataLoader):
+        raise DataError(f"{key}: a DataLoader already makes batches; give its dataset instead")
+    if isinstance(source, type):
+        raise DataError(f"{key}: {source.__name__} is a class, not a data set; {ALLOWED}")
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")) or isinstance(source, str | bytes):
+        raise DataError(f"{key}: cannot read a {type(source).__name__}; {ALLOWED}")
+    return len(source)
 
 
 def columns_of(source: Any, key: str) -> Columns | None:

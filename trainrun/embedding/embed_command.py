@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainrun.cli.run_arguments import checkpoint_of, parse, run_parser
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from trainrun.output import say
-from trainrun.runs.run import open_run
+from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.run_folder import RunDir
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _parts(
 ) -> tuple[str, dict[str, Any]]:
     """What tells these embeddings from others, and the splits that are written."""
     from trainrun.assemble.data_pipeline import build_sources, stream_options
-    from trainrun.checkpoint.manifest import MANIFEST
+    from trainrun.checkpoint.format import MANIFEST
     from trainrun.convert.part_samples import Samples
     from trainrun.data.cache.fingerprint import own_fingerprint
     from trainrun.data.facts import facts_of

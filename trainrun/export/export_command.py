@@ -18,15 +18,15 @@ from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.checkpoint.weights import BASE
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
-from trainrun.config.validate import nearest
+from trainrun.config.mistakes.value_words import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.export.card import about_network, card_text
 from trainrun.export.formats import FORMATS, Order, Runner
 from trainrun.export.served import RealSamples, halves, served_samples
 from trainrun.output import say
 from trainrun.precision.other_types import cast_inputs
+from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.resume import trusted_config
-from trainrun.runs.run import open_run
 from trainrun.timing.paired import Rules, compare, turn_of
 
 TOLERANCE = 1e-4

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainrun.formatting import counted
 from trainrun.limits import EPOCH, STEP, parse_duration
+from trainrun.output import counted
 
 if TYPE_CHECKING:
     from torch import nn

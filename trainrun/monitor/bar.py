@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from trainrun.formatting import duration
 from trainrun.interfaces import RunFacts
-from trainrun.output import plain
+from trainrun.output import duration, plain
 
 WIDEST, NARROWEST = 40, 8
 REDRAWS_PER_SECOND = 5  # a redraw takes the interpreter from the training for about a millisecond

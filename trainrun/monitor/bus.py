@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from trainrun.interfaces import Monitor, RunFacts
 from trainrun.monitor.metrics_file import MetricsFile
@@ -37,7 +33,6 @@ class Bus:
     ) -> None:  # fmt: skip
         self._file, self._screens, self._trackers = file, screens, trackers
         self._phases = phases
-        self._vitals = None if phases is None else Vitals()
         self._ledger_at = 0.0
         self._waiting: deque[dict[str, Any]] = deque()
         self._step = 0
@@ -98,18 +93,14 @@ class Bus:
     def write_phases(self, every_seconds: float = 0.0) -> None:
         """A row with the account of time up to now, unless the last one is younger than that.
 
-        It counts from the start of the session: seconds of every phase, and what else took time (vitals).
+        It counts from the start of the session: seconds of every phase.
         """
         now = time.perf_counter()
-        if self._phases is None or self._vitals is None or now - self._ledger_at < every_seconds:
+        if self._phases is None or now - self._ledger_at < every_seconds:
             return
         self._ledger_at = now
-        tables = {"seconds": self._phases.read(), "vitals": self._vitals.read()}
-        rounded = {
-            table: {name: round(value, 6) for name, value in values.items()}
-            for table, values in tables.items()
-        }
-        self._publish("ledger", **rounded)
+        seconds = {name: round(value, 6) for name, value in self._phases.read().items()}
+        self._publish("ledger", seconds=seconds)
 
     def flush(self) -> None:
         """Write the rows that the file held back."""
@@ -140,60 +131,5 @@ class Bus:
             for screen in self._screens:
                 closing.callback(screen.close)
             closing.callback(self.flush)
-            if self._vitals is not None:
-                closing.callback(self._vitals.close)
             for tracker in self._trackers:
                 closing.callback(tracker.close)
-
-
-class Vitals:
-    """Counters since it was made; `close` takes its hook from the garbage collector."""
-
-    def __init__(self) -> None:
-        self._gc_seconds = self._gc_began = 0.0
-        self._before: dict[str, float] = {}
-        self._before = self.read()
-        gc.callbacks.append(self._on_gc)
-
-    def _on_gc(self, phase: str, _info: dict[str, int]) -> None:
-        if phase == "start":
-            self._gc_began = time.perf_counter()
-        elif self._gc_began:
-            self._gc_seconds += time.perf_counter() - self._gc_began
-
-    def read(self) -> dict[str, float]:
-        """Seconds of garbage collection, CPU (all threads) and steal (all of the machine's CPUs); page faults;
-        compilations of torch.compile; retries of the GPU's allocator. What does not exist here is left out."""
-        now = {"gc_seconds": self._gc_seconds, "cpu_seconds": time.process_time(), **_faults(), **_of_torch()}
-        if (steal := getattr(psutil.cpu_times(), "steal", None)) is not None:  # Linux
-            now["steal_seconds"] = steal
-        return {name: value - self._before.get(name, 0.0) for name, value in now.items()}
-
-    def close(self) -> None:
-        if self._on_gc in gc.callbacks:
-            gc.callbacks.remove(self._on_gc)
-
-
-def _faults() -> dict[str, float]:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return {}
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {
-        "minor_faults": usage.ru_minflt,
-        "major_faults": usage.ru_majflt,
-        "involuntary_switches": usage.ru_nivcsw,
-    }
-
-
-def _of_torch() -> dict[str, float]:
-    import torch
-
-    found: dict[str, float] = {}
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")  # not loaded for this: it takes a second
-    if dynamo is not None:
-        found["compilations"] = float(dynamo.counters["stats"]["unique_graphs"])
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["allocator_retries"] = float(torch.cuda.memory_stats()["num_alloc_retries"])
-    return found

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from trainrun.formatting import counted, duration, figure, quantity, readings, speed_in
 from trainrun.interfaces import RunFacts
-from trainrun.output import plain, say
+from trainrun.output import counted, duration, figure, plain, quantity, readings, say, speed_in
 from trainrun.runs.run_folder import RunDir
 
 if TYPE_CHECKING:

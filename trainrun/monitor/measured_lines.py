@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainrun.formatting import counted, quantity
+from trainrun.output import counted, quantity
 
 if TYPE_CHECKING:
     pass

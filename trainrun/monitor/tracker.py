@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainrun.errors import ANY_FAULT, PluginError, line_of
+from trainrun.errors import ANY_FAULT, PluginError
 from trainrun.interfaces import RunFacts
+from trainrun.user_code import line_of
 
 METHODS = ("on_start", "on_step", "on_eval", "on_row", "on_note", "on_end", "close")
 

@@ -1,4 +1,4 @@
-"""The optimizer of a run, with torch's fused update where it exists.
+"""The optimizer of a run, with torch's fused update where it exists; and its state by the names of parameters.
 
 `fused=None` is torch's default, and on a CPU it means a Python loop over the parameters. The fused update
 is the same mathematics in one call: a whole step of a small network takes 1.5x less time with it
@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from trainrun.errors import OF_ARGUMENTS, PluginError, is_of_torch, named
+from trainrun.errors import OF_ARGUMENTS, CheckpointError, PluginError
 from trainrun.optimizer.plain_step import plain_step
 
 if TYPE_CHECKING:
     from trainrun.optimizer.groups import GroupRules
 
+PLAIN = (Adam, AdamW, SGD)  # which any gradients suit, and whose step asks for no closure
 WRONG = "the fused update computes wrong values"
 
 
@@ -74,12 +75,15 @@ def build_optimizer(
             or (isinstance(error, RuntimeError) and (wish.get("fused") or wish.get("foreach")))
         ):
             raise
+        from trainrun.user_code import named
+
         raise PluginError(f"optimizer: {name}: {named(error)}") from error
-    _check_contract(optimizer, name, closures)
+    if type(optimizer) not in PLAIN:
+        from trainrun.optimizer.other_optimizers import check_contract
+
+        check_contract(optimizer, name, closures)
     lines = division.settle(optimizer, factory, keywords) if division else []
     start_momentum(optimizer)
-    if isinstance(optimizer, SparseAdam):
-        optimizer.register_step_pre_hook(_only_sparse)
     devices = ", ".join(sorted({param.device.type for param in params}))
     kernel, reason = kernel_of(optimizer, wish, fault)
     note = f"optimizer: {name}, {kernel} ({devices}): {reason}"
@@ -122,6 +126,8 @@ def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model
 
 def _is_refusal(error: Exception) -> bool:
     """Whether arguments were refused; other errors in the user's own code are mistakes in it."""
+    from trainrun.user_code import is_of_torch
+
     return isinstance(error, TypeError | ValueError) or (
         isinstance(error, OF_ARGUMENTS) and is_of_torch(error)
     )
@@ -154,6 +160,8 @@ def _fused_fault(
         except OF_ARGUMENTS as error:
             if not _is_refusal(error):
                 raise
+            from trainrun.user_code import named
+
             return named(error)
         if not (fused - plain).abs().max() <= 0.1 * plain.abs().max():
             kind = str(dtype).removeprefix("torch.")
@@ -187,38 +195,47 @@ def start_momentum(optimizer: Optimizer) -> None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
 
 
-def _check_contract(optimizer: Any, name: str, closures: bool) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise PluginError(
-            f"optimizer: {name} returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
-        )
-    if closures:
-        return
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if isinstance(optimizer, LBFGS):
-        asked = {name: optimizer.param_groups[0][name] for name in ("max_iter", "line_search_fn")}
-        if asked != {"max_iter": 1, "line_search_fn": None}:
-            raise PluginError(
-                f"optimizer.max_iter={asked['max_iter']}: LBFGS computes the loss again for each further iteration and "
-                "in a line search, which a step over micro-batches cannot offer; use optimizer.max_iter=1 and "
-                "optimizer.line_search_fn=null, which is exact: one iteration a step; or a step of your own that calls "
-                "run.update(closure)"
-            )
-    elif closure is not None and closure.default is inspect.Parameter.empty:
-        raise PluginError(
-            f"optimizer: {name} computes the loss several times in a step (its step() needs a closure), "
-            "which a step over micro-batches cannot offer; choose another, for example torch.optim.AdamW, or name a "
-            "step of your own that calls run.update(closure)"
-        )
+def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """The optimizer's state by the names of parameters, with the exact number types.
 
+    Optimizer.state_dict numbers the parameters, so it cannot tell a reordered model from the same one; and
+    Optimizer.load_state_dict casts what it loads to the type of the parameter, so float32 averages of
+    bfloat16 weights would be rounded. Here nothing is renamed silently and nothing is cast.
 
-def _only_sparse(optimizer: Optimizer, *_: Any) -> None:
-    """A hook before each step of SparseAdam, whose own words say neither whose gradients nor what to do."""
-    grads = [
-        param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None
+    groups: the fields of each group, with names for parameters; state: by name; shapes: by name.
+
+    others: state that belongs to no parameter; own: what the optimizer adds to its own `state_dict`.
+    Tensors are the live ones, not copies. Parameters outside the model are an error.
+    """
+    names = names_of(optimizer, model)
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names[param] for param in group["params"]]}
+        for group in optimizer.param_groups
     ]
-    if dense := sum(not grad.is_sparse for grad in grads):
-        raise PluginError(
-            f"optimizer: {type(optimizer).__name__} updates from sparse gradients alone, and {dense} parameters have "
-            "dense ones; choose another, for example torch.optim.Adam"
+    return {
+        "groups": groups,
+        "shapes": {name: list(param.shape) for param, name in names.items()},
+        "state": {names[key]: value for key, value in optimizer.state.items() if key in names},
+        "others": {key: value for key, value in optimizer.state.items() if key not in names},
+        "own": _own_fields(optimizer),
+    }
+
+
+def names_of(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:
+    """The name of each parameter of the optimizer, in its order."""
+    known: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    strangers = sum(param not in known for param in params)
+    if strangers:
+        raise CheckpointError(
+            f"optimizer: {strangers} of its {len(params)} tensors are no parameters of the model, "
+            "so their state cannot be saved; make them parameters of the model"
         )
+    return {param: known[param] for param in params}
+
+
+def _own_fields(optimizer: Optimizer) -> dict[str, Any]:
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return {}
+    return {k: v for k, v in optimizer.state_dict().items() if k not in ("state", "param_groups")}

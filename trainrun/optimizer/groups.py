@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainrun.errors import OF_ARGUMENTS, ConfigError, PluginError, named
-from trainrun.formatting import counted
+from trainrun.errors import OF_ARGUMENTS, ConfigError, PluginError
 from trainrun.optimizer.layer_depth import layers_above
+from trainrun.output import counted
 from trainrun.patterns import matching
+from trainrun.user_code import named
 
 UNDECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)  # other norms have vectors only
 

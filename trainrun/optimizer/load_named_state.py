@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError
-from trainrun.optimizer.named_state import names_of
+from trainrun.optimizer.build_optimizer import names_of
 
 CYCLED = ("momentum", "betas")
 MAX_FAULTS_SHOWN = 5

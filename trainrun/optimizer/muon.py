@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from trainrun.errors import PluginError
-from trainrun.formatting import counted
 from trainrun.limits import BelowOne, Limits, NotNegative
 from trainrun.optimizer.plain_step import plain_step
+from trainrun.output import counted
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a steep quintic: singular values end between 0.7 and 1.2
 EPS = 1e-7

@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError, line_of
+from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
 from trainrun.output import say
 from trainrun.runs.run_folder import RunDir, write_json
+from trainrun.user_code import line_of
 
 WATCH_SECONDS = 0.5
 SAVE_SECONDS = 30.0

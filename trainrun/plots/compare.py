@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainrun.checkpoint.reading import read_manifest
 from trainrun.errors import CheckpointError, ConfigError
-from trainrun.formatting import duration, figure, quantity, speed_in
+from trainrun.output import duration, figure, quantity, speed_in
 from trainrun.plots import canvas, page
 from trainrun.plots.history import History, flat, read_config, read_environment, read_history
 from trainrun.plots.report import plain

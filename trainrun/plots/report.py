@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainrun.formatting import SPEEDS, duration, figure, quantity
+from trainrun.output import SPEEDS, duration, figure, quantity
 from trainrun.plots import page
 from trainrun.plots.history import History, flat, read_environment, read_history
 from trainrun.runs.run_folder import RunDir, write_text

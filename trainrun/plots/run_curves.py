@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainrun.formatting import SPEEDS, quantity
-from trainrun.formatting import figure as readable
+from trainrun.output import SPEEDS, quantity
+from trainrun.output import figure as readable
 from trainrun.plots import canvas
 from trainrun.plots.history import History, read_config, read_history
 from trainrun.plots.latent_pictures import activity_picture, latents_picture

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainrun.formatting import duration
+from trainrun.output import duration
 from trainrun.plots import canvas
 from trainrun.plots.history import History
 from trainrun.plots.series import Floats

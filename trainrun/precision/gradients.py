@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,36 +19,22 @@ NOT_FINITE: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", N
 # What `Tensor.backward` ends in (2.4 to 2.13); None where a version has it no more.
 RUN_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
+IS_SPARSE = attrgetter("is_sparse")
 LARGE_GRADIENT = 1 << 15  # values; below, one kernel over all tensors is faster than a sum of each
 
 
-def gradient_groups(params: Iterable[nn.Parameter], uniform: bool) -> Groups:
+def gradient_groups(params: Sequence[nn.Parameter], uniform: bool) -> Groups:
     """The gradients there are. uniform: all parameters have the same device and type (no search then).
 
     Sparse gradients are coalesced in place and stand here with their values. Complex ones stand as the real
     numbers (..., 2) that they are in memory, since the kernels know no others.
     """
-    grads = [_coalesced(p) if grad.is_sparse else grad for p in params if (grad := p.grad) is not None]
-    if uniform:
+    grads = [grad for p in params if (grad := p.grad) is not None]
+    if uniform and not any(map(IS_SPARSE, grads)):
         return [grads] if grads else []
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    return [
-        [_real_parts(grad) for grad in found] if dtype.is_complex else found
-        for (_, dtype), found in groups.items()
-    ]
+    from trainrun.precision.rare_gradients import by_kind
 
-
-def _real_parts(grad: Tensor) -> Tensor:
-    """Shares the memory. A conjugate stands as what it is a conjugate of: its norm and its limits are the same."""
-    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
-
-
-def _coalesced(param: nn.Parameter) -> Tensor:
-    assert param.grad is not None
-    param.grad = param.grad.coalesce()  # repeated indices are added up: the sum must be finite, not the parts
-    return param.grad._values()
+    return by_kind(params)
 
 
 def is_uniform(params: Iterable[nn.Parameter]) -> bool:
@@ -87,6 +74,8 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
         device = grads[0].device
         if NOT_FINITE is None or (device.type == "cuda" and grads[0].dtype is torch.bfloat16):
             # The kernel has no bfloat16 there (torch 2.13, pytorch issue 127176).
+            from trainrun.precision.rare_gradients import mark_by_largest
+
             mark_by_largest(grads, found)
             continue
         if device.type == "cpu":
@@ -101,13 +90,6 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
             found.copy_(there)
 
 
-def mark_by_largest(grads: list[Tensor], found: Tensor) -> None:
-    """`mark_nonfinite` of one group by its largest values, of which not-a-number is one: any type, and only read."""
-    if filled := [grad for grad in grads if grad.numel()]:
-        bad = ~torch.nn.utils.get_total_norm(filled, math.inf).isfinite()
-        found.copy_(torch.maximum(found, bad.to(found.device, found.dtype)))
-
-
 def has_finite_sum(tensor: Tensor) -> bool:
     """True only if all values are finite; False also where the sum of finite values overflows.
 
@@ -115,24 +97,6 @@ def has_finite_sum(tensor: Tensor) -> bool:
     on tensors that the caches near the core do not hold. The host reads the result.
     """
     return math.isfinite(tensor.sum().item())
-
-
-def clip_norm_(params: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
-    """Scales all gradients by min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does."""
-    if norm.device.type != "cpu":  # one kernel for many small tensors
-        torch.nn.utils.clip_grads_with_norm_(params, limit, norm)
-        return
-    coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for param in params:
-        if param.grad is not None:
-            param.grad.mul_(coefficient)
-
-
-def clip_value_(groups: Groups, limit: float) -> None:
-    """Limits every single value to [-limit, limit]."""
-    for grads in groups:
-        for grad in grads:
-            grad.clamp_(-limit, limit)
 
 
 def backward(loss: Tensor, gradient: Tensor, params: Sequence[Tensor] = ()) -> None:

@@ -9,7 +9,6 @@ asks when the host waits anyway.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,8 +23,6 @@ from trainrun.optimizer.plain_step import plain_step
 from trainrun.precision.gradients import (
     Groups,
     backward,
-    clip_norm_,
-    clip_value_,
     gradient_groups,
     is_uniform,
     mark_nonfinite,
@@ -68,7 +65,11 @@ class Update:
         self._device = gradients_on or device
         self._book = (phases or PhaseTimer()).open
         self._context = build_context(autocast_dtype, device)
-        self._scaler = build_scaler(device) if autocast_dtype is torch.float16 else None
+        self._scaler: torch.amp.GradScaler | None = None
+        if autocast_dtype is torch.float16:
+            from trainrun.precision.loss_scaling import build_scaler
+
+            self._scaler = build_scaler(device)
         self._limit = clip_value or None
         self._clips_norm = self._limit is not None and clip_algorithm == "norm"
         self._nan_policy = nan_policy
@@ -167,6 +168,8 @@ class Update:
     def _is_usable(self, optimizer: Optimizer, groups: Groups, norm: Tensor | None) -> bool:
         """Whether to call `optimizer.step()`. True also where the optimizer finds out on the device."""
         if self._scaler is not None:
+            from trainrun.precision.loss_scaling import overflowed
+
             return not (groups and overflowed(self._scaler, optimizer, self._any_rank))
         if not self._checks:
             return True
@@ -188,6 +191,8 @@ class Update:
     def _clip(self, groups: Groups, norm: Tensor | None) -> None:
         if self._limit is None:
             return
+        from trainrun.precision.rare_gradients import clip_norm_, clip_value_
+
         self._book(CLIP)
         if norm is None or not self._clips_norm:
             clip_value_(groups, self._limit)
@@ -202,23 +207,12 @@ class Update:
     def failure(self, wait: bool) -> str:
         if wait:
             self._look()
-        if self._stopped:
-            return (
-                "a gradient was not finite (trainer.nan_policy=stop); the weights are those before it. Lower "
-                "optimizer.lr, set trainer.gradient_clip_val, or skip such steps with trainer.nan_policy=skip; "
-                "trainer.detect_anomaly=true names the operation"
-            )
-        if self._scaler is not None and self._skipped_in_a_row > MAX_OVERFLOWS_IN_A_ROW:
-            return (
-                f"the loss scale fell more than {MAX_OVERFLOWS_IN_A_ROW} times in a row: no scale makes the "
-                "gradients finite. Lower optimizer.lr, or use precision=bf16-mixed or 32-true"
-            )
-        if self._scaler is None and self._skipped_in_a_row > MAX_SKIPS_IN_A_ROW:
-            return (
-                f"a gradient was not finite in more than {MAX_SKIPS_IN_A_ROW} steps in a row "
-                "(trainer.nan_policy=skip). Lower optimizer.lr or set trainer.gradient_clip_val"
-            )
-        return ""
+        most = MAX_SKIPS_IN_A_ROW if self._scaler is None else MAX_OVERFLOWS_IN_A_ROW
+        if not self._stopped and self._skipped_in_a_row <= most:
+            return ""
+        from trainrun.precision.loss_scaling import why_it_ends
+
+        return why_it_ends(self._stopped, self._scaler is not None, most)
 
     def _look(self) -> None:
         """Take the flag from the device to the host, which waits for it."""
@@ -246,27 +240,8 @@ def build_context(dtype: torch.dtype | None, device: torch.device) -> AbstractCo
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
-def build_scaler(device: torch.device) -> torch.amp.GradScaler:
-    """With its scale on the device already; torch makes it at the first loss only."""
-    scaler = torch.amp.GradScaler(device.type)
-    scaler.scale(torch.zeros((), device=device))
-    return scaler
-
-
 def _as_it_is(value: Tensor) -> Tensor:
     return value
-
-
-def overflowed(
-    scaler: torch.amp.GradScaler, optimizer: Optimizer, any_rank: Callable[[Tensor], Tensor] = _as_it_is
-) -> bool:
-    """Whether `unscale_` saw a value that is not finite. The host waits for the device.
-
-    Asked before the step, so that `optimizer.step()` is not called at all: GradScaler.step would call a
-    fused one, and SGD would then start from an uninitialised momentum.
-    """
-    flags = scaler._found_inf_per_device(optimizer)
-    return math.fsum(any_rank(flag).item() for flag in flags.values()) != 0
 
 
 def _no_step() -> None:

@@ -17,7 +17,8 @@ from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.monitor.metrics_file import read_rows
 from trainrun.output import say
-from trainrun.runs.run import LaunchSpec, begun, open_run, start
+from trainrun.runs.exceptional.go_on import open_run
+from trainrun.runs.run import LaunchSpec, begun, start
 from trainrun.runs.run_folder import RunDir, read_json
 from trainrun.seeding import kept_random_state
 

@@ -7,7 +7,6 @@ Loader workers do not. Some network file systems have no locks: there nobody is 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
@@ -16,24 +15,12 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 
-from trainrun.errors import EXIT_AGAIN, ConfigError, TrainrunError
 from trainrun.output import say
 from trainrun.runs.run_folder import RunDir
 
 INHERITED = "TRAINRUN_LOCK"  # the number of the open file, for a rank
-BUSY = (errno.EAGAIN, errno.EACCES)
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-WAIT_SECONDS = 45.0  # for the ranks of a launcher that is gone: they stop and save
-POLL_SECONDS = 0.1
-
 _held: set[int] = set()
 _forks_are_heard = False
-
-
-class RunBusy(TrainrunError):
-    """Another process writes in the run folder; later the same command can go on."""
-
-    exit_code = EXIT_AGAIN
 
 
 def tell(text: str) -> None:
@@ -49,11 +36,9 @@ def only_writer(run: RunDir, note: Callable[[str], None] = tell, patient: bool =
     try:
         descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        if (
-            error.errno == errno.ELOOP
-        ):  # the folder may be anybody's, and the lock is written before that is asked
-            raise ConfigError(f"{run.lock}: is a link, which no lock of ours is; take it away") from error
-        raise not_writable(run, error) from error
+        from trainrun.runs.exceptional.busy_lock import no_lock
+
+        raise no_lock(run, error) from error
     try:
         if _taken(descriptor, run, note, patient):
             os.ftruncate(descriptor, 0)
@@ -69,41 +54,17 @@ def only_writer(run: RunDir, note: Callable[[str], None] = tell, patient: bool =
         os.close(descriptor)
 
 
-def not_writable(run: RunDir, error: OSError) -> ConfigError:
-    """Build the error for a run folder that cannot be written: a resumed run cannot move to another folder."""
-    return ConfigError(
-        f"{run.root}: cannot write there ({error.strerror}), and a run goes on in its own folder; make that writable, "
-        f"or begin another run from its newest checkpoint: ckpt_path={run.root}"
-    )
-
-
 def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: bool) -> bool:
     """Whether there is a lock to be had at all; then it is ours."""
     import fcntl  # not on Windows
 
-    until = time.monotonic() + WAIT_SECONDS
-    told = False
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno in NO_LOCKS:
-                note(
-                    f"{run.root}: this file system has no locks; see to it that no other process trains there"
-                )
-                return False
-            if error.errno not in BUSY:
-                raise not_writable(run, error) from error
-        owner = _owner(descriptor)
-        if not (patient or _is_gone(owner)) or time.monotonic() > until:
-            raise RunBusy(
-                f"{run.root}: {_named(owner)} trains there; wait until it has ended, or name another folder"
-            )
-        if not told:
-            told = True
-            note(f"{run.root}: what is left of {_named(owner)} still saves; waiting for it")
-        time.sleep(POLL_SECONDS)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        from trainrun.runs.exceptional.busy_lock import taken_later
+
+        return taken_later(descriptor, run, error, note, patient)
 
 
 def _release(descriptor: int) -> None:
@@ -112,34 +73,6 @@ def _release(descriptor: int) -> None:
 
     with suppress(OSError):  # no locks here
         fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
-def _owner(descriptor: int) -> dict[str, object]:
-    try:
-        told = json.loads(os.pread(descriptor, 1000, 0))
-    except ValueError:  # it has the lock and has not said who it is yet
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-def _named(owner: dict[str, object]) -> str:
-    return (
-        f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"
-    )
-
-
-def _is_gone(owner: dict[str, object]) -> bool:
-    """Known only of a process of this machine."""
-    number = owner.get("pid")
-    if owner.get("host") != socket.gethostname() or not isinstance(number, int):
-        return False
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
 
 
 def _keep_from_forks(descriptor: int) -> None:

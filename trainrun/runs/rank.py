@@ -1,35 +1,32 @@
 """One rank of a run: builds, resumes, trains, and writes down how it ended.
 
-`python -m trainrun.runs.rank RUN_DIR ATTEMPT` is what the launcher starts; a run on one device calls
+`python -m trainrun.runs.rank_process RUN_DIR ATTEMPT` is what the launcher starts; a run on one device calls
 `train_here` in its own process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
-from trainrun.assemble.model_and_transforms import ranks_of
 from trainrun.assemble.monitors import Listeners
 from trainrun.assemble.start_choices import Chosen, choose_engine, chosen_before
-from trainrun.checkpoint.manifest import committed_steps
+from trainrun.checkpoint.format import committed_steps
 from trainrun.config.schema import RunConfig
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, PluginError, TrainingError
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, PluginError, TrainingError
 from trainrun.instantiate import build, locate, satellite
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.run_folder import RunDir, check_there, note_saved, read_identity, read_json, write_identity
-from trainrun.runs.status import end_process, leave_now, write_status
+from trainrun.runs.run_folder import RunDir, check_there, note_saved, read_identity, write_identity
+from trainrun.runs.status import write_status
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.watchdog import Hung, Watchdog
@@ -39,15 +36,12 @@ from trainrun.timing.phases import (
     MEASURING,
     OTHER,
     PLOTS,
-    RANKS,
     RUNNER,
     PhaseTimer,
     Session,
-    process_start,
 )
 from trainrun.training import loop
 from trainrun.training.components import Components
-from trainrun.training.evaluate import check_monitors
 from trainrun.training.state import SAVE_NOW, RollBack, TrainState
 
 
@@ -81,7 +75,7 @@ def train_once(
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
             Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
-                     lambda text, account: end_hung(run_dir, config, parallel, text, account))
+                     lambda text, account: hung(run_dir, config, parallel, text, account))
         )  # fmt: skip
         listeners = Listeners(run_dir, config, phases) if leader else None
         if listeners is not None:
@@ -102,7 +96,10 @@ def train_once(
             closing.callback(run.compile_log.listen())
         for stream in (run.train, *run.splits().values()):
             closing.callback(stream.close)
-        check_monitors(run)
+        if names_a_metric(config):
+            from trainrun.training.checks.metric_names import check_monitors
+
+            check_monitors(run)
         facts = replace(facts, choices=(*facts.choices, *choose_engine(run)))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         if flag.raised:  # and swallowed by foreign code
@@ -133,6 +130,15 @@ def train_once(
         watchdog.rest()
         session = Session(state.step - before[0], state.items - before[1], run.phases.read())
         return finish(run, state, run_dir, listeners, facts, session)
+
+
+def names_a_metric(config: RunConfig) -> bool:
+    """Whether a setting may name a metric that no validation has."""
+    return bool(
+        config.checkpoint.monitor
+        or config.trainer.early_stopping.monitor
+        or "metric" in str(config.scheduler)
+    )
 
 
 def first_state(
@@ -172,21 +178,10 @@ def site_of(
     )  # fmt: skip
 
 
-def end_hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:
-    """Report that a rank hangs, and end its process.
+def hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:
+    from trainrun.runs.exceptional.failures import end_hung
 
-    A rank that waits for others reports lost contact, which counts less than their own reports. A run without a
-    launcher of ours also records its own end.
-    """
-    if parallel.world_size > 1:
-        from trainrun.parallel.rank_place import LostContact, report_failure
-
-        report_failure(run_dir, parallel.rank, LostContact(text) if account == RANKS else TrainingError(text))
-    from trainrun.parallel.devices import external_ranks
-
-    if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):
-        leave_now(run_dir, config, "failed", EXIT_FAILED, text)
-    end_process(EXIT_FAILED)
+    end_hung(run_dir, config, parallel, text, account)
 
 
 def end_save(run: Components, kind: type[BaseException] | None) -> bool:
@@ -222,7 +217,7 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
     try:
         return fit(run, state)
     except (MemoryError, RuntimeError, AttributeError) as error:
-        from trainrun.runs.loop_errors import explained
+        from trainrun.runs.exceptional.loop_errors import explained
 
         if (told := explained(run, state, error)) is not None:
             raise told from error
@@ -269,6 +264,11 @@ def note_commit(run_dir: RunDir) -> None:
 
 def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:
     """How the training ended, as it stands in the last row, in `status.json` and on the screen."""
+    hidden: dict[str, Any] = {}
+    if run.config.monitor.sync_debug:
+        from trainrun.training.checks.sync_debug import hidden_syncs
+
+        hidden = hidden_syncs(run.step)
     return {
         "reason": state.stop_reason,
         "monitor": run.triggers.best.metric,
@@ -281,47 +281,9 @@ def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str,
         **run.monitors.speeds(state.items * run.parallel.world_size / max(state.seconds, 1e-9)),
         "skipped_steps": state.skipped_steps,
         "num_parameters": facts.num_parameters,
-        **hidden_syncs(run),
+        **hidden,
         **({} if run.compile_log is None else run.compile_log.summary()),
         "metrics": {
             name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")
         },
     }
-
-
-def hidden_syncs(run: Components) -> dict[str, Any]:
-    """What made the host wait, where `monitor.sync_debug` looked for it."""
-    if not run.config.monitor.sync_debug:
-        return {}
-    from trainrun.training.checks.sync_debug import Watched
-
-    return {"hidden_syncs": dict(run.step.found.most_common())} if isinstance(run.step, Watched) else {}
-
-
-def main(argv: list[str]) -> int:
-    """The entry of a rank that the launcher started."""
-    from trainrun.config.saved_config import load_config
-    from trainrun.output import complain
-    from trainrun.parallel.worker import run_as_rank
-    from trainrun.runs.lock import take_over
-    from trainrun.runtime.streams import guard_streams
-
-    guard_streams()
-    sys.excepthook = complain
-    take_over()
-    run_dir = RunDir(Path(argv[0]))
-    attempt = int(argv[1])
-    job = read_json(run_dir.job)
-    sys.path += [path for path in job["paths"] if path not in sys.path]
-    config = load_config(run_dir.config, [])
-
-    def work(parallel: Parallel, flag: StopFlag) -> int:
-        return train(
-            run_dir, config, bool(job["resume"]) or attempt > 0, parallel, flag, PhaseTimer(process_start())
-        )
-
-    return run_as_rank(run_dir, ranks_of(config), work)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
+import platform
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -14,11 +19,9 @@ from typing import Any
 from trainrun.config.compose import Composition, write_config
 from trainrun.config.saved_values import foreign_parts, public
 from trainrun.config.schema import RunConfig, plain
-from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.formatting import counted
-from trainrun.output import masked_word, say
-from trainrun.parallel.devices import external_ranks, num_devices
-from trainrun.runs.environment import describe, uncommitted
+from trainrun.errors import EXIT_DONE, EXIT_USAGE, TrainrunError
+from trainrun.output import counted, masked_word, say
+from trainrun.parallel.devices import external_ranks
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import (
     SEED,
@@ -30,9 +33,11 @@ from trainrun.runs.run_folder import (
     write_json,
     write_text,
 )
-from trainrun.runs.status import deadline, run_status
+from trainrun.runs.status import deadline, read_status, write_status
 from trainrun.runtime.signals import StopFlag, catch_signals, patience
 from trainrun.timing.phases import command_start
+
+GIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -88,12 +93,58 @@ def new_run(
         write_identity(run, identity)
         write_config(run, config)
         write_words(run, words)
-        write_json(run.environment, found := describe(Path.cwd()))
-        if (found["git"] or {}).get("changed") and (diff := uncommitted(Path.cwd())):
-            write_text(run.changes, diff)
+        write_json(run.environment, found := surroundings(Path.cwd()))
+        if (found["git"] or {}).get("changed"):
+            from trainrun.runs.exceptional.code_state import uncommitted
+
+            if diff := uncommitted(Path.cwd()):
+                write_text(run.changes, diff)
     except OSError as error:
         raise cannot_write(run.root, error) from error
     return run
+
+
+def surroundings(working_dir: Path) -> dict[str, Any]:
+    """Plain values for `environment.json`. Imports no torch: devices are named by the ranks."""
+    return {
+        "command": [masked_word(word) for word in sys.argv],
+        "working_dir": str(working_dir),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()}-{platform.release()}-{platform.machine()}",  # `platform()` starts a process
+        "cores": os.cpu_count(),
+        "packages": distributions(),
+        "git": _git(working_dir),
+    }
+
+
+def distributions() -> dict[str, str]:
+    """All that is installed, with its version, by the names of folders: to read their files takes 50 times as long."""
+    found: dict[str, str] = {}
+    for place in sys.path:
+        with suppress(OSError):
+            for entry in os.listdir(place or "."):
+                stem, _, kind = entry.rpartition(".")
+                name, _, version = stem.partition("-")
+                if kind in ("dist-info", "egg-info") and version:
+                    found.setdefault(name.lower().replace("_", "-"), version)
+    return dict(sorted(found.items()))
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether there are changes; None if there is no repository or no git."""
+    try:
+        commit = _run_git(folder, "rev-parse", "HEAD")
+        changed = _run_git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "changed": bool(changed)}
+
+
+def _run_git(folder: Path, *words: str) -> str:
+    result = subprocess.run(
+        ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+    )
+    return result.stdout.strip()
 
 
 def write_words(run: RunDir, words: list[str]) -> None:
@@ -108,6 +159,41 @@ def _folder_of(composition: Composition) -> Path:
     now = datetime.now()
     name = f"{now:%H-%M-%S}-{composition.config.run_name}-{secrets.token_hex(4)}"
     return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name
+
+
+@contextmanager
+def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) -> Iterator[None]:
+    """`status.json` says running; whatever ends the run by an exception is in it before that goes on.
+
+    A resume that is refused changes nothing: the run is what it was before. What libraries raise because
+    an interrupt came at a bad moment for them (in the middle of an import, say) is still an interrupt.
+    """
+    earlier = run.status.read_text(encoding="utf-8") if read_status(run) else None
+    try:
+        write_status(run, config, state="running", exit_code=None, message="")
+        yield
+    except BaseException as error:
+        flag.quiet_until = math.inf  # from here on no interrupt stops what is written down
+        from trainrun.runs.exceptional import failures
+
+        if flag.raised or isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(failures.note_interrupt(run, config, earlier)) from error
+        if not isinstance(error, Exception):
+            raise
+        refused = isinstance(error, TrainrunError) and error.exit_code == EXIT_USAGE
+        if refused and resumes and earlier is not None:
+            write_text(run.status, earlier)
+            raise
+        fault = failures.told(run, error)
+        try:
+            failures.note_failure(run, config, fault)
+        except OSError:  # no room for a second status next to the first
+            with suppress(OSError):
+                run.status.unlink()
+                failures.note_failure(run, config, fault)
+        if fault is error:
+            raise
+        raise fault from error
 
 
 def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
@@ -134,12 +220,14 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 
         return lead_run(run, config, order.resume, order.paths)
     parallel = config.parallel
-    count, reason = num_devices(parallel.mode, parallel.accelerator, parallel.devices)
-    write_json(run.job, {"resume": order.resume, "paths": order.paths})
-    if (
-        parallel.mode == "single"
-    ):  # imported here: a library may swallow the interrupt of a run that has begun
+    if parallel.mode == "single":
+        # imported here: a library may swallow the interrupt of a run that has begun
         from trainrun.runs.rank import train_here
+    else:
+        from trainrun.parallel.rank_count import num_devices
+
+        count, reason = num_devices(parallel.mode, parallel.accelerator, parallel.devices)
+    write_json(run.job, {"resume": order.resume, "paths": order.paths})
     began = command_start() if order.began is None else order.began
     flag = StopFlag(training=False)
     try:
@@ -159,47 +247,9 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
             from trainrun.parallel.launch import launch, module_command
 
             return launch(
-                lambda attempt: module_command("trainrun.runs.rank", str(run.root), str(attempt)),
+                lambda attempt: module_command("trainrun.runs.rank_process", str(run.root), str(attempt)),
                 count, run, grace_seconds=config.trainer.stop_grace_seconds,
                 alone_seconds=patience(config.trainer.watchdog_seconds), max_restarts=parallel.max_restarts,
             )  # fmt: skip
     finally:
         run.job.unlink(missing_ok=True)
-
-
-def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
-    """A run folder that exists. Raises ConfigError."""
-    run = RunDir(named_folder(str(folder)))
-    if not run.config.is_file():
-        raise ConfigError(f"{key}={folder}: no run is there (no config.yaml)")
-    return run
-
-
-def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool = False) -> int:
-    """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
-    with only_writer(run):
-        return _go_on(run, overrides, paths, trust)
-
-
-def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
-    from trainrun.config.saved_config import plain_config
-    from trainrun.runs import resume
-    from trainrun.runs.trusted_code import add_to_list, check_found
-
-    config = resume.trusted_config(run, overrides, trust)
-    resume.check_reachable(run)
-    resume.repair(run)
-    check_found(run, plain(config))
-    resume.check_same_network(run, config)
-    if config.seed is None:
-        raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
-    resume.restore_config(run)
-    if told := resume.finished(run, config):
-        if trust:
-            add_to_list(run, plain_config(run.config))
-        return resume.stay_finished(told)
-    write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
-    try:
-        return execute(run, config, LaunchSpec(resume=True, paths=paths))
-    finally:
-        resume.restore_config(run)

@@ -3,115 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import os
-import shlex
 import signal
 import time
-import traceback
-from collections.abc import Iterator
 from types import NoneType
 from typing import Any, NoReturn
 
 from trainrun.config.schema import RunConfig
-from trainrun.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    FULL,
-    OF_NAMES,
-    SaveError,
-    TrainingError,
-    TrainrunError,
-    of_the_system,
-)
 from trainrun.output import masked, plain
-from trainrun.runs.run_folder import RunDir, check_there, is_there, read_json, write_json, write_text
-from trainrun.runtime.signals import StopFlag, stop_deadline
+from trainrun.runs.run_folder import RunDir, is_there, read_json, write_json
+from trainrun.runtime.signals import stop_deadline
 
 STATES = ("running", "done", "stopped", "failed")
-
-
-@contextlib.contextmanager
-def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) -> Iterator[None]:
-    """`status.json` says running; whatever ends the run by an exception is in it before that goes on.
-
-    A resume that is refused changes nothing: the run is what it was before. What libraries raise because
-    an interrupt came at a bad moment for them (in the middle of an import, say) is still an interrupt.
-    """
-    earlier = run.status.read_text(encoding="utf-8") if read_status(run) else None
-    try:
-        write_status(run, config, state="running", exit_code=None, message="")
-        yield
-    except BaseException as error:
-        flag.quiet_until = math.inf  # from here on no interrupt stops what is written down
-        if flag.raised or isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(_note_interrupt(run, config, earlier)) from error
-        if not isinstance(error, Exception):
-            raise
-        refused = isinstance(error, TrainrunError) and error.exit_code == EXIT_USAGE
-        if refused and resumes and earlier is not None:
-            write_text(run.status, earlier)
-            raise
-        fault = _told(run, error)
-        try:
-            _note_failure(run, config, fault)
-        except OSError:  # no room for a second status next to the first
-            with contextlib.suppress(OSError):
-                run.status.unlink()
-                _note_failure(run, config, fault)
-        if fault is error:
-            raise
-        raise fault from error
-
-
-def _told(run: RunDir, error: Exception) -> Exception:
-    """What to do about a disk that is full, or a place that cannot be used; other errors as they are."""
-    if isinstance(error, OSError | SaveError):
-        try:
-            check_there(run)
-        except SaveError as gone:
-            return gone
-    if isinstance(error, TrainrunError):
-        return error
-    if not isinstance(error, OSError) or error.errno not in FULL:
-        text = of_the_system(error)
-        kind = TrainrunError if isinstance(error, OSError) and error.errno in OF_NAMES else TrainingError
-        return kind(f"{text}; where that is mended: trainrun resume {run.root}") if text else error
-    place = error.filename or run.root
-    again = f"trainrun resume {shlex.quote(str(run.root))}"
-    return SaveError(f"{place}: {error.strerror}; {FULL[error.errno]}, then: {again}")
-
-
-def _note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
-    """A fault with its message; of anything else the traceback too, in the log."""
-    if not is_there(run):
-        return
-    if isinstance(error, TrainrunError):
-        state = "stopped" if error.exit_code > 128 else "failed"  # 128 + n: signal n was the reason
-        write_status(run, config, state=state, exit_code=error.exit_code, message=str(error))
-        return
-    text = f"{type(error).__name__}: {error}"
-    write_status(run, config, state="failed", exit_code=EXIT_FAILED, message=text)
-    with run.log.open("a", encoding="utf-8") as log:
-        traceback.print_exception(error, file=log)
-
-
-def _note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
-    """Says what is lost. The status of a run that had ended stays; so does one whose resume had not begun."""
-    state = read_status(run).get("state")
-    if state not in (None, "running"):
-        return "interrupted; the run itself had ended"
-    if earlier is not None and run.config_before.exists() and '"state": "running"' not in earlier:
-        write_text(run.status, earlier)
-        return "interrupted before it went on; the run is as it was"
-    saved = any(run.checkpoints.glob("step-*"))
-    message = "interrupted; " + (
-        "what came after the last checkpoint is not saved" if saved else "nothing was saved yet"
-    )
-    write_status(run, config, state="stopped", exit_code=EXIT_INTERRUPTED, message=message)
-    return message
 
 
 def deadline(run: RunDir, config: RunConfig) -> contextlib.AbstractContextManager[None]:

@@ -28,7 +28,7 @@ from trainrun.sampling.run_tokens import (
     writes_lines,
 )
 from trainrun.seeding import kept_random_state
-from trainrun.task.batches import bare_model, keywords_of
+from trainrun.task.dict_batches import bare_model, keywords_of
 from trainrun.task.language_modeling import tokens_and_target
 from trainrun.task.vae import Vae, has_next_tokens, whole_sequences
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import PluginError, TrainingError
-from trainrun.task.batches import keywords_of, output_tensor
+from trainrun.task.batches import output_tensor
+from trainrun.task.dict_batches import keywords_of
 
 NEAR = 1e-2  # of the largest logit: a cache that is another model's is further off
 

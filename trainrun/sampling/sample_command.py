@@ -8,7 +8,7 @@ from argparse import Namespace
 from trainrun.cli.run_arguments import Parser, add_trust, checkpoint_of
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.output import say
-from trainrun.runs.run import open_run
+from trainrun.runs.exceptional.go_on import open_run
 
 MOST = 2**63 - 1
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         tokens_of,
         writes_lines,
     )
-    from trainrun.task.batches import keywords_of
+    from trainrun.task.dict_batches import keywords_of
 
     config = trusted_config(run_dir, [], asked.trust)
     tokens = tokens_of(config, run_dir, "sample")

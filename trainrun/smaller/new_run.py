@@ -21,8 +21,7 @@ from trainrun.config.saved_config import plain_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
 from trainrun.export.served import call_of, outputs_of
-from trainrun.formatting import quantity
-from trainrun.output import say
+from trainrun.output import quantity, say
 from trainrun.parallel.single import Single
 from trainrun.runs.lock import only_writer
 from trainrun.runs.restore_config import parts_of

@@ -10,11 +10,10 @@ from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run
 from trainrun.config.schema import with_values
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.export.served import call_of
-from trainrun.formatting import counted
 from trainrun.limits import EPOCH, STEP, parse_duration
-from trainrun.output import say
+from trainrun.output import counted, say
+from trainrun.runs.exceptional.go_on import open_run, resume_run
 from trainrun.runs.restore_config import parts_of
-from trainrun.runs.run import open_run, resume_run
 from trainrun.smaller.channels import by_reason
 from trainrun.smaller.new_run import compare_with, measured, new_folder, write_run
 from trainrun.smaller.prune import Mask, masked, narrowed, unmasked, without_channels

@@ -10,10 +10,9 @@ import torch
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.config.schema import with_values
 from trainrun.errors import ConfigError
-from trainrun.formatting import counted
-from trainrun.output import say
+from trainrun.output import counted, say
+from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.restore_config import parts_of
-from trainrun.runs.run import open_run
 from trainrun.smaller.channels import by_reason
 from trainrun.smaller.int8 import MODES, Int8Layer, Int8Storage, in_floats, int8, measuring
 from trainrun.smaller.new_run import compare_with, measured, new_folder, write_run

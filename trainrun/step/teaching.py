@@ -20,9 +20,9 @@ from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.data.split_batch import num_rows, rows_of
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import ConfigError, DataError
-from trainrun.formatting import counted
 from trainrun.instantiate import TARGET, build
 from trainrun.interfaces import Batches, Parallel
+from trainrun.output import counted
 from trainrun.precision.other_types import cast_inputs
 from trainrun.precision.update import AUTOCAST_TYPES
 from trainrun.runtime.machine import free_bytes

@@ -20,8 +20,7 @@ from types import FrameType
 from trainrun.config.argv import OWN_KEYS, CommandLine
 from trainrun.config.compose import compose_run
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
-from trainrun.formatting import counted
-from trainrun.output import say
+from trainrun.output import counted, say
 from trainrun.parallel.launch import module_command
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import RunDir

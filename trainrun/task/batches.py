@@ -10,30 +10,20 @@ and every other field that it names (attention_mask, token_type_ids, noise, ...)
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.nn.parallel import DistributedDataParallel
 
-from trainrun.errors import DataError, PluginError, is_of_torch
+from trainrun.errors import DataError, PluginError
 
 INPUT_KEYS = (
     "input", "inputs", "x", "image", "images", "input_ids", "pixel_values", "input_values", "input_features",
 )  # fmt: skip
 TARGET_KEYS = ("target", "targets", "y", "label", "labels")
-MODEL_KEYS = (  # also to a forward that takes any
-    "attention_mask", "segment_ids", "position_ids", "noise", "word_dropout",
-)  # fmt: skip
 IGNORED = -100  # torch's ignore_index
-OF_SHAPES = re.compile(
-    r"shapes cannot be multiplied|size mismatch|to have \d+ channels|xpected \dD|Dimension out of range"
-)
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -71,11 +61,6 @@ def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
     )
 
 
-def bare_model(model: nn.Module) -> nn.Module:
-    """Without what a backend wrapped around it."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
     """The model's output for a batch; of a dict it gets what its `forward` names.
 
@@ -85,61 +70,16 @@ def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
     try:
         if not isinstance(batch, Mapping):
             return model(inputs, **more)
-        args, asked = _asked_for(model, inputs, batch)
+        from trainrun.task.dict_batches import asked_for
+
+        args, asked = asked_for(model, inputs, batch, INPUT_KEYS, TARGET_KEYS)
         return model(*args, **asked, **more)
     except (IndexError, RuntimeError, ValueError) as error:
-        if fault := _misfit(bare_model(model), inputs, error):
+        from trainrun.task.dict_batches import misfit
+
+        if fault := misfit(model, inputs, error):
             raise PluginError(fault) from error
         raise
-
-
-def _asked_for(
-    model: nn.Module, inputs: Any, batch: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    bare = bare_model(model)
-    taken, takes_all = keywords_of(bare.__class__.forward)
-    if "segment_ids" in batch and "segment_ids" not in taken:
-        raise PluginError(
-            f"model: data.padding=pack puts several sequences into a row, and {type(bare).__name__}.forward has no "
-            "argument segment_ids to keep them apart (see trainrun.data.sequences.collate.segment_mask); "
-            "add one, or use data.padding=bucket"
-        )
-    own = next((key for key in INPUT_KEYS if key in batch), "")
-    asked = {
-        key: value
-        for key, value in batch.items()
-        if key not in (*TARGET_KEYS, own) and (key in taken or (takes_all and key in MODEL_KEYS))
-    }
-    if own in taken[2:]:  # after self and the first
-        return (), {own: inputs, **asked}
-    return (inputs,), asked
-
-
-def _misfit(model: nn.Module, inputs: Any, error: Exception) -> str:
-    """What to say of an error of torch's that tells of shapes, where one of our networks gets other samples than it was
-    built for."""
-    if not type(model).__module__.startswith("trainrun.model.") or not isinstance(inputs, Tensor):
-        return ""
-    known = getattr(model, "tokens", None)
-    if isinstance(error, ValueError) and str(error).startswith("context="):
-        return f"model.{error}"
-    if isinstance(known, nn.Embedding) and isinstance(error, IndexError):
-        size = getattr(model, "nothing", known.num_embeddings)
-        wrong = inputs[(inputs < 0) | (inputs >= size)]
-        return f"model.vocab_size={size}: the data has token {int(wrong[0])}" if wrong.numel() else ""
-    built_for, given = getattr(model, "in_shape", None), tuple(inputs.shape[1:])
-    if built_for in (None, given) or not is_of_torch(error) or not OF_SHAPES.search(str(error)):
-        return ""
-    said = str(error).splitlines()[0]
-    return f"model.in_shape={list(built_for)}: a sample of the data has the shape {list(given)} ({said})"
-
-
-@lru_cache(maxsize=16)
-def keywords_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """The arguments that a `forward` names, and whether it takes any others by keyword."""
-    parameters = inspect.signature(forward).parameters.values()
-    named = tuple(item.name for item in parameters if item.kind is not item.VAR_KEYWORD)
-    return named, any(item.kind is item.VAR_KEYWORD for item in parameters)
 
 
 def output_tensor(output: Any) -> Tensor:

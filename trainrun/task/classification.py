@@ -129,7 +129,7 @@ class Classification:
     def of_logits(self, logits: Tensor, target: Tensor) -> StepOutput:
         """logits: (B, C, ...), as `logits` gives them."""
         if target.is_floating_point():
-            from trainrun.task.soft_targets import soft_step
+            from trainrun.task.losses import soft_step
 
             return soft_step(self, logits, target)
         if not self.checked:

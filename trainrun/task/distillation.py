@@ -21,13 +21,13 @@ from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.limits import Fraction, NotNegative, Positive
 from trainrun.task.batches import (
-    bare_model,
     inputs_and_maybe_target,
     inputs_and_target,
     output_tensor,
     run_model,
 )
 from trainrun.task.classification import TORCH_IGNORES, Classification
+from trainrun.task.dict_batches import bare_model
 
 LOGITS = ""  # among the teacher's answers, whose other names are those of layers
 Answers = Mapping[str, Tensor]

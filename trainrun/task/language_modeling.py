@@ -14,13 +14,12 @@ from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.limits import Auto, Count, Positive
 from trainrun.task.batches import (
-    bare_model,
     inputs_and_maybe_target,
-    keywords_of,
     output_tensor,
     run_model,
 )
 from trainrun.task.chunked_loss import IGNORED, chunked_loss, chunked_right, head_of, memory_of, num_chunks
+from trainrun.task.dict_batches import bare_model, keywords_of
 
 
 class LanguageModeling:

@@ -1,4 +1,4 @@
-"""A user's loss, brought to the contract of the runner: a sum over items, divided later and once."""
+"""A user's loss, brought to the contract of the runner: a sum over items, divided later and once; soft targets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainrun.errors import ConfigError, PluginError
+from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.interfaces import StepOutput
 from trainrun.limits import NotNegative, fits
+from trainrun.task.batches import IGNORED, check_target_type
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -87,3 +89,41 @@ def balanced(counts: Sequence[int]) -> list[float]:
             f"{key}: no training sample has class {', '.join(absent[:8])}; give one number a class"
         )
     return [sum(counts) / (len(counts) * count) for count in counts]
+
+
+def check_soft(logits: Tensor, target: Tensor) -> None:
+    """Logits and probabilities, both (B, C)."""
+    if target.ndim == 1:
+        check_target_type(target)
+    if target.shape != logits.shape or target.ndim != 2:
+        raise PluginError(
+            f"model: the output has shape {tuple(logits.shape)}, but soft targets have shape {tuple(target.shape)}; "
+            "both must be (B, number of classes)"
+        )
+    if bool((target < 0).any()) or float((target.sum(1) - 1).abs().max()) > 0.01:
+        way_out = "task=multilabel" if bool(((target >= 0) & (target <= 1)).all()) else "task=regression"
+        raise DataError(
+            f"data: the targets are {target.dtype}, but no probabilities of classes: task=classification needs "
+            f"rows of numbers from 0 that add up to 1; choose {way_out}"
+        )
+
+
+def soft_step(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
+    """task: a `Classification`. Logits and probabilities, both (B, C)."""
+    if not task.checked_soft:  # of the first such batch only: it waits for the device
+        check_soft(logits, target)
+        if task.ignore_index is not None and task.ignore_index >= 0:  # torch refuses it too
+            raise ConfigError(
+                f"task.ignore_index={task.ignore_index}: soft targets have nothing to ignore; set "
+                f"task.ignore_index={IGNORED}"
+            )
+        if task.metrics is not None:
+            task.metrics.check(*task.real(logits, target.argmax(1)))
+        task.check_weights(logits)
+        if isinstance(task.loss, nn.Module):
+            task.loss.to(logits)
+        task.checked_soft = True
+    target = target.to(logits.dtype)
+    loss = task.loss_sum(logits, target)
+    sums, rows = task.measured(logits, target.argmax(1))
+    return StepOutput(loss, {"acc": lambda: (logits.argmax(1) == target.argmax(1)).sum(), **sums}, rows=rows)

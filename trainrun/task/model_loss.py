@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.seeding import kept_random_state
-from trainrun.task.batches import HALF_TYPES, INPUT_KEYS, TARGET_KEYS, bare_model, form_of, keywords_of
+from trainrun.task.batches import HALF_TYPES, INPUT_KEYS, TARGET_KEYS, form_of
+from trainrun.task.dict_batches import bare_model, keywords_of
 
 IGNORED = -100  # what transformers' losses ignore
 LEAST_LENGTH = 3  # of a row that tells rules apart

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from trainrun.errors import ANY_FAULT
-from trainrun.formatting import counted
 from trainrun.interfaces import RunFacts
+from trainrun.output import counted
 from trainrun.runs.run_folder import RunDir, read_json, write_json
 
 MOST_WAITING = 10_000  # rows: an hour and more of a usual run

@@ -28,14 +28,13 @@ from trainrun.interfaces import (
     Task,
 )
 from trainrun.monitor.metric_logger import MetricLogger
-from trainrun.optimizer.named_state import named_optimizer_state
+from trainrun.optimizer.build_optimizer import named_optimizer_state
 from trainrun.scheduler.schedule import Schedule
 from trainrun.seeding import random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
-from trainrun.training.hooks import Hooks
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.state import TrainState
-from trainrun.training.task_calls import TaskCalls, saved_state
+from trainrun.training.task_calls import Hooks, TaskCalls, saved_state
 from trainrun.training.triggers import Triggers
 
 if TYPE_CHECKING:

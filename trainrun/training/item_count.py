@@ -55,7 +55,7 @@ class CountedAfter:
             (total,) = self._parallel.sum_over_ranks([items])
         mean = total / self._parallel.world_size
         with torch.no_grad():
-            for grads in gradient_groups(self._model.parameters(), uniform=False):
+            for grads in gradient_groups(list(self._model.parameters()), uniform=False):
                 for grad in grads:
                     grad.div_((mean or 1.0) / self.expected)
         agreed: Agreed = found.agreed._replace(items=mean)

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError, PluginError
 from trainrun.interfaces import GradReport
+from trainrun.optimizer.build_optimizer import named_optimizer_state
 from trainrun.optimizer.load_named_state import configured_fields, load_named_optimizer_state
-from trainrun.optimizer.named_state import named_optimizer_state
 from trainrun.precision.update import Update
 from trainrun.scheduler.schedule import Schedule
 

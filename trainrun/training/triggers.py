@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainrun.errors import ConfigError
-from trainrun.formatting import counted
+from trainrun.output import counted
 from trainrun.runtime.signals import StopFlag
 from trainrun.training.state import SAVE_NOW, TrainState
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
-from trainrun.training.recovery.step_snapshot import put_back
+from trainrun.training.recovery.put_back import put_back
 
 LARGE_MODEL = 2**31  # bytes; a host takes half a second to copy them
 

@@ -13,7 +13,7 @@ import torch
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.config.schema import RunConfig, validation_nodes, with_values
-from trainrun.errors import ConfigError, TrainrunError, line_of
+from trainrun.errors import ConfigError, TrainrunError
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.run_folder import RunDir
@@ -21,6 +21,7 @@ from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, kept_random_state, seed_everything
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
+from trainrun.user_code import line_of
 from trainrun.verify import continuity, mathematics
 from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable
 from trainrun.verify.subject_changes import first_samples

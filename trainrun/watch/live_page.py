@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from trainrun.formatting import figure
+from trainrun.output import figure
 from trainrun.plots import page
 from trainrun.plots.report import setup_rows
 from trainrun.runs.run_folder import RunDir, is_there, write_text

@@ -16,12 +16,11 @@ from trainrun.benchmark.budget import Budget, steps_for
 from trainrun.benchmark.run_overrides import begin, config_of, progress_line, replaced, shown
 from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainingError
-from trainrun.formatting import quantity
-from trainrun.output import say
+from trainrun.output import quantity, say
 from trainrun.parallel.devices import choose_device
 from trainrun.plots.compare import text_table
 from trainrun.runtime.machine import host_memory
-from trainrun.scheduler.schedule import scaled_lr
+from trainrun.scheduler.build_schedule import scaled_lr
 from trainrun.timing.paired import Comparison, Rules, compare
 
 if TYPE_CHECKING:

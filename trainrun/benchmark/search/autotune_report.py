@@ -10,7 +10,7 @@ from trainrun.benchmark.search.candidates import KEPT, NEEDLESS, REJECTED, UNTRI
 from trainrun.benchmark.search.options import OTHER
 from trainrun.benchmark.search.search import Results
 from trainrun.benchmark.search.technique_table import Row, TechniqueTable
-from trainrun.formatting import quantity
+from trainrun.output import quantity
 from trainrun.plots.compare import text_table
 from trainrun.timing.paired import Ratio
 

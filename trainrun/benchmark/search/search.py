@@ -45,7 +45,7 @@ from trainrun.benchmark.search.options import (
 from trainrun.benchmark.worker_messages import Load, Turn
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.formatting import counted
+from trainrun.output import counted
 from trainrun.timing.paired import Comparison, Ratio, Rules, compare, grouped_ratio
 
 SEARCH_UNTIL: Final = 0.75  # of the budget

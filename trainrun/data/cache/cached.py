@@ -31,8 +31,8 @@ from trainrun.data.map_style import thread_safe
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
-from trainrun.formatting import quantity
 from trainrun.limits import CacheSpec, parse_cache
+from trainrun.output import quantity
 from trainrun.runtime.machine import host_memory, usable_cores
 from trainrun.seeding import kept_random_state
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from trainrun.data.cache.store import FIRST, HEADER_BYTES, CacheFull, Layout, Store, on_disk, read, write
 from trainrun.errors import DataError
-from trainrun.formatting import quantity
+from trainrun.output import quantity
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 2**16
 

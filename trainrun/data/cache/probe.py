@@ -15,8 +15,9 @@ from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, take_apart
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, Layout, kind_of, record_of
 from trainrun.data.engines.generators import takes
 from trainrun.data.map_style import innermost
-from trainrun.errors import DataError, line_of
+from trainrun.errors import DataError
 from trainrun.seeding import kept_random_state
+from trainrun.user_code import line_of
 
 NUM_PROBES = 9
 RANDOM = ("and a cache would keep one draw for ever; move what is random to data.transform, which comes after the "

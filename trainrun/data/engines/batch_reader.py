@@ -24,9 +24,10 @@ from trainrun.data.map_style import describe, innermost, name_of, reads_at_once,
 from trainrun.data.scale import Scale
 from trainrun.data.stream_options import Collate
 from trainrun.data.tensor_dataset import Columns
-from trainrun.errors import ANY_FAULT, DataError, line_of
+from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import MicroBatch
 from trainrun.seeding import kept_random_state
+from trainrun.user_code import line_of
 
 TRANSFORM, COLLATE = 1, 2  # their numbers do not depend on how many the reading drew before
 FILLERS_TRIED = 100

@@ -28,8 +28,9 @@ from trainrun.data.engines.batch_reader import (
 from trainrun.data.engines.generators import generator_of, seed_globals, seeded, takes
 from trainrun.data.engines.stream import Around
 from trainrun.data.order.sampler import Plan, batch_too_large, behind_the_end, share_bounds
-from trainrun.errors import ANY_FAULT, DataError, line_of
+from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
+from trainrun.user_code import line_of
 
 SHUFFLE = 3  # of the numbers that the order inside a block is drawn from
 Keep = Callable[[int, Any], None]

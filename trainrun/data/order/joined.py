@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from trainrun.data.facts import length_of
-from trainrun.data.tensor_dataset import Arrays, Column, Columns, columns_of, is_mapped, rows, said
+from trainrun.data.tensor_dataset import Arrays, Column, Columns, columns_of, is_mapped, length_of, rows, said
 from trainrun.errors import DataError
 
 

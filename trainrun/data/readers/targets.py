@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainrun.errors import DataError
-from trainrun.instantiate import nearest
+from trainrun.plugin_faults import nearest
 
 KEY = "data.train.target"
 TARGET_NAMES = ("target", "targets", "label", "labels", "y", "class")

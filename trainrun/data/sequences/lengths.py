@@ -14,8 +14,9 @@ from trainrun.data.engines.generators import seed_globals
 from trainrun.data.map_style import reads_at_once
 from trainrun.data.sequences.fields import FieldForm, Fields, fields_of, forms_of, has_fields, sequence_names
 from trainrun.data.tensor_dataset import Columns
-from trainrun.errors import DataError, line_of
+from trainrun.errors import DataError
 from trainrun.seeding import kept_random_state
+from trainrun.user_code import line_of
 
 PROBES = 8  # samples that show which fields are sequences
 ESTIMATE_SAMPLES = 1000

@@ -84,3 +84,8 @@ def waiting_line(stack: traceback.StackSummary) -> tuple[str, str]:
 
 def inside(filename: str, place: Path) -> bool:
     return Path(filename).is_relative_to(place)
+
+
+def hidden_syncs(step: Any) -> dict[str, Any]:
+    """What made the host wait, where the step was watched."""
+    return {"hidden_syncs": dict(step.found.most_common())} if isinstance(step, Watched) else {}

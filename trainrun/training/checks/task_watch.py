@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainrun.errors import is_users_class
 from trainrun.interfaces import KeepsState
+from trainrun.user_code import is_users_class
 
 MOST_STEPS = 50  # without a log point
 NORMED_CALLS = (

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.format import stream
 from trainrun.errors import TrainingError
-from trainrun.formatting import counted
 from trainrun.interfaces import Batches, Parallel, Precision
+from trainrun.output import counted
 from trainrun.runs.run_folder import write_json
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.state import BadStep, RollBack, TrainState

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from trainrun.data.order.sampler import LISTED, ORDER
-from trainrun.errors import CheckpointError, line_of
+from trainrun.errors import CheckpointError
 from trainrun.interfaces import KeepsState
 from trainrun.seeding import set_random_state
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import no_memory
 from trainrun.training.state import OF_THIS_SESSION, TrainState
 from trainrun.training.task_calls import mapped, saves_itself
+from trainrun.user_code import line_of
 
 KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in OF_THIS_SESSION}
 ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)

@@ -19,21 +19,21 @@ from trainrun.runtime.foreach_copy import Lists, by_type, copy_
 
 
 class StepSnapshot:
-    """watches: whether `mark` still has anything to keep."""
+    """watches: whether `mark` still has anything to keep. What it kept is put back by `put_back.py`."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = model
-        self._generators = [torch.default_generator]
+        self.model = model
+        self.generators = [torch.default_generator]
         if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+            self.generators.append(torch.cuda.default_generators[device.index or 0])
         self._num_marks = 0
         self.watches = True
-        self._states: list[Tensor] = []
-        self._host: tuple[Any, ...] = ()
-        self._draws = self._host_draws = True
-        self._never_finite: list[str] = []
+        self.states: list[Tensor] = []
+        self.host: tuple[Any, ...] = ()
+        self.draws = self.host_draws = True
+        self.never_finite: list[str] = []
         self._still: dict[str, tuple[Tensor, int]] = {}  # buffers, with the version of their contents
-        self._copies: dict[
+        self.copies: dict[
             str, tuple[Tensor, Tensor]
         ] = {}  # buffers that windows write into, and what was there
         self._lists: list[Lists] = []  # the same, copies first
@@ -44,95 +44,53 @@ class StepSnapshot:
             self._num_marks += 1
             self._look(self._num_marks == 1)
             return
-        if self._draws:
-            self._states = [generator.get_state() for generator in self._generators]
-        if self._host_draws:
-            self._host = host_state()
-        if self._copies:
+        if self.draws:
+            self.states = [generator.get_state() for generator in self.generators]
+        if self.host_draws:
+            self.host = host_state()
+        if self.copies:
             self._copy_again()
 
     def _look(self, first: bool) -> None:
         """Before the first window, all is kept; after it, what it changed."""
-        host, buffers = host_state(), dict(self._model.named_buffers())
-        states = [generator.get_state() for generator in self._generators]
+        host, buffers = host_state(), dict(self.model.named_buffers())
+        states = [generator.get_state() for generator in self.generators]
         if first:
-            self._never_finite = not_finite(self._model)
+            self.never_finite = not_finite(self.model)
             self._still = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
             self._copy(buffers)
         else:
-            self._draws, self._host_draws = not same(states, self._states), host != self._host
+            self.draws, self.host_draws = not same(states, self.states), host != self.host
             # by contents too: batch norm writes into its averages without a new version (torch 2.13)
             moved = [
                 name
                 for name, buffer in buffers.items()
-                if not self._is_still(name, buffer) or not torch.equal(buffer, self._copies[name][1])
+                if not self.is_still(name, buffer) or not torch.equal(buffer, self.copies[name][1])
             ]
             self._still = {name: kept for name, kept in self._still.items() if name not in moved}
             self._copy(moved)
-        self._states, self._host = states, host
-        self.watches = first or self._draws or self._host_draws or bool(self._copies)
+        self.states, self.host = states, host
+        self.watches = first or self.draws or self.host_draws or bool(self.copies)
 
-    def _is_still(self, name: str, buffer: Tensor) -> bool:
+    def is_still(self, name: str, buffer: Tensor) -> bool:
         kept = self._still.get(name)
         return kept is not None and kept[0] is buffer and kept[1] == buffer._version
 
     def _copy(self, names: Any) -> None:
-        buffers = dict(self._model.named_buffers())
-        self._copies = {name: (buffers[name], buffers[name].detach().clone()) for name in names}
-        self._lists = by_type((copy, buffer) for buffer, copy in self._copies.values())
+        buffers = dict(self.model.named_buffers())
+        self.copies = {name: (buffers[name], buffers[name].detach().clone()) for name in names}
+        self._lists = by_type((copy, buffer) for buffer, copy in self.copies.values())
 
     @torch.no_grad()
     def _copy_again(self) -> None:
         """Into the same copies, unless the model put other tensors in the places of its buffers."""
-        buffers = dict(self._model.named_buffers())
-        for name, (buffer, copy) in self._copies.items():
+        buffers = dict(self.model.named_buffers())
+        for name, (buffer, copy) in self.copies.items():
             if buffers[name] is not buffer or buffer.shape != copy.shape:
-                self._copy(list(self._copies))
+                self._copy(list(self.copies))
                 return
         for copies, sources in self._lists:
             copy_(copies, sources)
-
-    @torch.no_grad()
-    def restore(self) -> str:
-        """Put back what `mark` found; say what cannot be put back ("" if all is)."""
-        states = [generator.get_state() for generator in self._generators]
-        if not self._draws and not same(states, self._states):
-            return "a random number of torch was drawn, which the first window did not do"
-        if not self._host_draws and host_state() != self._host:
-            return "a random number of Python or NumPy was drawn, which the first window did not do"
-        set_host_state(self._host)
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-        for name, buffer in self._model.named_buffers():
-            if self._is_still(name, buffer):
-                continue
-            if name in self._copies:
-                put_back(self._model, name, *self._copies[name])
-            else:
-                return f"the model's buffer {name} was written into, which the first window did not do"
-        return ""
-
-    @torch.no_grad()
-    def mend_buffers(self, marked: bool) -> str:
-        """All buffers as `mark` found them, if one of them is not finite now; says what cannot be put back.
-
-        marked: `mark` was called at the start of this window. Buffers that never were finite (a mask) are let be.
-        """
-        poisoned = [name for name in not_finite(self._model) if name not in self._never_finite]
-        for name in poisoned:
-            if not marked or name not in self._copies or not is_finite(self._copies[name][1]):
-                return f"the model's buffer {name} is not finite any more, and no copy of it from before is there"
-        if poisoned:
-            for name, (buffer, contents) in self._copies.items():
-                put_back(self._model, name, buffer, contents)
-        return ""
-
-
-def put_back(model: nn.Module, name: str, buffer: Tensor, contents: Tensor) -> None:
-    """Restore a buffer; the same tensor, also where the model put another in its place."""
-    module, _, own = name.rpartition(".")
-    buffer.copy_(contents)
-    setattr(model.get_submodule(module), own, buffer)
 
 
 def not_finite(model: nn.Module) -> list[str]:
@@ -154,12 +112,3 @@ def host_state() -> tuple[Any, ...]:
         return random.getstate(), None
     name, keys, *rest = numpy.get_state()
     return random.getstate(), (name, keys.tobytes(), *rest)
-
-
-def set_host_state(state: tuple[Any, ...]) -> None:
-    random.setstate(state[0])
-    if state[1] is not None:
-        import numpy
-
-        name, keys, *rest = state[1]
-        numpy.random.set_state((name, numpy.frombuffer(keys, numpy.uint32), *rest))

@@ -21,8 +21,8 @@ from trainrun.data.readers.reader_protocol import Info, dataset_of
 from trainrun.data.readers.targets import Coding, coding_of, listed
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
-from trainrun.instantiate import nearest
 from trainrun.limits import Auto, BelowOne
+from trainrun.plugin_faults import nearest
 
 CHUNK_CACHE_BYTES = 32 * 2**20  # for each data set of an open file; HDF5's own default is 1 MiB
 

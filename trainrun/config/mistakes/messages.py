@@ -14,11 +14,11 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.config.aliases import CASES, answers
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
+from trainrun.config.mistakes.value_words import closest, described, nearest
+from trainrun.config.other_trainers.names import CASES, answers
 from trainrun.config.saved_values import LOADER, read_yaml_text, yaml_place
 from trainrun.config.schema import RunConfig, open_nodes, settings
-from trainrun.config.validate import closest, nearest
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_duration
 from trainrun.model.choices import WORDS
@@ -119,11 +119,12 @@ def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: 
     if "is not a ListConfig" in text:
         return f"{key}={value}: must be a list, as [1,28,28]"
     known = settings().get(key) if not place else None
+    allowed = f"must be {described(known.kind)}" if known and known.kind is not Any else _rule(text)
     if key in ("trainer.max_epochs", "trainer.max_steps"):
         with suppress(ValueError):
             parse_duration(value)
-            return f"{key}={value}: must be {known.allowed if known else ''}; by a unit: trainer.max_duration={value}"
-    return f"{key}={value}: {place}{f'must be {known.allowed}' if known and known.kind is not Any else _rule(text)}"
+            return f"{key}={value}: {allowed}; by a unit: trainer.max_duration={value}"
+    return f"{key}={value}: {place}{allowed}"
 
 
 def _rule(text: str) -> str:

@@ -1,0 +1,114 @@
+"""Everything but a training: other commands, help, and how a crash is told."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from trainrun.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, OF_NAMES, ConfigError
+from trainrun.output import say
+
+COMMANDS = {
+    "resume": "go on with a run from its newest checkpoint",
+    "again": "a new run, with the settings of another",
+    "evaluate": "loss and metrics of a saved run",
+    "predict": "predictions of a saved run as CSV or Parquet",
+    "embed": "what a layer of a saved run gives for every sample, as data to train on",
+    "sample": "what a trained language model writes after a prompt",
+    "prune": "a new run with fewer weights or channels",
+    "quantize": "a new run with weights of one byte, for serving",
+    "export": "the trained network as ONNX, torch.export or safetensors, tried on real samples",
+    "diagnose": "measure what a training of these words waits for, and what it would gain without",
+    "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
+    "autotune": "find the fastest way to the same training on this machine, and write it as a preset",
+    "report": "draw the plots of a run again, or compare several",
+    "compare": "what differs between runs, and what came out",
+    "watch": "follow a run or a sweep from another terminal, through its folder",
+    "import": "the weights of a foreign torch file as safetensors, without running anything of it",
+    "convert": "data in another format: .npy, HDF5, Parquet, LMDB, TFRecord or tar shards",
+    "help": "the manual, by topic",
+}
+
+MODULES = {  # where the file, or the function, has another name
+    "evaluate": "cli.predict_command:evaluate",
+    "help": "cli.manual_pages",
+    "again": "cli.resume_command:again",
+    "compare": "cli.report_command:compare",
+    "sample": "sampling.sample_command",
+    "export": "export.export_command",
+    "embed": "embedding.embed_command",
+    "prune": "smaller.prune_command",
+    "quantize": "smaller.quantize_command",
+    "watch": "watch.watch_command",
+}
+
+
+OLD_COMMANDS = {"tune": ["autotune"], "ladder": ["autotune", "--table"]}
+
+
+def command_of(words: list[str]) -> Callable[[], int] | None:
+    """What such words ask for; None if it is a training. Raises ConfigError for no command."""
+    if words and words[0] in OLD_COMMANDS:
+        now = OLD_COMMANDS[words[0]]
+        say(f"note: trainrun {words[0]} is now: trainrun {' '.join(now)}", file=sys.stderr)
+        words = [*now, *words[1:]]
+    if words and words[0] in COMMANDS:
+        module, _, name = MODULES.get(words[0], f"cli.{words[0]}_command").partition(":")
+        return lambda: getattr(importlib.import_module(f"trainrun.{module}"), name or "main")(words[1:])
+    if words and re.fullmatch(r"[a-z][\w-]*", words[0]) and not "".join(words[1:2]).startswith("="):
+        raise ConfigError(no_command(words[0]))
+    if "--help" in words or "-h" in words:
+        return lambda: show_help(words)
+    return show_version if "--version" in words else None
+
+
+def show_help(words: list[str]) -> int:
+    from trainrun.config.argv import conf_dir, split_command_line, user_conf_dirs
+    from trainrun.config.help_text import help_text
+
+    asked = split_command_line(words)
+    folders = [*user_conf_dirs(asked.config_dirs, Path.cwd()), conf_dir()]
+    say(help_text(asked.overrides, COMMANDS, folders))
+    return EXIT_DONE
+
+
+def show_version() -> int:
+    from trainrun.runs.exceptional.code_state import version_line
+
+    say(version_line())
+    return EXIT_DONE
+
+
+def no_command(word: str) -> str:
+    from trainrun.config.argv import conf_dir
+    from trainrun.config.mistakes.value_words import nearest
+
+    if (conf_dir() / word).is_dir():
+        return f"{word}: is a group; choose with {word}=..., see trainrun --help {word}"
+    return (
+        f"{word}: no such command.{nearest(word, COMMANDS)} Commands: {', '.join(COMMANDS)}; "
+        "settings are given as key=value; see trainrun --help"
+    )
+
+
+def report_crash(error: Exception) -> int:
+    """An exception of the user's own code: their lines of it. A bug of ours keeps the whole traceback."""
+    from trainrun.plugin_faults import missing_satellite
+    from trainrun.user_code import of_the_system, user_traceback
+
+    if missing := missing_satellite(error):
+        say(f"trainrun: {missing}", file=sys.stderr)
+        return EXIT_FAILED
+    shown, text = user_traceback(error), of_the_system(error)
+    if text and os.environ.get("TRAINRUN_FULL_ERROR") != "1":
+        say(f"trainrun: {text} (every line of the traceback: TRAINRUN_FULL_ERROR=1)", file=sys.stderr)
+        return EXIT_FAILED if isinstance(error, OSError) and error.errno not in OF_NAMES else EXIT_USAGE
+    if not shown or os.environ.get("TRAINRUN_FULL_ERROR") == "1":
+        raise error
+    say(f"trainrun: failed in code of yours:\n{shown}", file=sys.stderr)
+    say("(every line of the traceback: TRAINRUN_FULL_ERROR=1)", file=sys.stderr)
+    return EXIT_FAILED

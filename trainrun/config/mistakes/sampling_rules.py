@@ -1,0 +1,46 @@
+"""How often training samples come, and folds: what does not go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainrun.config.schema import RunConfig
+from trainrun.instantiate import named_nodes
+
+Rules = tuple[tuple[Any, str], ...]  # whether a line applies, and the line
+
+
+def sampling(config: RunConfig) -> Rules:
+    data, names = config.data, named_nodes(config.data.train)
+    mix = f"data.mix={data.mix}".replace("'", "") if data.mix else ""
+    asked = mix or (f"data.sampling={data.sampling}" if data.sampling != "none" else "")
+    folds, words = f"data.folds={data.folds}", {"padding": data.padding, "truncate": data.truncate}
+    return (
+        (mix and data.sampling != "none",
+         f"data.sampling={data.sampling}: {mix} says how often samples come already; leave one of them out"),
+        (isinstance(data.mix, dict) and data.mix and set(data.mix) != set(names),
+         f"{mix}: must name the sets of data.train, which are "
+         f"{', '.join(names) or 'not named; name them, as data.train.a._target_=my_file.MyClass'}"),
+        (data.sampling == "weighted" and data.weights is None,
+         "data.sampling=weighted: needs data.weights: a column, a file or a list of one weight a sample"),
+        (data.weights is not None and data.sampling != "weighted",
+         "data.weights: has no effect without data.sampling=weighted"),
+        (data.shuffle_buffer and not data.shuffle,
+         f"data.shuffle=false: data.shuffle_buffer={data.shuffle_buffer} shuffles; leave one of them out"),
+        (asked and not data.shuffle, f"data.shuffle=false: {asked} has no order of its own; leave one of them out"),
+        (data.sampling == "balanced" and (config.task or {}).get("class_weights") == "balanced",
+         "data.sampling=balanced: task.class_weights=balanced makes up for the same once more; leave one of them out"),
+        *((asked and words[name] == value,
+           f"data.{name}={value}: puts samples together once and for all, which {asked} chooses in every epoch; "
+           f"use data.{name}={other}")
+          for name, value, other in (("padding", "pack", "bucket"), ("padding", "token_budget", "bucket"),
+                                     ("truncate", "split", "right"), ("truncate", "drop", "right"))),
+        (data.folds is None and data.fold is not None, f"data.fold={data.fold}: of how many? Say data.folds=5"),
+        (data.folds is None and data.stratified, "data.stratified=true: has no effect without data.folds"),
+        (data.folds is not None and data.fold is None,
+         f"{folds}: which of them validates? data.fold=0, or all as a sweep: trainrun --multirun {folds} "
+         f"'data.fold=range({data.folds})'"),
+        (data.folds is not None and data.fold is not None and data.fold >= data.folds,
+         f"data.fold={data.fold}: {folds} are numbered 0 to {(data.folds or 0) - 1}"),
+        (data.folds is not None and mix, f"{folds}: {mix} counts whole sets; leave one of them out"),
+    )  # fmt: skip

@@ -1,0 +1,41 @@
+"""What can only be learnt by reading a sample: the shape and the kind of an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from trainrun.data.batch import Preparation, is_integer
+from trainrun.data.engines.batch_reader import BatchReader, Recipe
+from trainrun.data.tensor_dataset import columns_of, length_of
+from trainrun.errors import DataError
+from trainrun.seeding import kept_random_state
+
+
+def kind_of_input(source: Any, key: str, transform: Callable[..., Any] | None) -> str:
+    """`floats`, `integers` or another type, of the first sample; "" if it cannot be read, which others say."""
+    if isinstance(source, IterableDataset):
+        return ""
+    columns = columns_of(source, key)
+    try:
+        found = first_input(source if columns is None else columns, key, transform)
+    except DataError:
+        return ""
+    if not isinstance(found, Tensor | np.ndarray):
+        return f"a {type(found).__name__}"
+    return "integers" if is_integer(found) else "floats"
+
+
+def first_input(source: Any, key: str, transform: Callable[..., Any] | None) -> Any:
+    if length_of(source, key) == 0:
+        raise DataError(f"{key}: the data set is empty")
+    reader = BatchReader(source, Recipe(Preparation(), 0, key, transform)).copy()
+    with kept_random_state():
+        sample = reader.sample(0, 0)
+    while isinstance(sample, tuple | list | dict) and sample:
+        sample = next(iter(sample.values() if isinstance(sample, dict) else sample))
+    return sample

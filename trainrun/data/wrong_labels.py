@@ -1,0 +1,53 @@
+"""Labels that are no class, and a number of classes that one of them makes: what is said of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trainrun.data.batch import as_tensor
+from trainrun.errors import DataError
+
+CLASSES_PER_LABEL = 10  # more are a slip in one label
+
+
+def wrong_label(source: Any, key: str, index: int, label: int, num_classes: int, said_by: str) -> DataError:
+    """The fault of one label. said_by: as in `Labels`."""
+    return DataError(f"{place_of(source, key, index)} has label {label}, {why(label, num_classes, said_by)}")
+
+
+def why(label: int, num_classes: int, said_by: str) -> str:
+    """Why this one is none."""
+    if said_by:
+        return f"but {said_by}={num_classes} allows 0 to {num_classes - 1}; correct one of the two"
+    if label < 0:
+        return (
+            "but classes are counted from 0; correct it, or number the classes from 0 on (tables do that by "
+            "data.train.target_dtype=class)"
+        )
+    return (
+        f"but the classes of the training data are 0 to {num_classes - 1}; correct it, or say how many "
+        f"there are, as data.num_classes={label + 1}"
+    )
+
+
+def place_of(source: Any, key: str, index: int) -> str:
+    """The line, row or file of a sample, where the source tells it."""
+    describe = getattr(source, "describe", None)
+    return f"{key}: sample {index}" if describe is None else str(describe(index))
+
+
+def check_number_of_classes(source: Any, key: str, target: Any, num_classes: int) -> None:
+    """Refuse a number of classes that one label makes: a network of that size is not what is meant.
+
+    target: the labels of all samples, if they are in memory.
+    """
+    if target is None or num_classes <= CLASSES_PER_LABEL * math.prod(target.shape):
+        return
+    labels = as_tensor(target).long().reshape(len(target), -1)
+    index = int((labels == num_classes - 1).any(1).long().argmax())
+    if int(labels[index].max()) == num_classes - 1:
+        raise DataError(
+            f"{place_of(source, key, index)} has label {num_classes - 1}, which makes {num_classes:,} classes of "
+            f"{len(target):,} samples; correct it, or, where that is meant, say data.num_classes={num_classes}"
+        )

@@ -1,0 +1,50 @@
+"""Optimizers that want a closure, sparse gradients, or are none: what is refused, and why."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from trainrun.errors import PluginError
+
+
+def check_contract(optimizer: Any, name: str, closures: bool) -> None:
+    """closures: the loss may be computed several times in a step. Raises PluginError."""
+    if not isinstance(optimizer, Optimizer):
+        raise PluginError(
+            f"optimizer: {name} returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
+        )
+    if isinstance(optimizer, SparseAdam):
+        optimizer.register_step_pre_hook(_only_sparse)
+    if closures:
+        return
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if isinstance(optimizer, LBFGS):
+        asked = {name: optimizer.param_groups[0][name] for name in ("max_iter", "line_search_fn")}
+        if asked != {"max_iter": 1, "line_search_fn": None}:
+            raise PluginError(
+                f"optimizer.max_iter={asked['max_iter']}: LBFGS computes the loss again for each further iteration and "
+                "in a line search, which a step over micro-batches cannot offer; use optimizer.max_iter=1 and "
+                "optimizer.line_search_fn=null, which is exact: one iteration a step; or a step of your own that calls "
+                "run.update(closure)"
+            )
+    elif closure is not None and closure.default is inspect.Parameter.empty:
+        raise PluginError(
+            f"optimizer: {name} computes the loss several times in a step (its step() needs a closure), "
+            "which a step over micro-batches cannot offer; choose another, for example torch.optim.AdamW, or name a "
+            "step of your own that calls run.update(closure)"
+        )
+
+
+def _only_sparse(optimizer: Optimizer, *_: Any) -> None:
+    """A hook before each step of SparseAdam, whose own words say neither whose gradients nor what to do."""
+    grads = [
+        param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None
+    ]
+    if dense := sum(not grad.is_sparse for grad in grads):
+        raise PluginError(
+            f"optimizer: {type(optimizer).__name__} updates from sparse gradients alone, and {dense} parameters have "
+            "dense ones; choose another, for example torch.optim.Adam"
+        )

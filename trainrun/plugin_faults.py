@@ -1,0 +1,108 @@
+"""What is said of a target that cannot be found, called or built: the nearest name, the line, the arguments."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import reprlib
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+BUILDER = str(Path(__file__).with_name("instantiate.py"))
+EXTRAS = {
+    "torchmetrics": "metrics",
+    "transformers": "transformers",
+    "timm": "timm",
+}  # what brings these packages
+
+
+def is_absent(error: BaseException, path: str) -> bool:
+    """Whether an import failed because the module itself, or a package it lies in, does not exist."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    return name is not None and f"{path}.".startswith(f"{name}.")
+
+
+def top_modules(name: str) -> list[str]:
+    """Those in the working directory first, for a guess."""
+    own = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
+    return own if difflib.get_close_matches(name, own) else [module.name for module in pkgutil.iter_modules()]
+
+
+def absent(name: str) -> str:
+    """Nobody has a module of this name; what to install, or the name that was probably meant."""
+    extra = EXTRAS.get(name)
+    guess = f"; pip install 'trainrun[{extra}]'" if extra else nearest(name, top_modules(name))
+    return f"no module {name} (looked in {Path.cwd()}, PYTHONPATH and what is installed){guess}"
+
+
+def not_built(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -> str:
+    """What became of a call with these arguments."""
+    given = f"its arguments: {shown(args, keywords)}" if args or keywords else "it got no arguments"
+    refused = isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
+    what = "does not take its arguments" if refused else "failed"
+    return f"{what}: {place(error)}; {given}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean x?`, or nothing."""
+    guesses = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {guesses[0]}?" if guesses else ""
+
+
+def examples(module: ModuleType) -> str:
+    """The first classes that a module defines, for a guess."""
+    classes = [item for item in vars(module).values() if inspect.isclass(item)]
+    own = [item.__name__ for item in classes if item.__module__ == module.__name__]
+    return f", as {module.__name__.removeprefix('trainrun.here.')}.{own[0]}" if own else ""
+
+
+def place(error: BaseException) -> str:
+    """`Type: first line of the message (file line n)`: the innermost line outside of installed packages."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename} line {error.lineno})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen") and frame.filename not in (BUILDER, importlib.__file__)
+    ]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    found = (own or frames)[-1:]
+    return f"{text} ({found[0].filename} line {found[0].lineno})" if found else text
+
+
+def unknown(
+    key: str, name: str, target: str, takes: list[str], also: Iterable[str], words: Sequence[str]
+) -> str:
+    """words: those of a node that are no arguments."""
+    if name.startswith("_") and name.endswith("_"):
+        return f"{key}.{name}: not a word of trainrun, which knows {', '.join(words)}"
+    takes_text = f"It takes: {', '.join(takes)}" if takes else "It takes none"
+    near = nearest(name, [*takes, *also]) or "."
+    return f"{key}.{name}: {target} takes no such argument{near} {takes_text}"
+
+
+def shown(args: Sequence[Any], keywords: dict[str, Any]) -> str:
+    """The arguments of a call, shortened: objects by their type alone."""
+    parts = [brief(value) for value in args] + [f"{name}={brief(value)}" for name, value in keywords.items()]
+    return ", ".join(parts)
+
+
+def brief(value: Any) -> str:
+    plain = value is None or isinstance(value, (bool, int, float, str, list, dict, tuple))
+    return reprlib.repr(value) if plain else type(value).__name__
+
+
+def missing_satellite(error: Exception) -> str:
+    """What to say of a command whose folder was taken away; empty for every other error."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if not name or not name.startswith("trainrun."):
+        return ""
+    return f"{name} is not installed: this command needs it; install the whole package again"

@@ -1,0 +1,149 @@
+"""From the config to a schedule: warmup, lengths and rates by batch size, mistakes named."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainrun.errors import OF_ARGUMENTS, ConfigError, PluginError
+from trainrun.scheduler.schedule import Curve, Schedule
+from trainrun.scheduler.torch_scheduler import TorchScheduler
+from trainrun.user_code import is_of_torch, named
+
+UNKNOWN_LENGTH = "the number of steps is not known in advance; set trainer.max_steps"
+# Arguments that mean "the length of the training": filled in where they are None or not given.
+LENGTHS = ("total_steps", "num_training_steps", "T_max")
+LENGTHS_OF_CLASS = {"LinearLR": "total_iters", "PolynomialLR": "total_iters"}
+RULES = ("none", "linear", "sqrt")
+
+
+def resolve_warmup(
+    steps: int | None, ratio: float | None, epochs: float | None, total_steps: int | None, steps_per_epoch: int | None
+) -> int:  # fmt: skip
+    """The warmup in steps, rounded to the nearest. At most one may be set; ratio: of all steps."""
+    words = {"steps": steps or None, "ratio": ratio, "epochs": epochs}
+    given = {word: value for word, value in words.items() if value is not None}
+    if not given:
+        return 0
+    if len(given) > 1:
+        keys = " and ".join(f"scheduler.warmup_{word}" for word in given)
+        raise ConfigError(f"{keys}: set only one of them")
+    ((word, value),) = given.items()
+    said = f"scheduler.warmup_{word}={value:g}"
+    if value < 0 or (word == "ratio" and value > 1):
+        raise ConfigError(f"{said}: must be {'between 0 and 1' if word == 'ratio' else '0 or more'}")
+    if word == "ratio" and total_steps is None:
+        raise ConfigError(f"{said}: {UNKNOWN_LENGTH}, or use scheduler.warmup_steps")
+    if word == "epochs" and steps_per_epoch is None:
+        raise ConfigError(f"{said}: the length of an epoch is not known; use scheduler.warmup_steps")
+    found = round(value * ({"ratio": total_steps, "epochs": steps_per_epoch}.get(word) or 1))
+    if total_steps is not None and found > total_steps:
+        raise ConfigError(
+            f"{said}: a warmup of {found} steps is longer than the run of {total_steps}; use less, or 0"
+        )
+    return found
+
+
+def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> tuple[float, str]:
+    """The learning rate times (global / base) or its square root, and a note ("" if nothing changes).
+
+    linear: for SGD (Goyal et al. 2017); sqrt: for Adam and its kin (Malladi et al. 2022).
+    """
+    if rule not in RULES:
+        raise ConfigError(f"scheduler.lr_scaling={rule}: choose one of {', '.join(RULES)}")
+    if rule == "none":
+        return lr, ""
+    if base_batch_size < 1:
+        raise ConfigError(f"scheduler.base_batch_size={base_batch_size}: must be 1 or more")
+    ratio = global_batch_size / base_batch_size
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    note = (
+        f"scheduler.lr_scaling={rule}: lr {lr:g} x {factor:.4g} = {lr * factor:g} "
+        f"for a global batch of {global_batch_size} instead of {base_batch_size}"
+    )
+    return lr * factor, note
+
+
+def build_schedule(
+    optimizer: Optimizer, target: Callable[..., Any], keywords: dict[str, Any], warmup_steps: int,
+    total_steps: int | None, metric: str | None = None, steps_per_epoch: int | None = None, by_epoch: bool = False,
+) -> Schedule:  # fmt: skip
+    """target: a torch scheduler class, or any function whose first argument is `optimizer` and that returns a torch
+    scheduler; else a curve, called as `target(step, **keywords)`.
+
+    total_steps: of the whole run, the warmup included; the target is told what is left after it.
+    metric: what ReduceLROnPlateau looks at (`val/loss`). by_epoch: the target counts epochs, of `steps_per_epoch`.
+    """
+    if by_epoch and (not makes_scheduler(target) or target is ReduceLROnPlateau):
+        plateau = target is ReduceLROnPlateau
+        other = "ReduceLROnPlateau counts validations" if plateau else "this one is given the step"
+        raise ConfigError(
+            f"scheduler.interval=epoch: for schedulers of torch.optim.lr_scheduler, and {other}; leave it out"
+        )
+    name = getattr(target, "__name__", type(target).__name__)
+    left = None if total_steps is None else max(total_steps - warmup_steps, 1)
+    if by_epoch:
+        left = None if left is None or steps_per_epoch is None else -(-left // steps_per_epoch)
+    keywords = _with_length(target, name, keywords, left)
+    try:
+        if makes_scheduler(target):
+            made = _checked_scheduler(target(optimizer, **keywords), name)
+            return Schedule(optimizer, None, warmup_steps, TorchScheduler(made, metric, by_epoch))
+        curve = _checked_curve(partial(target, **keywords), name)
+    except OF_ARGUMENTS as error:
+        if not (isinstance(error, TypeError | ValueError) or is_of_torch(error)):
+            raise
+        raise PluginError(f"scheduler: {name}: {named(error)}") from error
+    return Schedule(optimizer, curve, warmup_steps)
+
+
+def makes_scheduler(target: Callable[..., Any]) -> bool:
+    """Whether the target is called once with the optimizer, and not with a step at every update."""
+    if inspect.isclass(target):
+        return issubclass(target, LRScheduler)
+    return next(iter(_parameters(target)), "") == "optimizer"
+
+
+def _with_length(
+    target: Callable[..., Any], name: str, keywords: dict[str, Any], left: int | None
+) -> dict[str, Any]:
+    """The keywords, with the length of the training where the target asks for it and nobody said it."""
+    asked = [word for word in (*LENGTHS, LENGTHS_OF_CLASS.get(name)) if word in _parameters(target)]
+    if keywords.get("epochs") is not None and keywords.get("steps_per_epoch") is not None:
+        return keywords  # OneCycleLR computes its length from these
+    missing = [word for word in asked if word is not None and keywords.get(word) is None]
+    if missing and left is None:
+        raise ConfigError(f"scheduler.{missing[0]}: {UNKNOWN_LENGTH}, or scheduler.{missing[0]} itself")
+    return keywords | dict.fromkeys(missing, left)
+
+
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):  # a callable without a readable signature
+        return {}
+
+
+def _checked_scheduler(made: Any, name: str) -> LRScheduler:
+    if not isinstance(made, LRScheduler):
+        raise PluginError(
+            f"scheduler: {name} returned a {type(made).__name__}; it must return a scheduler of "
+            "torch.optim.lr_scheduler (a curve takes the step as its first argument, not the optimizer)"
+        )
+    return made
+
+
+def _checked_curve(curve: Curve, name: str) -> Curve:
+    value = curve(0)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PluginError(
+            f"scheduler: {name}(0) returned a {type(value).__name__}; it must return a number, what the "
+            "learning rate of the optimizer is multiplied by"
+        )
+    return curve

@@ -1,0 +1,82 @@
+"""What a model gets of a batch that is a dict, by the names of its `forward`; samples that it was not built for."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainrun.errors import PluginError
+from trainrun.user_code import is_of_torch
+
+MODEL_KEYS = (  # also to a forward that takes any
+    "attention_mask", "segment_ids", "position_ids", "noise", "word_dropout",
+)  # fmt: skip
+OF_SHAPES = re.compile(
+    r"shapes cannot be multiplied|size mismatch|to have \d+ channels|xpected \dD|Dimension out of range"
+)
+
+
+def bare_model(model: nn.Module) -> nn.Module:
+    """Without what a backend wrapped around it."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def asked_for(
+    model: nn.Module,
+    inputs: Any,
+    batch: Mapping[str, Any],
+    input_keys: tuple[str, ...],
+    target_keys: tuple[str, ...],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model gets of a dict: by position, and by name."""
+    bare = bare_model(model)
+    taken, takes_all = keywords_of(bare.__class__.forward)
+    if "segment_ids" in batch and "segment_ids" not in taken:
+        raise PluginError(
+            f"model: data.padding=pack puts several sequences into a row, and {type(bare).__name__}.forward has no "
+            "argument segment_ids to keep them apart (see trainrun.data.sequences.collate.segment_mask); "
+            "add one, or use data.padding=bucket"
+        )
+    own = next((key for key in input_keys if key in batch), "")
+    asked = {
+        key: value
+        for key, value in batch.items()
+        if key not in (*target_keys, own) and (key in taken or (takes_all and key in MODEL_KEYS))
+    }
+    if own in taken[2:]:  # after self and the first
+        return (), {own: inputs, **asked}
+    return (inputs,), asked
+
+
+def misfit(model: nn.Module, inputs: Any, error: Exception) -> str:
+    """What to say of an error of torch's that tells of shapes, where one of our networks gets other samples than it was
+    built for."""
+    model = bare_model(model)
+    if not type(model).__module__.startswith("trainrun.model.") or not isinstance(inputs, Tensor):
+        return ""
+    known = getattr(model, "tokens", None)
+    if isinstance(error, ValueError) and str(error).startswith("context="):
+        return f"model.{error}"
+    if isinstance(known, nn.Embedding) and isinstance(error, IndexError):
+        size = getattr(model, "nothing", known.num_embeddings)
+        wrong = inputs[(inputs < 0) | (inputs >= size)]
+        return f"model.vocab_size={size}: the data has token {int(wrong[0])}" if wrong.numel() else ""
+    built_for, given = getattr(model, "in_shape", None), tuple(inputs.shape[1:])
+    if built_for in (None, given) or not is_of_torch(error) or not OF_SHAPES.search(str(error)):
+        return ""
+    said = str(error).splitlines()[0]
+    return f"model.in_shape={list(built_for)}: a sample of the data has the shape {list(given)} ({said})"
+
+
+@lru_cache(maxsize=16)
+def keywords_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """The arguments that a `forward` names, and whether it takes any others by keyword."""
+    parameters = inspect.signature(forward).parameters.values()
+    named = tuple(item.name for item in parameters if item.kind is not item.VAR_KEYWORD)
+    return named, any(item.kind is item.VAR_KEYWORD for item in parameters)
