@@ -64,6 +64,11 @@ def test_epochs_are_counted_and_without_validation_it_begins_with_a_line(book: P
     assert page.index("step 6") < page.index('<td class="text"><b>&lt;a&gt;</b>b\n</td>')
 
 
+def test_a_text_that_gives_fewer_tokens_is_told(book: Path) -> None:
+    log = Path(train("run", 1, *GPT, "data.tokenizer=bpe:5000")) / "run.log"
+    assert "data.train.tokenizer=bpe:5000: the text gives 2" in log.read_text(encoding="utf-8")
+
+
 def test_what_a_run_was_trained_with_is_used_and_nothing_else(
     book: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

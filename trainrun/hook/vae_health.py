@@ -35,10 +35,7 @@ RISEN = 0.5  # of its last value: beta from which a code that says nothing is a 
 WAKING, WAKING_NATS = 1.1, 0.01  # a KL that rises so much over the window is on its way
 LITTLE_SPREAD = 0.5  # of the variance that a Gaussian likelihood is worth at this beta
 NEAR_CEILING = 0.5  # nats: an estimate so near to log N says `this or more`
-FIRST_BOOST, LAST_BOOST = (
-    0.1,
-    1.6,
-)  # nats of a dimension: it begins with one, doubles, and ends with the other
+FIRST_BOOST, LAST_BOOST = 0.1, 1.6  # nats of a dimension: it begins with one, doubles, ends with the other
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from typing import Any
 from trainrun.checkpoint.format import committed_steps
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.readers.text.text import tokenizer_file
+from trainrun.data.readers.text.tokenizer import open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
@@ -66,7 +67,10 @@ def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
     if source is not None:
         notes.append(f"data.train.tokenizer: that of {source.parent}, whose weights this run begins with")
     else:
-        source = Path(tokenizer_file(config.data.train))
+        source, asked = Path(tokenizer_file(config.data.train)), config.data.train["tokenizer"]
+        found = open_tokenizer(str(source))[0].vocabulary
+        if f"bpe:{found}" != asked:
+            notes.append(f"data.train.tokenizer={asked}: the text gives {found:,} tokens, no more")
     run.root.mkdir(parents=True, exist_ok=True)
     making = run.tokenizer.with_suffix(".tmp")
     shutil.copyfile(source, making)

@@ -78,7 +78,7 @@ def pieces(tokens: Tokens, ids: Iterable[int]) -> Iterator[str]:
         return
     held: list[
         int
-    ] = []  # the tokens of the piece before, on whose side the next may look different, and newer ones
+    ] = []  # the tokens of the piece before, beside which the next may look different, and newer
     shown, num_old = "", 0
     for token in ids:
         held.append(token)
