@@ -14,6 +14,7 @@ from trainrun.checkpoint.weights import load_initial
 from trainrun.config.schema import InitConfig
 from trainrun.errors import CheckpointError
 from trainrun.parallel.single import Single
+from trainrun.transform.lora import lora
 
 BOTH = {"embedding.weight": torch.ones(7, 4), "head.weight": torch.zeros(7, 4)}
 HERE = Single(torch.device("cpu"))
@@ -66,6 +67,13 @@ def test_without_strict_what_fits_is_taken_and_the_rest_is_told(tmp_path: Path) 
     ]
     assert torch.equal(model.state_dict()["body.0.weight"], there["body.0.weight"])
     assert torch.equal(model.state_dict()["body.0.bias"], before["body.0.bias"])
+
+
+def test_weights_with_lora_are_to_be_merged_first(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="trainrun export RUN_DIR --to safetensors --merge makes them plain"
+    ):
+        taken(network(), copied(lora(network(), rank=1)), tmp_path)
 
 
 @pytest.mark.parametrize(

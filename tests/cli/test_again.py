@@ -60,6 +60,18 @@ def test_without_a_folder_it_gets_one_and_a_finished_one_stays(
         (["again", "first", "trainer.max_step=3"], "Did you mean trainer.max_steps?"),
         (["again", "first", "data.path=x"], "data.path=x: nothing reads it with data=digits; say what"),
         (["resume", "first", "data.path=x", "trainer.max_steps=9"], "data.path=x: nothing reads it with"),
+        (
+            ["resume", "first", "init_from=x", "trainer.max_steps=9"],
+            "init_from=x: is of the beginning of a run",
+        ),
+        (
+            ["resume", "first", "model.init=xavier", "trainer.max_steps=9"],
+            "model.init=xavier: is of the beginning of a run",
+        ),
+        (
+            ["resume", "first", "model.freeze=layers.1.*", "trainer.max_steps=9"],
+            "belongs to other parameters: layers.1.weight is not trained here",
+        ),
         (["evaluate", "first", "data.path=x"], "data.path=x: nothing reads it with"),
         (
             ["again", "first", "model.freze=a"],

@@ -188,10 +188,10 @@ def test_the_kernel_is_that_of_this_machine() -> None:
     ("other", "message"),
     [
         (nn.Linear(3, 2), r"weight has shape \[2, 3\], stored \[2, 2\]"),
-        (nn.Linear(2, 2, bias=False), "bias is not in the model"),
+        (nn.Linear(2, 2, bias=False), "bias is not trained here"),
         (
             nn.Sequential(nn.Linear(2, 2)),
-            "0.weight is not in the checkpoint; 0.bias is not in the checkpoint",
+            "0.weight is new here, or was frozen; 0.bias is new here, or was frozen",
         ),
         (nn.ModuleList([nn.Linear(2, 2) for _ in range(4)]), "; and 5 more"),
     ],
@@ -200,7 +200,7 @@ def test_another_model_is_refused(other: nn.Module, message: str) -> None:
     model = nn.Linear(2, 2)
     tree = named_optimizer_state(stepped(model), model)
     optimizer = FACTORIES["adamw fused"](other.parameters())
-    with pytest.raises(CheckpointError, match="belongs to another model") as caught:
+    with pytest.raises(CheckpointError, match="belongs to other parameters") as caught:
         load_named_optimizer_state(optimizer, other, tree)
     assert caught.match(message)
 

@@ -222,6 +222,8 @@ def _selected(
 
 def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind], strict: bool) -> str:
     """What to write where names differ by their beginning, or only some tensors fit."""
+    if any(name.endswith(".lora_a") for name in found.keys() - expected.keys()):
+        return "its layers have LoRA; trainrun export RUN_DIR --to safetensors --merge makes them plain ones"
     here = next((name for name in expected if name not in found), "")
     there = next((name for name in found if here and name not in expected), "")
     longer, shorter = (there, here) if len(there) > len(here) else (here, there)

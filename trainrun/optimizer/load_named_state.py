@@ -60,8 +60,8 @@ def load_named_optimizer_state(
 def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
     """Names, shapes and groups of the checkpoint are those of the optimizer, or CheckpointError."""
     stored = tree["shapes"]
-    faults = [f"{name} is not in the checkpoint" for name in params if name not in stored]
-    faults += [f"{name[:LONGEST]} is not in the model" for name in stored if name not in params]
+    faults = [f"{name} is new here, or was frozen" for name in params if name not in stored]
+    faults += [f"{name[:LONGEST]} is not trained here" for name in stored if name not in params]
     for name, shape in stored.items():
         if name in params and list(params[name].shape) != list(shape):
             faults.append(f"{name} has shape {list(params[name].shape)}, stored {str(list(shape))[:LONGEST]}")
@@ -74,7 +74,7 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
     if faults:
         shown, more = "; ".join(faults[:MAX_FAULTS_SHOWN]), len(faults) - MAX_FAULTS_SHOWN
         raise CheckpointError(
-            f"optimizer: the state in the checkpoint belongs to another model: {shown}"
+            f"optimizer: the state in the checkpoint belongs to other parameters: {shown}"
             + (f"; and {more} more" if more > 0 else "")
             + "; its weights alone can begin a new run: init_from=RUN_DIR"
         )

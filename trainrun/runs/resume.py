@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from trainrun.checkpoint.format import committed_steps
 from trainrun.config.argv import is_path
 from trainrun.config.saved_config import is_as_saved, load_config, plain_config, with_overrides
 from trainrun.config.saved_values import public, resolved
@@ -149,14 +150,22 @@ def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
 
 
 def check_same_network(run: RunDir, config: RunConfig) -> None:
-    """Raises ConfigError for words that change the network on the way: what was learned fits the transforms it had."""
+    """Raises ConfigError for words that change the network on the way, or how it began: what was learned stays."""
     before = with_overrides(plain_config(run.config_that_holds), run.config_that_holds, [])
+    changed = differences(before, config)
     faults = [
         f"{key}={word(here)}: the run has trained with {word(there)}, and its transforms stay; leave it out, or begin "
         f"another run with its weights: init_from={run.root}"
-        for key, there, here in differences(before, config)
+        for key, there, here in changed
         if key.startswith("transform.")
     ]
+    if committed_steps(run.checkpoints) and not config.checkpoint.adapter_only:
+        faults += [
+            f"{key}={word(here)}: is of the beginning of a run, and this one goes on from a checkpoint; leave it out "
+            "or begin another run"
+            for key, _, here in changed
+            if here is not None and (key.startswith(("init_from", "init.")) or key == "model.init")
+        ]
     if faults:
         raise ConfigError(*faults)
 
