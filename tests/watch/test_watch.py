@@ -42,7 +42,7 @@ def make(root: Path, state: str = "running", pid: int | None = None, host: str =
     run.config.write_text("run_name: a\n")
     owner = {"pid": pid or os.getpid(), "host": host or socket.gethostname()}
     run.lock.write_text(json.dumps(owner))
-    write_json(run.status, {"state": state})
+    write_json(run.status, {"state": state, "message": "no <b>luck"})
     facts = {"name": "<b>mine</b>", "device": "cpu", "total_steps": 200, "choices": [], "steps_per_epoch": 50}
     rows = [{"kind": "start", "step": 0, "time": 0.0, "facts": facts}]
     rows += [
@@ -99,9 +99,9 @@ def test_it_ends_with_the_run(
     assert main(["watch", str(tmp_path / "a")]) == code
     first, line, end = capsys.readouterr().out.splitlines()
     assert first.startswith("<b>mine</b>  cpu  ")
-    assert line.startswith("step 100/200  50 %  10 s left  train/loss 0.01  val/loss 0.5  val/acc 0.25")
+    assert line.startswith("step 100/200  50 %  train/loss 0.01  val/loss 0.5  val/acc 0.25")
     assert line.endswith("waits for data 25 %")
-    assert end == state
+    assert end == f"{state}: no <b>luck"
 
 
 def test_a_start_that_was_killed_is_dead_and_a_wrong_pause_is_refused(

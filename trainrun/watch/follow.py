@@ -31,7 +31,7 @@ class Follower:
     """
 
     def __init__(self, run: RunDir) -> None:
-        self.run = run
+        self.run, self.status, self._over = run, dict[str, Any](), False
         self._begin()
 
     def _begin(self) -> None:
@@ -95,7 +95,7 @@ class Follower:
         total = self.facts.get("total_steps")
         while len(self._seen) > 2 and self._seen[-1][0] - self._seen[0][0] > REMEMBERED_SECONDS:
             self._seen.popleft()
-        if not total or len(self._seen) < 2 or self.summary:
+        if not total or len(self._seen) < 2 or self.summary or self._over:
             return None
         (began, first), (now, last) = self._seen[0], self._seen[-1]
         return (total - last) * (now - began) / (last - first) if last > first else None
@@ -108,8 +108,16 @@ class Follower:
 
     def state(self) -> str:
         """As in `status.json`; `dead`, where that says running, or nothing, and nobody is there."""
-        state = str(read_status(self.run).get("state", "not begun"))
-        return "dead" if state in ("running", "not begun") and self._nobody() else state
+        self.status = read_status(self.run)
+        state = str(self.status.get("state", "not begun"))
+        state = "dead" if state in ("running", "not begun") and self._nobody() else state
+        self._over = state not in ("running", "not begun")
+        return state
+
+    @property
+    def why(self) -> str:
+        """Why it ended, once `state` has said that it did."""
+        return str(self.summary.get("reason") or self.status.get("message") or "") if self._over else ""
 
     def _nobody(self) -> bool:
         if (there := somebody_in(self.run)) is not None:

@@ -55,6 +55,7 @@ def live_page(told: Follower, goes_on: bool) -> str:
         page.heading(name, level=1),
         page.paragraph(str(told.run.root)),
         page.paragraph(f"{state}  {told.place()}".replace("  ", ", ")),
+        *([page.paragraph(told.why)] if told.why else []),
         page.beside(
             [
                 page.pairs("Now", [(name, figure(value)) for name, value in told.latest.items()]),

@@ -56,7 +56,7 @@ class RunView:
         for name in [name for name in told.curves if name.startswith(("train/", "val")) and _shown(name)]:
             values = [value for _, value in told.curves[name]]
             table.add_row(Text(plain(name)), Text(sparkline(values), "cyan"), Text(figure(values[-1])))
-        parts: list[RenderableType] = [head, table]
+        parts: list[RenderableType] = [head, *([Text(plain(told.why))] if told.why else []), table]
         parts += [
             Text(line, "dim") for line in (phases_line(told.seconds), devices_line(told.hardware)) if line
         ]
@@ -74,7 +74,7 @@ class RunView:
             self._said, self._said_step = time.monotonic(), told.step
             yield "  ".join([told.place(), *self.numbers()])
         if self.ended:
-            yield f"{self.ended}: {told.summary.get('reason') or ''}".rstrip(": ")
+            yield f"{self.ended}: {told.why}".rstrip(": ")
 
     def numbers(self) -> list[str]:
         """`train/loss 0.2`, `val/acc 0.97`, `70k samples/s`, `data 3 %`"""
