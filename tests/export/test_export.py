@@ -180,6 +180,27 @@ def test_what_cannot_be_a_graph_is_one_line(
     assert told in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        ("x - x.mean(0)", "largest difference 0 "),
+        ("x + torch.rand(1)", "the network itself gives something else"),
+    ],
+)
+def test_a_network_whose_samples_depend_on_each_other_or_on_chance(
+    workdir: Path, first: str, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("chance_net.py").write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        x = x.flatten(1)\n"
+        f"        return super().forward({first})\n"
+    )
+    words = ["model=chance_net.Net", "model.in_features=64", "model.out_features=10"]
+    assert main([*words, "trainer.max_steps=0", *SHORT[1:]]) == 0
+    capfd.readouterr()
+    assert main(["export", "run", "--to", "safetensors", "--dynamic", "batch"]) == int("rand" in first)
+    assert told in "".join(capfd.readouterr())
+
+
 def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
@@ -216,3 +237,21 @@ def test_a_folder_of_others_is_not_followed(workdir: Path, capsys: pytest.Captur
     config.write_text(config.read_text().replace("trainrun.model.mlp.Mlp", "stranger.Net"))
     assert main(["export", "run", "--to", "onnx"]) == 2
     assert "names what is not known to be yours: model._target_=stranger.Net" in capsys.readouterr().err
+
+
+def test_the_card_has_the_metrics_of_its_checkpoint(workdir: Path) -> None:
+    words = [
+        "trainer.val_check_interval=2",
+        "checkpoint.every_n_train_steps=2",
+        "checkpoint.save_top_k=0",
+        "optimizer.lr=0.01",
+        "output_dir=run",
+    ]
+    assert main([*words, "trainer.max_steps=6", "monitor.plots=false"]) == 0
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["val/loss"] for row in rows if row["kind"] == "eval"}
+    assert len(losses) == 3
+    for step in (4, 6):
+        which = f"step-{step:08}"
+        assert main(["export", "run", "--to", "huggingface", "--which", which]) == 0
+        assert f"| val/loss | {losses[step]:.5g} |" in Path("run-export/huggingface/README.md").read_text()

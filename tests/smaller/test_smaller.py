@@ -197,6 +197,8 @@ def test_channels_that_others_need_stay(net: type[Fixed], told: dict[str, str]) 
 def test_no_channel_can_go(net: nn.Module, told: str) -> None:
     with pytest.raises(ValueError, match=f"no channel can be taken: {told}"):
         without_channels(net, [torch.ones(2, 4)], {}, 0.5)
+    with pytest.raises(ValueError, match=r"the model has no torch\.nn\.Linear or Conv2d"):
+        without_channels(nn.Tanh(), [torch.ones(2, 4)], {}, 0.5)
 
 
 def test_masked_weights_stay_zero() -> None:

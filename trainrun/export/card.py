@@ -8,9 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.manifest import step_of
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, plain
 from trainrun.export.served import RealSamples
+from trainrun.monitor.metrics_file import read_rows
 from trainrun.runs.run_folder import RunDir, read_identity, read_json
 from trainrun.runs.status import read_status
 
@@ -45,7 +48,7 @@ def about_network(run: RunDir, config: RunConfig, model: nn.Module, samples: Rea
 
 def card_text(run: RunDir, which: str, about: dict[str, Any]) -> str:
     """The README of a model's folder, with the metrics that were measured."""
-    metrics = measured(run)
+    metrics = measured(run, which)
     rows = "\n".join(f"| {name} | {value:.5g} |" for name, value in metrics.items()) or "| none | |"
     scaling = json.dumps(about["input_scaling"]) if about["input_scaling"] else "none"
     return f"""---
@@ -75,10 +78,19 @@ model.load_state_dict(load_file("model.safetensors"))  # built as `model` in con
 """
 
 
-def measured(run: RunDir) -> dict[str, float]:
-    """The metrics of `trainrun evaluate`, and else of the last validation of the training."""
-    found: dict[str, Any] = dict(read_status(run).get("metrics") or {})
+def measured(run: RunDir, which: str) -> dict[str, float]:
+    """The metrics of this checkpoint: of the validation at its step, and of `trainrun evaluate`."""
+    checkpoint, status = resolve(run.checkpoints, which).name, read_status(run)
+    step, found = step_of(checkpoint), dict[str, Any]()
+    for row in read_rows(run.metrics) if run.metrics.is_file() else ():
+        if row["kind"] == "eval" and row["step"] == step:
+            found |= {
+                name: value for name, value in row.items() if "/" in name and not name.endswith("/seconds")
+            }
+    if status.get("step") == step:
+        found |= status.get("metrics") or {}
     for path in sorted(run.root.glob("evaluation-*.json")):
         with contextlib.suppress(OSError, ValueError):
-            found |= read_json(path)
+            told = read_json(path)
+            found |= told if told.get("checkpoint") == checkpoint else {}
     return {name: value for name, value in found.items() if isinstance(value, int | float)}

@@ -22,7 +22,7 @@ from trainrun.config.mistakes.value_words import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.export.card import about_network, card_text
 from trainrun.export.formats import FORMATS, Order, Runner
-from trainrun.export.served import RealSamples, halves, served_samples
+from trainrun.export.served import RealSamples, as_tuple, half, served_samples
 from trainrun.output import say
 from trainrun.precision.other_types import cast_inputs
 from trainrun.runs.exceptional.go_on import open_run
@@ -144,7 +144,7 @@ def exported_model(model: nn.Module, merge: bool) -> nn.Module:
 def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float) -> str:
     """Run what was written on real samples; what was found. Raises TrainingError where it computes something else."""
     samples = order.samples
-    pairs = [*zip(samples.inputs, samples.expected, strict=True), *(halves(samples) if order.dynamic else ())]
+    pairs = [*zip(samples.inputs, samples.expected, strict=True), *([half(samples)] if order.dynamic else [])]
     try:
         worst = max(difference(runner(inputs), expected) for inputs, expected in pairs)
     except TrainingError:
@@ -153,6 +153,12 @@ def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float)
         raise TrainingError(f"{path}: does not run ({type(error).__name__}: {error})") from error
     count = sum(len(inputs[0]) for inputs in samples.inputs)
     if not worst <= tolerance:
+        again = as_tuple(samples.served(*samples.inputs[0]))
+        if not difference(again, samples.expected[0]) <= tolerance:
+            raise TrainingError(
+                f"{path}: was not kept: the network itself gives something else each time for the same samples; "
+                "something in its forward is random, or counts, in evaluation too"
+            )
         raise TrainingError(
             f"{path}: computes something else: on {count} samples of the run it differs by {worst:.2g} of the largest "
             f"output, and --tolerance is {tolerance:g}; it was not kept"

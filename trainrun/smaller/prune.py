@@ -102,6 +102,8 @@ def without_channels(
     layers stayed. Raises ValueError where no channel can go.
     """
     groups = groups_of(model, args, named)
+    if not groups:
+        raise ValueError("the model has no torch.nn.Linear or Conv2d with weights of its own")
     left = {name: group.why for group in groups if group.why for name in group.writers}
     able = [group for group in groups if not group.why]
     shapes = shapes_of(model, args, named)
