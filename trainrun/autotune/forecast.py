@@ -75,15 +75,14 @@ def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
             )  # as new: what it looks at once is counted too
         run.precision.backward(out.loss_sum, 1.0)
 
-    batches = run.train.epoch(0)
+    from trainrun.training.without_trace import first_batches
+
     try:
-        data = next(batches).data
+        (data,) = first_batches(run.train)
         found = forecast(run.model, step, data, run.optimizer)
     # Whatever a task of the user's cannot do with few samples is no fault of the run.
     except Exception as error:
         return f"memory: not forecast, {type(error).__name__}: {str(error).partition(chr(10))[0]}", rough
-    finally:
-        getattr(batches, "close", int)()  # a stream that is no generator has nothing to close
     return described_memory(found, free, num_rows(data), trainer.accumulate_grad_batches), sum(found)
 
 

@@ -62,12 +62,16 @@ def choose_numbers(
         return
     if any(parallel.gather(other_cost(config, train) or obstacle(config, model, train, parallel))):
         return
+    from trainrun.training.without_trace import first_batches
+
     with kept_random_state(), without_cudnn_search():
         trial, seconds = None, None
         # A fault of the user's own, in any of their code: the run meets it again and reports it.
-        with contextlib.suppress(Exception), first_batch(train) as data:
-            trial = NumberTrial(config, TimedStep(model, task, parallel, clock), data)
-            seconds = trial.usual_seconds()
+        with contextlib.suppress(Exception):
+            stream = train.stream(train.options[0].name) if isinstance(train, AutoStream) else train
+            with contextlib.closing(stream):
+                trial = NumberTrial(config, TimedStep(model, task, parallel, clock), first_batches(stream)[0])
+                seconds = trial.usual_seconds()
         told = parallel.gather(seconds)
         if trial is not None and None not in told:
             trial.choose(max(told), num_batches, wanted, chosen, notes)
@@ -149,18 +153,6 @@ def other_cost(config: RunConfig, train: Batches) -> str:
         return "another step"
     read_in_workers = not isinstance(train, AutoStream) and config.data.num_workers not in ("auto", 0)
     return "workers would have to start" if read_in_workers else ""
-
-
-@contextlib.contextmanager
-def first_batch(train: Batches) -> Iterator[Any]:
-    """As the simplest engine reads it; whatever was opened for it is closed."""
-    stream = train.stream(train.options[0].name) if isinstance(train, AutoStream) else train
-    batches = stream.epoch(0)
-    try:
-        yield next(batches).data
-    finally:
-        getattr(batches, "close", lambda: None)()
-        stream.close()
 
 
 @contextlib.contextmanager

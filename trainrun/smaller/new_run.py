@@ -34,6 +34,7 @@ from trainrun.timing.paired import Rules, compare, turn_of
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
 from trainrun.training.state import TrainState
+from trainrun.training.without_trace import first_batches
 
 SECONDS = 3.0  # of each comparison of speeds
 BATCH = 64
@@ -152,7 +153,7 @@ def compare_with(run: RunDir, before: CostAndWorth, parts: Components) -> int:
 @torch.no_grad()
 def say_both(before: CostAndWorth, after: CostAndWorth, parts: Components) -> None:
     """The lines before and after: metrics, size, latency of one sample, throughput of a batch."""
-    batch = next(iter((parts.val or parts.train).epoch(0))).data
+    (batch,) = first_batches(parts.val or parts.train)
     args, names = call_of(before.model, parts.task, batch)
     rows = [
         (name, f"{value:.5g}", f"{after.metrics[name]:.5g}", "") for name, value in before.metrics.items()

@@ -17,6 +17,7 @@ from trainrun.runs.restore_config import parts_of
 from trainrun.smaller.channels import by_reason
 from trainrun.smaller.new_run import compare_with, measured, new_folder, write_run
 from trainrun.smaller.prune import Mask, masked, narrowed, unmasked, without_channels
+from trainrun.training.without_trace import first_batches
 from trainrun.transform.lora import LoraLinear
 
 NAME = "pruned"  # in `transform`
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     node: dict[str, Any]
     try:
         if words.structured:
-            batch = next(iter((parts.val or parts.train).epoch(0))).data
+            (batch,) = first_batches(parts.val or parts.train)
             args, names = call_of(model, parts.task, batch)
             positional = args[: len(args) - len(names)]
             named = dict(zip(names, args[len(positional) :], strict=True))

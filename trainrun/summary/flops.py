@@ -95,9 +95,9 @@ def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
 
 def flops_per_item(run: Components) -> float:
     """Count the operations an item takes in the first batch of the first epoch. Raises what the model raises."""
-    from trainrun.training.without_trace import stand_ins
+    from trainrun.training.without_trace import first_batches, stand_ins
 
-    batch = _first_batch(run)
+    batch = map_leaves(first_batches(run.train)[0], lambda leaf: leaf)
     model, task = stand_ins(run.model, run.task)
     with counter() as counted, eagerly(counted):
         with run.precision.autocast():
@@ -115,14 +115,6 @@ def eagerly(counted: FlopCounterMode) -> Iterator[None]:
     mode: Any = counted.mode
     with unloaded_compiler([type(mode).__torch_dispatch__]), stance:
         yield
-
-
-def _first_batch(run: Components) -> Any:
-    batches = run.train.epoch(0)
-    try:
-        return map_leaves(next(batches).data, lambda leaf: leaf)
-    finally:
-        getattr(batches, "close", lambda: None)()
 
 
 def counter() -> FlopCounterMode:

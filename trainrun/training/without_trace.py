@@ -10,17 +10,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainrun.interfaces import Batches
 from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
 from trainrun.training.recovery.put_back import put_back
 
 LARGE_MODEL = 2**31  # bytes; a host takes half a second to copy them
+
+
+def first_batches(batches: Batches, count: int = 1, epoch: int = 0, start: int = 0) -> list[Any]:
+    """The data of batches from `start` on; what was opened to read them is closed."""
+    opened = batches.epoch(epoch, start)
+    try:
+        return [batch.data for batch in islice(opened, count)]
+    finally:
+        getattr(opened, "close", lambda: None)()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
+from trainrun.training.without_trace import first_batches
 from trainrun.verify.certificate import FAIL, PASS, Certificate, NotApplicable, compared, different_leaves
 from trainrun.verify.subject_changes import Doubles
 from trainrun.verify.trials import STEPS, Outcome, Trials, stopping
@@ -109,8 +110,8 @@ def _batches_of(config: RunConfig, engine: str) -> list[Any]:
     engines = {"data.engine": engine, "data.num_workers": workers, "data.num_threads": 2}
     stream = _opened(with_values(config, engines))
     try:
-        found = _first(stream, 0, FEW_BATCHES)
-        return found + _first(stream, 0, FEW_BATCHES, start=1) + _first(stream, 1, 1)
+        found = first_batches(stream, FEW_BATCHES) + first_batches(stream, FEW_BATCHES, start=1)
+        return found + first_batches(stream, epoch=1)
     finally:
         stream.close()
 
@@ -121,14 +122,6 @@ def _opened(config: RunConfig) -> Batches:
     stream = open_split(config, Single(CPU), "train", sources["train"], [], lambda *_: None, drawn=drawn)
     assert stream is not None
     return stream
-
-
-def _first(stream: Batches, epoch: int, count: int, start: int = 0) -> list[Any]:
-    batches = stream.epoch(epoch, start)
-    try:
-        return [batch.data for batch, _ in zip(batches, range(count), strict=False)]
-    finally:
-        getattr(batches, "close", lambda: None)()
 
 
 def each_once(config: RunConfig, num_samples: int | None) -> Certificate:

@@ -21,6 +21,7 @@ from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, kept_random_state, seed_everything
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
+from trainrun.training.without_trace import first_batches
 from trainrun.user_code import line_of
 from trainrun.verify import continuity, mathematics
 from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable
@@ -65,11 +66,9 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         return exact_parts(config, folder, val_batch_size)
 
     def first_batch(run: Components) -> object:
-        batches = run.train.epoch(0)
         try:
-            return next(batches).data
+            return first_batches(run.train)[0]
         finally:
-            getattr(batches, "close", lambda: None)()
             run.train.close()
 
     def on_first_batch(check: Callable[[Components, object], Certificate]) -> Certificate:
