@@ -45,14 +45,6 @@ def test_the_second_is_told_and_the_first_ends_well(workdir: Path, capsys: pytes
     assert convert(*SLOW, "data.train.delay=0.05") == 0  # finished: the same words say so
 
 
-def test_what_a_killed_one_left_is_taken_over(workdir: Path):
-    first = ForkedCommand("convert", *SLOW, "data.train.delay=0.05")
-    wait_for(Path("out/convert.json"), first)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate(timeout=30)
-    assert convert(*SLOW, "data.train.delay=0.05") == 0
-
-
 def test_a_fault_before_the_first_file_leaves_no_folder(workdir: Path):
     assert main(["convert", "custom", "out", "--to", "npy", "data.train._target_=own_sources.NoSuch"]) != 0
     assert not Path("out").exists()

@@ -23,6 +23,7 @@ from trainrun.errors import EXIT_DONE, ConfigError, SaveError
 from trainrun.export.served import call_of, outputs_of
 from trainrun.output import quantity, say
 from trainrun.parallel.single import Single
+from trainrun.plots.compare import text_table
 from trainrun.runs.lock import only_writer
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.run import new_run
@@ -178,7 +179,4 @@ def say_both(before: CostAndWorth, after: CostAndWorth, parts: Components) -> No
             for side, speed in speeds.items()
         }
         rows.append((name, shown["before"], shown["after"], f"{found.ratio('after')} as fast"))
-    width = max(len(name) for name, *_ in rows)
-    say(f"{'':{width}}  {'before':>16}  {'after':>16}")
-    for name, one, two, more in rows:
-        say(f"{name:{width}}  {one:>16}  {two:>16}  {more}".rstrip())
+    say(text_table(("", "before", "after", ""), rows))
