@@ -62,6 +62,10 @@ def test_the_model_gets_the_noise_of_the_batch() -> None:
     model, noise = Fixed(some(2, 3), some(2, 4), some(2, 4)), some(2, 4)
     Vae().step(model, {"input": some(2, 3), "noise": noise})
     assert model.noise is noise
+    with pytest.raises(
+        ConfigError, match=r"data\.augment\.noise\.size=1: the code of the model has 4 dimensions"
+    ):
+        Vae().step(model, {"input": some(2, 3), "noise": some(2, 1)})
 
 
 def test_what_does_not_fit_is_said() -> None:

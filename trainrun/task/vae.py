@@ -142,6 +142,7 @@ class Vae:
         output, bernoulli = run_model(model, inputs, batch), self.likelihood == "bernoulli"
         if not self.checked:
             check(output, inputs, bernoulli)
+            check_noise(batch, output[1])
             self.checked = True
         rebuilt, mean, log_var = (item.float() if item.dtype in HALF_TYPES else item for item in output)
         inputs = inputs.to(rebuilt.dtype)
@@ -164,6 +165,7 @@ class Vae:
         output = run_model(model, tokens, {**named, "attention_mask": mask})
         if not self.checked:
             check_tokens(output, tokens)
+            check_noise(batch, output[1])
             self.checked = True
         logits, mean, log_var = (item.float() if item.dtype in HALF_TYPES else item for item in output)
         each = cross_entropy(
@@ -224,6 +226,16 @@ def check_schedule(schedule: str, steps: int | None, cycles: int, ratio: float) 
         )
     if not 0 < ratio <= 1:
         raise ConfigError(f"task.beta_ratio={ratio}: must be more than 0 and at most 1")
+
+
+def check_noise(batch: Any, mean: Tensor) -> None:
+    """One number for all dimensions would be added to each of them, without a word of torch's."""
+    noise = batch.get("noise") if isinstance(batch, Mapping) else None
+    if noise is not None and noise.shape[1] == 1 != mean.shape[1]:
+        raise ConfigError(
+            f"data.augment.noise.size=1: the code of the model has {mean.shape[1]} dimensions; give it "
+            "that number"
+        )
 
 
 def check_tokens(output: Any, tokens: Tensor) -> None:
