@@ -224,7 +224,7 @@ def look(run: Components, held: list[Any], step: int, fast: bool) -> dict[str, A
         own |= {"mean": mean.tolist(), "log_var": log_var.tolist(), "reconstruction": rebuilt.tolist()}
         own["values"] = getattr(terms[0], "num_values", 0)
         own["tokens"] = sum(int(getattr(one, "num_tokens", None) or 0) for one in terms)
-        if not fast and takes_noise(held) and len(mean) > 1:
+        if not fast and takes_noise(held, mean.shape[1]) and len(mean) > 1:
             others = joined(terms_of(with_codes_of_others(held, mean, log_var)), "reconstruction")
             own["gain"] = (others - rebuilt).tolist()
     ranks = run.parallel.gather(own)
@@ -259,8 +259,10 @@ def normal_like(tensor: Tensor) -> Tensor:
     return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
 
 
-def takes_noise(held: list[Any]) -> bool:
-    return all(isinstance(batch, Mapping) and isinstance(batch.get("noise"), Tensor) for batch in held)
+def takes_noise(held: list[Any], dimensions: int) -> bool:
+    """Whether the batches have it for the code alone; that of a model with more to draw makes no other code."""
+    found = [batch.get("noise") if isinstance(batch, Mapping) else None for batch in held]
+    return all(isinstance(noise, Tensor) and noise.shape[1:] == (dimensions,) for noise in found)
 
 
 def with_codes_of_others(held: list[Any], mean: Tensor, log_var: Tensor) -> list[Any]:
