@@ -13,6 +13,7 @@ from test_parameter_groups import QUIET
 
 import trainrun as package
 from trainrun.errors import ConfigError, TrainingError, TrainrunError
+from trainrun.hook.vae_health import takes_noise
 
 pytestmark = pytest.mark.train
 
@@ -144,6 +145,11 @@ def test_half_precision(workdir: Path, mode: str) -> None:
     row = rows_of(train("run", 10, *OFTEN, f"precision={mode}"), "vae")[-1]
     assert row["gain"] > -1
     assert 0 <= row["mutual_information"] <= row["ceiling"]
+
+
+def test_noise_of_more_than_the_code_gives_no_gain() -> None:
+    assert takes_noise([{"noise": torch.zeros(2, 4)}], 4)
+    assert not takes_noise([{"noise": torch.zeros(2, 5)}], 4)
 
 
 def test_a_collapse_can_end_the_run(workdir: Path) -> None:
