@@ -69,6 +69,14 @@ def test_a_fault_in_a_recipe_names_its_file_and_hides_no_other(text: str, said: 
     assert caught.value.faults[1:] == ("optimizer.lrr=1: no such setting. Did you mean optimizer.lr?",)
 
 
+def test_an_object_takes_the_place_of_a_name() -> None:
+    loss = {"_target_": "torch.nn.SmoothL1Loss", "beta": 2}
+    words = [f"task.loss.{name}={value}" for name, value in loss.items()]
+    assert compose_run(["task=regression", *words]).config.task["loss"] == loss
+    with pytest.raises(ConfigError, match="task.loss is a single value"):
+        compose_run(["task=regression", words[1]])
+
+
 def test_a_group_of_ones_own_is_added_with_a_plus(tmp_path: Path) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "luck").mkdir()

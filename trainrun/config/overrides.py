@@ -268,8 +268,9 @@ def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: l
     node: Any = cfg
     parts = key.split(".")
     for place, part in enumerate(parts):
-        if isinstance(node, ListConfig) or (may_be_new and (node is None or _lacks(node, part))):
-            return ""  # by number, which OmegaConf looks at, or new
+        new = may_be_new and (node is None or isinstance(node, str) or _lacks(node, part))
+        if new or isinstance(node, ListConfig):
+            return ""  # by number, which OmegaConf looks at, or new, in place of a name too
         if not isinstance(node, DictConfig) or _lacks(node, part):
             from trainrun.config.mistakes import messages
 
