@@ -74,6 +74,8 @@ def test_what_does_not_fit_is_said() -> None:
         LanguageModeling(bytes_per_token=0)
     with pytest.raises(DataError, match=r"shape \(B, T\)"):
         LanguageModeling().count(torch.zeros(2, 3, 4))
+    with pytest.raises(DataError, match=r"targets have shape \(2,\), .* choose task=classification"):
+        LanguageModeling().step(Table(), (TOKENS, TARGET[:, 0]))
     with pytest.raises(DataError, match="between 2 and 4, but the model knows 4"):
         LanguageModeling().step(Table(4), (TOKENS % 4, TARGET))
     with pytest.raises(PluginError, match=r"output has shape \(8, 7\)"):

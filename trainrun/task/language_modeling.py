@@ -116,6 +116,11 @@ def tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Tensor, T
         raise DataError(
             "data: task=language_modeling reads tokens of shape (B, T); use data=text, or another task"
         )
+    if target is not None and target.ndim != 2:
+        raise DataError(
+            f"data: the targets have shape {tuple(target.shape)}, but task=language_modeling needs a token for each "
+            "place, (B, T); for one class a sample choose task=classification"
+        )
     if target is not None and not shift_labels:
         return tokens, target.long()
     marks = batch if isinstance(batch, Mapping) else {}
