@@ -277,6 +277,7 @@ class Streamed(torch.utils.data.IterableDataset):
         (partial(weighted, {"": Said()}, [1.0, float("nan")], 2), "sample 1 has weight nan; must be 0 or more"),
         (partial(weighted, {"": Said()}, "nope.npy", N), "data.weights=nope.npy: data.train has no column"),
         (partial(weighted, {"": Said()}, "class_names", N), "data.weights=class_names: must be one number a sample"),
+        (partial(mixed, {"a": 1, "b": 2}, {"a": 5, "b": 0}), "data.mix: data.train.b has no samples"),
         (partial(fold_of, Said(), 100, 0, False), "data.folds=100: data.train has 88 samples; at most so many"),
         (partial(fold_of, (torch.zeros(9),), 2, 0, True), "data.stratified=true: data.train has no class"),
         (partial(training_set, {"": Streamed()}, Asked("balanced"), []), "data.sampling=balanced: data.train is an It"),

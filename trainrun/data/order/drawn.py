@@ -138,6 +138,8 @@ def weighted(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | N
 
 def mixed(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
     """Named sources in these shares, which need not add up to 1. sizes: samples of each, in the order of the data."""
+    if empty := [name for name, size in sizes.items() if not size]:
+        raise DataError(f"data.mix: data.train.{empty[0]} has no samples to take a share of; leave it out")
     number, total = sum(sizes.values()), sum(shares.values())
     parts = {name: share / total * number for name, share in shares.items()}
     each = (f"{name} {part / number:.3g} ({part / sizes[name]:.3g} times)" for name, part in parts.items())
