@@ -96,7 +96,7 @@ def test_what_is_no_weight_of_a_class_is_refused(wrong: Any) -> None:
 
 
 def test_a_mistake_is_said() -> None:
-    with pytest.raises(ConfigError, match="no labels of classes in memory"):
+    with pytest.raises(ConfigError, match="no class for each sample in memory"):
         balanced(())
     with pytest.raises(ConfigError, match="no training sample has class 1"):
         balanced((3, 0, 2))

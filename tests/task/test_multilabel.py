@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +63,10 @@ def test_a_label_of_a_later_batch_that_is_none_is_no_loss() -> None:
     assert task.step(MODEL, (X, Y.where(Y > 0, -1.0))).loss_sum.isnan()
 
 
-def test_wrong_weights_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"task\.pos_weight=-1: must be above 0"):
-        MultiLabel(-1)
+@pytest.mark.parametrize("wrong", [-1, 0, math.inf, math.nan, "much", [1.0, "x"], [1.0, 0.0]])
+def test_wrong_weights_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"task\.pos_weight={re.escape(str(wrong))}: must be above 0"):
+        MultiLabel(wrong)
     with pytest.raises(ConfigError, match="has 2 numbers for 4 labels"):
         MultiLabel([1.0, 2.0]).step(MODEL, (X, Y))
 

@@ -82,7 +82,7 @@ def balanced(counts: Sequence[int]) -> list[float]:
     key = "task.class_weights=balanced"
     if not counts:
         raise ConfigError(
-            f"{key}: the training data has no labels of classes in memory to count; give one number a class"
+            f"{key}: the training data has no class for each sample in memory to count; give one number a class"
         )
     if absent := [str(number) for number, count in enumerate(counts) if not count]:
         raise ConfigError(

@@ -10,6 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
+from trainrun.limits import Positive, fits
 from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 
 if TYPE_CHECKING:
@@ -36,10 +37,13 @@ class MultiLabel:
         metrics: str | list[Any] | dict[str, Any] | None = None,
         per_class: bool = False,
     ) -> None:
-        weights = torch.tensor([1.0] if pos_weight is None else pos_weight).reshape(-1)
-        if not bool((weights > 0).all()):
-            raise ConfigError(f"task.pos_weight={pos_weight}: must be above 0")
-        self.weights = None if pos_weight is None else weights
+        if not fits(pos_weight, Positive | list[Positive] | None):
+            raise ConfigError(
+                f"task.pos_weight={pos_weight}: must be above 0, one number or one for each label"
+            )
+        self.weights = (
+            None if pos_weight is None else torch.tensor(pos_weight, dtype=torch.float32).reshape(-1)
+        )
         self.checked = False
         self.metrics: LabelMetrics | None = None
         if metrics:
