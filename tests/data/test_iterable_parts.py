@@ -208,6 +208,22 @@ def test_a_resume_behind_the_end_of_a_part_goes_on_with_fillers():
     assert len({len(found) for found in later}) == 1
 
 
+def test_a_shuffled_stream_of_hugging_face_is_gone_on_with():
+    datasets = pytest.importorskip("datasets")
+
+    def made():
+        rows = datasets.Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(num_shards=4)
+        return rows.shuffle(seed=1, buffer_size=8)
+
+    def read(places, start):
+        batches = opened(made(), places=places).epoch(0, start)
+        return [batch.data["x"].tolist() for batch in batches]
+
+    places = SourceStates()
+    whole = read(places, 0)
+    assert read(places, 5) == whole[5:]
+
+
 def test_the_streams_of_hugging_face_are_divided():
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)

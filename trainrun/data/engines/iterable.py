@@ -258,8 +258,14 @@ class InStep(Around):
 
 
 def keeps_place(source: Any) -> bool:
-    """Whether a source can say where it stands, and go on from there."""
-    return isinstance(source, KeepsState)
+    """Whether a source can say where it stands, and go on from there.
+
+    A stream of `datasets` that shuffles cannot: its state leaves out what is in its buffer, which a resume would lose.
+    """
+    part = getattr(source, "_ex_iterable", None)
+    while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
+        part = getattr(part, "ex_iterable", None)
+    return part is None and isinstance(source, KeepsState)
 
 
 def has_parts(source: Any, number: int) -> bool:
