@@ -268,8 +268,7 @@ def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: l
     node: Any = cfg
     parts = key.split(".")
     for place, part in enumerate(parts):
-        new = may_be_new and (node is None or isinstance(node, str) or _lacks(node, part))
-        if new or isinstance(node, ListConfig):
+        if isinstance(node, ListConfig) or (may_be_new and _lacks(node, part)):
             return ""  # by number, which OmegaConf looks at, or new, in place of a name too
         if not isinstance(node, DictConfig) or _lacks(node, part):
             from trainrun.config.mistakes import messages
@@ -280,7 +279,7 @@ def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: l
 
 
 def _lacks(node: Any, part: str) -> bool:
-    return isinstance(node, DictConfig) and part not in node.keys()  # noqa: SIM118  (`in` says no of a missing value)
+    return part not in node.keys() if isinstance(node, DictConfig) else isinstance(node, str | None)  # noqa: SIM118
 
 
 def _take_away(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str:
