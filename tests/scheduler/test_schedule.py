@@ -197,6 +197,18 @@ def test_a_changed_rate_or_length_holds_after_a_resume() -> None:
     assert longer.lrs == pytest.approx([0.75, 0.75])
 
 
+def test_one_cycle_that_had_ended_goes_on_as_the_longer_one() -> None:
+    def start(total: int) -> tuple[Optimizer, Schedule]:
+        optimizer = new_optimizer()
+        return optimizer, build_schedule(optimizer, OneCycleLR, {"max_lr": 0.5, "total_steps": total}, 0, total)
+
+    optimizer, schedule = start(10)
+    trace(optimizer, schedule, 9)
+    longer, resumed = start(20)
+    resumed.load_state_dict(schedule.state_dict())
+    assert trace(longer, resumed, 10)[1:] == trace(*start(20), 20)[10:19]
+
+
 def test_a_state_with_other_groups_is_refused() -> None:
     state = Schedule(new_optimizer(), None).state_dict()
     other = Schedule(SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)

@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainrun.errors import OF_ARGUMENTS, CheckpointError, ConfigError, PluginError
 from trainrun.user_code import is_of_torch, named
 
+LENGTHS = {"total_steps", "_schedule_phases"}  # of OneCycleLR
+
 
 class TorchScheduler:
     """scheduler: built on the optimizer of the schedule. metric: the validation metric that ReduceLROnPlateau reads.
@@ -73,7 +75,10 @@ class TorchScheduler:
             )
         if state["wrapped"] is None:
             return []
-        self._scheduler.load_state_dict(plain(state["wrapped"]))
+        wrapped = plain(state["wrapped"])
+        for name in LENGTHS & wrapped.keys():  # a run that goes on for longer has phases of that length
+            wrapped[name] = getattr(self._scheduler, name)
+        self._scheduler.load_state_dict(wrapped)
         return list(state["lrs"])
 
 
