@@ -30,7 +30,7 @@ READ = {  # words -> what they set
         "trainer.max_epochs": 1, "trainer.limit_train_batches": 1, "trainer.limit_val_batches": 1,
         "checkpoint.enabled": False,
     },
-    "--fast-dev-run": {"trainer.limit_train_batches": 1},
+    "--fast-dev-run --epochs 20 log_every_n_steps=5": {"trainer.max_epochs": 1, "monitor.log_every_n_steps": 1},
     "fast_dev_run=3": {"trainer.limit_train_batches": 3, "trainer.limit_val_batches": 3},
     "trainer.overfit_batches=4": {"trainer.limit_train_batches": 4, "data.shuffle": False},
     "trainer.overfit_batches=0.1": {"trainer.limit_train_batches": 0.1, "data.shuffle": False},

@@ -200,7 +200,9 @@ def test_a_changed_rate_or_length_holds_after_a_resume() -> None:
 def test_one_cycle_that_had_ended_goes_on_as_the_longer_one() -> None:
     def start(total: int) -> tuple[Optimizer, Schedule]:
         optimizer = new_optimizer()
-        return optimizer, build_schedule(optimizer, OneCycleLR, {"max_lr": 0.5, "total_steps": total}, 0, total)
+        return optimizer, build_schedule(
+            optimizer, OneCycleLR, {"max_lr": 0.5, "total_steps": total}, 0, total
+        )
 
     optimizer, schedule = start(10)
     trace(optimizer, schedule, 9)

@@ -89,6 +89,7 @@ def translate(
 ) -> None:
     """Replace other frameworks' names, shorthands and numbers in place, and note what was meant."""
     out: list[str] = []
+    words.overrides.sort(key=lambda word: bool(TRIAL.match(word)))  # the last of two values counts
     typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
     may_vary = not {"--multirun", "-m"}.isdisjoint(words.flags)
     for word, shown, noted in _without_cases(words):
@@ -135,6 +136,7 @@ def translate(
     words.overrides = _with_custom_groups(_with_ranks(words, out), is_group)
 
 
+TRIAL = re.compile(r"(trainer\.|--)?(fast[_-]dev|dry)[_-]run\b")  # wins over any length beside it
 SEVERAL_DEVICES = r"\+*parallel\.devices=(0*([2-9]|[1-9]\d+)|\[[^,]+,.+\])"
 
 
@@ -165,17 +167,13 @@ def _takes_a_target(key: str) -> bool:
 
 
 def _said_twice(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> list[str]:
-    """One line where an earlier word gave the same key another value.
-
-    typed: for each key its value, and the word as it was typed.
-    """
+    """A line where an earlier word gave the key another value. typed: by key, its value and the word as typed."""
     key, equals, value = meant.lstrip("+").partition("=")
-    if not equals or meant.startswith("~"):
+    if not equals or meant.startswith("~") or TRIAL.match(word):
         return []
     earlier_value, earlier_word = typed.setdefault(key, (value, word))
-    if earlier_value == value:
-        return []
-    return [f"{earlier_word} and {word}: two values for {key}; leave one of them out"]
+    fault = f"{earlier_word} and {word}: two values for {key}; leave one of them out"
+    return [] if earlier_value == value else [fault]
 
 
 def _chosen(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
@@ -235,7 +233,7 @@ def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
     """Folders searched before ours: each --config-dir, then ./conf if it has one of our groups."""
     folders = [
         Path(os.path.realpath(os.path.expanduser(folder))) for folder in extra
-    ]  # a link to itself stays
+    ]  # no link, but to itself
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"--config-dir {folder}: no such folder")
