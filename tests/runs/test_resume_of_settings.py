@@ -1,0 +1,66 @@
+"""A run that went on from its middle ends with the bits of one that never stopped: one case a setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_memory_options import losses, train, weights
+from test_parameter_groups import QUIET
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def tags(count: int = 96) -> TensorDataset:
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
+    return TensorDataset(x, (x[:, :3] > 0).float())
+
+
+def named(count: int = 96) -> dict[str, torch.Tensor]:
+    x, y = tags(count).tensors
+    return {"x": x, "labels": y[:, 0].long()}
+
+
+class OwnLoss(nn.Module):
+    """A model that gives its own mean loss, with the number it is a mean of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+CASES = {
+    "label smoothing": ("task.label_smoothing=0.1",),
+    "multilabel": (
+        "data=custom", "data.train._target_=test_resume_of_settings.tags", "data.num_classes=3", "task=multilabel",
+        "data.val._target_=test_resume_of_settings.tags", "data.val.count=32", "data.batch_size=8",
+    ),
+    "model_loss": (
+        "data=custom", "data.train._target_=test_resume_of_settings.named", "task=model_loss", "data.batch_size=8",
+        "data.val._target_=test_resume_of_settings.named", "data.val.count=32", "model=test_resume_of_settings.OwnLoss",
+    ),
+    "init": ("model.init=xavier",),
+    "anomaly": ("trainer.detect_anomaly=true",),
+    "overfit": ("trainer.overfit_batches=2",),
+    "epochs": ("checkpoint.every_n_epochs=1", "trainer.val_check_interval=1epoch", "data.batch_size=512"),
+    "samples": ("trainer.val_check_interval=128sample",),
+    "no decay": ("optimizer.no_decay=auto", "model=cnn", "model.width=4", "data.batch_size=16"),
+    "metrics": ("task.metrics=[f1,auroc,top5]", "checkpoint.monitor=val/f1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_setting_is_the_same_after_a_resume(workdir: Path, case: str) -> None:
+    words = (*QUIET, *CASES[case])
+    whole = train("whole", 6, *words)
+    train("part", 3, *words)
+    rest = train("rest", 6, *words, "ckpt_path=part")
+    assert all(torch.equal(value, weights(rest)[name]) for name, value in weights(whole).items())
+    after = [row for row in losses(whole) if row[0] > 3]
+    assert len(after) > 2
+    assert [row for row in losses(rest) if row[0] > 3] == after
