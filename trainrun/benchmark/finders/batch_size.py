@@ -76,7 +76,8 @@ class Finder:
             return True
         except WorkerFailed as error:
             text = str(error)
-            memory = "memory" in text.lower() or text.endswith(("ended with -9", "ended with 1"))
+            died = ("ended with -9", "ended with 1") if self._on_cpu else "ended with -9"
+            memory = "memory" in text.lower() or text.endswith(died)
             if not memory and error.exit_code != EXIT_USAGE:
                 raise
             self.tried.append(Tried(size, None, why="out of memory" if memory else text.partition(";")[0]))
