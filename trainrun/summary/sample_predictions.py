@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trainrun.interfaces import Predicts
@@ -100,5 +99,7 @@ def _save_samples(
         "prediction": prediction[:count].contiguous(),
     }
     temporary = run_dir.samples.with_suffix(".tmp")
+    from safetensors.torch import save_file  # a library that a limit of memory may refuse to load
+
     save_file(tensors, temporary, metadata={"class_names": json.dumps(list(class_names))})
     temporary.replace(run_dir.samples)
