@@ -306,6 +306,10 @@ def test_a_doubtful_signature_is_tried(target: str, given: dict[str, Any]) -> No
     assert getattr(made, "fields", None) == given or (made.num_labels, made.width) == (3, 2)
 
 
+def test_a_plain_signature_is_still_held_against_the_arguments() -> None:
+    assert bind_faults(node("plug_doubtful.Narrow", widht=2), "model") != []
+
+
 def test_the_user_may_know_better() -> None:
     one = node("plug_doubtful.Narrow", widht=2, _check_=False)
     assert bind_faults(one, "model") == []

@@ -155,6 +155,15 @@ def test_after_a_failure_what_was_begun_is_finished(make_run: MakeRun) -> None:
     run.keep.leave()
 
 
+def test_after_a_failure_a_second_one_is_said(make_run: MakeRun, faults: Any) -> None:
+    run = make_run(async_save=True, every_n_train_steps=1, faults=faults(at=4, error=disk_full))
+    run.go(1)
+    run.keep.leave()
+    assert len(run.notes) == 1
+    assert "the checkpoint of step 1 that was being written is lost: " in run.notes[0]
+    assert "No space left on device" in run.notes[0]
+
+
 class OnlyMainThread:
     """Fails where a thread that writes speaks to the other ranks."""
 

@@ -319,6 +319,25 @@ def test_the_library_reads_what_we_write_and_we_what_the_library_writes(tmp_path
     assert torch.equal(found["b"], TENSORS["b"])  # no view of the file
 
 
+def test_every_dtype_comes_back_from_a_file(tmp_path: Path) -> None:
+    tensors = {
+        name: torch.ones(3, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.ones(3).to(dtype)
+        for dtype, name in DTYPES.items()
+    }
+    (tmp_path / "x").write_bytes(b"".join(stream(tensors)))
+    found = read_tensors(tmp_path / "x")
+    assert all(found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(bits(found[name]) == bits(tensor) for name, tensor in tensors.items())
+
+
+def test_lazy_bits_are_settled(tmp_path: Path) -> None:
+    base = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
+    (tmp_path / "x").write_bytes(b"".join(stream({"conjugate": base.conj(), "negative": base.conj().imag})))
+    found = read_tensors(tmp_path / "x")
+    assert found["conjugate"].tolist() == [1 - 2j, 3 + 1j]
+    assert found["negative"].tolist() == [-2, 1]
+
+
 @pytest.mark.parametrize(
     "data",
     [

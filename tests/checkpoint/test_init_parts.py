@@ -101,6 +101,15 @@ def test_a_bare_network_becomes_a_part_of_another(tmp_path: Path) -> None:
     assert torch.equal(model.state_dict()["body.0.weight"], source["0.weight"])
 
 
+def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
+    weights = torch.randn(7, 4)
+    for name in ("embedding.weight", "head.weight"):
+        model = Tied()
+        taken(model, {name: weights}, tmp_path)
+        assert torch.equal(model.embedding.weight, weights)
+        assert model.head.weight is model.embedding.weight
+
+
 @pytest.mark.parametrize(
     ("tensors", "chosen", "said"),
     [

@@ -91,6 +91,18 @@ def test_without_last_only_the_best_stay(make_run: MakeRun) -> None:
     assert run.steps() == [2, 4, 7]
 
 
+def test_without_last_the_end_commits_what_waits(make_run: MakeRun) -> None:
+    run = make_run(save_last=False)
+    run.go(1, acc=0.5)
+    assert run.steps() == []
+    assert run.go(2, stop="max_steps")
+    assert run.steps() == [1]
+    assert run.state.saved_step == -1
+    other = make_run(save_last=False)
+    other.go(3, acc=0.7, stop="max_steps")
+    assert other.steps() == [3]
+
+
 def test_the_newest_and_the_best_are_kept(make_run: MakeRun) -> None:
     run = make_run(every_n_train_steps=1, keep_last=2, save_top_k=2)
     for step, acc in enumerate([0.1, 0.8, 0.2, 0.9, 0.3, 0.4, 0.5], start=1):
@@ -134,6 +146,12 @@ def test_a_metric_that_is_no_number_is_never_best(make_run: MakeRun, mode: str, 
     run.go(2, acc=value, stop="done")
     assert read_checkpoint(run.folder / "step-00000002").manifest.metric is None
     assert not (run.folder / "best.json").exists()
+
+
+def test_a_metric_of_an_earlier_step_is_not_best(make_run: MakeRun) -> None:
+    run = make_run(save_top_k=3)
+    assert run.go(1, acc=0.5)
+    assert not run.go(2)
 
 
 def test_an_unknown_metric_is_refused_with_the_known_ones(make_run: MakeRun) -> None:

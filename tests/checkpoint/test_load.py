@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.checkpoint.format import dumps
-from trainrun.checkpoint.reading import Incompatible, read_checkpoint, read_manifest
+from trainrun.checkpoint.commit import write_metric
+from trainrun.checkpoint.files import FileLayer
+from trainrun.checkpoint.format import Metric, dumps
+from trainrun.checkpoint.reading import Incompatible, is_sound, read_checkpoint, read_manifest
 from trainrun.errors import CheckpointError
 
 FILES = ("MANIFEST.json", "state.json", "shared.safetensors")
@@ -106,6 +108,24 @@ def test_a_checkpoint_of_an_earlier_version_is_read(earlier: Path) -> None:
     assert type(plain["counter"]) is Counter
 
 
+def test_no_flipped_byte_of_an_earlier_version_is_loaded(earlier: Path) -> None:
+    path = earlier / FILES[2]
+    data = path.read_bytes()
+    for position in [0, *range(9999, len(data), 9999), len(data) - 1]:
+        flipped = bytearray(data)
+        flipped[position] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match="damaged"):
+            read_checkpoint(earlier)
+    path.write_bytes(data[2**16 : 2**17] + data[: 2**16] + data[2**17 :])
+    assert not is_sound(earlier, "run-1")  # whole pieces that changed places
+    path.write_bytes(data)
+    write_metric(earlier, Metric("val/acc", "max", 0.5), FileLayer())
+    assert is_sound(earlier, "run-1")
+    reseal(earlier, lambda value: value.update(format=1))  # one hash for each file
+    assert is_sound(earlier, "run-1")
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_no_cut_extended_or_zeroed_file_is_ever_loaded(saved: Path, name: str) -> None:
     path = saved / name
@@ -136,6 +156,12 @@ def test_an_extra_file_and_files_of_another_step(saved: Path) -> None:
     (saved / "rank-00001.json").write_bytes(b"{}")
     with pytest.raises(CheckpointError, match=r"rank-00001\.json: not in the manifest"):
         read_checkpoint(saved)
+
+
+def test_a_folder_with_the_name_of_another_step(saved: Path) -> None:
+    moved = saved.rename(saved.with_name("step-00000009"))
+    with pytest.raises(CheckpointError, match="is step-00000009, its manifest says step 4"):
+        read_checkpoint(moved)
 
 
 def test_another_run_and_a_newer_format_are_no_damage(saved: Path) -> None:
@@ -226,3 +252,15 @@ def test_hostile_manifests_with_a_fitting_hash(saved: Path, change: Any, message
     reseal(saved, change)
     with pytest.raises(CheckpointError, match=message):
         read_manifest(saved)
+
+
+def test_an_unreadable_number_of_bytes_is_not_read(saved: Path) -> None:
+    with (saved / "MANIFEST.json").open("r+b") as file:
+        file.truncate(20 * 2**20)
+    with pytest.raises(CheckpointError, match="longer than"):
+        read_manifest(saved)
+
+
+def test_steps_beyond_the_folder_names_are_refused(make_run: Callable[..., Any]) -> None:
+    with pytest.raises(CheckpointError, match="numbered up to 99999999"):
+        make_run().go(10**8, stop="done")

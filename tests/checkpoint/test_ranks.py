@@ -157,9 +157,28 @@ def test_rank_zero_looks_at_the_files_of_all(
         read_checkpoint(folder, rank=0)
 
 
+def test_nothing_left_is_said_by_all(make_run: MakeRun, ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, lambda parallel: make_run(parallel=parallel).go(1, stop="done"))
+    (tmp_path / "checkpoints" / "step-00000001" / "state.json").unlink()
+    results = ranks(2, lambda parallel: make_run(parallel=parallel).keep.load_latest())
+    assert [type(result) for result in results] == [CheckpointError] * 2
+    assert str(results[0]) == str(results[1])
+
+
 def test_more_ranks_than_were_saved(make_run: MakeRun, ranks: Ranks) -> None:
     make_run().go(1, stop="done")
     loaded = ranks(2, lambda parallel: make_run(parallel=parallel).keep.load_latest())
     assert loaded[0].own is not None
     assert loaded[1].own is None
     assert loaded[1].shared["state"]["step"] == 1
+
+
+def test_what_waits_is_dropped_when_ranks_close(make_run: MakeRun, ranks: Ranks, tmp_path: Path) -> None:
+    def work(parallel: Any) -> None:
+        run = make_run(parallel=parallel)
+        run.go(1, acc=0.5)
+        if parallel.rank == 0:  # the other one may be dead
+            run.keep.close()
+
+    assert ranks(2, work) == [None, None]
+    assert not (tmp_path / "checkpoints").exists()

@@ -139,6 +139,21 @@ def test_the_best_is_the_best_by_the_manifests(run: Any) -> None:
     assert resolve(run.folder, "best").name == "step-00000001"
 
 
+def test_a_best_whose_manifest_is_damaged_is_no_other(run: Any) -> None:
+    """Also where the file that names it is gone: nobody knows then."""
+    damage(run, 1, "MANIFEST.json")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"best: .*step-00000001.*damaged.*name one, as last"):
+            resolve(run.folder, "best")
+        assert resolve(run.folder, "last").name == "step-00000003"
+        (run.folder / "best.json").unlink(missing_ok=True)
+
+
+def test_a_damaged_manifest_of_another_hides_no_best(run: Any) -> None:
+    damage(run, 2, "MANIFEST.json")
+    assert resolve(run.folder, "best").name == "step-00000001"
+
+
 def test_a_best_that_was_removed_by_hand(run: Any) -> None:
     shutil.rmtree(run.folder / "step-00000001")
     assert resolve(run.folder, "best").name == "step-00000003"

@@ -116,6 +116,12 @@ def test_data_in_memory_that_has_changed(workdir: Path, capsys: pytest.CaptureFi
     assert "the source is not what it was" in refusal(capsys, "synthetic", *words)
 
 
+def test_a_journal_that_is_none(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    Path("out").mkdir()
+    Path("out/convert.json").write_text("{")
+    assert "its convert.json cannot be read" in refusal(capsys, "digits", "out", "--to", "npy")
+
+
 def test_an_unfinished_conversion_is_no_source(workdir: Path, capsys: pytest.CaptureFixture[str]):
     assert convert("digits", "out", "--to", "npy") == 0
     journal = Path("out/convert.json")

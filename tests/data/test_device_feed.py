@@ -149,6 +149,18 @@ def test_what_a_device_would_be_waited_for_is_counted_on_the_host(task, source, 
     assert [batch.items for batch in epoch(sizes=task.sizes)] == [None] * len(wanted)
 
 
+def test_a_count_that_fails_comes_in_its_turn():
+    def sizes(data):
+        if int(data[0]) == 1:
+            raise DataError("no target")
+        return torch.ones(2, dtype=torch.int64)
+
+    batches = DeviceFeed(Source(), META, sizes=sizes).epoch(0)
+    assert next(batches).items == 2
+    with pytest.raises(DataError, match="no target"):
+        next(batches)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(

@@ -13,6 +13,11 @@ pytestmark = pytest.mark.process
 N = 25  # leaves one sample over for any number of ranks
 
 
+class Doubled(TensorDataset):
+    def __getitem__(self, index):
+        return tuple(2 * column for column in super().__getitem__(index))
+
+
 def columns():
     generator = torch.Generator().manual_seed(0)
     return torch.randn(N, 3, generator=generator), torch.randint(0, 5, (N,), generator=generator)
@@ -137,6 +142,11 @@ def test_containers_come_back_as_they_were(source):
     container = tuple if isinstance(source, TensorDataset) else type(source)
     assert isinstance(next(iter(resident.epoch(0))).data, container)
     assert_same_stream(source, resident, 0)
+
+
+def test_a_tensor_dataset_that_does_more_is_asked_for_its_samples():
+    stream, _ = open_batches(Doubled(*columns()), options(shuffle=False, num_workers=0))
+    assert torch.equal(next(stream.epoch(0)).data[0], 2 * columns()[0][:4])
 
 
 def test_resident_batches_are_copies():

@@ -10,6 +10,16 @@ from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
 
+class Epochs(IterableDataset):
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([torch.tensor(self.epoch)] * 4)
+
+
 class Stream(IterableDataset):
     """Shuffled and noisy through the global generators."""
 
@@ -89,6 +99,11 @@ def test_ranks_join_to_the_batches_of_one():
     evaluated = of_ranks(training=False)
     assert [len(rank) for rank in evaluated] == [4, 3, 3]
     assert all(rank[-1][2] for rank in evaluated)
+
+
+def test_set_epoch_is_called():
+    assert next(opened(Epochs()).epoch(7)).data.tolist() == [7, 7, 7]
+    assert next(opened(Epochs(), training=False).epoch(7)).data.tolist() == [0, 0, 0]
 
 
 def test_lengths():

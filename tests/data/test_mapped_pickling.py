@@ -50,6 +50,14 @@ def test_a_mapping_is_sent_as_its_place(name, mode, file):
     assert np.array_equal(pickle.loads(pickle.dumps(columns)).values[1], columns.values[1])
 
 
+def test_a_mapping_with_an_offset_of_its_own(tmp_path):
+    (tmp_path / "raw").write_bytes(b"#" * 5003 + np.arange(2000, dtype=">i4").tobytes())
+    value = np.memmap(tmp_path / "raw", ">i4", "r", offset=5003, shape=(1000, 2))
+    content = pickle.dumps(columns_of(value[500:], "data.train"))
+    assert len(content) < SMALL
+    assert np.array_equal(pickle.loads(content).values[0], np.arange(1000, 2000).reshape(500, 2))
+
+
 def test_what_was_written_to_a_private_copy_is_not_lost(file):
     value = np.load(file, mmap_mode="c")
     value[3] = 7

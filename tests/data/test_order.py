@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainrun.data.order.sampler import Plan, epoch_order, limited, share_bounds
+from trainrun.errors import DataError
 
 SMALL = settings(derandomize=True, deadline=None, max_examples=150)
 counts = st.integers(1, 60)
@@ -88,6 +89,12 @@ def test_the_last_batch_and_no_other_is_marked(n, batch_size, world_size, traini
             assert len(marks) == plan.num_batches
 
 
+def test_more_batches_than_are_cut_at_once(monkeypatch):
+    monkeypatch.setattr("trainrun.data.order.sampler.ROWS_AT_ONCE", 4)
+    plan = Plan(23, 2)
+    assert joined(indices for indices, _, _ in shares(plan)) == epoch_order(23, 0, 0, True).tolist()
+
+
 def test_order_depends_on_seed_and_epoch_and_leaves_the_global_generator():
     torch.manual_seed(1)
     random.seed(1)
@@ -122,3 +129,9 @@ def test_shares_of_every_size():
             assert bounds[-1][1] == size
             sizes = [end - begin for begin, end in bounds]
             assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("start", [5, 9])
+def test_a_start_behind_the_end_is_refused(start):
+    with pytest.raises(DataError, match=f"stopped at batch {start} .* now has 5 batches"):
+        Plan(10, 2).shares(0, start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -59,6 +60,23 @@ def test_where_a_sample_comes_says_nothing_of_where_its_neighbours_come(size: in
             assert abs(chi_square(counts)) < FAR
             correlation = np.corrcoef(keyed.at(here), keyed.at(here + distance))[0, 1]
             assert abs(correlation) * math.sqrt(len(here)) < FAR
+
+
+def test_keys_that_follow_each_other_give_orders_that_have_nothing_in_common() -> None:
+    size, number = 10**6, 2**18
+    positions = np.arange(number)
+    found = [KeyedPermutation(size, key).at(positions) for key in range(4)]
+    for i, one in enumerate(found):
+        for other in found[:i]:
+            assert (one == other).sum() < 10
+            assert abs(np.corrcoef(one, other)[0, 1]) * math.sqrt(number) < FAR
+
+
+def test_each_permutation_of_few_comes_as_often() -> None:
+    """Of 4 numbers there are 24."""
+    counts = np.array([*Counter(tuple(whole(4, key).tolist()) for key in range(9_600)).values()])
+    assert len(counts) == 24
+    assert abs(chi_square(counts)) < FAR
 
 
 def test_an_order_is_listed_up_to_the_bound_and_computed_above_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,14 @@ def test_what_has_no_decay() -> None:
     assert decays == {"attention.in_proj_weight", "attention.out_proj.weight"}
 
 
+def test_a_tied_weight_has_both_names() -> None:
+    rules = GroupRules("optimizer", [{"params": "head.weight", "lr": 0.5}])
+    model = Listed()
+    optimizer, _ = build_optimizer(AdamW, {}, model, rules=rules)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.5]
+    assert optimizer.param_groups[1]["params"] == [model.names.weight]
+
+
 class Block(nn.Module):
     """With inner rows that are no depths: experts, and a small network."""
 

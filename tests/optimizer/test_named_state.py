@@ -158,6 +158,19 @@ def stepped(model: nn.Module, factory: Callable[[Any], Optimizer] = FACTORIES["a
     return optimizer
 
 
+def test_what_is_loaded_is_a_copy() -> None:
+    model = nn.Linear(2, 2)
+    tree = named_optimizer_state(stepped(model), model)
+    before = copy.deepcopy(tree)
+    other = nn.Linear(2, 2)
+    optimizer = FACTORIES["adamw fused"](other.parameters())
+    load_named_optimizer_state(optimizer, other, tree)
+    for param in other.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert_same(tree, before)
+
+
 def test_the_order_of_parameters_does_not_matter() -> None:
     class Swapped(nn.Module):
         def __init__(self, names: tuple[str, str]) -> None:

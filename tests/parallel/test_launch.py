@@ -384,3 +384,12 @@ def test_the_working_directory_comes_first_only_where_it_does_here(
     command = module_command("child_of_test", "a word", "-x")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [str(first), "a", "word", "-x"], done.stderr
+
+
+def test_a_file_named_like_one_that_python_begins_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "types.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/nowhere", *sys.path])
+    assert subprocess.run(module_command("json.tool", "--help"), capture_output=True).returncode == 0

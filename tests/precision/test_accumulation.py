@@ -111,6 +111,21 @@ def test_shares_of_many_sizes_stay_right() -> None:
     assert len(precision._shares) <= 64
 
 
+def test_the_cached_share_is_never_a_gradient_itself() -> None:
+    """A 0-d parameter that is the loss gets the share as its gradient: it must be a copy."""
+    parameter = nn.Parameter(torch.tensor(3.0))
+    model = nn.Module()
+    model.weight = parameter
+    precision, _ = build_precision(PrecisionOptions(clip_value=0.1), model, CPU)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for step in range(1, 4):
+        precision.backward(parameter, 0.5)
+        assert parameter.grad is not None
+        assert parameter.grad.item() == 0.5
+        precision.optimizer_step(optimizer, want_norm=False)
+        assert parameter.item() == pytest.approx(3.0 - 0.1 * step, rel=1e-4)
+
+
 def test_a_copy_of_a_prepared_model_still_casts_what_it_gets() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:

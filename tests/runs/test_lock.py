@@ -148,6 +148,15 @@ def test_resume_and_a_sweep_are_held_off_too(workdir: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.count("trains there") == 2
 
 
+def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
+    with only_writer(run):
+        copy = os.dup(passed_on()[0][0])
+    try:
+        assert is_free(run)
+    finally:
+        os.close(copy)
+
+
 def test_a_folder_that_cannot_be_written_is_no_reason_to_name_another_one(run: RunDir) -> None:
     run.lock.mkdir()
     with pytest.raises(ConfigError, match="in its own folder.*ckpt_path=") as told, only_writer(run):

@@ -323,6 +323,12 @@ def test_a_failure_leaves_no_config_of_a_resume_to_the_next_run(project: Path) -
     assert not Path("r/.config-before.yaml").exists()
 
 
+def test_a_run_that_goes_on_keeps_its_seed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trainer.max_steps=1", *QUIET, "output_dir=r"]) == 0
+    assert main(["resume", "r", "seed=null"]) == 2
+    assert "seed=null: a run that goes on has a seed" in capsys.readouterr().err
+
+
 def test_checkpoints_on_another_disk(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,6 +222,12 @@ def test_parameters_of_a_task_that_nothing_updates_are_told(own: Path, task: str
     )
 
 
+def test_a_write_past_the_counters_is_seen(own: Path) -> None:
+    assert main([*WORDS, "task=own.Raw", "output_dir=run"]) == 0
+    (told,) = notes_of(own / "run")
+    assert told.startswith("task: Raw: step changes parameters of the model itself (")
+
+
 @pytest.mark.parametrize(
     ("task", "told"),
     [

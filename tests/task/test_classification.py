@@ -124,6 +124,14 @@ def test_a_loss_of_ones_own_becomes_a_sum(loss: Callable[[], Any]) -> None:
     torch.testing.assert_close(out.loss_sum, cross_entropy(x.double(), y, reduction="sum"))
 
 
+def test_class_weights_follow_the_number_type_of_the_model() -> None:
+    x, y = pairs()
+    weight = torch.arange(1.0, 6.0)
+    out = Classification(loss=nn.CrossEntropyLoss(weight=weight)).step(MODEL, (x.double(), y))
+    wanted = cross_entropy(x.double(), y, weight=weight.double(), reduction="sum")
+    torch.testing.assert_close(out.loss_sum, wanted)
+
+
 def own_mean(logits: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(logits, target)
 

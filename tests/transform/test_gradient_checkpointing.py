@@ -176,6 +176,17 @@ def test_attention_is_kept_where_it_does_not_drop(name: str) -> None:
     assert not recompute.is_kept(function, args, {"dropout_p": 0.1})
 
 
+def test_a_copy_uses_its_own_weights() -> None:
+    model = model_of("gpt")
+    gradient_checkpointing(model, "full")
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.data.zero_()
+    copied(tokens()).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model(tokens()).abs().sum() > 0
+
+
 def test_a_second_backward_computes_again_or_is_refused() -> None:
     for mode in MODES:
         model = model_of("own")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 
 import pytest
@@ -106,3 +107,12 @@ def test_what_is_shared_with_the_outside_stays() -> None:
     model = model_of()
     model.head.weight = model.blocks[0].narrow.weight  # nonsense, but shared
     assert all(param is not model.head.weight for param in own_parameters(model, list(blocks_of(model))))
+
+
+def test_a_copy_fetches_its_own() -> None:
+    model = model_of()
+    fetch_blocks(model, list(blocks_of(model)), torch.clone)
+    copied = copy.deepcopy(model)
+    copied(tokens()).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert all(param.grad is not None for param in copied.blocks.parameters())

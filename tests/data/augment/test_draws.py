@@ -106,6 +106,10 @@ def test_streams_epochs_seeds_columns_and_neighbours_are_independent() -> None:
         assert not torch.equal(first.flatten(), other.flatten())
 
 
+def test_seed_and_epoch_are_not_added_up() -> None:
+    assert not torch.equal(draws(seed=1, epoch=2).uniform("u"), draws(seed=2, epoch=1).uniform("u"))
+
+
 def test_what_holds_in_every_epoch_depends_on_the_seed_alone() -> None:
     fixed = draws(epoch=4).of_every_epoch().uniform("side")
     assert torch.equal(fixed, draws(epoch=9).of_every_epoch().uniform("side"))

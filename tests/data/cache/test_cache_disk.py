@@ -14,6 +14,7 @@ import torch
 from cache_sources import SAMPLES, AtOnce, Made, in_child, reads_in, same, start
 
 from trainrun.data.cache.cached import cached
+from trainrun.data.cache.disk import draft_of
 from trainrun.data.cache.fingerprint import own_fingerprint
 from trainrun.data.cache.probe import NUM_PROBES
 from trainrun.data.tensor_dataset import columns_of
@@ -198,6 +199,23 @@ def test_damage_is_found_and_mended(damage, kind, tmp_path):
     assert the_file(tmp_path).read_bytes() == content
 
 
+def test_a_file_under_the_wrong_name_is_not_taken(tmp_path):
+    on_disk(Made(), tmp_path)
+    wrong = the_file(tmp_path)
+    content = wrong.read_bytes()
+    wrong.unlink()
+    on_disk(Made(shift=1), tmp_path)
+    the_file(tmp_path).write_bytes(content)
+    assert "built, as" in on_disk(Made(shift=1), tmp_path).note
+
+
+def test_a_cut_while_it_is_read(tmp_path):
+    kept = on_disk(Made("tokens"), tmp_path)
+    cut(10)(the_file(tmp_path))
+    with pytest.raises(DataError, match="was cut while it was read"):
+        kept[39]
+
+
 # --- places that cannot be written -------------------------------------------------------------------
 
 
@@ -281,6 +299,16 @@ def test_what_a_killed_builder_left_is_taken_over(tmp_path, log, builder):
     assert left.endswith(".cache")
 
 
+@pytest.mark.process
+def test_what_killed_builders_left_alone_is_built_over(tmp_path, log, builder):
+    process, _ = builder(tmp_path / "c", log, 0.0, UNPROBED)
+    wait_until(lambda: UNPROBED in reads_in(log))
+    process.kill()
+    process.join()
+    assert "(built)" in build(tmp_path / "c", None)
+    assert len(files_in(tmp_path / "c")) == 1
+
+
 def test_a_failed_builder_leaves_nothing(tmp_path):
     class Stops(Made):
         def __getitem__(self, index):
@@ -290,4 +318,21 @@ def test_a_failed_builder_leaves_nothing(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         on_disk(Stops(), tmp_path)
+    assert files_in(tmp_path) == []
+
+
+def test_who_waited_for_a_builder_that_failed_does_not_write_to_its_lost_file(tmp_path):
+    path, sound = tmp_path / "x.cache", []
+
+    def wait():
+        with draft_of(path) as (fd, draft):
+            sound.append(os.path.samestat(os.fstat(fd), os.stat(draft)))
+
+    with draft_of(path):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        wait_until(lambda: any("->" in line for line in Path("/proc/locks").read_text().splitlines()))
+        assert sound == []
+    thread.join()
+    assert sound == [True]
     assert files_in(tmp_path) == []

@@ -3,9 +3,11 @@
 import multiprocessing
 
 import pytest
+import torch
 from cache_sources import Made, reads_in
 
 from trainrun.data.cache import store
+from trainrun.data.cache.cached import cached
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -103,3 +105,20 @@ def test_who_cannot_share_has_a_cache_of_his_own(why, monkeypatch):
         assert resident
         assert "cache in memory" in lines
         assert "ranks" not in lines
+
+
+def test_other_samples_stay_apart():
+    def work(rank, gather):
+        source = Made("tensor" if rank == 4 else "pair", num_samples=NUMBER, shift=rank // 2)
+        kept = cached(source, "memory", "data.train", gather=gather)
+        kept[rank]
+        gather(None)
+        same = [
+            torch.equal(kept[i][0], source[i][0]) for i in range(NUMBER) if kept.store.has(i) and rank < 4
+        ]
+        return kept.num_kept(), all(same), kept.note
+
+    found = run_ranks(work, 5)
+    assert [number for number, _, _ in found] == [NUMBER] * 5
+    assert all(same for _, same, _ in found)
+    assert ["ranks" in note for _, _, note in found] == [True] * 4 + [False]

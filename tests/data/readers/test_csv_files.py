@@ -86,6 +86,11 @@ def test_classes_of_whole_numbers_are_in_the_order_of_numbers(tmp_path):
     assert set(train.tensors[1].tolist()) == {0, 1, 2}
 
 
+def test_a_word_with_a_line_under_it_is_no_number(tmp_path):
+    path = written(tmp_path, "x,y\n1,1_0\n2,1_1\n")
+    assert load(path, "train", val_path=path).class_names == ("1_0", "1_1")
+
+
 def test_validation_data_of_its_own_has_the_classes_of_the_training_data(tmp_path):
     path = written(tmp_path)
     val_path = written(tmp_path, "kind,a\ndog,1\ndog,2\n", "val.csv")

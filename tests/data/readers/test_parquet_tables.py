@@ -244,3 +244,10 @@ def test_a_row_group_is_decoded_once_for_a_batch_and_few_are_kept(path, monkeypa
     assert read == [0, 1, 2, 0, 2]
     with pytest.raises(IndexError):
         source[N]
+
+
+def test_two_columns_of_one_name_are_named(tmp_path):
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.table([[1, 2], [3, 4], [0, 1]], names=["a", "a", "y"]), path)
+    with pytest.raises(DataError, match="two columns are called 'a'; names must differ"):
+        load(str(path), "train", val_fraction=0.5)

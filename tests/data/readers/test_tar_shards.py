@@ -1,10 +1,14 @@
+import contextlib
 import gzip
 import io
+import json
 import pickle
 import tarfile
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from trainrun.data.readers.paths import expanded
@@ -104,6 +108,16 @@ def test_a_damaged_header_in_the_middle_is_not_the_end(tmp_path):
         found_in(tmp_path, bytes(content))
 
 
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.data())
+def test_damage_is_a_fault_or_another_archive(tmp_path_factory, data):
+    content = bytearray(tar_of([("a" * 120 + ".txt", b"x" * 600), ("b.cls", b"1")], tarfile.PAX_FORMAT))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, 3000))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(DataError):
+        found_in(tmp_path_factory.getbasetemp(), bytes(content[: data.draw(st.integers(0, len(content)))]))
+
+
 # --- samples -------------------------------------------------------------------------------------
 
 
@@ -183,3 +197,10 @@ def test_braces():
     assert list(expanded("s-{008..011}.tar")) == ["s-008.tar", "s-009.tar", "s-010.tar", "s-011.tar"]
     assert list(expanded("{a,b}/{2..1}")) == ["a/2", "a/1", "b/2", "b/1"]
     assert list(expanded("plain")) == ["plain"]
+
+
+def test_facts_that_are_damaged_are_named(tmp_path):
+    (tmp_path / "a.tar").write_bytes(tar_of(pairs([1])))
+    (tmp_path / "meta.json").write_text(json.dumps({"class_names": 3}))
+    with pytest.raises(DataError, match=r"meta\.json: cannot be read"):
+        whole(tmp_path / "a.tar")

@@ -124,6 +124,15 @@ def test_the_cache_is_made_once_and_follows_its_source(tmp_path, cache):
         whole(path, cache)
 
 
+def test_copies_hold_no_text(tmp_path, cache):
+    (tmp_path / "a.txt").write_bytes(b"x" * 100_000)
+    data = whole(tmp_path / "a.txt", cache, block_size=1000)
+    data[0]
+    sent = pickle.dumps(data)
+    assert len(sent) < 20_000
+    assert torch.equal(pickle.loads(sent)[5][0], data[5][0])
+
+
 # --- lines and documents -------------------------------------------------------------------------
 
 
@@ -296,6 +305,14 @@ def test_blocks_gathered_from_the_file_are_what_reading_them_gives(tmp_path, dty
                 assert torch.equal(one, other)
     for stream in (gathered, read):
         stream.close()
+
+
+def test_a_file_that_shrank_is_named_where_the_rows_are_opened_again(tmp_path, cache):
+    (tmp_path / "a.txt").write_text(VERSES * 20)
+    sent = pickle.dumps(whole(tmp_path / "a.txt", cache, block_size=16).as_rows())
+    (tmp_path / "a.txt").write_text(VERSES)
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read, or shorter than it was"):
+        pickle.loads(sent)
 
 
 @pytest.mark.parametrize("name", [None, "tokenizer"])

@@ -1,11 +1,12 @@
 import pickle
+import struct
 
 import numpy as np
 import pytest
 
 from trainrun.data.readers.records.example import encode_example, parse_example
 from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
-from trainrun.data.readers.records.tfrecord import framed, load
+from trainrun.data.readers.records.tfrecord import framed, load, masked_crc32c
 from trainrun.errors import DataError
 
 
@@ -123,6 +124,14 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, cut):
     content = (tmp_path / "a.tfrecord").read_bytes()
     (tmp_path / "a.tfrecord").write_bytes(content[:cut])
     with pytest.raises(DataError, match=r"a\.tfrecord, record \d at byte \d+: cut short"):
+        whole(tmp_path / "a.tfrecord")
+
+
+def test_a_huge_length_with_a_right_checksum_is_refused(tmp_path):
+    length = struct.pack("<Q", 2**63)
+    content = length + masked_crc32c(length) + b"\0" * 8
+    (tmp_path / "a.tfrecord").write_bytes(content)
+    with pytest.raises(DataError, match="cut short: it ends at byte"):
         whole(tmp_path / "a.tfrecord")
 
 

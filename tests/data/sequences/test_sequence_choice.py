@@ -61,6 +61,15 @@ def test_lengths_are_read_only_where_they_are_unknown():
     assert "reading" not in part.line
 
 
+def test_lengths_that_do_not_fit_the_samples_are_not_believed():
+    def pair(length, index):
+        return torch.arange(length + 2), torch.arange(length + 2)
+
+    line = chosen(Knowing(pair), padding="bucket").line
+    assert "lengths: 3 to 14, median 7.5" in line
+    assert "measured by reading" in line
+
+
 def test_reading_leaves_the_generators_alone():
     def noisy(length, index):
         random.random()

@@ -189,6 +189,17 @@ def test_buckets_hold_like_lengths_in_random_order(monkeypatch):
     assert np.mean([np.ptp(batch) for batch in batches]) < 4
 
 
+def test_the_short_bucket_and_what_drop_last_leaves_out_have_any_length():
+    lengths = np.arange(1, 14)
+    short = {max(lengths[shares(planned(lengths, "bucket", seed=seed).plan)[-1][0]]) for seed in range(30)}
+    assert len(short) > 2
+    dropped = set()
+    for seed in range(30):
+        plan = planned(lengths, "bucket", seed=seed, drop_last=True).plan
+        dropped |= set(range(13)) - set(joined(indices for indices, _, _ in shares(plan)))
+    assert len(dropped) > 6
+
+
 @SMALL
 @given(many_lengths, st.integers(1, 3), st.integers(1, 4), st.sampled_from([None, 4]))
 def test_a_token_budget_holds_with_padding(lengths, world_size, batch_size, multiple):
