@@ -10,6 +10,7 @@ from typing import IO, Any
 
 # Control characters but tab and new line, and what changes the direction of a text.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+SPEEDS = {"tokens_per_second": "tokens/s", "pixels_per_second": "pixels/s", "samples_per_second": "samples/s"}
 
 
 def plain(text: object, encoding: str = "utf-8") -> str:
@@ -34,9 +35,6 @@ def complain(kind: type[BaseException], error: BaseException, trace: object) -> 
     import traceback
 
     say("".join(traceback.format_exception(error)), file=sys.stderr, end="")
-
-
-SPEEDS = {"tokens_per_second": "tokens/s", "pixels_per_second": "pixels/s", "samples_per_second": "samples/s"}
 
 
 def figure(value: object) -> str:

@@ -7,6 +7,9 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+_PACKAGE = str(Path(__file__).parent) + "/"
+_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
+
 
 def is_of_torch(error: BaseException) -> bool:
     """Whether code of torch raised it, and none of the user's took part, from where it was caught inwards."""
@@ -22,12 +25,6 @@ def named(error: BaseException) -> str:
     """Its words, which alone say little where it is of a kind like KeyError."""
     plain = isinstance(error, TypeError | ValueError | RuntimeError)
     return str(error) if plain else f"{type(error).__name__}: {error}"
-
-
-_PACKAGE = str(Path(__file__).parent) + "/"
-
-
-_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -59,6 +59,10 @@ DTYPES: dict[torch.dtype, str] = {
 }  # fmt: skip
 
 Keys = tuple[str, ...]
+FORMAT = 2  # 1: without `piece_bytes`, which only earlier versions write
+MANIFEST = "MANIFEST.json"
+MAX_STEP = 10**8 - 1
+FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
 
 
 def dumps(value: Any, indent: int | None = None) -> bytes:
@@ -193,12 +197,6 @@ class _Writer:
 def place_of(path: Keys) -> str:
     """How a message names a place of the tree."""
     return "/".join(path) or "the tree"
-
-
-FORMAT = 2  # 1: without `piece_bytes`, which only earlier versions write
-MANIFEST = "MANIFEST.json"
-MAX_STEP = 10**8 - 1
-FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ CUSTOM = "custom"  # the option of a group that holds nothing but what the user 
 _PATHS = re.compile(
     r"data\.(?:\w+\.)*(?:\w*path|cache_dir|tokenizer|labels|root|folder|weights)|init_from|ckpt_path|task\.teacher"
 )
+TRIAL = re.compile(r"(trainer\.|--)?(fast[_-]dev|dry)[_-]run\b")  # wins over any length beside it
 
 
 @dataclass
@@ -136,7 +137,6 @@ def translate(
     words.overrides = _with_custom_groups(_with_ranks(words, out), is_group)
 
 
-TRIAL = re.compile(r"(trainer\.|--)?(fast[_-]dev|dry)[_-]run\b")  # wins over any length beside it
 SEVERAL_DEVICES = r"\+*parallel\.devices=(0*([2-9]|[1-9]\d+)|\[[^,]+,.+\])"
 
 

@@ -34,6 +34,7 @@ Compute = Callable[[list[MicroBatch]], T]
 
 ONE_SAMPLE = "one sample at a time does not fit either"
 COUPLED = 0.02  # of the loss: far above rounding, also of bfloat16
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @runtime_checkable
@@ -160,9 +161,6 @@ def coupled(retry: Retry, batches: list[MicroBatch]) -> str:
             return f"task.count says {whole} for a batch and {parts} for its samples one by one"
     largest = max(batches, key=lambda batch: num_rows(batch.data))
     return coupling(retry.model, retry.task, largest.data) if num_rows(largest.data) > 1 else ""
-
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def batch_norm_in(model: nn.Module) -> str:
