@@ -76,14 +76,17 @@ def test_there_is_none_where_nothing_falls() -> None:
     assert suggested(RateLosses(rates[:12], [2.3] * 8 + [math.nan] * 4, [1e-3], True)).rate is None
 
 
-def test_a_range_test_ends_where_it_diverges(workdir: Path) -> None:
+def test_a_range_test_is_put_back_and_ends_where_it_diverges(workdir: Path) -> None:
+    """Full batches: the first loss is of the same weights each time."""
     words = [*WORDS, "optimizer=sgd", "optimizer.momentum=0", "data.batch_size=1438", "precision=bf16-mixed",
              "optimizer.groups=[{params: '*bias', lr: 1e-3}]"]  # fmt: skip
     with WorkerPool() as pool:
-        found = pool.start(config_of(words)).ask(RateRange(1e-3, 1e9, 40))
-    assert found.diverged
-    assert len(found.rates) < 40
-    assert found.losses[5] < found.losses[0]
+        worker = pool.start(config_of(words))
+        first, second = (worker.ask(RateRange(1e-3, 1e9, 40)) for _ in range(2))
+    assert first.diverged
+    assert len(first.rates) < 40
+    assert first.losses[0] == pytest.approx(second.losses[0], rel=1e-4)
+    assert first.losses[5] < first.losses[0]
 
 
 def test_the_command_says_a_rate_and_draws(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,10 +254,13 @@ class Worker:
 
         sweep: Any = RateSweep(self._components, message)
         run = replace(self._components, step=sweep.step, schedule=sweep)
+        self._snapshot.restart()
         try:
             self._run(run, self._state, message.steps)
         except (Diverged, TrainingError):  # the second: of its own guard against numbers that are not finite
             sweep.found.diverged = True
+        finally:
+            self._snapshot.put_back()
         found: RateLosses = sweep.found
         return found
 

@@ -49,6 +49,11 @@ class StateSnapshot:
         else:
             self._start = self._copy(tensors)
 
+    def put_back(self) -> None:
+        """Weights and averages as the last `restart` left them; state that appeared since then stays."""
+        if self._start is not None:
+            self._put_back(self._start)
+
     def peak_bytes(self, device: torch.device) -> int:
         """Return the peak memory of the device, or of this process on a CPU, without the copies."""
         if device.type == "cuda":
