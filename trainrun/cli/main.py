@@ -10,16 +10,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainrun.errors import (
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    ConfigError,
-    TrainrunError,
-)
+from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.output import say
-from trainrun.runs.run_folder import RunDir
+
+if TYPE_CHECKING:
+    from trainrun.runs.run_folder import RunDir
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -161,6 +158,7 @@ def earlier_life() -> RunDir | None:
 
 def told(folder: Path, work: Callable[[], int]) -> int:
     """A stopped run says how it goes on, also where a second Ctrl-C left no time to save."""
+    from trainrun.runs.run_folder import RunDir
     from trainrun.runs.status import read_status
 
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -163,6 +162,8 @@ def _line(setting: str, text: str) -> str:
 
 def hydra_question(words: CommandLine, folders: list[Path]) -> int:
     """Hydra's own questions (--cfg job, --info, --hydra-help, shell completion), answered by Hydra."""
+    import logging
+
     import hydra
 
     from trainrun.config.overrides import composed, opened

@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-import yaml
-
 from trainrun.config.schema import TrackerName
 
 KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and what only other trainers say
@@ -116,5 +114,7 @@ OPTIONS = {
 @cache
 def answers() -> dict[str, str]:
     """What to write in place of a name of another trainer that has no single setting here."""
+    import yaml
+
     found = yaml.safe_load(Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"))
     return {name: answer for names, answer in found.items() for name in names.split()}
