@@ -47,6 +47,8 @@ def test_noise_that_is_given_is_the_only_chance() -> None:
     torch.manual_seed(0)
     model, x, noise = Vae((7,), 3), torch.randn(4, 7), torch.randn(4, 3)
     assert torch.equal(model(x, noise).reconstruction, model(x, noise).reconstruction)
+    with pytest.raises(ValueError, match=r"noise\.size=1: must be model\.latent_dim=3"):
+        model(x, noise[:, :1])  # would be the same in every dimension
     assert not torch.equal(model(x, noise).reconstruction, model(x, -noise).reconstruction)
     assert not torch.equal(model(x).reconstruction, model(x).reconstruction)
     model.eval()

@@ -85,6 +85,9 @@ def drawn_code(code: Tensor, noise: Tensor | None, training: bool) -> tuple[Tens
     mean, log_var = code.chunk(2, dim=1)
     if noise is None and training:
         noise = torch.randn_like(mean)
+    if noise is not None and noise.shape != mean.shape:
+        drawn, code_size = noise.shape[-1], mean.shape[-1]
+        raise ValueError(f"data.augment.noise.size={drawn}: must be model.latent_dim={code_size}")
     return mean, log_var, mean if noise is None else mean + (0.5 * log_var).exp() * noise
 
 
