@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from trainrun.data.engines import choice
+from trainrun.data.engines import build_engine, choice
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.engines.threads import ThreadBatches
 from trainrun.data.map_style import thread_safe
@@ -123,3 +123,29 @@ def test_which_sources_several_threads_may_read():
     assert thread_safe([1, 2])
     assert not thread_safe(Samples())
     assert not thread_safe(Subset(Samples(), [1]))
+
+
+class Large(Samples):
+    def __getitem__(self, index):
+        return torch.zeros(250_000), torch.zeros(3)  # 1 MB
+
+
+def test_workers_whose_batches_do_not_fit_into_shared_memory(monkeypatch):
+    monkeypatch.setattr(
+        choice, "shared_free_bytes", lambda: 18_100_000
+    )  # 9 batches of 2 MB: 4 x 2, and one in use
+    monkeypatch.setattr(build_engine, "shared_free_bytes", lambda: 18_100_000)
+    open_batches(Large(), options(num_workers=4))[0].close()
+    with pytest.raises(DataError) as caught:
+        open_batches(Large(), options(num_workers=5))
+    assert str(caught.value) == (
+        "data.num_workers=5: 5 x data.prefetch_factor=2 batches of 2MB need 22MB of shared memory, but /dev/shm has "
+        "18.1MB free; make it larger (docker run --shm-size), or use fewer data.num_workers, a smaller "
+        "data.prefetch_factor or data.engine=threads"
+    )
+    monkeypatch.setattr(choice, "usable_cores", lambda: 8)
+    stream, line = open_batches(Large(), options())
+    assert line == "data.train: 4 loader workers (more do not fit into /dev/shm)"
+    assert [option.name for option in stream.options] == [
+        "workers=0", "threads=1", "workers=1", "workers=2", "workers=4"
+    ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainrun.assemble.data_pipeline import check_classes, check_numbers
+from trainrun.assemble.data_pipeline import check_classes
 from trainrun.config.compose import compose_run
 from trainrun.data.facts import facts_of
 from trainrun.data.readers.arrays import hdf5
@@ -121,16 +121,3 @@ def test_what_is_no_class_number_stays(tmp_path):
 def test_the_place_goes_to_other_processes(tmp_path):
     for source in (as_csv(tmp_path, labels_with(1)), as_arrays(tmp_path, labels_with(1))):
         assert pickle.loads(pickle.dumps(source)).describe(3) == source.describe(3)
-
-
-def test_complex_numbers_are_one_line():
-    config = compose_run(["data=csv", "data.path=t.csv", "model=mlp"]).config
-    inputs, labels = np.zeros((4, 2), np.complex64), np.zeros(4, np.int64)
-    with pytest.raises(
-        DataError, match=r"data\.train: array 1 holds complex numbers, which model\._target_="
-    ):
-        check_numbers(config, {"train": (inputs, labels)})
-    with pytest.raises(DataError, match=r"data\.val: array 2 holds complex numbers, which task\._target_="):
-        check_numbers(config, {"train": (labels, labels), "val": (labels, inputs)})
-    own = compose_run(["data=csv", "data.path=t.csv", "model=custom", "model._target_=my_net.Net"]).config
-    check_numbers(own, {"train": (inputs, labels)})

@@ -17,7 +17,6 @@ from trainrun.assemble.data_pipeline import (
     build_transform,
     check_alike,
     check_classes,
-    check_numbers,
     key_of,
     open_split,
 )
@@ -175,7 +174,6 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     streams = open_streams(config, site, sources, task, tally, notes, drawn, places)
     train, test = streams.pop("train"), streams.pop("test", None)
     validation = streams
-    check_numbers(config, sources)
     check_classes(config, facts, sources)
     lengths = lengths_of(config, train, sources["train"], task, parallel.world_size)
     rhythm = build_rhythm(config, lengths, task, bool(validation), parallel.rank)

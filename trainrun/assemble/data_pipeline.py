@@ -10,7 +10,6 @@ from trainrun.data.facts import (
     PLAUSIBLE_CLASSES,
     Labels,
     check_labels,
-    check_real,
     labels_in,
 )
 from trainrun.data.pipeline import open_batches
@@ -180,16 +179,6 @@ def check_alike(config: RunConfig, sources: dict[str, Any]) -> None:
                 f"data.transform: makes {kinds[0]} of a training sample, and {key_of(split)} gives {kinds[1]} as "
                 "it is; say data.val_transform=same, or data.val_transform._target_=... for one of its own"
             )
-
-
-def check_numbers(config: RunConfig, sources: dict[str, Any]) -> None:
-    """Networks and tasks of ours take real numbers."""
-    takers = {name: (getattr(config, name) or {}).get("_target_") for name in ("model", "task")}
-    for number, (name, target) in enumerate(takers.items()):
-        for part, source in sources.items():
-            changed = transform_key(config, kind_of(part))
-            if source is not None and str(target).startswith("trainrun.") and not changed:
-                check_real(source, key_of(part), number, f"{name}._target_={target}")
 
 
 def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:

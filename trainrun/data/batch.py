@@ -102,7 +102,7 @@ class Preparation:
     def _cast(self, leaf: Any) -> Any:
         leaf = arrays_to_tensors(leaf)
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return leaf.to(self.float_dtype)
+            return leaf.detach().to(self.float_dtype)  # one with gradients could not leave a worker
         return leaf
 
 

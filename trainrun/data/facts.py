@@ -14,7 +14,6 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import as_tensor, is_integer
 from trainrun.data.tensor_dataset import Columns, columns_of, parts_of, said
-from trainrun.errors import DataError
 from trainrun.interfaces import DataFacts
 
 IGNORED_LABEL = -100  # torch's ignore_index
@@ -129,18 +128,3 @@ def check_labels(source: Any, key: str, allowed: Labels) -> None:
             raise wrong_label(
                 source, key, begin + first[0], int(labels[tuple(first)]), allowed.num_classes, allowed.said_by
             )
-
-
-def check_real(source: Any, key: str, number: int, taker: str) -> None:
-    """Refuse complex numbers in memory. number: of the element in a sample; taker: who cannot take them, as typed."""
-    columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
-    values = () if columns is None else columns.values[number : number + 1]
-    if any(is_complex(value) for value in values):
-        raise DataError(
-            f"{key}: array {number + 1} holds complex numbers, which {taker} does not take; give their real and "
-            "imaginary parts, as numpy.stack([x.real, x.imag], 1), or name one of your own"
-        )
-
-
-def is_complex(value: Any) -> bool:
-    return value.is_complex() if isinstance(value, Tensor) else value.dtype.kind == "c"

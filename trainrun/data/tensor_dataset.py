@@ -75,13 +75,7 @@ class Columns:
         return len(self.values[0])
 
     def __reduce__(self) -> Any:
-        if self.again is not None:
-            return self.again, ()
-        from trainrun.data.memmap_pickling import place_of
-
-        values = tuple(place_of(value) or value for value in self.values)
-        rest = (self.in_place, self.scale, None, self.int_dtype, self.unsigned)
-        return _received, (values, self.names, self.pack, *rest)
+        return (self.again, ()) if self.again is not None else super().__reduce__()
 
     def __getitem__(self, index: int) -> Any:
         """One sample as a copy, which the user's code may change; a single number is a 0-d array."""
@@ -120,14 +114,6 @@ class Columns:
         if self.names:
             return next((v for n, v in zip(self.names, self.values, strict=True) if n in TARGET_NAMES), None)
         return self.values[1] if len(self.values) > 1 else None
-
-
-def _received(values: tuple[Any, ...], *rest: Any) -> Columns:
-    from trainrun.data.memmap_pickling import MappedPlace, opened
-
-    return Columns(
-        tuple(opened(value) if isinstance(value, MappedPlace) else value for value in values), *rest
-    )
 
 
 @runtime_checkable

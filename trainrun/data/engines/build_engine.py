@@ -14,13 +14,11 @@ from trainrun.data.batch import Preparation, map_leaves
 from trainrun.data.engines.auto_stream import AutoStream, Option
 from trainrun.data.engines.batch_reader import BatchReader, Key, Recipe
 from trainrun.data.engines.choice import (
-    Choice,
-    MemoryLoad,
-    check_fits,
     choose,
     describe_workers,
-    roomy,
-    too_much,
+    fitted,
+    most_workers,
+    shared_free_bytes,
     ways_to_read,
 )
 from trainrun.data.engines.generators import GlobalDraw
@@ -44,20 +42,19 @@ def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, str]
     finish: what is done to the batches of each.
     """
     options, choice = prepared.options, choose(prepared)
-    load = _load_of(prepared) if choice.engine == "workers" or options.engine == "auto" else None
+    batch_bytes = _batch_bytes(prepared) if choice.engine == "workers" or options.engine == "auto" else 0
     if choice.engine == "threads":
         _try_out(prepared)
-    if choice.engine == "workers" and load is not None:
-        choice = _fitting(choice, load, options.num_workers == "auto")
+    if choice.engine == "workers":
+        choice = fitted(choice, batch_bytes, options)
     if "auto" in (options.engine, options.num_workers, options.num_threads):
         try:
             _try_out(prepared)
             draws = False
         except GlobalDraw:
             draws = True
-        ways = ways_to_read(
-            prepared, choice, draws, lambda n: load is None or not too_much(load._replace(workers=n))
-        )
+        most = most_workers(batch_bytes, options.prefetch_factor)
+        ways = ways_to_read(prepared, choice, draws, most)
         if len(ways) > 1:
             each = [Option(*way, partial(_opened, prepared, finish, *way[1:])) for way in ways]
             return AutoStream(each, options.prefetch_factor, prepared.source), choice.reason
@@ -101,33 +98,20 @@ def _try_out(prepared: PreparedStream) -> None:
     _reader_of(prepared).copy().try_out(0, sorted({0, number // 2, number - 1}))
 
 
-def _fitting(choice: Choice, load: MemoryLoad, automatic: bool) -> Choice:
-    """Fewer workers where they were not asked for and so many cannot run here; else DataError."""
-    number = choice.number
-    if not automatic:
-        check_fits(load._replace(workers=number))
-    while automatic and too_much(load._replace(workers=number)):
-        number -= 1
-    if number == choice.number:
-        return choice
-    reason = f"{describe_workers(number)} (more do not fit: see /dev/shm and ulimit -n)"
-    return Choice("workers", number, reason)
-
-
-def _load_of(prepared: PreparedStream) -> MemoryLoad | None:
-    """What a worker's batch needs, told from one sample; None if there is room for any, or it is not read."""
-    if roomy():
-        return None
+def _batch_bytes(prepared: PreparedStream) -> int:
+    """What a batch of a worker takes, told from one sample; 0 if there is room for any, or it is not read."""
+    if shared_free_bytes() is None:
+        return 0
     reader, options = _reader_of(prepared), prepared.options
     reader = BatchReader(reader.dataset, replace(reader.recipe, skips=False)).copy()
     try:
         with kept_random_state():
             data = reader.read(Key(0, [0], True, False)).data
     except DataError:  # it is raised, or the sample left out, when its turn comes
-        return None
+        return 0
     sizes: list[int] = []
     map_leaves(data, lambda leaf: sizes.append(leaf.nbytes) if isinstance(leaf, Tensor) else None)
-    return MemoryLoad(0, options.prefetch_factor, sum(sizes) * options.batch_size, len(sizes))
+    return sum(sizes) * options.batch_size
 
 
 def open_iterable(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -11,14 +11,13 @@ from trainrun.data.engines.in_memory import fits, gathered_in_place, resident_re
 from trainrun.data.map_style import thread_safe
 from trainrun.data.stream_options import PreparedStream, StreamOptions, unused
 from trainrun.errors import DataError
+from trainrun.output import quantity
 from trainrun.runtime.machine import usable_cores
 
 MAX_AUTO_WORKERS = 8
 MAX_AUTO_THREADS = 4
 SHARED = Path("/dev/shm")
-ROOMY_SHARED, ROOMY_FILES = 2**34, 2**13
-FILES_OF_A_WORKER = 6  # its queue, its sentinel, and what starting it takes
-FILES_TO_SPARE = 32  # checkpoints, metrics, sockets
+ROOMY_SHARED = 2**34
 READERS_THAT_WAIT = 4  # are tried also on fewer cores: reading may wait for a disk
 
 
@@ -45,16 +44,15 @@ def choose(prepared: PreparedStream) -> Choice:
 
 
 def ways_to_read(
-    prepared: PreparedStream, first: Choice, draws: bool, fitting: Callable[[int], bool]
+    prepared: PreparedStream, first: Choice, draws: bool, most: float
 ) -> list[tuple[str, str, int]]:
     """Name, engine and number of all that the user's settings allow, the rule's choice first.
 
-    draws: whether reading draws from the global generators, which threads cannot bear. fitting: whether so many
-    workers have shared memory and files enough.
+    draws: whether reading draws from the global generators, which threads cannot bear. most: as `most_workers`.
     """
     options, found = prepared.options, [(first.engine, first.number)]
-    most = max(1, max(usable_cores(), READERS_THAT_WAIT) // options.local_world_size)
-    threads = [("threads", n) for n in numbers_up_to(most if _bears_threads(prepared) else 1)]
+    tried = max(1, max(usable_cores(), READERS_THAT_WAIT) // options.local_world_size)
+    threads = [("threads", n) for n in numbers_up_to(tried if _bears_threads(prepared) else 1)]
     both_open = options.num_workers == options.num_threads == "auto"
     if options.engine == "auto" and both_open:
         if prepared.columns is not None and not prepared.single and fits(prepared):
@@ -63,12 +61,12 @@ def ways_to_read(
     if options.engine == "threads" and options.num_threads == "auto":
         found += threads
     if options.engine in ("auto", "workers") and both_open:
-        found += [("workers", n) for n in (0, *numbers_up_to(min(most, MAX_AUTO_WORKERS)))]
+        found += [("workers", n) for n in (0, *numbers_up_to(min(tried, MAX_AUTO_WORKERS)))]
     resident = "mapped" if gathered_in_place(prepared) else "resident"
     return [
         (resident if engine == "resident" else f"{engine}={number}", engine, number)
         for engine, number in dict.fromkeys(found)
-        if not (engine == "threads" and draws) and (engine != "workers" or fitting(number))
+        if not (engine == "threads" and draws) and (engine != "workers" or number <= most)
     ]
 
 
@@ -117,75 +115,37 @@ def describe_threads(number: int) -> str:
     return f"{number} loader thread{'s' if number > 1 else ''}"
 
 
-def roomy() -> bool:
-    """Whether so much is left that no number of workers has to be counted out."""
-    shared, files = shared_free_bytes(), files_left()
-    return (shared is None or shared >= ROOMY_SHARED) and (files is None or files >= ROOMY_FILES)
+def most_workers(batch_bytes: int, prefetch_factor: int) -> float:
+    """How many could run here: in a container, shared memory is often too small for their batches."""
+    free = shared_free_bytes()
+    return math.inf if free is None else max(0, (free // max(batch_bytes, 1) - 1) // prefetch_factor)
 
 
-class MemoryLoad(NamedTuple):
-    """What worker processes hold at once: `batches` batches of `batch_bytes` in `tensors` tensors each."""
-
-    workers: int
-    prefetch: int
-    batch_bytes: int
-    tensors: int
-
-    @property
-    def batches(self) -> int:
-        return self.workers * self.prefetch + 1
-
-
-def too_much(load: MemoryLoad) -> str:
-    """Why so many workers cannot run here, as a message; empty if they can."""
-    if load.workers == 0:
-        return ""
-    way_out = "fewer data.num_workers, a smaller data.prefetch_factor or data.engine=threads"
-    need, free = load.batches * load.batch_bytes, shared_free_bytes()
-    if free is not None and need > free:
-        return (
-            f"data.num_workers={load.workers}: {load.workers} x data.prefetch_factor={load.prefetch} batches "
-            f"of {_size(load.batch_bytes)} need {_size(need)} of shared memory, but {SHARED} has "
-            f"{_size(free)} free; make it larger (docker run --shm-size), or use {way_out}"
-        )
-    files, left = load.batches * load.tensors + load.workers * FILES_OF_A_WORKER, files_left()
-    if left is not None and files + FILES_TO_SPARE > left:
-        return (
-            f"data.num_workers={load.workers}: needs about {files} open files ({load.batches} batches of "
-            f"{load.tensors} tensors), but this process may open only {left} more; raise the limit "
-            f"(ulimit -n 65536), or use {way_out}"
-        )
-    return ""
-
-
-def check_fits(load: MemoryLoad) -> None:
-    """Raises DataError if the workers could not run."""
-    if message := too_much(load):
-        raise DataError(message)
+def fitted(choice: Choice, batch_bytes: int, options: StreamOptions) -> Choice:
+    """Fewer workers where they were not asked for and so many cannot run here; else DataError."""
+    most, number, ahead = (
+        most_workers(batch_bytes, options.prefetch_factor),
+        choice.number,
+        options.prefetch_factor,
+    )
+    if number <= most:
+        return choice
+    if options.num_workers == "auto":
+        return Choice("workers", int(most), f"{describe_workers(int(most))} (more do not fit into {SHARED})")
+    need = (number * ahead + 1) * batch_bytes
+    raise DataError(
+        f"data.num_workers={number}: {number} x data.prefetch_factor={ahead} batches of {quantity(batch_bytes)}B need "
+        f"{quantity(need)}B of shared memory, but {SHARED} has {quantity(shared_free_bytes() or 0)}B free; make it "
+        "larger (docker run --shm-size), or use fewer data.num_workers, a smaller data.prefetch_factor or "
+        "data.engine=threads"
+    )
 
 
 def shared_free_bytes() -> int | None:
-    """None if there is no such place, as on macOS."""
+    """None if there is no such place, as on macOS, or so much that nothing has to be counted."""
     try:
         place = os.statvfs(SHARED)
     except OSError:
         return None
-    return place.f_bavail * place.f_frsize
-
-
-def files_left() -> int | None:
-    """How many files this process may still open; None if it is not known."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
-    import psutil
-
-    return int(limit - psutil.Process().num_fds())
-
-
-def _size(number: int) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+    free = place.f_bavail * place.f_frsize
+    return free if free < ROOMY_SHARED else None

@@ -14,24 +14,17 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
-from types import TracebackType
 from typing import Any, Final, cast
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from trainrun.data.batch import map_leaves
-from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 from trainrun.runtime.machine import host_memory
@@ -43,8 +36,10 @@ TICK_SECONDS: Final = 1.0  # of `TimeLimit`
 OWNER_SECONDS: Final = 0.5  # between two looks whether the training is still there
 STACK_SECONDS = 0.3  # to write them
 STANDARD_ERROR: Final = 2
+START = (
+    "fork" if sys.platform == "linux" else None
+)  # the data is not sent; later versions of Python have another
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-PLAIN = (str, bytes, int, float, np.ndarray, np.generic, type(None))  # whose pickling does not fail
 
 
 class WorkerDied(DataError):
@@ -68,14 +63,19 @@ def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) ->
             sampler=keys,
             batch_size=None,
             num_workers=number,
-            collate_fn=partial(sendable, options.key),
+            collate_fn=as_it_is,
             pin_memory=options.pins,
             timeout=POLL_SECONDS,
             worker_init_fn=partial(begin_worker, os.getpid()),
             generator=torch.Generator().manual_seed(seed),  # or iter() would draw from the global one
             prefetch_factor=options.prefetch_factor,
             persistent_workers=True,
+            multiprocessing_context=multiprocessing.get_start_method(allow_none=True) or START,
         )
+
+
+def as_it_is(item: Any) -> Any:
+    return item
 
 
 @contextmanager
@@ -86,36 +86,11 @@ def without_advice() -> Iterator[None]:
         yield
 
 
-def sendable(key: str, item: Any) -> Any:
-    """What a worker has read, or why it cannot be pickled: torch would print that, and the training would wait."""
-
-    def check(leaf: Any) -> Any:
-        if not isinstance(leaf, PLAIN) and (type(leaf) is not Tensor or leaf.requires_grad):
-            ForkingPickler.dumps(leaf)
-        return leaf
-
-    try:
-        map_leaves(item, check)
-    except Exception as error:  # whatever the user's own classes raise
-        why = f"{type(error).__name__}: {error}"
-        return WorkerFailure(f"{key}: a batch cannot be sent by its worker ({why})", traceback.format_exc())
-    return item
-
-
 def begin_worker(owner: int, worker: int) -> None:
     """Set a worker up: it ignores stop requests, and leaves with the training."""
     ignore_stop_signals()
-    sys.excepthook = shown_unless_cut_off
     if multiprocessing.get_start_method() != "forkserver":  # whose children are not the owner's
         threading.Thread(target=leave_with, args=(owner,), daemon=True).start()
-
-
-def shown_unless_cut_off(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """A training that is killed while Python's thread hands it a file descriptor is no news of its worker."""
-    if not issubclass(kind, ConnectionError | EOFError):
-        sys.__excepthook__(kind, error, trace)
 
 
 def leave_with(owner: int) -> None:
