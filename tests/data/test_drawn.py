@@ -13,9 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.facts import facts_of
 from trainrun.data.order.drawn import balanced, mixed, weighted
-from trainrun.data.order.folds import fold_of
-from trainrun.data.order.joined import joined
-from trainrun.data.order.training_set import Asked, training_set
+from trainrun.data.order.training_set import Asked, fold_of, joined, training_set
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.tables import csv_files, huggingface
 from trainrun.data.readers.tables import parquet as parquet_files

@@ -156,11 +156,7 @@ def _finished(
 
 
 def _sequence_plan(dataset: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
-    """None if rows in memory are to stay as they are, or `sequence_plan` has nothing to do.
-
-    DataError: what needs the lengths of samples, together with a transform that may change them. In evaluation samples
-    keep their order, because predictions are rows in the order of the data.
-    """
+    """None if rows in memory are to stay as they are, or `sequence_plan` has nothing to do."""
     words = (
         options.padding,
         options.truncate,
@@ -170,22 +166,6 @@ def _sequence_plan(dataset: Any, base: Plan, options: StreamOptions) -> Sequence
     )
     if isinstance(dataset, Columns) and words == ("longest", "right", None, None, None):
         return None
-    from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
-    from trainrun.data.sequences.lengths import Shared
+    from trainrun.data.sequences.choose import sequence_plan
 
-    padding, max_tokens = options.padding, options.max_tokens
-    needy = {"padding": ("pack", "token_budget"), "truncate": ("drop", "split")}
-    for name, values in needy.items():
-        if options.transform is not None and getattr(options, name) in values:
-            raise DataError(
-                f"data.{name}={getattr(options, name)}: needs the lengths of samples, which {options.transform_key} "
-                "may change; leave one of them out"
-            )
-    if not options.training and padding in ("bucket", "pack", "token_budget"):
-        padding, max_tokens = "longest", None
-    shared = Shared(say=options.report)
-    if options.gather is not None:
-        shared = Shared(options.rank, options.gather, options.report)
-    asked = SequenceOptions(options.key, padding, max_tokens, options.max_sequence_length, options.truncate,
-                            options.pad_multiple, options.collate_fn, shared)  # fmt: skip
-    return sequence_plan(dataset, base, asked)
+    return sequence_plan(dataset, base, options)

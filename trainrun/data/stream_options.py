@@ -211,12 +211,17 @@ def plan_of(num_samples: int, options: StreamOptions) -> Plan:
     """The plan of so many samples. DataError: there is no batch in them."""
     if num_samples == 0:
         raise DataError(f"{options.key}: the data set is empty")
-    plan = new_plan(num_samples, options.batch_size, options)
-    if plan.global_size <= num_samples:
+    return fitting(new_plan(num_samples, options.batch_size, options), num_samples, options.key)
+
+
+def fitting(base: Plan, count: int, key: str) -> Plan:
+    """The plan for so many samples (or rows). DataError: too few for one batch of training."""
+    plan = replace(base, num_samples=count)
+    if plan.global_size <= count:
         return plan
-    if options.training:
-        raise batch_too_large(options.key, num_samples, plan)
-    return new_plan(num_samples, -(-num_samples // options.world_size), options)
+    if plan.training:
+        raise batch_too_large(key, count, plan)
+    return replace(plan, batch_size=-(-count // plan.world_size))
 
 
 def new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan:

@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import IterableDataset, Subset
 
 from trainrun.data.order.sampler import Plan
-from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
+from trainrun.data.sequences.choose import sequence_plan
+from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 
@@ -42,7 +43,7 @@ class Stream(IterableDataset):
 
 def chosen(source, batch_size=2, **options):
     base = Plan(len(source) if hasattr(source, "__len__") else 0, batch_size)
-    return sequence_plan(source, base, SequenceOptions("data.train", **options))
+    return sequence_plan(source, base, StreamOptions("data.train", True, 1, 1, **options))
 
 
 def refused(source, match, **options):

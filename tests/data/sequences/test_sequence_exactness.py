@@ -10,8 +10,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from trainrun.data.order.sampler import Plan
-from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
+from trainrun.data.sequences.choose import sequence_plan
 from trainrun.data.sequences.collate import Packed, Padded, segment_mask
+from trainrun.data.stream_options import StreamOptions
 from trainrun.task.classification import Classification
 from trainrun.task.regression import Regression
 
@@ -122,7 +123,7 @@ def reference(model, source, indices=None):
 
 def stream(source, batch_size=5, **options):
     found = sequence_plan(
-        source, Plan(len(source), batch_size, seed=1), SequenceOptions("data.train", **options)
+        source, Plan(len(source), batch_size, seed=1), StreamOptions("data.train", True, 1, 1, **options)
     )
     for share in found.plan.shares(1, 0):
         yield share.indices, found.collate, [found.source[index] for index in share.indices.tolist()]

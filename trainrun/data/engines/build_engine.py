@@ -72,7 +72,7 @@ def _opened(prepared: PreparedStream, finish: Finish, engine: str, number: int) 
 
 
 def _skips(options: StreamOptions, plan: StreamPlan) -> Skips:
-    samples = plan.num_seen / plan.world_size
+    samples = plan.num_seen / options.world_size
     return Skips(options.key, options.max_skipped_fraction, options.report, samples, plan.num_batches)
 
 

@@ -45,16 +45,6 @@ class StreamPlan(Protocol):
     """The stream of one rank, without the data: what every engine asks of a plan."""
 
     @property
-    def seed(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def global_size(self) -> int:
-        """Samples (or rows) in a full micro-batch over all ranks."""
-
-    @property
     def num_batches(self) -> int:
         """Global micro-batches in an epoch: the same on every rank."""
 

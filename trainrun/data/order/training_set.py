@@ -1,14 +1,22 @@
-"""From the sources of `data.train` to one training set, its fold that validates, and how often its samples come."""
+"""From the sources of `data.train` to one training set, its fold that validates, and how often its samples come.
+
+Sources that are joined, and parts of one, are in memory where they were, else torch's ConcatDataset and Subset.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trainrun.data.order.drawn import Drawn, balanced, mixed, weighted
-from trainrun.data.order.folds import fold_of
-from trainrun.data.order.joined import joined, sized, taken
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
+
+from trainrun.data.order.drawn import Drawn, balanced, labels_of, mixed, weighted
+from trainrun.data.order.sampler import epoch_order
+from trainrun.data.tensor_dataset import Arrays, Column, Columns, columns_of, is_mapped, length_of, rows, said
+from trainrun.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -28,11 +36,11 @@ def training_set(
 ) -> tuple[dict[str, Any], Drawn | None]:
     """`train`, and `val` of folds. named: the source "", or several by name."""
     source = named[""] if "" in named else joined(named, "data.train")
-    found, rows = {"train": source}, None
+    found, train = {"train": source}, None
     if asked.folds is not None:
-        rows, held, told = fold_of(source, asked.folds, asked.fold or 0, asked.stratified)
+        train, held, told = fold_of(source, asked.folds, asked.fold or 0, asked.stratified)
         notes.append(told)
-        found = {name: taken(source, of, "data.train") for name, of in (("train", rows), ("val", held))}
+        found = {name: taken(source, of, "data.train") for name, of in (("train", train), ("val", held))}
     drawn = None
     if asked.mix:
         drawn = mixed(
@@ -41,6 +49,97 @@ def training_set(
     elif asked.sampling != "none":
         number = sized(source, "data.train", f"data.sampling={asked.sampling}")
         balances = asked.sampling == "balanced"
-        drawn = balanced(found["train"]) if balances else weighted(named, asked.weights, number, rows)
+        drawn = balanced(found["train"]) if balances else weighted(named, asked.weights, number, train)
     notes += [drawn.told] if drawn is not None else []
     return found, drawn
+
+
+def fold_of(source: Any, folds: int, fold: int, stratified: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """The samples that train, those that validate, both by number, and a line about it.
+
+    The same parts whatever the seed, so that the runs of a sweep divide the data alike. Sizes differ by one sample at
+    most; stratified, so do those of each class.
+    """
+    number = sized(source, "data.train", f"data.folds={folds}")
+    if folds > number:
+        raise DataError(
+            f"data.folds={folds}: data.train has {number} samples; at most so many folds are possible"
+        )
+    order = epoch_order(number, 0, 0, True).numpy()
+    if stratified:
+        labels = labels_of(source)
+        if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
+            raise DataError("data.stratified=true: data.train has no class for each sample in memory; leave it out, or "
+                            "give your data set an attribute `targets`")  # fmt: skip
+        order = order[
+            np.argsort(labels[order], kind="stable")
+        ]  # then the folds take turns, through each class
+    part = np.empty(number, np.int64)
+    part[order] = np.arange(number) % folds
+    inside, held = (torch.from_numpy(np.flatnonzero(found)) for found in (part != fold, part == fold))
+    told = (f"data.fold={fold} of {folds}{' (stratified)' if stratified else ''}: {len(inside):,} samples of "
+            f"data.train train, {len(held):,} validate; data.val is not read")  # fmt: skip
+    return inside, held, told
+
+
+def sized(source: Any, key: str, asked: str) -> int:
+    """The number of samples. DataError: it cannot be known, and `asked` needs it."""
+    if isinstance(source, IterableDataset):
+        raise DataError(
+            f"{asked}: {key} is an IterableDataset, whose samples cannot be chosen by number; leave it out"
+        )
+    columns = columns_of(source, key)
+    return length_of(source if columns is None else columns, key)
+
+
+def joined(sources: Mapping[str, Any], key: str) -> Any:
+    """All samples of the sources, one after the other. DataError: their classes differ."""
+    for name, source in sources.items():
+        sized(source, f"{key}.{name}", f"{key} by name")
+    names = {
+        name: tuple(said(one, "class_names") or said(one, "classes") or ()) for name, one in sources.items()
+    }
+    known = {name: classes for name, classes in names.items() if classes}
+    first = next(iter(known), "")
+    for name, classes in known.items():
+        if classes != known[first]:
+            raise DataError(
+                f"{key}.{name}: its classes ({', '.join(classes[:4])}, ...) are not those of {key}.{first} "
+                f"({', '.join(known[first][:4])}, ...): one number would mean two things; give them one list of classes"
+            )
+    found = {name: columns_of(one, f"{key}.{name}") for name, one in sources.items()}
+    columns = [one for one in found.values() if one is not None]
+    if len(columns) == len(found) and len({_form(one) for one in columns}) == 1:
+        return _packed(next(iter(sources.values())), columns[0],
+                       [_cat(values) for values in zip(*(one.values for one in columns), strict=True)])  # fmt: skip
+    parts: list[Any] = [sources[name] if one is None else one for name, one in found.items()]
+    return ConcatDataset(parts)
+
+
+def taken(source: Any, indices: torch.Tensor, key: str) -> Any:
+    """The samples of these numbers, in their order."""
+    columns = columns_of(source, key)
+    if columns is None or any(is_mapped(value) for value in columns.values):
+        whole: Any = source if columns is None else columns
+        return Subset(whole, indices.tolist())
+    return _packed(source, columns, [rows(value, indices.tolist()) for value in columns.values])
+
+
+def _packed(source: Any, columns: Columns, values: list[Any]) -> Any:
+    """Other rows in the container of a source."""
+    if isinstance(source, Arrays):
+        return replace(source, tensors=tuple(values), describe=None, column=None)
+    return columns.pack(values)
+
+
+def _form(columns: Columns) -> Any:
+    """What must be alike for rows to stand below one another; of mapped files, which are not copied, nothing is."""
+    if any(is_mapped(value) for value in columns.values):
+        return object()
+    values = tuple((type(value), tuple(value.shape[1:]), value.dtype) for value in columns.values)
+    return columns.names, values, columns.scale, columns.int_dtype
+
+
+def _cat(values: tuple[Column, ...]) -> Column:
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return torch.cat(tensors) if tensors else np.concatenate(values)

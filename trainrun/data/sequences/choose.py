@@ -20,29 +20,16 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.engines.generators import takes
 from trainrun.data.map_style import innermost
-from trainrun.data.order.sampler import Plan, StreamPlan, batch_too_large
-from trainrun.data.sequences.collate import Collate, Packed, Padded, rounded
+from trainrun.data.order.sampler import Plan, StreamPlan
+from trainrun.data.sequences.collate import Packed, Padded, rounded
 from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
-from trainrun.data.sequences.lengths import Measured, Shared, first_fields, measured
+from trainrun.data.sequences.lengths import Measured, first_fields, measured
+from trainrun.data.stream_options import Collate, StreamOptions, fitting
 from trainrun.data.tensor_dataset import TARGET_NAMES, Columns, columns_of
 from trainrun.errors import DataError
 
 COMPOSED = ("bucket", "pack", "token_budget")  # modes that ask for lengths before a batch is read
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class SequenceOptions:
-    """As in the config. key: names the source in messages. collate_fn: the user's own. shared: among the ranks."""
-
-    key: str
-    padding: str = "longest"
-    max_tokens: int | None = None
-    max_sequence_length: int | None = None
-    truncate: str = "right"
-    pad_multiple: int | None = None
-    collate_fn: Collate | None = None
-    shared: Shared | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +49,16 @@ class SequencePlan:
     positions: Mapping[str, float] = field(default_factory=dict)
 
 
-def sequence_plan(source: Any, base: Plan, options: SequenceOptions) -> SequencePlan | None:
+def sequence_plan(source: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
     """None if the data has no sequences, or if nothing has to be done but the cut of `Preparation`.
 
     source: samples as the model is to see them: cached and transformed. base: the plan that would be
     used otherwise (unchecked: its batch may be larger than the data). Reads samples only where lengths
-    have to be known and the source has no `lengths`.
+    have to be known and the source has no `lengths`. In evaluation samples keep their order, because predictions are
+    rows in the order of the data.
     """
+    if not options.training and options.padding in COMPOSED:
+        options = replace(options, padding="longest", max_tokens=None)
     check(options)
     if options.collate_fn is not None and options.padding == "longest" and options.truncate == "right":
         return None
@@ -76,7 +66,7 @@ def sequence_plan(source: Any, base: Plan, options: SequenceOptions) -> Sequence
         return _of_iterable(source, base, options)
     columns = source if isinstance(source, Columns) else columns_of(source, options.key)
     source = source if columns is None else columns
-    found = measured(source, options.key, base.seed, need_lengths(options), options.shared)
+    found = measured(source, options, need_lengths(options))
     if not found.names:
         _refuse_without_sequences(options)
         return None
@@ -85,15 +75,22 @@ def sequence_plan(source: Any, base: Plan, options: SequenceOptions) -> Sequence
     return _composed(source, found, base, options)
 
 
-def need_lengths(options: SequenceOptions) -> bool:
+def need_lengths(options: StreamOptions) -> bool:
     cuts = options.max_sequence_length is not None
     if options.padding in COMPOSED or (cuts and options.truncate in ("drop", "split")):
         return True
     return options.padding == "max" and not cuts
 
 
-def check(options: SequenceOptions) -> None:
+def check(options: StreamOptions) -> None:
     """DataError: options that do not go together."""
+    needy = {"padding": ("pack", "token_budget"), "truncate": ("drop", "split")}
+    for name, values in needy.items():
+        if options.transform is not None and getattr(options, name) in values:
+            raise DataError(
+                f"data.{name}={getattr(options, name)}: needs the lengths of samples, which {options.transform_key} "
+                "may change; leave one of them out"
+            )
     budget = options.padding == "token_budget"
     if budget and options.max_tokens is None:
         raise DataError("data.padding=token_budget: needs the budget: data.max_tokens=8192, for instance")
@@ -115,7 +112,7 @@ def check(options: SequenceOptions) -> None:
         )
 
 
-def _refuse_without_sequences(options: SequenceOptions) -> None:
+def _refuse_without_sequences(options: StreamOptions) -> None:
     asked = {"data.padding": (options.padding, "longest"), "data.truncate": (options.truncate, "right"),
              "data.pad_multiple": (options.pad_multiple, None)}  # fmt: skip
     for key, (value, default) in asked.items():
@@ -126,7 +123,7 @@ def _refuse_without_sequences(options: SequenceOptions) -> None:
             )
 
 
-def _of_iterable(source: Any, base: Plan, options: SequenceOptions) -> SequencePlan:
+def _of_iterable(source: Any, base: Plan, options: StreamOptions) -> SequencePlan:
     """Lengths are not known beforehand, so each batch is padded by itself."""
     size = options.max_sequence_length
     if options.padding in COMPOSED or options.truncate in ("drop", "split"):
@@ -142,9 +139,7 @@ def _of_iterable(source: Any, base: Plan, options: SequenceOptions) -> SequenceP
     return SequencePlan(source, base, _padding(Measured(), options, size), "")
 
 
-def _of_columns(
-    columns: Columns, found: Measured, base: Plan, options: SequenceOptions
-) -> SequencePlan | None:
+def _of_columns(columns: Columns, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan | None:
     """Rows of one length: cut once, and often nothing is left to be padded."""
     assert found.lengths is not None
     size, length = options.max_sequence_length, int(found.lengths[0])
@@ -174,7 +169,7 @@ def _refuse_generators(source: Any, key: str) -> None:
         )
 
 
-def _composed(source: Any, found: Measured, base: Plan, options: SequenceOptions) -> SequencePlan:
+def _composed(source: Any, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan:
     size, lengths, kept = options.max_sequence_length, found.lengths, None
     from trainrun.data.sequences.plans import SelectedPlan, epoch_of, verdict
 
@@ -216,7 +211,7 @@ def _composed(source: Any, found: Measured, base: Plan, options: SequenceOptions
     return SequencePlan(source, plan, collate, f"{options.key}: {told}", positions)
 
 
-def _plan(base: Plan, lengths: Array | None, widest: int | None, options: SequenceOptions) -> StreamPlan:
+def _plan(base: Plan, lengths: Array | None, widest: int | None, options: StreamOptions) -> StreamPlan:
     key = options.key
     if options.padding not in COMPOSED:
         return fitting(base, base.num_samples, key)
@@ -247,17 +242,7 @@ def _plan(base: Plan, lengths: Array | None, widest: int | None, options: Sequen
     return BudgetPlan(base, budget_batches(lengths, widths, budget, base.seed, base.shuffle))
 
 
-def fitting(base: Plan, count: int, key: str) -> Plan:
-    """The plan for so many samples (or rows). DataError: too few for one batch of training."""
-    plan = replace(base, num_samples=count)
-    if plan.global_size <= count:
-        return plan
-    if plan.training:
-        raise batch_too_large(key, count, plan)
-    return replace(plan, batch_size=-(-count // plan.world_size))
-
-
-def _padding(found: Measured, options: SequenceOptions, widest: int | None) -> Collate:
+def _padding(found: Measured, options: StreamOptions, widest: int | None) -> Collate:
     names = found.names if found.varies else ()
     size, cut = options.max_sequence_length, None
     if size is not None and options.truncate in ("left", "right"):
@@ -270,7 +255,7 @@ def _padding(found: Measured, options: SequenceOptions, widest: int | None) -> C
     return Padded(names, widest if options.padding == "max" else None, options.pad_multiple, cut)
 
 
-def _check_alike(source: Any, found: Measured, base: Plan, options: SequenceOptions) -> None:
+def _check_alike(source: Any, found: Measured, base: Plan, options: StreamOptions) -> None:
     """What pack and split ask of the fields of a sample."""
     for key, value in (("data.padding", options.padding), ("data.truncate", options.truncate)):
         if value in ("pack", "split") and not found.aligned:
@@ -280,7 +265,7 @@ def _check_alike(source: Any, found: Measured, base: Plan, options: SequenceOpti
             )
     if options.padding != "pack":
         return
-    for name, value in first_fields(source, options.key, base.seed).items():
+    for name, value in first_fields(source, options).items():
         numbers = isinstance(value, torch.Tensor | np.generic | float)
         if name in TARGET_NAMES and numbers and torch.as_tensor(value).is_floating_point():
             raise DataError(  # no float says `there is no target here`

@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 from trainrun.data.engines.generators import seed_globals
 from trainrun.data.map_style import reads_at_once
 from trainrun.data.sequences.fields import FieldForm, Fields, fields_of, forms_of, has_fields, sequence_names
+from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 from trainrun.seeding import kept_random_state
@@ -25,31 +26,6 @@ AT_ONCE = 256  # samples asked of `__getitems__` in one call
 FIRST_LINE_SECONDS = 1.0
 LINES_APART = 4  # times as long until the next one
 Forms = Mapping[str, FieldForm]
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What the ranks do once: rank 0 works, and tells the others what came of it, a fault too.
-
-    gather: the value of every rank, on every rank. say: takes a line about work that takes long.
-    """
-
-    rank: int = 0
-    gather: Callable[[Any], list[Any]] = lambda value: [value]
-    say: Callable[[str], None] = lambda text: None
-
-    def once(self, work: Callable[[], Measured]) -> Measured:
-        answer: Measured | DataError | None = None
-        if self.rank == 0:
-            try:
-                answer = work()
-            except DataError as error:
-                answer = error
-        answer = self.gather(answer)[0]
-        if isinstance(answer, DataError):
-            raise answer
-        assert answer is not None
-        return answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +45,13 @@ class Measured:
     aligned: bool = True
 
 
-def measured(source: Any, key: str, seed: int, need_all: bool, shared: Shared | None = None) -> Measured:
+def measured(source: Any, options: StreamOptions, need_all: bool) -> Measured:
     """need_all: the lengths of all samples are wanted, if need be by reading each once, as in epoch 0.
 
-    The same on every rank, except for `seen`. shared: how the ranks do it once.
+    The same on every rank, except for `seen`.
     DataError: a sample cannot be read, or `need_all` of samples in which fields cannot be told apart.
     """
-    count = len(source)
+    key, seed, count = options.key, options.seed, len(source)
     if count == 0:
         raise DataError(f"{key}: the data set is empty")
     with kept_random_state():
@@ -92,15 +68,30 @@ def measured(source: Any, key: str, seed: int, need_all: bool, shared: Shared | 
             if names and all(_longest(forms[index], names) == said[index] for index in probes):
                 return Measured(names, varies, said, said, "", aligned(forms.values(), names))
         if need_all:
-            shared = shared or Shared()
-            return shared.once(lambda: _read_all(source, key, seed, shared.say))
+            return _once(options, lambda: _read_all(source, key, seed, options.report))
         return _estimated(source, key, seed, spread)
 
 
-def first_fields(source: Any, key: str, seed: int) -> Fields:
+def _once(options: StreamOptions, work: Callable[[], Measured]) -> Measured:
+    """What the ranks do once: rank 0 works, and tells the others what came of it, a fault too."""
+    if options.gather is None:
+        return work()
+    answer: Measured | DataError | None = None
+    if options.rank == 0:
+        try:
+            answer = work()
+        except DataError as error:
+            answer = error
+    told: Measured | DataError = options.gather(answer)[0]
+    if isinstance(told, DataError):
+        raise told
+    return told
+
+
+def first_fields(source: Any, options: StreamOptions) -> Fields:
     """Read the fields of sample 0 without changing random states."""
     with kept_random_state():
-        return fields_of(_read(source, 0, key, seed))
+        return fields_of(_read(source, 0, options.key, options.seed))
 
 
 def said_lengths(source: Any) -> np.ndarray[Any, Any] | None:

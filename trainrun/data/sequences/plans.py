@@ -105,24 +105,12 @@ def budget_batches(lengths: Array, widths: Array, budget: int, seed: int, shuffl
     return Groups(torch.from_numpy(order.astype(np.int64)), np.array(bounds))
 
 
-def share_of(group: Tensor, base: Plan, device: torch.device | None) -> Share | None:
-    """This rank's part of a global micro-batch; without one a filler in training, else None."""
+def share_of(group: Tensor, base: Plan, device: torch.device | None, last: bool) -> Share:
+    """This rank's part of a global micro-batch of training; without one a filler."""
     begin, end = share_bounds(len(group), base.rank, base.world_size)
     if begin < end:
-        return Share(group[begin:end].to(device), True, False)
-    return Share(group[:1].to(device), False, False) if base.training else None
-
-
-def marked(shares: Iterator[Share | None]) -> Iterator[Share]:
-    """Leave out what is None, and mark the last."""
-    waiting = None
-    for share in shares:
-        if share is not None:
-            if waiting is not None:
-                yield waiting
-            waiting = share
-    if waiting is not None:
-        yield waiting._replace(last=True)
+        return Share(group[begin:end].to(device), True, last)
+    return Share(group[:1].to(device), False, last)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,18 +118,6 @@ class Derived:
     """Base of a `StreamPlan` that is made from another one, whose values it passes on."""
 
     base: StreamPlan
-
-    @property
-    def seed(self) -> int:
-        return self.base.seed
-
-    @property
-    def world_size(self) -> int:
-        return self.base.world_size
-
-    @property
-    def global_size(self) -> int:
-        return self.base.global_size
 
     @property
     def num_batches(self) -> int:
@@ -171,11 +147,14 @@ class BucketPlan(Derived):
         if start and start >= self.num_batches:
             raise behind_the_end(start, self.num_batches)
         groups = self.batches(epoch)[start : self.num_batches]
-        return marked(share_of(group, self.base, device) for group in groups)
+        return (
+            share_of(group, self.base, device, number == len(groups))
+            for number, group in enumerate(groups, 1)
+        )
 
     def batches(self, epoch: int) -> list[Tensor]:
         """All global micro-batches of an epoch."""
-        base, size, number = self.base, self.global_size, self.effective_epoch(epoch)
+        base, size, number = self.base, self.base.global_size, self.effective_epoch(epoch)
         order = epoch_order(base.num_samples, base.seed, number, base.shuffle)
         if base.drawn is not None:
             order = base.drawn.samples(order, base.num_samples, base.seed, number)
@@ -200,7 +179,7 @@ class BucketPlan(Derived):
         return [*rows.unbind(), *([tail] if rest else [])]
 
     def _sorted(self, order: Tensor) -> Tensor:
-        mega = torch.arange(len(order)) // (MEGA_BATCHES * self.global_size)
+        mega = torch.arange(len(order)) // (MEGA_BATCHES * self.base.global_size)
         lengths = self.lengths[order % len(self.lengths)]
         keys = mega * (int(lengths.max()) + 1) + lengths if len(order) else mega
         return order[torch.argsort(keys, stable=True)]
@@ -243,12 +222,6 @@ class BudgetPlan(Derived):
     groups: Groups
 
     @property
-    def global_size(self) -> int:
-        """Samples in the largest batch."""
-        bounds = self.groups.bounds
-        return int((bounds[1:] - bounds[:-1]).max())
-
-    @property
     def num_batches(self) -> int:
         return limited(len(self.groups), self.base.limit)
 
@@ -261,8 +234,10 @@ class BudgetPlan(Derived):
         of_groups = replace(
             self.base, num_samples=len(self.groups), batch_size=1, drop_last=False, rank=0, world_size=1
         )
-        numbers = of_groups.shares(epoch, start)
-        return marked(share_of(self.groups.group(int(item.indices)), self.base, device) for item in numbers)
+        return (
+            share_of(self.groups.group(int(item.indices)), self.base, device, item.last)
+            for item in of_groups.shares(epoch, start)
+        )
 
 
 def seen(groups: Groups, number: int, shuffled: bool) -> int:

@@ -43,14 +43,5 @@ class Counted(Around):
 
 def useful_positions(batch: Mapping[str, Any]) -> Tensor:
     """0-d: the places of a padded or packed batch that are no padding."""
-    mask = mask_of(batch)
-    assert mask is not None
+    mask: Tensor = batch["segment_ids"] if "segment_ids" in batch else batch["attention_mask"]
     return mask.count_nonzero()
-
-
-def mask_of(batch: Any) -> Tensor | None:
-    """Not 0 at the places of a padded or packed batch that are no padding; None if it does not say which."""
-    if not isinstance(batch, Mapping):
-        return None
-    mask = batch.get("segment_ids", batch.get("attention_mask"))
-    return mask if isinstance(mask, Tensor) else None
