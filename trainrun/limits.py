@@ -56,6 +56,10 @@ Steps = Annotated[float, Limits(at_least=1)]  # also as 1e3
 Rates = NotNegative | list[NotNegative]  # an optimizer may have several groups of parameters
 Lasting = Annotated[str, Lasts()]
 Auto = Literal["auto"]
+NumberType = Literal["float32", "float64", "int64", "uint8"]  # of inputs
+TargetType = Literal["auto", "class", "int64", "float32", "float64"]
+PixelType = Literal["uint8", "float32"]
+Fit = Literal["crop", "stretch"]
 NODE, NODES, NAMED, ANY = "node", "nodes", "named", "any"  # a `_target_`; several by name; either; anything
 
 

@@ -1,4 +1,4 @@
-"""Mlp and Cnn: shapes, options, and that everything in them trains."""
+"""Networks of pictures and vectors: shapes, sizes, that all of them trains, and where a block begins."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.model.cnn import Cnn
+from trainrun.model.layers import Residual
 from trainrun.model.mlp import Mlp
+from trainrun.model.mobilenet import Mobilenet
+from trainrun.model.resnet import ResNet
+from trainrun.model.vae import Vae
 
 BUILDS: list[Callable[[], nn.Module]] = [
     lambda: Mlp([1, 8, 8], 10),
@@ -18,7 +22,15 @@ BUILDS: list[Callable[[], nn.Module]] = [
     lambda: Cnn([1, 8, 8], 10),
     lambda: Cnn([1, 8, 8], 10, width=4, dropout=0.1, norm="layer", residual=False),
     lambda: Cnn([1, 8, 8], 10, width=4, norm="none", init="xavier"),
+    lambda: ResNet([1, 8, 8], 10, width=8),
+    lambda: ResNet([1, 8, 8], 10, size=50, width=8),
+    lambda: Vae([1, 8, 8], 5, width=4, hidden=[12, 8]),
+    lambda: Vae([1, 8, 8], 5, body="mlp", hidden=[12, 8]),
 ]
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -26,21 +38,27 @@ def test_every_parameter_changes_within_two_steps(build: Callable[[], nn.Module]
     torch.manual_seed(0)  # two, because a branch behind a zero weight learns from the second on
     model, x, y = build(), torch.randn(32, 1, 8, 8), torch.arange(32) % 10
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(2):
         optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
+        found = model(x)
+        if isinstance(found, tuple):
+            rebuilt, mean, log_var = found
+            loss = (rebuilt - x).square().sum() + (mean.square() + log_var.exp() - log_var).sum()
+        else:
+            assert found.shape == (32, 10)
+            loss = cross_entropy(found, y)
+        loss.backward()
         optimizer.step()
-    still = [name for name, value in model.named_parameters() if torch.equal(before[name], value)]
-    assert still == []
-    assert model(x).shape == (32, 10)
+    assert [name for name, value in model.named_parameters() if torch.equal(before[name], value)] == []
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 4, 4), (1, 28, 28), (2, 9, 30), (3, 64, 96), (3, 224, 224)])
-def test_the_cnn_takes_any_size_of_picture(shape: tuple[int, int, int]) -> None:
-    model = Cnn(shape, 5, width=2).eval()
-    assert model(torch.zeros(2, *shape)).shape == (2, 5)
-    assert model.layers[-1].weight.shape[1] <= 4 * 13 * 20  # the head stays small, whatever the picture
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 4, 4), (1, 28, 28), (2, 9, 30), (3, 224, 224)])
+def test_pictures_of_any_size_become_logits(shape: tuple[int, int, int]) -> None:
+    cnn = Cnn(shape, 5, width=2)
+    assert cnn.layers[-1].weight.shape[1] <= 4 * 13 * 20  # the head stays small, whatever the picture
+    for model in (cnn, Mobilenet(shape, 5, width=4), ResNet(shape, 5, size=50, width=8)):
+        assert model.eval()(torch.zeros(2, *shape)).shape == (2, 5)
 
 
 def test_the_maps_of_the_cnn_lie_channels_last_whatever_the_input() -> None:
@@ -52,36 +70,68 @@ def test_the_maps_of_the_cnn_lie_channels_last_whatever_the_input() -> None:
     assert layouts == [1] * 8
 
 
-def test_the_mlp_takes_vectors_and_flattens_the_rest() -> None:
-    torch.manual_seed(0)
-    vectors, pictures = Mlp([64], 3), Mlp([1, 8, 8], 3)
-    vectors.load_state_dict(dict(zip(vectors.state_dict(), pictures.state_dict().values(), strict=True)))
-    x = torch.randn(4, 1, 8, 8)
-    assert torch.equal(vectors(x.flatten(1)), pictures(x))
-
-
 def test_dropout_is_really_there() -> None:
     for model in (Mlp([64], 3, dropout=0.5), Cnn([1, 8, 8], 3, dropout=0.5, width=2)):
         assert [layer.p for layer in model.layers if isinstance(layer, nn.Dropout)][:1] == [0.5]
 
 
-@pytest.mark.parametrize(
-    ("build", "text"),
-    [
-        (lambda: Mlp(None, 10), "in_shape is not known"),  # type: ignore[arg-type]
-        (lambda: Mlp([0], 10), r"in_shape=\[0\]"),
-        (lambda: Mlp([4], None), "num_classes is not known"),  # type: ignore[arg-type]
-        (lambda: Mlp([4], 0), "num_classes=0 must be at least 1"),
-        (lambda: Mlp([4], 2, hidden=[8, 0]), r"hidden=\[8, 0\]"),
-        (lambda: Mlp([4], 2, activation="relux"), "activation=relux is not known; choose relu, gelu"),
-        (lambda: Mlp([4], 2, norm="bacht"), "norm=bacht is not known; choose none, batch, layer"),
-        (lambda: Mlp([4], 2, dropout=1.0), "dropout=1.0 must be at least 0 and below 1"),
-        (lambda: Mlp([4], 2, init="x"), "init=x is no scheme"),
-        (lambda: Cnn([28, 28], 10), r"in_shape=\[28, 28\] must be \[channels, height, width\]"),
-        (lambda: Cnn([1, 3, 8], 10), "too small: pictures of 4 x 4"),
-        (lambda: Cnn([1, 8, 8], 10, width=0), "width=0 must be at least 1"),
-    ],
-)
-def test_wrong_values_are_refused_in_words(build: Callable[[], nn.Module], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        build()
+def test_the_light_network_is_light_and_its_wide_convolutions_are_depthwise() -> None:
+    light = Mobilenet((1, 28, 28), 10)
+    assert 7 * count(light) < count(Cnn((1, 28, 28), 10))
+    convolutions = [layer for layer in light.modules() if isinstance(layer, nn.Conv2d)]
+    assert all(layer.groups == layer.in_channels for layer in convolutions[1:] if layer.kernel_size == (3, 3))
+
+
+@pytest.mark.parametrize(("size", "parameters"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032)])
+def test_the_sizes_of_the_resnet_are_those_of_the_paper(size: int, parameters: int) -> None:
+    with torch.device("meta"):  # ImageNet, as torchvision counts them
+        assert count(ResNet([3, 224, 224], 1000, size=size)) == parameters  # type: ignore[arg-type]
+
+
+def test_the_stem_of_the_resnet_fits_the_picture() -> None:
+    def first(side: int, stem: str = "auto") -> tuple[int, int]:
+        layers = ResNet([3, side, side], 2, width=8, blocks=[1], stem=stem).layers  # type: ignore[arg-type]
+        return layers[0].kernel_size[0], sum(isinstance(layer, nn.MaxPool2d) for layer in layers)
+
+    assert first(28) == first(64) == first(224, "small") == (3, 0)
+    assert first(96) == first(224) == first(32, "large") == (7, 1)
+
+
+def test_a_block_of_the_resnet_begins_as_its_shortcut() -> None:
+    for block in ResNet([1, 8, 8], 3, size=50, width=8).modules():
+        if isinstance(block, Residual):
+            assert not block.branch(torch.randn(2, block.branch[0].in_channels, 8, 8)).any()
+    plain = ResNet([1, 8, 8], 3, width=8, zero_init_residual=False)
+    assert all(block.branch[-1].weight.all() for block in plain.modules() if isinstance(block, Residual))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 9, 30), (1, 5, 5), (7,), (2, 3)])
+def test_a_reconstruction_of_the_vae_has_the_shape_of_its_input(shape: tuple[int, ...]) -> None:
+    model = Vae(shape, latent_dim=5, width=4, hidden=[12])
+    rebuilt, mean, log_var = model(torch.randn(3, *shape))
+    assert (rebuilt.shape, mean.shape, log_var.shape) == ((3, *shape), (3, 5), (3, 5))
+    convolves = any(isinstance(layer, nn.Conv2d) for layer in model.modules())
+    assert convolves == (len(shape) == 3 and min(shape[1:]) >= 8)
+
+
+def test_noise_that_is_given_to_the_vae_is_the_only_chance() -> None:
+    torch.manual_seed(0)
+    model, x, noise = Vae((7,), 3), torch.randn(4, 7), torch.randn(4, 3)
+    assert torch.equal(model(x, noise).reconstruction, model(x, noise).reconstruction)
+    with pytest.raises(ValueError, match=r"noise\.size=1: must be model\.latent_dim=3"):
+        model(x, noise[:, :1])  # would be the same in every dimension
+    assert not torch.equal(model(x, noise).reconstruction, model(x, -noise).reconstruction)
+    assert not torch.equal(model(x).reconstruction, model(x).reconstruction)
+    model.eval()
+    assert torch.equal(model(x).reconstruction, model(x, torch.zeros(4, 3)).reconstruction)
+    with torch.autocast("cpu", torch.bfloat16):  # the variance is an exponential
+        assert [part.dtype for part in model(x)] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_what_is_no_picture_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"in_shape=\[28, 28\] must be \[channels, height, width\]"):
+        Cnn([28, 28], 10)
+    with pytest.raises(ValueError, match="too small: pictures of 4 x 4"):
+        Mobilenet([1, 3, 8], 10)
+    with pytest.raises(ValueError, match="body=conv: .* is no picture"):
+        Vae([7], body="conv")

@@ -17,6 +17,4 @@ Positions = Literal["rotary", "learned"]
 Kernel = Literal["auto", "flash", "fp32", "plain", "math"]
 Outputs = Literal["each", "last"]
 
-NORMS, SCHEMES, STEMS, BODIES = get_args(Norm), get_args(Scheme)[:3], get_args(Stem), get_args(Body)
-GPT_SIZES, POSITIONS, KERNELS, OUTPUTS = map(get_args, (GptSize, Positions, Kernel, Outputs))
-RESNET_SIZES = tuple(map(str, get_args(ResnetSize)))
+SCHEMES, KERNELS = get_args(Scheme)[:3], get_args(Kernel)

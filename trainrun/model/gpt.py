@@ -10,8 +10,7 @@ from torch.nn.functional import embedding
 
 from trainrun.limits import BelowOne, Count
 from trainrun.model.attention import causal_attention
-from trainrun.model.choices import GPT_SIZES, KERNELS, POSITIONS, GptSize, Kernel, Positions
-from trainrun.model.layers import checked_count
+from trainrun.model.choices import GptSize, Kernel, Positions
 
 # layers, width, heads; the numbers are parameters with 256 tokens, the last one's with 50,257
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -80,7 +79,7 @@ class Gpt(nn.Module):
     tied: the last layer's weights are those of the embedding.
     attention: see `trainrun.model.attention`.
     Padding must come after the tokens: then none of them sees it, and no mask is needed.
-    ValueError: sizes that do not fit each other, or unknown names.
+    ValueError: sizes that do not fit each other.
     """
 
     def __init__(
@@ -97,18 +96,13 @@ class Gpt(nn.Module):
         attention: Kernel = "auto",
     ) -> None:
         super().__init__()
-        check_known("size", size, GPT_SIZES)
         layers, width, heads = (
             given or usual for given, usual in zip((layers, width, heads), SIZES[size], strict=True)
         )
         if width % heads or (width // heads) % 2:
             raise ValueError(f"width={width} must be an even multiple of heads={heads}")
-        check_known("positions", positions, POSITIONS)
-        check_known("attention", attention, KERNELS)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
-        self.context = checked_count("context", context)
-        self.tokens = nn.Embedding(checked_count("vocab_size", vocab_size), width)
+        self.context = context
+        self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(context, width) if positions == "learned" else None
         self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, attention) for _ in range(layers))
@@ -182,11 +176,6 @@ def rotary_table(context: int, head_width: int) -> Tensor:
 def segments_before(segment_ids: Tensor) -> Tensor:
     """(B, 1, T, T) bool: keys of the query's own segment that are not behind it."""
     return (segment_ids[:, None, :, None] == segment_ids[:, None, None, :]).tril()
-
-
-def check_known(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value} is not known; choose {', '.join(known)}")
 
 
 def initialize(model: Gpt, layers: int) -> None:

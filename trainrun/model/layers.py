@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor, nn
 
-from trainrun.model.choices import NORMS, SCHEMES
+from trainrun.model.choices import SCHEMES
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -34,20 +33,8 @@ class Residual(nn.Module):
         return [found for layer in self.branch if (found := list(layer.parameters()))][-1]
 
 
-def activation(name: str) -> nn.Module:
-    """ValueError: no such activation."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation={name} is not known; choose {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]()
-
-
 def norm_layers(name: str, num_features: int, images: bool) -> list[nn.Module]:
-    """No layer or one. images: for (B, C, H, W), where `layer` normalises over C, H and W together.
-
-    ValueError: no such norm.
-    """
-    if name not in NORMS:
-        raise ValueError(f"norm={name} is not known; choose {', '.join(NORMS)}")
+    """No layer or one. images: for (B, C, H, W), where `layer` normalises over C, H and W together."""
     if name == "none":
         return []
     if name == "batch":
@@ -56,28 +43,8 @@ def norm_layers(name: str, num_features: int, images: bool) -> list[nn.Module]:
 
 
 def dropout_layers(dropout: float) -> list[nn.Module]:
-    """No layer where nothing is dropped. ValueError: not in [0, 1)."""
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
+    """No layer where nothing is dropped."""
     return [nn.Dropout(dropout)] if dropout else []
-
-
-def checked_sizes(name: str, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """ValueError: not given, empty, or a size below 1."""
-    if sizes is None:
-        raise ValueError(f"{name} is not known: the data does not say its shape; give {name}=[1,28,28], say")
-    if not sizes or any(size < 1 for size in sizes):
-        raise ValueError(f"{name}={list(sizes)} needs one or more sizes of at least 1")
-    return tuple(sizes)
-
-
-def checked_count(name: str, count: int | None) -> int:
-    """ValueError: not given, or below 1."""
-    if count is None:
-        raise ValueError(f"{name} is not known: the data does not say it; give {name}=10, say")
-    if count < 1:
-        raise ValueError(f"{name}={count} must be at least 1")
-    return count
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

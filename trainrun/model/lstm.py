@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.limits import BelowOne, Count
-from trainrun.model.choices import OUTPUTS, Outputs
-from trainrun.model.layers import checked_count, dropout_layers
+from trainrun.model.choices import Outputs
+from trainrun.model.layers import dropout_layers
 
 
 class Lstm(nn.Module):
@@ -18,7 +18,6 @@ class Lstm(nn.Module):
     vocab_size: of the tokens that come in; None is num_classes, as in language modelling.
     outputs: `each` or `last`; the last real position where the batch has an attention_mask.
     Padding must come after the tokens, which then never see it.
-    ValueError: unknown names, sizes below 1.
     """
 
     def __init__(
@@ -31,14 +30,11 @@ class Lstm(nn.Module):
         outputs: Outputs = "each",
     ) -> None:
         super().__init__()
-        if outputs not in OUTPUTS:
-            raise ValueError(f"outputs={outputs} is not known; choose {', '.join(OUTPUTS)}")
-        checked_count("num_classes", num_classes)
         self.outputs = outputs
-        self.tokens = nn.Embedding(checked_count("vocab_size", vocab_size or num_classes), width)
+        self.tokens = nn.Embedding(vocab_size or num_classes, width)
         self.drop = nn.Sequential(*dropout_layers(dropout))
         between = dropout if layers > 1 else 0.0
-        self.lstm = nn.LSTM(width, width, checked_count("layers", layers), batch_first=True, dropout=between)
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True, dropout=between)
         self.head = nn.Linear(width, num_classes)
 
     def forward(

@@ -9,14 +9,7 @@ from torch import Tensor, nn
 
 from trainrun.limits import BelowOne, Count
 from trainrun.model.choices import Activation, Norm, Scheme
-from trainrun.model.layers import (
-    activation,
-    checked_count,
-    checked_sizes,
-    dropout_layers,
-    initialize,
-    norm_layers,
-)
+from trainrun.model.layers import ACTIVATIONS, dropout_layers, initialize, norm_layers
 
 
 class Mlp(nn.Module):
@@ -32,15 +25,14 @@ class Mlp(nn.Module):
         norm: Norm = "none",
         init: Scheme = "he",
     ) -> None:
-        shape = checked_sizes("in_shape", in_shape)
-        layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
-        width = prod(shape)
-        for next_width in checked_sizes("hidden", hidden) if hidden else ():
+        layers: list[nn.Module] = [nn.Flatten()] if len(in_shape) > 1 else []
+        width = prod(in_shape)
+        for next_width in hidden or ():
             layers += hidden_layer(width, next_width, activation, dropout, norm)
             width = next_width
-        layers.append(nn.Linear(width, checked_count("num_classes", num_classes)))
+        layers.append(nn.Linear(width, num_classes))
         super().__init__()
-        self.in_shape = shape
+        self.in_shape = tuple(in_shape)
         self.layers = nn.Sequential(*layers)
         initialize(self, init)
 
@@ -55,6 +47,6 @@ def hidden_layer(width: int, next_width: int, act: str, dropout: float, norm: st
     return [
         nn.Linear(width, next_width, bias=norm != "batch"),
         *norm_layers(norm, next_width, images=False),
-        activation(act),
+        ACTIVATIONS[act](),
         *dropout_layers(dropout),
     ]

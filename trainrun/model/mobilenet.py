@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainrun.limits import BelowOne, Count
 from trainrun.model.choices import Scheme
 from trainrun.model.cnn import checked_picture
-from trainrun.model.layers import Residual, checked_count, dropout_layers, initialize
+from trainrun.model.layers import Residual, dropout_layers, initialize
 
 BLOCKS = ((1, 2), (2, 1), (2, 1), (4, 2), (4, 1))  # channels of each in widths, and its stride
 
@@ -37,16 +37,16 @@ class Mobilenet(nn.Module):
         init: Scheme = "he",
     ) -> None:
         channels, _, _ = shape = checked_picture(in_shape)
-        now, wider = checked_count("width", width), checked_count("expansion", expansion)
+        now = width
         super().__init__()
         self.in_shape = shape
         layers: list[nn.Module] = [*conv(channels, now, 3), nn.ReLU6(inplace=True)]
         for times, stride in BLOCKS:
-            layers.append(block(now, times * width, stride, wider))
+            layers.append(block(now, times * width, stride, expansion))
             now = times * width
         self.layers = nn.Sequential(
             *layers, *conv(now, 2 * now, 1), nn.ReLU6(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-            *dropout_layers(dropout), nn.Linear(2 * now, checked_count("num_classes", num_classes)),
+            *dropout_layers(dropout), nn.Linear(2 * now, num_classes),
         )  # fmt: skip
         initialize(self, init)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as in the Cnn

@@ -8,22 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.limits import BelowOne, Count
-from trainrun.model.choices import RESNET_SIZES, STEMS, Norm, ResnetSize, Scheme, Stem
+from trainrun.model.choices import Norm, ResnetSize, Scheme, Stem
 from trainrun.model.cnn import checked_picture
-from trainrun.model.layers import (
-    Residual,
-    checked_count,
-    checked_sizes,
-    dropout_layers,
-    initialize,
-    norm_layers,
-)
+from trainrun.model.layers import Residual, dropout_layers, initialize, norm_layers
 
 # blocks of the four stages, and whether a block is a bottleneck
-SIZES: dict[str, tuple[tuple[int, ...], bool]] = {
-    "18": ((2, 2, 2, 2), False),
-    "34": ((3, 4, 6, 3), False),
-    "50": ((3, 4, 6, 3), True),
+SIZES: dict[int, tuple[tuple[int, ...], bool]] = {
+    18: ((2, 2, 2, 2), False),
+    34: ((3, 4, 6, 3), False),
+    50: ((3, 4, 6, 3), True),
 }
 BOTTLENECK = 4  # how many times wider than its middle a bottleneck ends
 LARGE_SIDE = 96  # from here on `auto` takes the stem that leaves a sixteenth of the places
@@ -37,7 +30,6 @@ class ResNet(nn.Module):
     stem: `small` keeps the size (3 x 3, for CIFAR); `large` leaves a quarter of each side (7 x 7 and
         pooling, for ImageNet); `auto` is large from 96 x 96 on. Bottlenecks stride in their 3 x 3.
     zero_init_residual: every block begins as its shortcut (Goyal et al., 2017, arXiv:1706.02677).
-    ValueError: unknown names, sizes below 1.
     """
 
     def __init__(
@@ -54,26 +46,20 @@ class ResNet(nn.Module):
         init: Scheme = "he",
     ) -> None:
         channels, rows, columns = shape = checked_picture(in_shape)
-        if str(size) not in SIZES:
-            raise ValueError(f"size={size} is not known; choose {', '.join(RESNET_SIZES)}")
-        if stem not in STEMS:
-            raise ValueError(f"stem={stem} is not known; choose {', '.join(STEMS)}")
-        usual, bottleneck = SIZES[str(size)]
-        stages = usual if blocks is None else checked_sizes("blocks", blocks)
-        inside = checked_count("width", width)
+        usual, bottleneck = SIZES[size]
         large = stem == "large" or (stem == "auto" and min(rows, columns) >= LARGE_SIDE)
         super().__init__()
         self.in_shape = shape
-        layers = stem_layers(channels, inside, norm, large)
-        outside = inside
-        for stage, count in enumerate(stages):
+        layers = stem_layers(channels, width, norm, large)
+        outside = width
+        for stage, count in enumerate(blocks or usual):
             for number in range(count):
                 stride = 2 if stage and not number else 1
-                layers += block(outside, inside << stage, stride, norm, bottleneck)
-                outside = (inside << stage) * (BOTTLENECK if bottleneck else 1)
+                layers += block(outside, width << stage, stride, norm, bottleneck)
+                outside = (width << stage) * (BOTTLENECK if bottleneck else 1)
         self.layers = nn.Sequential(*layers)
         self.drop = nn.Sequential(*dropout_layers(dropout))
-        self.head = nn.Linear(outside, checked_count("num_classes", num_classes))
+        self.head = nn.Linear(outside, num_classes)
         initialize(self, init, zero_init_residual)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as in the Cnn
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.limits import Count
-from trainrun.model.layers import checked_count
 from trainrun.model.vae import FIRST_CODE, VaeOutput, drawn_code
 
 
@@ -24,14 +23,13 @@ class SequenceVae(nn.Module):
 
     def __init__(self, vocab_size: Count, latent_dim: Count = 32, width: Count = 128) -> None:
         super().__init__()
-        size = checked_count("vocab_size", vocab_size)
-        self.nothing = size  # stands ahead of the first token, and for those that were dropped
-        self.tokens = nn.Embedding(size + 1, width)
+        self.nothing = vocab_size  # stands ahead of the first token, and for those that were dropped
+        self.tokens = nn.Embedding(vocab_size + 1, width)
         self.encoder = nn.LSTM(width, width, batch_first=True)
-        self.code = nn.Linear(width, 2 * checked_count("latent_dim", latent_dim))
+        self.code = nn.Linear(width, 2 * latent_dim)
         self.begin = nn.Linear(latent_dim, 2 * width)
         self.decoder = nn.LSTM(width + latent_dim, width, batch_first=True)
-        self.head = nn.Linear(width, size)
+        self.head = nn.Linear(width, vocab_size)
         with torch.no_grad():
             self.code.weight.mul_(FIRST_CODE)
 

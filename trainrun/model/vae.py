@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.limits import Count
-from trainrun.model.choices import BODIES, Body, Scheme
-from trainrun.model.layers import checked_count, checked_sizes, initialize
+from trainrun.model.choices import Body, Scheme
+from trainrun.model.layers import initialize
 
 SMALLEST_SIDE = 8  # of pictures for which `auto` takes convolutions
 FIRST_CODE = 0.1  # how large the code is at the start, against what `init` makes of it
@@ -36,7 +36,7 @@ class Vae(nn.Module):
     body: `conv` halves pictures (C, H, W) twice, `mlp` takes any shape, `auto` is conv for pictures from
         8 x 8 on. width: channels of the first convolution. hidden: of the dense layers, from the data to
         the code; the decoder mirrors them.
-    ValueError: unknown names, sizes below 1, convolutions over what is no picture.
+    ValueError: no hidden layer, or convolutions over what is no picture.
     """
 
     def __init__(
@@ -48,22 +48,20 @@ class Vae(nn.Module):
         hidden: Sequence[Count] = (256,),
         init: Scheme = "he",
     ) -> None:
-        shape = checked_sizes("in_shape", in_shape)
-        if body not in BODIES:
-            raise ValueError(f"body={body} is not known; choose {', '.join(BODIES)}")
+        shape = tuple(in_shape)
         if body == "conv" and (len(shape) != 3 or min(shape[1:]) < 4):
             raise ValueError(
                 f"body=conv: in_shape={list(shape)} is no picture of 4 x 4 or more; use body=mlp"
             )
         convolves = body == "conv" or (body == "auto" and len(shape) == 3 and min(shape[1:]) >= SMALLEST_SIDE)
-        code = checked_count("latent_dim", latent_dim)
-        sizes = checked_sizes("hidden", hidden)
+        if not hidden:
+            raise ValueError("hidden=[] needs one or more sizes")
         super().__init__()
         self.in_shape = shape
         if convolves:
-            self.encoder, self.decoder = conv_layers(shape, code, checked_count("width", width), sizes)
+            self.encoder, self.decoder = conv_layers(shape, latent_dim, width, tuple(hidden))
         else:
-            self.encoder, self.decoder = dense_layers(shape, code, sizes)
+            self.encoder, self.decoder = dense_layers(shape, latent_dim, tuple(hidden))
         initialize(self, init)
         with torch.no_grad():  # codes begin near their prior; at full size exp(log_var) explodes
             self.encoder[-1].get_parameter("weight").mul_(FIRST_CODE)

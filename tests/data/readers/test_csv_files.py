@@ -142,8 +142,6 @@ def test_types_and_shape_of_inputs(tmp_path):
     assert "line 2: column 'q' is 4611686018427387904, which data.train.dtype=uint8" in fault(
         path, dtype="uint8"
     )
-    assert "data.train.dtype=int4: must be one of float32" in fault(path, dtype="int4")
-    assert "data.train.target_dtype=int: must be one of auto, class" in fault(path, target_dtype="int")
 
 
 @pytest.mark.parametrize("cell", ["", "NA", "nan", "?"])

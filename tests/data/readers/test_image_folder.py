@@ -237,8 +237,6 @@ def test_wrong_folders_and_words(tmp_path):
     assert "/cat has no picture (.jpg, .jpeg, .png)" in fault(tmp_path)
     assert "data.shape=[8]: of pictures it is [3,height,width]" in fault(tmp_path, shape=[8])
     assert "data.shape=[2, 8, 8]" in fault(tmp_path, shape=[2, 8, 8])
-    assert "data.train.fit=pad: must be crop or stretch" in fault(tmp_path, fit="pad")
-    assert "data.train.dtype=int64: must be uint8 or float32" in fault(tmp_path, dtype="int64")
 
 
 def test_the_fingerprint_follows_files_and_form(tmp_path):

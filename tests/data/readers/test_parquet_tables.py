@@ -204,10 +204,7 @@ def test_missing_and_unfit_targets(path, tmp_path):
 def test_wrong_words(path):
     assert "data.train.target: name the column to predict" in fault(path)
     assert "data.train.target=kin: no such column; did you mean kind?" in fault(path, target="kin")
-    assert "data.train.row_groups=0: must be at least 1" in fault(path, target="kind", row_groups=0)
-    assert "data.train.in_memory=maybe: must be" in fault(path, inputs="a", target="kind", in_memory="maybe")
     assert "data.shape=[3]: needs 3 numbers a row" in fault(path, inputs=["a", "b"], target="kind", shape=[3])
-    assert "data.train.dtype=int8" in fault(path, inputs="a", target="kind", dtype="int8")
 
 
 def test_damaged_files(path, tmp_path):

@@ -24,8 +24,6 @@ def check_memory(num_bytes: int, what: str, way: str) -> None:
 
 def in_memory(num_bytes: int, wanted: bool | str) -> bool:
     """wanted: data.train.in_memory: true, false, or "auto": up to a quarter of the memory that is free now."""
-    if wanted not in ("auto", True, False):
-        raise DataError(f"data.train.in_memory={wanted}: must be auto, true or false")
     if wanted is True:
         check_memory(num_bytes, "data.train.in_memory=true: the data", "use data.train.in_memory=auto")
     return num_bytes * SHARE <= host_memory().free if wanted == "auto" else bool(wanted)

@@ -18,7 +18,6 @@ from trainrun.plugin_faults import nearest
 
 KEY = "data.train.target"
 TARGET_NAMES = ("target", "targets", "label", "labels", "y", "class")
-TARGET_DTYPES = ("auto", "class", "int64", "float32", "float64")
 NO_TARGET = "none"
 Cells = Any  # a NumPy array of numbers (N,), or a sequence of N str
 
@@ -69,8 +68,6 @@ def coding_of(cells: Cells, dtype: str, names: Sequence[str] = ()) -> Coding:
     dtype: data.train.target_dtype: `auto` takes whole numbers as they are, other numbers as float32, and
         words as classes. names: of the classes 0, 1, ..., where the file tells them.
     """
-    if dtype not in TARGET_DTYPES:
-        raise DataError(f"data.train.target_dtype={dtype}: must be one of {', '.join(TARGET_DTYPES)}")
     if dtype == "auto":
         values = numbers_in(cells)
         dtype = "class" if values is None else "float32" if values.dtype.kind == "f" else "int64"

@@ -21,7 +21,7 @@ from trainrun.data.readers.reader_protocol import Info, dataset_of
 from trainrun.data.readers.targets import Coding, coding_of, listed
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
-from trainrun.limits import Auto, BelowOne
+from trainrun.limits import Auto, BelowOne, TargetType
 from trainrun.plugin_faults import nearest
 
 CHUNK_CACHE_BYTES = 32 * 2**20  # for each data set of an open file; HDF5's own default is 1 MiB
@@ -39,7 +39,7 @@ class Hdf5Layout(NamedTuple):
 
 
 def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_path: str | None = None,
-         test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0, target_dtype: str = "auto",
+         test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0, target_dtype: TargetType = "auto",
          in_memory: bool | Auto = "auto") -> Any:  # fmt: skip
     """`train`, `val` or `test`: `Arrays` in memory, or samples read on demand.
 

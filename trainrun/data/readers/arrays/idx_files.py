@@ -8,7 +8,7 @@ import struct
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 def load(path: str | None, split: str, inputs: str, target: str | None, val_inputs: str | None = None,
          val_target: str | None = None, test_inputs: str | None = None, test_target: str | None = None,
-         val_fraction: BelowOne = 0.1, seed: int = 0, dtype: str = "float32") -> Arrays:  # fmt: skip
+         val_fraction: BelowOne = 0.1, seed: int = 0,
+         dtype: Literal["float32", "stored"] = "float32") -> Arrays:  # fmt: skip
     """`train`, `val` or `test`: inputs (N, ...) and integer labels (N,) or floats (N, 1).
 
     inputs, target, and those of val and test: names of files in the folder `path`; without val_inputs,
@@ -36,8 +37,6 @@ def load(path: str | None, split: str, inputs: str, target: str | None, val_inpu
     dtype: "float32" divides bytes by 255; "stored" keeps the type of the file.
     """
     folder = existing_folder(path, "data.path")
-    if dtype not in ("float32", "stored"):
-        raise DataError(f"data.train.dtype={dtype}: must be one of float32, stored")
     names = {"train": (inputs, target), "val": (val_inputs, val_target), "test": (test_inputs, test_target)}
     part = Part(split, inputs, val_inputs, test_inputs, val_fraction, seed)
     own = names[split] if part.own else names["train"]

@@ -22,7 +22,7 @@ from trainrun.data.readers.reader_protocol import Info, ReaderDataset
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.data.tensor_dataset import rows as gathered
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne
+from trainrun.limits import Auto, BelowOne
 from trainrun.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def open_mapped(file: str) -> Mapped:
 
 
 def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_fraction: BelowOne = 0.0,
-         seed: int = 0, mapped: bool = True, stratify: bool | str = True) -> Any:  # fmt: skip
+         seed: int = 0, mapped: bool = True, stratify: bool | Auto = True) -> Any:  # fmt: skip
     """`train`, `val` or `test`: the arrays x_<split> and y_<split>, one row per sample.
 
     inputs, target: what stands for x and y; without a target, samples are inputs alone.
@@ -62,8 +62,6 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     check_split(split, ("train", "val", "test"))
     if path is None:
         raise DataError("data.path: name an .npz file, or a folder of .npy files, as data.path=my_arrays.npz")
-    if stratify not in (True, False, "auto"):
-        raise DataError(f"data.train.stratify={stratify}: must be true, false or auto")
     parted = split != "test" and val_fraction > 0
     place = Path(path).expanduser()
     names = [f"{name}_{'train' if parted else split}" for name in (inputs, target) if name]

@@ -8,7 +8,6 @@ import torch
 
 from trainrun.data.order.sampler import check_split
 from trainrun.data.tensor_dataset import Arrays
-from trainrun.errors import DataError
 from trainrun.limits import Count, NotNegative
 from trainrun.seeding import derive_seed
 
@@ -24,8 +23,6 @@ def load(split: str, num_samples: Count = 1024, shape: Sequence[Count] = (16,), 
     function of the input plus noise.
     """
     check_split(split, SPLITS)
-    if num_samples < 1:
-        raise DataError(f"num_samples={num_samples}: must be at least 1")
     problem = torch.Generator().manual_seed(derive_seed(seed, 0))  # shared by the splits
     generator = torch.Generator().manual_seed(derive_seed(seed, 1 + SPLITS.index(split)))
     inputs = torch.randn(num_samples, *shape, generator=generator)

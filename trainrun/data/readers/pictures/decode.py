@@ -24,8 +24,6 @@ ORIENTATION = 0x0112  # the EXIF tag
 TURNS = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), start=2))  # EXIF orientations 2 to 8
 MODES = {1: "L", 3: "RGB"}
 Array = np.ndarray[Any, Any]
-FITS = ("crop", "stretch")
-DTYPES = ("uint8", "float32")
 FAULTS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 
 
@@ -78,14 +76,11 @@ class Form:
 
 
 def form_of(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> Form:
-    """Checked. DataError names the key."""
+    """DataError: no shape of a picture."""
     if shape is not None and (len(shape) != 3 or shape[0] not in MODES or min(shape) < 1):
         raise DataError(
             f"data.shape={list(shape)}: of pictures it is [3,height,width], or [1,height,width] for grey"
         )
-    for key, value, allowed in (("fit", fit, FITS), ("dtype", dtype, DTYPES)):
-        if value not in allowed:
-            raise DataError(f"data.train.{key}={value}: must be {' or '.join(allowed)}")
     return Form(None if shape is None else (shape[0], shape[1], shape[2]), fit, dtype, draft)
 
 

@@ -21,16 +21,12 @@ from torch import Tensor
 from trainrun.data.readers.parts import Part, parts_inside
 from trainrun.data.readers.paths import existing_folder, fingerprint_of
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of
-from trainrun.data.readers.tables.csv_files import Dialect, columns_in, line_of, read_cells
+from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_cells
 from trainrun.data.readers.targets import Coding, coding_of
 from trainrun.data.scale import Scale
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count
+from trainrun.limits import BelowOne, Count, Fit, PixelType
 
-READ_BYTES = 2**17
-READ_FLAGS = (
-    os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
-)  # nobody waits for a pipe
 PARTS = {part: (part,) for part in ("train", "val", "test")}
 ENDINGS = (".jpg", ".jpeg", ".png")
 EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: data.train.labels=labels.csv"
@@ -46,16 +42,14 @@ class ImageFolder:
     thread_safe = True
 
     def __init__(self, root: Path, names: Sequence[str], labels: Tensor, coding: Coding, form: Form) -> None:
-        encoded = [os.fsencode(name) for name in names]
         self._root = str(root)
         # One block instead of a million strings, which workers would copy page by page as they count references.
-        self._names = b"".join(encoded)
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        self._names = np.array([os.fsencode(name) for name in names])
         self.labels, self.form = labels, form
         self.class_names, self.num_classes = coding.names, coding.num_classes
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._names)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self._read(index), self.labels[index]
@@ -85,8 +79,7 @@ class ImageFolder:
 
     def describe(self, index: int) -> str:
         """The file of a sample."""
-        start = int(self._ends[index - 1]) if index else 0
-        return os.path.join(self._root, os.fsdecode(self._names[start : int(self._ends[index])]))
+        return os.path.join(self._root, os.fsdecode(self._names[index]))
 
     def fingerprint(self) -> str:
         files = (self.describe(index) for index in range(len(self)))
@@ -94,23 +87,15 @@ class ImageFolder:
 
 
 def content_of(path: str) -> bytes:
-    """The bytes of a file, in three calls of the system instead of seven: pictures are small and many."""
     try:
-        file = os.open(path, READ_FLAGS)
-        try:
-            pieces = [os.read(file, READ_BYTES)]
-            while len(pieces[-1]) == READ_BYTES:
-                pieces.append(os.read(file, READ_BYTES))
-        finally:
-            os.close(file)
+        return Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    return b"".join(pieces)
 
 
 def load(path: str | None, split: str, labels: str | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
-         shape: Sequence[Count] | None = None, fit: str = "crop", dtype: str = "uint8",
+         shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
          draft: bool = True) -> ImageFolder:  # fmt: skip
     """`train`, `val` or `test`; classes are those of the training data, in the order of their names.
 
@@ -178,7 +163,7 @@ def _from_table(folder: Path, table: Path) -> tuple[list[str], list[str], Any]:
     names, words = (cells.words[name] for name in columns[:2])
     for row, (name, word) in enumerate(zip(names, words, strict=True)):
         if not word.strip():
-            raise DataError(f"{table} line {line_of(table, dialect, row)}: the label is missing")
+            raise DataError(f"{cells.place(row)}: the label is missing")
         if not (folder / name).is_file():
-            raise DataError(f"{table} line {line_of(table, dialect, row)}: there is no file {folder / name}")
-    return names, words, lambda row: f"{table} line {line_of(table, dialect, row)}: the label"
+            raise DataError(f"{cells.place(row)}: there is no file {folder / name}")
+    return names, words, lambda row: f"{cells.place(row)}: the label"

@@ -24,15 +24,15 @@ from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_o
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count
+from trainrun.limits import BelowOne, Count, Fit, PixelType
 
 PARTS = {part: (part, f"{part}.lmdb") for part in ("train", "val", "test")}
 DATA_FILE = "data.mdb"  # in an environment that is a folder
 
 
 def load(path: str | None, split: str, val_path: str | None = None, test_path: str | None = None,
-         val_fraction: BelowOne = 0.1, seed: int = 0, shape: Sequence[Count] | None = None, fit: str = "crop",
-         dtype: str = "uint8", draft: bool = True) -> ReaderDataset:  # fmt: skip
+         val_fraction: BelowOne = 0.1, seed: int = 0, shape: Sequence[Count] | None = None, fit: Fit = "crop",
+         dtype: PixelType = "uint8", draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`. shape, fit, dtype, draft: of pictures, see `Form`; the others: see `Part`.
 
     A folder with train or train.lmdb in it (and val, test) names all parts by itself.

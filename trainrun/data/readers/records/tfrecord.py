@@ -26,7 +26,7 @@ from trainrun.data.readers.records.record import decode_sample, is_sample
 from trainrun.data.readers.records.shards import Shards, facts_beside
 from trainrun.data.readers.records.values import guessed_value
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count
+from trainrun.limits import BelowOne, Count, Fit, PixelType
 
 ENDINGS = (".tfrecord", ".tfrecords", ".tfrec")
 SAMPLE = "sample"  # the feature that holds a whole sample
@@ -38,7 +38,7 @@ Places = np.ndarray[Any, np.dtype[np.int64]]
 def load(path: str | None, split: str, columns: Sequence[str] | None = None,
          sequences: Sequence[str] = (), check_crc: bool = False, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
-         shape: Sequence[Count] | None = None, fit: str = "crop", dtype: str = "uint8",
+         shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
          draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`.
 

@@ -25,7 +25,7 @@ from trainrun.data.readers.records.record import decode_sample
 from trainrun.data.readers.records.shards import Shards, facts_beside
 from trainrun.data.readers.records.values import NUMBERS, PICTURES, decode_value
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count
+from trainrun.limits import BelowOne, Count, Fit, PixelType
 
 ENDINGS = (".tar",)
 WHOLE = "safetensors"
@@ -43,7 +43,7 @@ FAULTS = (
 
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
-         shape: Sequence[Count] | None = None, fit: str = "crop", dtype: str = "uint8",
+         shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
          draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`.
 

@@ -9,10 +9,12 @@ import csv
 import gzip
 import math
 import zlib
+from array import array
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,10 +37,9 @@ from trainrun.data.readers.targets import (
 )
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count
+from trainrun.limits import BelowOne, Count, NumberType, TargetType
 
 ENDINGS = (".csv", ".csv.gz", ".tsv")
-INPUT_DTYPES = ("float32", "float64", "int64", "uint8")
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
 MAX_LINE_CHARACTERS = 2**26
 WORD_BYTES = 64  # about that much each takes in memory
@@ -49,7 +50,7 @@ WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
 
 def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
-         shape: Sequence[Count] | None = None, dtype: str = "float32", target_dtype: str = "auto",
+         shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
          fill: float | None = None, delimiter: str | None = None, header: bool = True) -> Arrays:  # fmt: skip
     """`train`, `val` or `test`: the inputs (N, K), or (N, *shape), of `dtype`, and the target.
 
@@ -59,8 +60,6 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     DataError: names the file, line and column.
     """
     part = Part(split, path, val_path, test_path, val_fraction, seed)
-    if dtype not in INPUT_DTYPES:
-        raise DataError(f"data.train.dtype={dtype}: must be one of {', '.join(INPUT_DTYPES)}")
     if fill is not None and "int" in dtype and fill != int(fill):
         raise DataError(f"data.train.fill={fill}: must be a whole number with data.train.dtype={dtype}")
     training = files_of(path, "data.path", ENDINGS)
@@ -87,7 +86,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     rows = part.rows(values if encoded is None else encoded)
     tensors = (values,) if encoded is None else (values, encoded)
     chosen = tensors if rows is None else tuple(tensor[torch.from_numpy(rows)] for tensor in tensors)
-    describe = partial(cells.places.name, goal[0], rows) if goal else None
+    describe = partial(cells.name, goal[0], rows) if goal else None
     column = partial(_column, files, dialect, rows)
     return Arrays(chosen, coding.names, coding.num_classes, describe=describe, column=column)
 
@@ -119,29 +118,24 @@ class Dialect:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where rows stand, numbered over all files. ends: the row behind the last one of each file."""
+class Cells:
+    """What was read: numbers (N, K), and N words of each text column.
+
+    ends: the row behind the last one of each file. lines: (N,), on which each row ends in its file.
+    """
 
     files: tuple[Path, ...]
-    dialect: Dialect
-    ends: list[int] = field(default_factory=list)
+    numbers: np.ndarray[Any, Any]
+    words: dict[str, list[str]]
+    ends: list[int]
+    lines: np.ndarray[Any, Any]
+
+    def place(self, row: int) -> str:
+        return f"{self.files[bisect_right(self.ends, row)]} line {self.lines[row]}"
 
     def name(self, column: str, rows: Any, index: int) -> str:
         """File, line and column of a sample. rows: the chosen ones; None is all."""
-        row = index if rows is None else int(rows[index])
-        number = next((number for number, end in enumerate(self.ends) if row < end), len(self.ends))
-        start = self.ends[number - 1] if number else 0
-        line = line_of(self.files[number], self.dialect, row - start)
-        return f"{self.files[number]} line {line}: column {column!r}"
-
-
-@dataclass(frozen=True)
-class Cells:
-    """What was read: numbers (N, K), and N words of each text column."""
-
-    numbers: np.ndarray[Any, Any]
-    words: dict[str, list[str]]
-    places: Places
+        return f"{self.place(index if rows is None else int(rows[index]))}: column {column!r}"
 
 
 def columns_in(file: Path, dialect: Dialect) -> tuple[str, ...]:
@@ -162,9 +156,9 @@ def columns_in(file: Path, dialect: Dialect) -> tuple[str, ...]:
 def read_cells(files: Sequence[Path], dialect: Dialect, numbers: Sequence[str], words: Sequence[str],
                dtype: np.dtype[Any], fill: float | None) -> Cells:  # fmt: skip
     """The named columns of all files. DataError names the file, line and column of what is wrong."""
-    places, total = Places(tuple(files), dialect), 0
     blocks: list[np.ndarray[Any, Any]] = []
     texts: dict[str, list[str]] = {name: [] for name in words}
+    ends, lines = [], array("q")
     columns = columns_in(files[0], dialect)
     for file in files:
         own = columns_in(file, dialect)
@@ -172,51 +166,48 @@ def read_cells(files: Sequence[Path], dialect: Dialect, numbers: Sequence[str], 
             differing = ", ".join(sorted(set(own) ^ set(columns)))
             raise DataError(f"{file}: its columns are not those of {files[0]}: {differing}")
         place_of = {name: place for place, name in enumerate(own)}
-        for rows in _blocks(file, dialect, len(own)):
+        for rows, places in _blocks(file, dialect, len(own)):
             by_column = list(zip(*rows, strict=True))
             block = np.empty((len(rows), len(numbers)), dtype)
             for k, name in enumerate(numbers):
-                where = partial(places.name, name, range(total, total + len(rows)))
+                where = partial(_where, file, places, name)
                 block[:, k] = _parsed(by_column[place_of[name]], dtype, fill, where)
             blocks.append(block)
             for name in words:
                 texts[name] += by_column[place_of[name]]
-            total += len(rows)
-            needed = total * (len(numbers) * dtype.itemsize + len(words) * WORD_BYTES)
-            check_memory(needed, f"{file}: after {total} rows the table", FEWER)
-        places.ends.append(total)
-    if total == 0:
+            lines.extend(places)
+            needed = len(lines) * (len(numbers) * dtype.itemsize + len(words) * WORD_BYTES)
+            check_memory(needed, f"{file}: after {len(lines)} rows the table", FEWER)
+        ends.append(len(lines))
+    if not lines:
         raise DataError(f"{files[0]}: no rows" + (" after the header" if dialect.header else ""))
-    return Cells(np.concatenate(blocks), texts, places)
+    return Cells(tuple(files), np.concatenate(blocks), texts, ends, np.asarray(lines))
 
 
-def line_of(file: Path, dialect: Dialect, row: int) -> int:
-    """The line, from 1, on which a row (from 0, after the header) ends; reads the file again."""
+def _where(file: Path, lines: Sequence[int], column: str, row: int) -> str:
+    return f"{file} line {lines[row]}: column {column!r}"
+
+
+def _blocks(file: Path, dialect: Dialect, width: int) -> Iterator[tuple[list[list[str]], list[int]]]:
+    """Rows, and the lines on which they end; wide rows make short blocks. An empty line is no row."""
+    at_once = max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // width))
+    rows: list[list[str]] = []
+    lines: list[int] = []
     with _opened(file, dialect) as reader:
-        next(islice(_rows(reader, dialect), row, None))
-        return int(reader.line_num)
-
-
-def _blocks(file: Path, dialect: Dialect, width: int) -> Iterator[list[list[str]]]:
-    """Blocks of rows; wide rows make short blocks."""
-    start, at_once = 0, max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // width))
-    with _opened(file, dialect) as reader:
-        full = _rows(reader, dialect)
-        while rows := list(islice(full, at_once)):
-            if set(map(len, rows)) != {width}:
-                wrong = next(i for i, row in enumerate(rows) if len(row) != width)
+        for row in islice(reader, int(dialect.header), None):
+            if row and len(row) != width:
                 raise DataError(
-                    f"{file} line {line_of(file, dialect, start + wrong)}: {len(rows[wrong])} cells, but "
-                    f"the first line has {width}; is the file cut short, or a comma not quoted?"
+                    f"{file} line {reader.line_num}: {len(row)} cells, but the first line has {width}; is the file "
+                    "cut short, or a comma not quoted?"
                 )
-            yield rows
-            start += len(rows)
-
-
-def _rows(reader: Any, dialect: Dialect) -> Iterator[list[str]]:
-    if dialect.header:
-        next(reader)
-    return filter(None, reader)  # an empty line is no row
+            if row:
+                rows.append(row)
+                lines.append(reader.line_num)
+            if len(rows) == at_once:
+                yield rows, lines
+                rows, lines = [], []
+    if rows:
+        yield rows, lines
 
 
 @contextmanager
@@ -240,40 +231,30 @@ def _lines(text: IO[str]) -> Iterator[str]:
 
 
 def _parsed(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, where: Any) -> Any:
-    """Numbers of the type, checked one by one only where something is wrong."""
-    whole = dtype.kind in "iu"
-    wide = np.int64 if whole else np.float64
-    try:
-        values = np.fromiter(map(int if whole else float, texts), wide, len(texts))
-        checked = "_" not in "".join(texts) and (whole or not np.isnan(values).any())
-    except (ValueError, OverflowError):
-        checked = False
-    if not checked:
-        values = np.array([_number(text, whole, fill, row, where) for row, text in enumerate(texts)], wide)
+    """Numbers of the type, looked at one by one only where something is wrong."""
+    whole, values = dtype.kind in "iu", numbers_in(texts)
+    if values is None or (values.dtype.kind == "f" and (whole or np.isnan(values).any())):
+        numbers = [_number(text, whole, fill, partial(where, row)) for row, text in enumerate(texts)]
+        values = np.array(numbers, np.int64 if whole else np.float64)
     return narrowed(values, str(dtype), where)
 
 
-def _number(text: str, whole: bool, fill: float | None, row: int, where: Any) -> float:
+def _number(text: str, whole: bool, fill: float | None, where: Callable[[], str]) -> float:
     if _is_missing(text):
         if fill is None:
             raise DataError(
-                f"{where(row)} is missing ({text!r}); correct it, leave the column out (data.train.inputs), or "
+                f"{where()} is missing ({text!r}); correct it, leave the column out (data.train.inputs), or "
                 "say what stands for it, as data.train.fill=0"
             )
         return fill
-    try:
-        value = int(text) if whole else float(text)
-        if "_" not in text and not (
-            whole and not -(2**63) <= value < 2**63
-        ):  # Python reads 1_000 as a number
-            return value
-    except ValueError:
-        pass
-    kind = "a whole number (data.train.dtype)" if whole else "a number"
-    raise DataError(
-        f"{where(row)} is {text!r}, not {kind}; leave the column out by naming the others, as "
-        "data.train.inputs=[a,b]"
-    )
+    value = numbers_in([text])
+    if value is None or (whole and value.dtype.kind == "f"):
+        kind = "a whole number (data.train.dtype)" if whole else "a number"
+        raise DataError(
+            f"{where()} is {text!r}, not {kind}; leave the column out by naming the others, as "
+            "data.train.inputs=[a,b]"
+        )
+    return value[0]  # type: ignore[no-any-return]
 
 
 def _is_missing(text: str) -> bool:
@@ -288,7 +269,7 @@ def _targets(cells: Cells, known: Cells, goal: Sequence[str], dtype: str) -> tup
         coding = coding_of(_complete(known, goal[0]), dtype)
     else:
         coding = Coding("float64" if dtype == "float64" else "float32")
-    columns = [coding.encode(_complete(cells, name), partial(cells.places.name, name, None)) for name in goal]
+    columns = [coding.encode(_complete(cells, name), partial(cells.name, name, None)) for name in goal]
     return (torch.cat(columns, 1) if len(goal) > 1 else columns[0]), coding
 
 
@@ -301,5 +282,5 @@ def _complete(cells: Cells, name: str) -> list[str]:
         missing = {word for word in missing if not word.strip()}
     if missing:
         row = next(row for row, word in enumerate(words) if word in missing)
-        raise DataError(f"{cells.places.name(name, None, row)} is missing ({words[row]!r})")
+        raise DataError(f"{cells.name(name, None, row)} is missing ({words[row]!r})")
     return words

@@ -22,7 +22,7 @@ from trainrun.data.readers.paths import files_of, plain_file
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count
+from trainrun.limits import BelowOne, Count, Fit, PixelType
 
 KINDS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json", ".json": "json", ".jsonl.gz": "json",
          ".json.gz": "json"}  # fmt: skip
@@ -33,7 +33,7 @@ PARTS = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "tes
 
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
-         shape: Sequence[Count] | None = None, fit: str = "crop", dtype: str = "uint8",
+         shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
          draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`; a folder with parts has them by itself. The last column is the target.
 

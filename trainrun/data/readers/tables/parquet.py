@@ -28,18 +28,17 @@ from trainrun.data.readers.tables.parquet_tables import Table, open_file, table_
 from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
-from trainrun.limits import Auto, BelowOne, Count
+from trainrun.limits import Auto, BelowOne, Count, Fit, NumberType, TargetType
 
 ENDINGS = (".parquet", ".pq")
-DTYPES = ("float32", "float64", "int64", "uint8")
 OPEN_FILES = 16  # of one thread
 
 
 def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
-         shape: Sequence[Count] | None = None, dtype: str = "float32", target_dtype: str = "auto",
+         shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
          fill: float | None = None, in_memory: bool | Auto = "auto", row_groups: Count = 4,
-         fit: str = "crop", draft: bool = True) -> Any:  # fmt: skip
+         fit: Fit = "crop", draft: bool = True) -> Any:  # fmt: skip
     """`train`, `val` or `test`: `Arrays`, or samples read on demand for lists, pictures and what does not fit.
 
     inputs, target: names of columns, as for CSV files. Inputs that are all numbers become one vector (K,);
@@ -49,10 +48,6 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     row_groups: how many decoded ones each process keeps, of data that is read on demand.
     """
     part = Part(split, path, val_path, test_path, val_fraction, seed)
-    if dtype not in DTYPES:
-        raise DataError(f"data.train.dtype={dtype}: must be one of {', '.join(DTYPES)}")
-    if row_groups < 1:
-        raise DataError(f"data.train.row_groups={row_groups}: must be at least 1")
     training = table_of(files_of(path, "data.path", ENDINGS))
     goal = chosen_target(target, training.columns)
     names = chosen_inputs(inputs, goal, training.columns)

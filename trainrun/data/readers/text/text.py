@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,8 +28,6 @@ from trainrun.data.readers.text.trained_tokenizer import is_trained, trained_fil
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count
-
-KINDS = ("blocks", "lines", "documents")
 
 
 class TextSamples:
@@ -118,9 +116,9 @@ class TextSamples:
         return self._map
 
 
-def load(path: str | None, split: str, kind: str = "blocks", block_size: Count = 256,
-         tokenizer: str | None = None, val_path: str | None = None, test_path: str | None = None,
-         val_fraction: BelowOne = 0.1, max_bytes: Count | None = None,
+def load(path: str | None, split: str, kind: Literal["blocks", "lines", "documents"] = "blocks",
+         block_size: Count = 256, tokenizer: str | None = None, val_path: str | None = None,
+         test_path: str | None = None, val_fraction: BelowOne = 0.1, max_bytes: Count | None = None,
          cache_dir: str | None = None) -> TextSamples:  # fmt: skip
     """`train`, `val` or `test`.
 
@@ -128,13 +126,6 @@ def load(path: str | None, split: str, kind: str = "blocks", block_size: Count =
     block_size: tokens in a sample, for blocks. max_bytes: only so much of the text is read.
     cache_dir: see `token_file`; None: ~/.cache/trainrun/text. tokenizer: a file, or see `trained_tokenizer`.
     """
-    if kind not in KINDS:
-        raise DataError(f"data.train.kind={kind}: must be one of {', '.join(KINDS)}")
-    for key, number in (("block_size", block_size), ("max_bytes", max_bytes)):
-        if number is not None and number < 1:
-            raise DataError(f"data.train.{key}={number}: must be 1 or more")
-    if not 0 <= val_fraction < 1:
-        raise DataError(f"data.train.val_fraction={val_fraction}: must be at least 0 and below 1")
     part = Part(split, path, val_path, test_path, val_fraction, 0)
     place, key = part.place
     held = None
