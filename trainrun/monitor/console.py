@@ -168,7 +168,6 @@ def _is_shown(name: str) -> bool:
     return bool(above) and last != "seconds" and not ("/" in above and last.isdecimal())
 
 
-MEASURED = {"flops_per_second", "throughput_limits", "hidden_syncs"}
 LEAST_SHARE = 0.02  # of the time: smaller accounts are not named
 
 
@@ -232,7 +231,7 @@ def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     if "seconds" in summary:
         rate = "" if speed is None else f", {quantity(speed[0])} {speed[1]}"
         lines.append(entry("time", duration(summary["seconds"]) + rate))
-    lines += measured_lines(summary, speed)
+    lines += measured_lines(summary)
     if summary.get("ledger"):
         lines.append(entry("spent", spent_line(summary["ledger"])))
     if summary.get("idle"):
@@ -248,19 +247,17 @@ def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     return lines
 
 
-def measured_lines(summary: Mapping[str, Any], speed: tuple[float, str] | None) -> list[str]:
+def measured_lines(summary: Mapping[str, Any]) -> list[str]:
     """What a longer run has measured, or one that was asked to."""
-    if not MEASURED & summary.keys():
-        return []
-    from trainrun.monitor import measured_lines as found
-
     lines = []
     if summary.get("flops_per_second"):
-        lines.append(entry("compute", found.compute_line(summary)))
-    if summary.get("throughput_limits"):
-        lines.append(entry("limits", found.limits_line(summary["throughput_limits"], speed)))
+        from trainrun.monitor.measured_lines import compute_line
+
+        lines.append(entry("compute", compute_line(summary)))
     if summary.get("hidden_syncs") is not None:
-        lines.append(entry("waits", found.waits_line(summary["hidden_syncs"])))
+        from trainrun.monitor.measured_lines import waits_line
+
+        lines.append(entry("waits", waits_line(summary["hidden_syncs"])))
     return lines
 
 
