@@ -21,7 +21,7 @@ from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerPr
 from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
-from trainrun.monitor.metrics_file import read_rows
+from trainrun.monitor.metric_rows import read_rows
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")]
 SETTINGS = ["seed=3", "trainer.max_epochs=2", "data.num_threads=1", "data.engine=threads"]

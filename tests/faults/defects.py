@@ -71,9 +71,9 @@ def no_loss_scale() -> None:
 
 
 def rows_not_cut() -> None:
-    from trainrun.monitor import metrics_file
+    from trainrun.monitor import metric_rows
 
-    metrics_file.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
+    metric_rows.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
 
 
 def rows_after_the_commit() -> None:

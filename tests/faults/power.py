@@ -32,7 +32,7 @@ from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.load import load_latest
 from trainrun.config.saved_config import load_config
 from trainrun.errors import TrainrunError
-from trainrun.monitor.metrics_file import cut_rows_after, read_rows
+from trainrun.monitor.metric_rows import cut_rows_after, read_rows
 from trainrun.parallel.single import Single
 from trainrun.runs.run_folder import RunDir, read_identity
 

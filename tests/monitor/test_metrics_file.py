@@ -12,7 +12,8 @@ import pytest
 from trainrun.errors import DataError
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.bus import Bus
-from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after, mend_end, read_rows
+from trainrun.monitor.metric_rows import cut_rows_after, read_rows
+from trainrun.monitor.metrics_file import MetricsFile, mend_end
 
 FACTS = RunFacts("nan", "runs/x", "cpu", 1, 32, 1, 100, 20, 4, 8, 2, "MLP", 10, 10, ("a=1: why",))
 

@@ -79,7 +79,7 @@ class Listeners:
     def attach(self, run: Components, state: TrainState) -> None:
         """Rows behind the step that a resume starts from are redone, so they are cut."""
         if self._has_file and self._run.metrics.exists():
-            from trainrun.monitor.metrics_file import cut_rows_after
+            from trainrun.monitor.metric_rows import cut_rows_after
 
             cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
         if self._keeps_rows and self._config.monitor.hardware:

@@ -107,7 +107,7 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
 def send(run: RunDir, names: list[str], trust: bool) -> None:
     """To each tracker by its name in `monitor`, with the arguments that the run has for it."""
     from trainrun.config.overrides import tracker_nodes
-    from trainrun.monitor.metrics_file import read_rows
+    from trainrun.monitor.metric_rows import read_rows
     from trainrun.plots.history import read_config
     from trainrun.runs.lock import only_writer
     from trainrun.runs.run_folder import read_identity

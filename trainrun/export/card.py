@@ -13,7 +13,7 @@ from trainrun.checkpoint.load import resolve
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, plain
 from trainrun.export.served import RealSamples
-from trainrun.monitor.metrics_file import read_rows
+from trainrun.monitor.metric_rows import read_rows
 from trainrun.runs.run_folder import RunDir, read_identity, read_json
 from trainrun.runs.status import read_status
 

@@ -1,4 +1,4 @@
-"""The rows of a run, written and read: `metrics.jsonl`, one strict JSON object a line, append only.
+"""The rows of a run as they are written: `metrics.jsonl`, one strict JSON object a line, append only.
 
 JSON has no word for numbers that are not finite; here they are the strings "nan", "inf" and "-inf".
 """
@@ -10,12 +10,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainrun.errors import DataError
-from trainrun.runs.run_folder import sync_path, write_text
+from trainrun.runs.run_folder import sync_path
 
 BLOCK_BYTES = 1 << 16
 
@@ -108,178 +107,3 @@ def _strict(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_strict(inner) for inner in value]
     return value
-
-
-NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-NO_NUMBERS = ("kind", "text", "split", "facts", "class_names")  # whatever they say
-OF_THE_END = ("confusion", "end")  # written once more by the session that goes on
-LARGEST = 2**53
-
-Row = dict[str, Any]
-Kind = Callable[[Any], bool]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """All rows in the order of writing; a last line that was cut off is left out.
-
-    Raises DataError with the line number where anything else is damaged, and OSError.
-    """
-    return [row for _, row in _numbered_rows(path)]
-
-
-def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
-    """Drop the rows behind `step`, ends of earlier sessions, a line that was cut off.
-
-    validated: whether the validation of that very step is part of what the run goes on from; else it is done again.
-    """
-    last = step if validated else step - 1
-    kept = [
-        line
-        for line, row in _numbered_rows(path)
-        if row.get("kind") not in OF_THE_END
-        and row.get("step", 0) <= (last if row.get("kind") == "eval" else step)
-    ]
-    write_text(path, "".join(f"{line}\n" for line in kept), durable=True)
-
-
-def sound_rows(path: Path) -> tuple[list[str], int]:
-    """The lines that are sound, as they stand, and the number of those that are damaged."""
-    lines: list[str] = []
-    whole = path.read_bytes().split(b"\n")[:-1]
-    for line in whole:
-        try:
-            lines.append(_text_and_row(line)[0])
-        except ValueError:
-            continue
-    return lines, len(whole) - len(lines)
-
-
-def row_of(line: bytes) -> Row:
-    """Raises ValueError if no run writes such a line."""
-    return _text_and_row(line)[1]
-
-
-def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Each line as it stands, with its row."""
-    *lines, cut = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield _text_and_row(line)
-        except ValueError as error:
-            raise DataError(
-                f"{path}: line {number} is damaged ({error}); delete that line to read the others"
-            ) from error
-    try:
-        last = _text_and_row(cut)
-    except ValueError:
-        return
-    yield last
-
-
-def _text_and_row(line: bytes) -> tuple[str, Row]:
-    """Raises ValueError if no run writes such a line."""
-    text = line.decode("utf-8")
-    try:
-        row = json.loads(text, parse_constant=_refuse)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-    if not isinstance(row, dict):
-        raise ValueError("no JSON object")
-    if '"nan"' in text or 'inf"' in text:
-        row = _numbers(row)
-    if wrong := wrong_field(row):
-        raise ValueError(f"no run writes such a value of {wrong[:40]!r}")
-    return text, row
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-def _numbers(row: Row) -> Row:
-    """Non-finite numbers back from their names, in the row itself, its summary, and the metrics of that."""
-    out: Row = {}
-    for name, value in row.items():
-        if name in ("summary", "metrics") and isinstance(value, dict):
-            out[name] = _numbers(value)
-        else:
-            known = isinstance(value, str) and name not in NO_NUMBERS
-            out[name] = NOT_FINITE.get(value, value) if known else value
-    return out
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < LARGEST)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and -1 <= value < LARGEST
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
-
-
-def _are_listed(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))
-
-
-def _is_square(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(row, list) and len(row) == len(value) and all(map(_is_count, row)) for row in value
-    )
-
-
-EVERYWHERE: dict[str, Kind] = {
-    "kind": _is_text, "step": _is_count, "epoch": _is_number, "time": _is_number, "text": _is_text,
-    "split": _is_text, "facts": _is_table, "summary": _is_table, "class_names": _are_texts, "matrix": _is_square,
-}  # fmt: skip
-OF_NUMBERS = ("train", "eval", "test", "hardware")  # rows whose other values are all numbers
-OF_LEDGER: dict[str, Kind] = dict.fromkeys(("seconds", "vitals", "device"), _are_numbers)
-OF_LATENTS: dict[str, Kind] = dict.fromkeys(("kl_of_dimensions", "activity"), _are_listed)
-OF_FACTS: dict[str, Kind] = {"name": _is_text, "choices": _are_texts, "steps_per_epoch": _is_number}
-OF_SUMMARY: dict[str, Kind] = {
-    "monitor": _is_text, "value": _is_number, "best_step": _is_number, "step": _is_count, "epoch": _is_number,
-    "seconds": _is_number, "samples_per_second": _is_number, "tokens_per_second": _is_number,
-    "pixels_per_second": _is_number, "skipped_steps": _is_count, "metrics": _are_numbers,
-    "hardware": _are_numbers, "idle": _is_text,
-}  # fmt: skip
-NEEDED = {
-    **dict.fromkeys((*OF_NUMBERS, "start"), ("step",)), "ledger": ("step", "seconds"), "confusion": ("step", "matrix"),
-    "vae": ("step", *OF_LATENTS, "kl", "beta", "active_units"),
-}  # fmt: skip
-
-
-def wrong_field(row: Mapping[str, Any]) -> str:
-    """The name of the first value that no run writes, or that is missing; empty for a sound row."""
-    kind = row.get("kind", "")
-    if not isinstance(kind, str):
-        return "kind"
-    known = EVERYWHERE | (OF_LEDGER if kind == "ledger" else {})
-    if kind in OF_NUMBERS:
-        known = dict.fromkeys(row, _is_number) | known
-    if kind == "vae":
-        known = dict.fromkeys(row, _is_number) | known | OF_LATENTS
-    lacking = [name for name in NEEDED.get(kind, ()) if name not in row]
-    wrong = lacking or _wrong(row, known)
-    if not wrong:  # None stands for a value that is not known
-        for name, kinds in (("facts", OF_FACTS), ("summary", OF_SUMMARY)):
-            told = {key: value for key, value in row.get(name, {}).items() if value is not None}
-            wrong += _wrong(told, kinds)
-    return wrong[0] if wrong else ""
-
-
-def _wrong(values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> list[str]:
-    return [name for name, fits in kinds.items() if name in values and not fits(values[name])]

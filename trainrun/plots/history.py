@@ -8,7 +8,7 @@ from typing import Any
 
 from trainrun.config.saved_values import LOADER, read_yaml_text
 from trainrun.errors import ConfigError, DataError
-from trainrun.monitor.metrics_file import Row, read_rows
+from trainrun.monitor.metric_rows import Row, read_rows
 from trainrun.runs.run_folder import RunDir, read_json
 
 

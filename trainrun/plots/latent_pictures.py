@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainrun.monitor.metrics_file import Row
+from trainrun.monitor.metric_rows import Row
 from trainrun.plots import canvas
 from trainrun.plots.history import History
 from trainrun.plots.series import series_of

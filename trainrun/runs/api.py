@@ -15,7 +15,7 @@ from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.monitor.metrics_file import read_rows
+from trainrun.monitor.metric_rows import read_rows
 from trainrun.output import say
 from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.run import LaunchSpec, begun, start

@@ -21,7 +21,7 @@ from trainrun.config.saved_config import is_as_saved, load_config, plain_config,
 from trainrun.config.saved_values import public, resolved
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.monitor.metrics_file import sound_rows
+from trainrun.monitor.metric_rows import sound_rows
 from trainrun.output import say
 from trainrun.parallel.devices import external_ranks
 from trainrun.runs.run_folder import (

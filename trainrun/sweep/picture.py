@@ -1,18 +1,18 @@
-"""One picture of a sweep: the value over what was varied, for one number, for two keys, or as ranked bars."""
+"""One picture of a sweep: the value over one number that was varied, or ranked bars."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from trainrun.output import counted
+from trainrun.plots import canvas
 from trainrun.sweep.jobs import Job
 
-COLOUR, BEST_COLOUR, FAILED_COLOUR = "#31688e", "#35b779", "#d1495b"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MAX_BARS = 40
 MAX_NAME = 60  # letters of a bar's name
 LOG_RANGE = 10  # a decade crowds the small values of a linear axis
@@ -21,17 +21,9 @@ CLOSE = 0.3  # of the highest value: values that lie nearer together are magnifi
 
 def draw_sweep(path: Path, jobs: list[Job], keys: list[str]) -> None:
     """jobs: best first, at least one of them with a value; keys: the settings that were varied."""
-    places = [tuple(job.settings.get(key, "") for key in keys) for job in jobs]
-    one_each = len(set(places)) == len(jobs)
-    if len(keys) == 1 and one_each and all(number_of(text) is not None for (text,) in places):
-        figure = draw_line(jobs, keys[0])
-    elif len(keys) == 2 and one_each:
-        figure = draw_map(jobs, keys)
-    else:
-        figure = draw_bars(jobs, keys)
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    places = [number_of(job.settings.get(keys[0], "")) if len(keys) == 1 else None for job in jobs]
+    on_a_line = None not in places and len(set(places)) == len(jobs)
+    canvas.save(draw_line(jobs, keys[0]) if on_a_line else draw_bars(jobs, keys), path)
 
 
 def number_of(text: str) -> float | None:
@@ -40,11 +32,6 @@ def number_of(text: str) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
-
-
-def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
-    return figure, figure.add_subplot()
 
 
 def value_name(jobs: list[Job]) -> str:
@@ -62,17 +49,18 @@ def title_of(jobs: list[Job]) -> str:
 
 def draw_line(jobs: list[Job], key: str) -> Figure:
     """One number was varied. Jobs without a value stand as crosses on the lower edge."""
-    figure, axes = new_figure(8.4, 5.4)
+    figure = canvas.new_figure(8.4, 5.4, fitted=True)
+    axes = figure.subplots()
     places = {job.num: float(job.settings[key]) for job in jobs}
     points = [(places[job.num], job.result.value) for job in jobs if job.result.value is not None]
-    axes.plot(*zip(*sorted(points), strict=True), "o-", color=COLOUR)
-    axes.plot(*points[0], "o", markersize=11, color=BEST_COLOUR)
+    axes.plot(*zip(*sorted(points), strict=True), "o-", color=canvas.TRAIN)
+    axes.plot(*points[0], "o", markersize=11, color=canvas.BEST)
     missing = [places[job.num] for job in jobs if job.result.value is None]
     if missing:
         edge = axes.get_xaxis_transform()  # x in data, y in parts of the axes
-        axes.plot(missing, [0.0] * len(missing), "x", color=FAILED_COLOUR, transform=edge, clip_on=False,
+        axes.plot(missing, [0.0] * len(missing), "x", color=canvas.VAL, transform=edge, clip_on=False,
                   label="no value")  # fmt: skip
-        axes.legend()
+        canvas.show_legend(axes)
     numbers = places.values()
     if min(numbers) > 0 and max(numbers) / min(numbers) >= LOG_RANGE:
         axes.set_xscale("log")
@@ -86,48 +74,17 @@ def draw_line(jobs: list[Job], key: str) -> Figure:
     return figure
 
 
-def draw_map(jobs: list[Job], keys: list[str]) -> Figure:
-    """Two keys were varied: one cell a job, its value written in it."""
-    rows, columns = (in_order([job.settings.get(key, "") for job in jobs]) for key in keys)
-    cells = {
-        job.num: (rows.index(job.settings.get(keys[0], "")), columns.index(job.settings.get(keys[1], "")))
-        for job in jobs
-    }
-    table = np.full((len(rows), len(columns)), math.nan)
-    for job in jobs:
-        table[cells[job.num]] = math.nan if job.result.value is None else job.result.value
-    figure, axes = new_figure(max(6.0, 3.1 + 1.15 * len(columns)), max(3.9, 1.9 + 0.6 * len(rows)))
-    best_is_low = jobs[0].result.mode == "min"
-    image = axes.imshow(table, aspect="auto", cmap="viridis_r" if best_is_low else "viridis")
-    figure.colorbar(image, ax=axes).set_label(value_name(jobs), parse_math=False)
-    for job in jobs:
-        (row, column), value = cells[job.num], job.result.value
-        dark = (
-            value is not None and np.dot(image.to_rgba(np.array([value]))[0][:3], (0.299, 0.587, 0.114)) < 0.5
-        )
-        axes.text(
-            column, row, job.result.state if value is None else f"{value:.4g}", ha="center", va="center",
-            fontsize=9, fontweight="bold" if job is jobs[0] else "normal",
-            color=FAILED_COLOUR if value is None else "white" if dark else "black",
-        )  # fmt: skip
-    long_names = max(map(len, columns)) > 9
-    axes.set_xticks(range(len(columns)), [shorter(name, 24) for name in columns], parse_math=False,
-                    rotation=30 if long_names else 0, ha="right" if long_names else "center")  # fmt: skip
-    axes.set_yticks(range(len(rows)), [shorter(name, 24) for name in rows], parse_math=False)
-    axes.set_ylabel(keys[0], parse_math=False)
-    axes.set_xlabel(keys[1], parse_math=False)
-    axes.set_title(title_of(jobs))
-    return figure
-
-
 def draw_bars(jobs: list[Job], keys: list[str]) -> Figure:
-    """Names, or more than two keys, were varied: ranked bars, the best on top."""
+    """Names, or several keys, were varied: ranked bars, the best on top."""
     valued = [job for job in jobs if job.result.value is not None]
     shown = valued[:MAX_BARS]
     values = [job.result.value or 0.0 for job in shown]
-    names = [shorter(job.label(keys), MAX_NAME) for job in shown]
-    figure, axes = new_figure(6.6 + 0.09 * max(map(len, names)), 1.7 + 0.36 * len(shown))
-    bars = axes.barh(range(len(shown)), values, color=[BEST_COLOUR] + [COLOUR] * (len(shown) - 1))
+    names = [label if len(label) <= MAX_NAME else f"{label[: MAX_NAME - 1]}…"
+             for label in (job.label(keys) for job in shown)]  # fmt: skip
+    figure = canvas.new_figure(6.6 + 0.09 * max(map(len, names)), 1.7 + 0.36 * len(shown), fitted=True)
+    axes = figure.subplots()
+    colors = [canvas.BEST] + [canvas.TRAIN] * (len(shown) - 1)
+    bars = axes.barh(range(len(shown)), values, color=colors)
     axes.bar_label(bars, [f"{value:.4g}" for value in values], padding=3, fontsize=9)
     axes.set_yticks(range(len(shown)), names, parse_math=False)
     axes.invert_yaxis()
@@ -142,13 +99,3 @@ def draw_bars(jobs: list[Job], keys: list[str]) -> Figure:
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     return figure
-
-
-def in_order(names: list[str]) -> list[str]:
-    """Each name once: numbers by size, words by name."""
-    numbers = {name: number_of(name) for name in names}
-    return sorted(numbers, key=lambda name: (numbers[name] is None, numbers[name] or 0.0, name))
-
-
-def shorter(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"

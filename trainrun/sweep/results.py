@@ -11,7 +11,7 @@ from typing import Any
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
 from trainrun.runs.run_folder import RunDir, was_saved
-from trainrun.runs.status import read_status as status_of
+from trainrun.runs.status import read_status
 
 OUTPUT = "run.out"  # what a job prints
 STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
@@ -29,22 +29,14 @@ class Result:
     error: str = ""
 
 
-def is_done(folder: Path) -> bool:
-    return read_status(folder).get("state") == "done"
-
-
 def has_checkpoint(folder: Path) -> bool:
     """Also where it is damaged, which its job says then: no run begins again without a word."""
     return was_saved(RunDir(folder))
 
 
-def read_status(folder: Path) -> dict[str, Any]:
-    return status_of(RunDir(folder))
-
-
 def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any] | None = None) -> Result:
     """The end of a job. earlier: its status before this try; the same again means that it wrote none."""
-    status = read_status(folder)
+    status = read_status(RunDir(folder))
     fresh = {} if status == earlier else status
     said = fresh.get("state")
     error = ""
@@ -54,14 +46,9 @@ def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any
         state, error = "stopped", str(fresh.get("message") or "")
     else:
         state, error = "failed", explain(folder, fresh, exit_code)
-    return Result(
-        state,
-        finite(status.get("value")),
-        str(status.get("monitor") or ""),
-        str(status.get("mode") or ""),
-        finite(status.get("seconds")),
-        " ".join(error.split()),
-    )
+    monitor, mode = (str(status.get(name) or "") for name in ("monitor", "mode"))
+    value, seconds = (finite(status.get(name)) for name in ("value", "seconds"))
+    return Result(state, value, monitor, mode, seconds, " ".join(error.split()))
 
 
 def explain(folder: Path, status: dict[str, Any], exit_code: int) -> str:

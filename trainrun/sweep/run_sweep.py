@@ -24,9 +24,10 @@ from trainrun.output import counted, say
 from trainrun.parallel.launch import module_command
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import RunDir
+from trainrun.runs.status import read_status
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.jobs import Job, Sweep, expand, open_sweep
-from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, is_done, read_result, read_status
+from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, read_result
 from trainrun.sweep.table import conclude, shown_value
 
 Command = Callable[[list[str], Path], list[str]]
@@ -149,7 +150,7 @@ def locked_sweep(words: list[str], folder: Path | None) -> Iterator[Sweep]:
 def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Command) -> Result:
     """Run one job to its end, or keep the result of an earlier call."""
     folder = sweep.folder / job.folder
-    if is_done(folder):
+    if read_status(RunDir(folder)).get("state") == "done":
         result = read_result(folder)
         say(f"{label} {job.folder}: kept, {shown_value(result)}", flush=True)
         return result
@@ -160,7 +161,7 @@ def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Comma
             shutil.rmtree(folder)  # an earlier try that saved nothing
             folder.mkdir()
     say(f"{label} {job.folder}: {'goes on' if going_on else 'starts'}", flush=True)
-    earlier = read_status(folder)
+    earlier = read_status(RunDir(folder))
     with (folder / OUTPUT).open("wb") as output:
         process = subprocess.Popen(
             command(list(job.words), folder),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from trainrun.output import plain, say
+from trainrun.output import say
 from trainrun.runs.run_folder import write_text
 from trainrun.sweep.jobs import Job, Sweep
 from trainrun.sweep.results import Result
@@ -25,10 +24,7 @@ def conclude(sweep: Sweep) -> None:
     header, rows = table_of(jobs, keys)
     means = means_of(jobs, keys)
     rows += mean_rows(means, keys)
-    if sys.stdout.isatty():
-        print_rich(header, rows)
-    else:
-        print_plain(header, rows)
+    print_table(header, rows)
     write_text(sweep.folder / "sweep.csv", csv_of(jobs, keys, sweep))
     say(f"table: {sweep.folder / 'sweep.csv'}")
     if means:
@@ -51,13 +47,8 @@ def ranked(jobs: list[Job]) -> list[Job]:
 
     def place(job: Job) -> tuple[bool, bool, float, int]:
         result = job.result
-        value = result.value if result.value is not None else 0.0
-        return (
-            result.state != "done",
-            result.value is None,
-            -value if result.mode == "max" else value,
-            job.num,
-        )
+        value = (result.value or 0.0) * (-1 if result.mode == "max" else 1)
+        return result.state != "done", result.value is None, value, job.num
 
     return sorted(jobs, key=place)
 
@@ -74,14 +65,8 @@ def shown_seconds(seconds: float) -> str:
 def table_of(jobs: list[Job], keys: list[str]) -> tuple[list[str], list[list[str]]]:
     """The header, and a row of text for each job."""
     monitors = {job.result.monitor for job in jobs if job.result.monitor}
-    header = [
-        "job",
-        "state",
-        monitors.pop() if len(monitors) == 1 else "value",
-        "seconds",
-        "overrides",
-        "error",
-    ]
+    value = monitors.pop() if len(monitors) == 1 else "value"
+    header = ["job", "state", value, "seconds", "overrides", "error"]
     rows = [
         [
             str(job.num),
@@ -142,60 +127,30 @@ def mean_rows(means: list[Mean], keys: list[str]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def print_plain(header: list[str], rows: list[list[str]]) -> None:
+def print_table(header: list[str], rows: list[list[str]]) -> None:
     """Aligned columns without frames; nothing is cut."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     for row in [header, *rows]:
         say("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
-def print_rich(header: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    colours = {"done": "green", "failed": "red", "stopped": "yellow", "not run": "dim"}
-    table = Table()
-    if not any(row[-1] for row in rows):  # no error: its room is for the overrides
-        header, rows = header[:-1], [row[:-1] for row in rows]
-    for name in header:
-        numeric = name not in ("state", "overrides", "error")
-        table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        cells = [Text(plain(text)) for text in row]
-        cells[1].stylize(colours.get(row[1], ""))
-        table.add_row(*cells)
-    Console().print(table)
-
-
 def csv_of(jobs: list[Job], keys: list[str], sweep: Sweep) -> str:
     """All jobs for programs, with a column for each key that was varied."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["num", "state", "value", "monitor", "seconds", *keys, "error", "folder"])
+    rows: list[list[Any]] = [["num", "state", "value", "monitor", "seconds", *keys, "error", "folder"]]
     for job in jobs:
-        result, settings = job.result, job.settings
-        varied = [settings.get(key, "") for key in keys]
-        folder = sweep.folder / job.folder
-        writer.writerow(
-            [
-                job.num,
-                result.state,
-                result.value,
-                result.monitor,
-                result.seconds,
-                *varied,
-                result.error,
-                folder,
-            ]
-        )
-    return text.getvalue()
+        found, varied = job.result, [job.settings.get(key, "") for key in keys]
+        told = [found.state, found.value, found.monitor, found.seconds]
+        rows.append([job.num, *told, *varied, found.error, sweep.folder / job.folder])
+    return csv_text(rows)
 
 
 def means_csv(means: list[Mean]) -> str:
     """One row a mean, for programs; `half` is that of the 95 % interval."""
+    head = [*means[0].settings, "mean", "half", "count", "missing"]
+    return csv_text([head, *([*one.settings.values(), *one[1:5]] for one in means)])
+
+
+def csv_text(rows: list[list[Any]]) -> str:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*means[0].settings, "mean", "half", "count", "missing"])
-    writer.writerows([*one.settings.values(), *one[1:5]] for one in means)
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

@@ -24,7 +24,7 @@ from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import check
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TrainingError
-from trainrun.monitor.metrics_file import read_rows
+from trainrun.monitor.metric_rows import read_rows
 from trainrun.runs.exceptional.go_on import resume_run
 from trainrun.runs.run import LaunchSpec, execute, new_run
 from trainrun.runs.run_folder import RunDir, read_json, write_json

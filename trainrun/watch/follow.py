@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from trainrun.monitor.metrics_file import row_of
+from trainrun.monitor.metric_rows import row_of
 from trainrun.output import duration
 from trainrun.runs.run_folder import RunDir, read_json
 from trainrun.runs.status import read_status

@@ -1,0 +1,169 @@
+"""The rows of `metrics.jsonl`, read back; what no run writes is refused with its line, so no reader has to look."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainrun.errors import DataError
+from trainrun.runs.run_folder import write_text
+
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+NO_NUMBERS = ("kind", "text", "split", "facts", "class_names")  # whatever they say
+OF_THE_END = ("confusion", "end")  # written once more by the session that goes on
+LARGEST = 2**53
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows in the order of writing; a last line that was cut off is left out.
+
+    Raises DataError with the line number where anything else is damaged, and OSError.
+    """
+    return [row for _, row in _numbered_rows(path)]
+
+
+def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
+    """Drop the rows behind `step`, ends of earlier sessions, a line that was cut off.
+
+    validated: whether the validation of that very step is part of what the run goes on from; else it is done again.
+    """
+    last = step if validated else step - 1
+    kept = [
+        line
+        for line, row in _numbered_rows(path)
+        if row.get("kind") not in OF_THE_END
+        and row.get("step", 0) <= (last if row.get("kind") == "eval" else step)
+    ]
+    write_text(path, "".join(f"{line}\n" for line in kept), durable=True)
+
+
+def sound_rows(path: Path) -> tuple[list[str], int]:
+    """The lines that are sound, as they stand, and the number of those that are damaged."""
+    lines: list[str] = []
+    whole = path.read_bytes().split(b"\n")[:-1]
+    for line in whole:
+        try:
+            lines.append(_text_and_row(line)[0])
+        except ValueError:
+            continue
+    return lines, len(whole) - len(lines)
+
+
+def row_of(line: bytes) -> Row:
+    """Raises ValueError if no run writes such a line."""
+    return _text_and_row(line)[1]
+
+
+def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Each line as it stands, with its row."""
+    *lines, cut = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield _text_and_row(line)
+        except ValueError as error:
+            raise DataError(
+                f"{path}: line {number} is damaged ({error}); delete that line to read the others"
+            ) from error
+    try:
+        last = _text_and_row(cut)
+    except ValueError:
+        return
+    yield last
+
+
+def _text_and_row(line: bytes) -> tuple[str, Row]:
+    """Raises ValueError if no run writes such a line."""
+    text = line.decode("utf-8")
+    try:
+        row = json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    if '"nan"' in text or 'inf"' in text:
+        row = _numbers(row)
+    if wrong := wrong_field(row):
+        raise ValueError(f"no run writes such a value of {wrong[:40]!r}")
+    return text, row
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _numbers(row: Row) -> Row:
+    """Non-finite numbers back from their names, in the row itself, its summary, and the metrics of that."""
+    out: Row = {}
+    for name, value in row.items():
+        if name in ("summary", "metrics") and isinstance(value, dict):
+            out[name] = _numbers(value)
+        else:
+            known = isinstance(value, str) and name not in NO_NUMBERS
+            out[name] = NOT_FINITE.get(value, value) if known else value
+    return out
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < LARGEST)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and -1 <= value < LARGEST
+
+
+def _is_square(value: Any) -> bool:
+    return _fits(value, [[_is_count]]) and all(len(row) == len(value) for row in value)
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    """shape: a type or a test; a list: of each item; a tuple: of each value of a table; a table: of the values that it
+    names, where None stands for one that is not known."""
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_fits(one, shape[0]) for one in value)
+    if isinstance(shape, tuple):
+        return isinstance(value, dict) and all(_fits(one, shape[0]) for one in value.values())
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(
+            value.get(name) is None or _fits(value[name], one) for name, one in shape.items()
+        )
+    return isinstance(value, shape) if isinstance(shape, type) else bool(shape(value))
+
+
+EVERYWHERE: dict[str, Any] = {
+    "kind": str, "step": _is_count, "epoch": _is_number, "time": _is_number, "text": str, "split": str,
+    "class_names": [str], "matrix": _is_square,
+    "facts": {"name": str, "choices": [str], "steps_per_epoch": _is_number},
+    "summary": {
+        "monitor": str, "value": _is_number, "best_step": _is_number, "step": _is_count, "epoch": _is_number,
+        "seconds": _is_number, "samples_per_second": _is_number, "tokens_per_second": _is_number,
+        "pixels_per_second": _is_number, "skipped_steps": _is_count, "metrics": (_is_number,),
+        "hardware": (_is_number,), "idle": str,
+    },
+}  # fmt: skip
+OF_KIND: dict[str, dict[str, Any]] = {
+    "ledger": dict.fromkeys(("seconds", "vitals", "device"), (_is_number,)),
+    "vae": {"kl_of_dimensions": [_is_number], "activity": [_is_number]},
+}
+OF_NUMBERS = ("train", "eval", "test", "hardware", "vae")  # rows whose other values are all numbers
+NEEDED = {
+    **dict.fromkeys(("train", "eval", "test", "hardware", "start"), ("step",)), "ledger": ("step", "seconds"),
+    "confusion": ("step", "matrix"),
+    "vae": ("step", "kl_of_dimensions", "activity", "kl", "beta", "active_units"),
+}  # fmt: skip
+
+
+def wrong_field(row: Mapping[str, Any]) -> str:
+    """The name of the first value that no run writes, or that is missing; empty for a sound row."""
+    kind = row.get("kind", "")
+    if not isinstance(kind, str):
+        return "kind"
+    shapes = dict.fromkeys(row, _is_number) if kind in OF_NUMBERS else {}
+    shapes |= EVERYWHERE | OF_KIND.get(kind, {})
+    lacking = (name for name in NEEDED.get(kind, ()) if name not in row)
+    wrong = (name for name, value in row.items() if name in shapes and not _fits(value, shapes[name]))
+    return next(lacking, "") or next(wrong, "")
