@@ -299,9 +299,12 @@ def test_a_full_disk_leaves_no_half_of_a_run(
     workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trainer.max_steps=0", *SHORT[1:]]) == 0
-    monkeypatch.setattr(commit, "free_bytes", lambda folder: 10)
+    there: list[bool] = []  # nothing is, before its weights are
+    monkeypatch.setattr(commit, "free_bytes", lambda folder: there.append(Path("small").exists()) or 10)
     assert main(["quantize", "run", "--to", "int8-dynamic", "--out", "small"]) == 1
     told = capsys.readouterr().err
     assert "nothing of it was kept" in told
     assert "resume" not in told
+    assert there
+    assert not any([*there, *(path.name.endswith(".part") for path in Path().iterdir())])
     assert not Path("small").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -27,7 +28,14 @@ from trainrun.plots.compare import text_table
 from trainrun.runs.lock import only_writer
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.run import new_run
-from trainrun.runs.run_folder import RunDir, named_folder, note_saved, read_identity, write_identity
+from trainrun.runs.run_folder import (
+    RunDir,
+    named_folder,
+    note_saved,
+    read_identity,
+    sync_path,
+    write_identity,
+)
 from trainrun.runs.status import write_status
 from trainrun.runs.trusted_code import add_to_list
 from trainrun.runtime.signals import StopFlag
@@ -62,14 +70,20 @@ def new_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
 
 
 @contextmanager
-def whole(run: RunDir) -> Iterator[None]:
-    """Inside, the folder is written; a fault leaves nothing of it."""
+def whole(run: RunDir) -> Iterator[RunDir]:
+    """Yields the folder that is written, and moved to `run` at the end: without its weights, a run that was cut off
+    would go on with random ones. A fault leaves nothing of it."""
+    part = RunDir(run.root.with_name(f".{run.root.name}.{os.getpid()}.part"))
+    part.create()
     try:
-        yield
+        yield part
+        os.rename(part.root, run.root)
+        sync_path(run.root.parent)
     except BaseException as error:
-        shutil.rmtree(run.root, ignore_errors=True)
+        shutil.rmtree(part.root, ignore_errors=True)
         if isinstance(error, SaveError):  # a run that is not there cannot go on
-            raise SaveError(f"{str(error).partition('; ')[0]}; nothing of it was kept") from error
+            fault = str(error).partition("; ")[0].replace(str(part.root), str(run.root))
+            raise SaveError(f"{fault}; nothing of it was kept") from error
         raise
 
 
@@ -78,15 +92,13 @@ def write_run(run: RunDir, source: RunDir, config: RunConfig, model: nn.Module, 
     weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     config = with_values(config, {"init_from": None, "ckpt_path": None, "checkpoint.adapter_only": False})
     told = read_identity(source)
-    run.create()
-    with whole(run), only_writer(run):
-        new_run(Composition(config, {}, [], {}), [f"# {words}"], run)
+    with whole(run) as part, only_writer(part):
+        new_run(Composition(config, {}, [], {}), [f"# {words}"], part)
         names = ("data", "precision", "num_threads")
-        write_identity(run, read_identity(run) | {name: told[name] for name in names if name in told})
-        add_to_list(run, plain_config(run.config))  # its code is that of a run that was trusted
-        identity = read_identity(run)
+        write_identity(part, read_identity(part) | {name: told[name] for name in names if name in told})
+        identity = read_identity(part)
         site = RunContext(
-            run,
+            part,
             identity["run_id"],
             Single(torch.device("cpu")),
             StopFlag(),
@@ -109,13 +121,14 @@ def write_run(run: RunDir, source: RunDir, config: RunConfig, model: nn.Module, 
             parts.triggers.note_validation(state, found)
         parts.checkpoints.save(parts, state)
         parts.checkpoints.close()
-        note_saved(run)
+        note_saved(part)
         metrics = {name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")}
         write_status(
-            run, config, state="stopped", exit_code=0, message="", reason=words, metrics=metrics,
+            part, config, state="stopped", exit_code=0, message="", reason=words, metrics=metrics,
             monitor=parts.triggers.best.metric, mode=parts.triggers.best.mode, value=state.best_metric,
         )  # fmt: skip
         close(parts)
+    add_to_list(run, plain_config(run.config))  # its code is that of a run that was trusted
 
 
 def close(parts: Components) -> None:
