@@ -46,17 +46,6 @@ def test_the_rule_reads_until_it_is_decided() -> None:
     assert log == ["open b"]
 
 
-def test_the_simplest_is_first() -> None:
-    names = [("workers", 2), ("threads", 2), ("workers", 0), ("workers", 1), ("resident", 0), ("threads", 1)]
-    stream = AutoStream(
-        [Option(f"{engine}={n}", engine, n, lambda: pytest.fail("opened")) for engine, n in names]
-    )
-    assert stream.default.name == "workers=2"
-    assert [option.name for option in stream.options] == [
-        "resident=0", "workers=0", "threads=1", "threads=2", "workers=1", "workers=2",
-    ]  # fmt: skip
-
-
 def test_the_chosen_one_reads_and_all_are_closed() -> None:
     log: list[str] = []
     stream = undecided(log)

@@ -2,12 +2,11 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset
 
 from trainrun.data.engines import build_engine, choice
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.engines.threads import ThreadBatches
-from trainrun.data.map_style import thread_safe
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
@@ -115,14 +114,6 @@ def test_threads_and_their_reasons(source, changes, line):
 def test_what_is_refused(source, changes, message):
     with pytest.raises(DataError, match=message):
         open_batches(source, options(**changes))
-
-
-def test_which_sources_several_threads_may_read():
-    assert thread_safe(Safe())
-    assert thread_safe(Subset(Safe(), [1]))
-    assert thread_safe([1, 2])
-    assert not thread_safe(Samples())
-    assert not thread_safe(Subset(Samples(), [1]))
 
 
 class Large(Samples):

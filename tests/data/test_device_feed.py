@@ -1,4 +1,3 @@
-import threading
 from dataclasses import replace
 
 import pytest
@@ -50,7 +49,8 @@ class Eager(DeviceFeed):
 
 @pytest.mark.parametrize("make", [lambda source: DeviceFeed(source, META), Eager])
 def test_everything_of_a_batch_arrives(make):
-    feed = make(Source())
+    source = Source()
+    feed = make(source)
     assert (feed.num_batches, feed.num_samples) == (5, 10)
     got = list(feed.epoch(0, 1))
     assert [(b.data[1], b.real, b.last, int(b.indices)) for b in got] == [
@@ -58,6 +58,8 @@ def test_everything_of_a_batch_arrives(make):
     ]
     assert {b.data[0].device for b in got} == ({META} if type(feed) is DeviceFeed else {torch.device("cpu")})
     assert all(b.indices.device.type == "cpu" for b in got)
+    feed.close()
+    assert source.closed
 
 
 def test_one_batch_is_on_its_way_while_another_is_used():
@@ -78,12 +80,6 @@ def test_a_fault_comes_after_the_batches_before_it():
     assert source.ended
 
 
-def test_close_reaches_the_source():
-    source = Source()
-    DeviceFeed(source, META).close()
-    assert source.closed
-
-
 class Images(Dataset):
     thread_safe = True
 
@@ -92,19 +88,6 @@ class Images(Dataset):
 
     def __getitem__(self, index):
         return torch.full((3, 64, 64), float(index)), index
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("words", [{"num_workers": 2}, {"engine": "threads", "num_threads": 2}])
-def test_it_stands_behind_workers_and_threads(words):
-    options = StreamOptions("data.train", True, 4, 0, device=META, **words)
-    stream, _ = open_batches(Images(), options)
-    batches = stream.epoch(0)
-    inputs, target = next(batches).data
-    assert (inputs.device, target.device, tuple(inputs.shape)) == (META, META, (4, 3, 64, 64))
-    batches.close()
-    stream.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trainrun")]
 
 
 def tokens():

@@ -75,14 +75,6 @@ def test_workers_and_resumes_change_nothing():
     worker.close()
 
 
-def test_the_global_generators_stay_where_they_were():
-    stream = opened(Stream())
-    random.seed(0), torch.manual_seed(0)
-    before = random.getstate(), torch.get_rng_state().tolist()
-    for _ in stream.epoch(0):
-        assert (random.getstate(), torch.get_rng_state().tolist()) == before
-
-
 def test_ranks_join_to_the_batches_of_one():
     def of_ranks(**changes):
         ranks = [opened(Stream(10), batch_size=1, rank=rank, world_size=3, **changes) for rank in range(3)]

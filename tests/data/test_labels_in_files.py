@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +115,3 @@ def test_what_is_no_class_number_stays(tmp_path):
     ):
         config = compose_run(["data=csv", "data.path=t.csv", "model=mlp", *words]).config
         check_classes(config, facts_of(source), {"train": source})
-
-
-def test_the_place_goes_to_other_processes(tmp_path):
-    for source in (as_csv(tmp_path, labels_with(1)), as_arrays(tmp_path, labels_with(1))):
-        assert pickle.loads(pickle.dumps(source)).describe(3) == source.describe(3)

@@ -129,21 +129,6 @@ def test_global_generators_stay_where_they_were(opened, workers):
     assert state() == before
 
 
-def test_only_what_is_asked_for_is_read(opened):
-    seen = []
-
-    class Spy(Augmented):
-        def __getitem__(self, index):
-            seen.append(index)
-            return index
-
-    stream = opened(Spy(), shuffle=False)
-    looked = len(seen)  # at a few samples, for their lengths
-    assert looked <= 8
-    list(stream.epoch(0, 3))
-    assert seen[looked:] == list(range(9, N))
-
-
 def test_persistent_workers_live_on_and_close_ends_them(opened):
     stream = opened(Augmented(), num_workers=2)
     first = pids(stream.epoch(0))
@@ -238,13 +223,6 @@ def test_faults_that_cannot_be_collated(opened):
         list(opened(Unlike()).epoch(0))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_cut_sequences_fit_together(opened, workers):
-    batches = list(opened(Words(), max_sequence_length=2, num_workers=workers, shuffle=False).epoch(0))
-    assert torch.equal(batches[1].data["ids"], torch.tensor([[0, 1]] * 3))
-    assert batches[1].data["name"] == ["sample 3", "sample 4", "sample 5"]
-
-
 def padded(samples):
     ids = torch.nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], batch_first=True)
     return ids, np.array([len(sample["ids"]) for sample in samples], dtype=np.float64)
@@ -256,11 +234,3 @@ def test_a_collate_function_of_the_user(opened, workers):
     ids, lengths = list(stream.epoch(0))[1].data
     assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert (lengths.dtype, lengths.tolist()) == (torch.float32, [5, 5, 5])
-
-
-class Movable:
-    def __init__(self, device="cpu"):
-        self.device = device
-
-    def to(self, device, non_blocking):
-        return Movable(device)

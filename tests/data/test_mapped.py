@@ -10,7 +10,7 @@ from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import is_mapped, tensor_view
+from trainrun.data.tensor_dataset import tensor_view
 
 N = 31
 KINDS = {
@@ -62,22 +62,6 @@ def test_nothing_is_copied_and_nothing_said_of_write_protection(tmp_path, kind, 
     assert tensor_view(mapped).data_ptr() == mapped.ctypes.data
     assert tensor_view(mapped[7:]).data_ptr() == mapped[7:].ctypes.data
     assert torch.equal(tensor_view(mapped), torch.from_numpy(np.array(mapped)))
-
-
-def test_which_arrays_are_mapped(tmp_path):
-    array, mapped = stored(tmp_path, "float32")
-    for value in (mapped, mapped[2:], np.asarray(mapped), mapped.reshape(-1)):
-        assert is_mapped(value)
-    for value in (array, mapped[[1, 2]], mapped.copy(), torch.from_numpy(array), 3):
-        assert not is_mapped(value)
-
-
-def test_batches_are_copies(tmp_path):
-    _, mapped = stored(tmp_path, "float32")
-    before = mapped.copy()
-    for batch in opened(mapped)[0].epoch(0):
-        batch.data.zero_()
-    assert (mapped == before).all()
 
 
 def test_the_file_itself_is_chosen_whatever_its_size(tmp_path, monkeypatch):

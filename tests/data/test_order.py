@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainrun.data.order.sampler import Plan, epoch_order, limited, share_bounds
+from trainrun.data.order.sampler import Plan, epoch_order, limited
 from trainrun.errors import DataError
 
 SMALL = settings(derandomize=True, deadline=None, max_examples=150)
@@ -107,28 +107,12 @@ def test_order_depends_on_seed_and_epoch_and_leaves_the_global_generator():
     assert random.getstate() == before[1]
 
 
-def test_evaluation_repeats_epoch_0():
-    plan = Plan(20, 4, training=False)
-    assert shares(plan, 7) == shares(plan, 0)
-    assert shares(Plan(20, 4), 7) != shares(Plan(20, 4), 0)
-
-
 @pytest.mark.parametrize(
     ("full", "limit", "left"),
     [(100, 1.0, 100), (100, 0.29, 29), (10, 0.01, 1), (3, 0.5, 1), (10, 1, 1), (10, 4, 4), (10, 40, 10)],
 )
 def test_limit(full, limit, left):
     assert limited(full, limit) == left
-
-
-def test_shares_of_every_size():
-    for size in range(12):
-        for world_size in range(1, 6):
-            bounds = [share_bounds(size, rank, world_size) for rank in range(world_size)]
-            assert [bound[0] for bound in bounds] == [0] + [bound[1] for bound in bounds[:-1]]
-            assert bounds[-1][1] == size
-            sizes = [end - begin for begin, end in bounds]
-            assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize("start", [5, 9])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import resource
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -36,13 +35,6 @@ def test_the_same_numbers_on_every_platform() -> None:
     ]  # fmt: skip
 
 
-def test_a_position_is_found_alone_as_among_others() -> None:
-    keyed = KeyedPermutation(10**12 + 39, 5)
-    positions = np.array([[0, 1, 2], [10**12, 10**12 + 38, 777]])
-    alone = [[int(keyed.at(np.array([position]))[0]) for position in row] for row in positions.tolist()]
-    assert keyed.at(positions).tolist() == alone
-
-
 def chi_square(counts: np.ndarray) -> float:
     """In standard deviations from what even counts would show."""
     expected, freedom = counts.sum() / counts.size, counts.size - 1
@@ -60,23 +52,6 @@ def test_where_a_sample_comes_says_nothing_of_where_its_neighbours_come(size: in
             assert abs(chi_square(counts)) < FAR
             correlation = np.corrcoef(keyed.at(here), keyed.at(here + distance))[0, 1]
             assert abs(correlation) * math.sqrt(len(here)) < FAR
-
-
-def test_keys_that_follow_each_other_give_orders_that_have_nothing_in_common() -> None:
-    size, number = 10**6, 2**18
-    positions = np.arange(number)
-    found = [KeyedPermutation(size, key).at(positions) for key in range(4)]
-    for i, one in enumerate(found):
-        for other in found[:i]:
-            assert (one == other).sum() < 10
-            assert abs(np.corrcoef(one, other)[0, 1]) * math.sqrt(number) < FAR
-
-
-def test_each_permutation_of_few_comes_as_often() -> None:
-    """Of 4 numbers there are 24."""
-    counts = np.array([*Counter(tuple(whole(4, key).tolist()) for key in range(9_600)).values()])
-    assert len(counts) == 24
-    assert abs(chi_square(counts)) < FAR
 
 
 def test_an_order_is_listed_up_to_the_bound_and_computed_above_it(monkeypatch: pytest.MonkeyPatch) -> None:

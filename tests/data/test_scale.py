@@ -6,7 +6,6 @@ import torch
 from PIL import Image
 from torch.utils.data import Subset, default_collate
 
-from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.facts import facts_of
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.pictures import image_folder
@@ -146,13 +145,3 @@ def test_a_part_of_it_and_bytes_that_were_asked_for(folder):
     whole = image_folder.load(folder, "train", val_fraction=0.0, shape=[3, 8, 8], dtype="uint8")
     assert not isinstance(opened(whole), Scaled)
     assert epochs(whole)[0].data[0].dtype is torch.uint8
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_normalize_sees_the_same_numbers(training, folder):
-    nodes = {"normalize": {"_target_": "trainrun.data.augment.normalize.Normalize", "mean": 0.5, "std": 0.25}}
-    augment = build_augmentations(nodes)
-    left = epochs(Plain(pictures(folder)), augment=augment, training=training)
-    assert_same(left, epochs(pictures(folder), augment=augment, training=training))
-    plain = epochs(pictures(folder), training=training)
-    torch.testing.assert_close(left[0].data[0], (plain[0].data[0] - 0.5) / 0.25)

@@ -155,13 +155,6 @@ def test_fashion_mnist(tmp_path, suffix):
     torch.testing.assert_close(columns_of(train, "data.train")[0][0], (plain - 0.2860) / 0.3530)
 
 
-def test_a_part_of_the_training_images_held_out(tmp_path):
-    write_fashion(tmp_path, train=40)
-    train, val = (fashion_mnist.load(split, str(tmp_path), val_fraction=0.5) for split in ("train", "val"))
-    assert sorted(train.tensors[1].tolist()) == sorted(val.tensors[1].tolist()) == sorted([*range(10)] * 2)
-    assert len(fashion_mnist.load("test", str(tmp_path), val_fraction=0.5).tensors[0]) == 10
-
-
 def test_where_fashion_mnist_is_looked_for(no_fashion):
     with pytest.raises(DataError, match=r"not found in .*/trainrun/fashion-mnist or .*debian;") as caught:
         fashion_mnist.load("train")
@@ -197,15 +190,6 @@ def test_fashion_mnist_of_the_wrong_shape(tmp_path, name, array, message):
     (tmp_path / name).write_bytes(gzip.compress(idx_bytes(array)))
     with pytest.raises(DataError, match=message):
         fashion_mnist.load("train", str(tmp_path))
-
-
-@pytest.mark.skipif(fashion_mnist.missing_files(fashion_mnist.DEBIAN_FOLDER), reason="package not installed")
-def test_the_real_fashion_mnist():
-    test = fashion_mnist.load("test", str(fashion_mnist.DEBIAN_FOLDER))
-    assert torch.bincount(test.tensors[1]).tolist() == [1000] * 10
-    numbers = test.scale(test.tensors[0])
-    assert abs(float(numbers.mean())) < 0.01
-    assert abs(float(numbers.std()) - 1) < 0.01
 
 
 # --- arrays of the user's -----------------------------------------------------------------------

@@ -135,19 +135,6 @@ def test_they_are_applied_in_the_order_given() -> None:
     assert calls == ["b", "a", "c"]
 
 
-def test_the_rest_of_the_stream_stays() -> None:
-    inner = Stream(Plan(N, 8, drop_last=True))
-    outer = Augmented(inner, all_kinds(), 0)
-    assert (outer.num_batches, outer.num_samples) == (6, 48)
-    for one, two in zip(outer.epoch(0, 2), inner.epoch(0, 2), strict=True):
-        assert one[1:3] == two[1:3]
-        assert one.indices is not None
-        assert two.indices is not None
-        assert torch.equal(one.indices, two.indices)
-    outer.close()
-    assert inner.closed
-
-
 def test_evaluation_gets_what_is_not_random() -> None:
     inner = Stream(Plan(N, N, shuffle=False, training=False))
     batches = augmented(inner, all_kinds(), 0, training=False, float_dtype=torch.float64)

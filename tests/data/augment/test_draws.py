@@ -37,12 +37,6 @@ def chi_square(values: Tensor, cells: int) -> float:
     return (statistic - (cells - 1)) / math.sqrt(2 * (cells - 1))
 
 
-def correlation(left: Tensor, right: Tensor) -> float:
-    """As a normal deviate."""
-    pairs = torch.stack((left.flatten().double(), right.flatten().double()))
-    return float(torch.corrcoef(pairs)[0, 1]) * math.sqrt(left.numel())
-
-
 def test_the_bits_are_those_of_splitmix64_in_whole_numbers() -> None:
     indices = torch.tensor(
         [0, 1, 2, 3, 63, 64, 12_345_678, 2**31, 2**40 + 7, 2**63 - 1, 5, 6, 7, 8, 9, 10, 11]
@@ -85,29 +79,6 @@ def test_numbers_are_uniform(cells: int) -> None:
         assert abs(chi_square((uniform * cells).long(), cells)) < 4.5
         whole = numbers.integers("i", -5, cells - 5, 2)
         assert abs(chi_square(whole + 5, cells)) < 4.5
-
-
-def test_streams_epochs_seeds_columns_and_neighbours_are_independent() -> None:
-    first = draws().uniform("flip")
-    others = {
-        "name": draws().uniform("flap"),
-        "epoch": draws(epoch=1).uniform("flip"),
-        "seed": draws(seed=2).uniform("flip"),
-        "column": draws().uniform("flip", 2)[:, 1],
-        "augmentation": draws().named("flip").uniform("flip"),
-        "neighbour": first.roll(1, 0),
-        "far": first.roll(4096, 0),
-    }
-    cells = (first.flatten() * 16).long()
-    for what, other in others.items():
-        assert abs(correlation(first, other)) < 4.5, what
-        both = cells * 16 + (other.flatten() * 16).long()
-        assert abs(chi_square(both, 256)) < 4.5, what
-        assert not torch.equal(first.flatten(), other.flatten())
-
-
-def test_seed_and_epoch_are_not_added_up() -> None:
-    assert not torch.equal(draws(seed=1, epoch=2).uniform("u"), draws(seed=2, epoch=1).uniform("u"))
 
 
 def test_what_holds_in_every_epoch_depends_on_the_seed_alone() -> None:

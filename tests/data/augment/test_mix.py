@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, one_hot
+from torch import Tensor
+from torch.nn.functional import one_hot
 
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.mix import CutMix, MixUp, neighbours
 from trainrun.errors import DataError
-from trainrun.task.classification import Classification
 
 CLASSES = 5
 
@@ -73,29 +72,6 @@ def test_cutmix_puts_a_box_of_the_partner_in(
         torch.testing.assert_close(target[i], soft, rtol=1e-12, atol=1e-12)
     assert found.dtype is dtype
     assert found.is_contiguous(memory_format=layout)
-
-
-@pytest.mark.parametrize("mix", [MixUp(1.0, CLASSES), CutMix(1.0, CLASSES)])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_that_of_both_targets_weighted(mix: MixUp | CutMix, smoothing: float) -> None:
-    x, y = batch()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(144, CLASSES)).double()
-    mixed, soft = mix((x, y), draws())
-    task = Classification(label_smoothing=smoothing)
-    out = task.step(model, (mixed, soft))
-    logits, partner = model(mixed), neighbours(y)
-    total = torch.zeros((), dtype=torch.float64)
-    for i in range(8):
-        j = int(partner[i])
-        w = float(soft[i, y[i]]) if y[i] != y[j] else 1.0
-        for weight, label in ((w, y[i]), (1 - w, y[j])):
-            total = total + weight * cross_entropy(logits[i], label, label_smoothing=smoothing)
-    torch.testing.assert_close(out.loss_sum, total, rtol=1e-12, atol=1e-12)
-    assert task.count((mixed, soft)) == 8
-    acc = out.sums["acc"]
-    assert callable(acc)
-    assert int(acc()) == int((logits.argmax(1) == soft.argmax(1)).sum())
 
 
 def test_targets_that_are_numbers_or_mixed_already_are_mixed_as_they_are() -> None:

@@ -17,7 +17,6 @@ from trainrun.data.cache.cached import cached
 from trainrun.data.cache.disk import draft_of
 from trainrun.data.cache.fingerprint import own_fingerprint
 from trainrun.data.cache.probe import NUM_PROBES
-from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import DataError
 
 
@@ -76,17 +75,6 @@ def test_a_copy_opens_the_file_again(kind, tmp_path, log):
     assert same(kept[3], SAMPLES[kind](3))  # still open
     with pytest.raises(DataError, match="is gone or damaged"):
         pickle.loads(text)
-
-
-def test_a_finished_cache_is_columns(tmp_path):
-    kept = on_disk(Made("pair"), tmp_path)
-    columns = columns_of(kept, "data.train")
-    assert torch.equal(columns.values[0], torch.stack([SAMPLES["pair"](i)[0] for i in range(40)]))
-    assert columns.values[1].tolist() == [i % 5 for i in range(40)]
-    content = the_file(tmp_path).read_bytes()
-    columns.values[0].zero_()
-    assert the_file(tmp_path).read_bytes() == content
-    assert on_disk(Made("tokens"), tmp_path).as_columns() is None
 
 
 # --- another source, another file -------------------------------------------------------------------
@@ -297,16 +285,6 @@ def test_what_a_killed_builder_left_is_taken_over(tmp_path, log, builder):
     assert "(built)" in end.recv()
     (left,) = files_in(folder)
     assert left.endswith(".cache")
-
-
-@pytest.mark.process
-def test_what_killed_builders_left_alone_is_built_over(tmp_path, log, builder):
-    process, _ = builder(tmp_path / "c", log, 0.0, UNPROBED)
-    wait_until(lambda: UNPROBED in reads_in(log))
-    process.kill()
-    process.join()
-    assert "(built)" in build(tmp_path / "c", None)
-    assert len(files_in(tmp_path / "c")) == 1
 
 
 def test_a_failed_builder_leaves_nothing(tmp_path):

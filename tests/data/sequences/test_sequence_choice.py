@@ -163,17 +163,6 @@ def test_rows_are_as_wide_in_every_plan_as_padding_max_makes_them():
     assert chosen(source, padding="bucket", collate_fn=torch.stack).positions == {}  # who pads knows
 
 
-def test_bucket_and_pack_waste_less():
-    lengths = np.random.default_rng(1).geometric(0.05, 3000).clip(1, 100).tolist()
-    assert chosen(Text(lengths=lengths), 32).positions == {}  # a few samples are no epoch
-    line = chosen(Text(lengths=lengths), 32, padding="bucket").line
-    words = line.split("padding ")[1].split(";")[0].replace(",", "").split()
-    shares = dict(zip(words[::3], map(float, words[1::3]), strict=True))
-    assert shares["longest"] > 50
-    assert shares["bucket"] < 10
-    assert shares["pack"] < 1
-
-
 def test_what_does_not_go_together_is_refused():
     refused(Text(), "data.padding=token_budget: needs the budget", padding="token_budget")
     refused(Text(), "data.max_tokens=8: only for data.padding=token_budget", max_tokens=8)

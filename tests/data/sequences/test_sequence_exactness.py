@@ -231,14 +231,6 @@ def test_sequences_of_float_targets_count_their_own_positions(loss):
     assert abs(out.sums["mae"]() - sum(item.sums["mae"]() for item in single)) < 1e-10
 
 
-def test_useful_tokens_are_what_is_counted():
-    source, task = Pairs(), Classification()
-    useful = sum(len(target) for _, target in source.samples)
-    for options in (*MODES, *PACKS):
-        batches = stream(source, batch_size=2, **options)
-        assert sum(task.count(collate(samples)) for _, collate, samples in batches) == useful
-
-
 def test_poison_reaches_what_does_not_mask():
     """The guard of the tests above: without its mask the model does notice the padding."""
     source, model = Pairs(), poisoned(Attention(causal=False))

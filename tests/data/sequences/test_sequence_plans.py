@@ -1,6 +1,5 @@
 """Every sample once, the same global batches on any number of ranks, any start is the tail."""
 
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -208,16 +207,6 @@ def test_a_token_budget_holds_with_padding(lengths, world_size, batch_size, mult
     assert max(costs) <= BUDGET
 
 
-def test_the_share_of_a_rank_exceeds_its_budget_by_less_than_one_sequence():
-    lengths = np.random.default_rng(0).integers(1, 13, 200)
-    for rank in range(3):
-        plan = planned(lengths, "token_budget", rank=rank, world_size=3).plan
-        for indices, real, _ in shares(plan):
-            widest = max(lengths[indices])
-            assert not real or len(indices) * widest < BUDGET + widest
-            assert rank < 2 or not real or len(indices) * widest <= BUDGET
-
-
 @SMALL
 @given(many_lengths, st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
 def test_next_fit_finds_the_rows_again(lengths, batch_size, world_size, epoch):
@@ -269,16 +258,3 @@ def test_split_samples_are_whole_again_together(lengths, mode, size):
     assert max(len(piece) for piece in pieces) <= size
     everything = torch.cat([Tokens(lengths)[index] for index in range(len(lengths))])
     assert torch.equal(torch.cat(pieces), everything)
-
-
-def test_seeks_without_reading_a_sample():
-    class Unreadable(Tokens):
-        def __getitem__(self, index):
-            assert self.readable, "read"
-            return super().__getitem__(index)
-
-    source = Unreadable(list(range(1, 40)))
-    source.readable = True
-    plan = sequence_plan(source, Plan(39, 2), options_of("bucket")).plan
-    source.readable = False
-    assert len(shares(replace(plan), 3, 10)) == 10
