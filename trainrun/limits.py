@@ -51,6 +51,7 @@ NotNegativeInt = Annotated[int, Limits(at_least=0)]
 NotNegative = Annotated[float, Limits(at_least=0)]
 Positive = Annotated[float, Limits(above=0)]
 Fraction = Annotated[float, Limits(at_least=0, at_most=1)]
+PositiveFraction = Annotated[float, Limits(above=0, at_most=1)]
 BelowOne = Annotated[float, Limits(at_least=0, below=1)]
 Steps = Annotated[float, Limits(at_least=1)]  # also as 1e3
 Rates = NotNegative | list[NotNegative]  # an optimizer may have several groups of parameters

@@ -125,17 +125,6 @@ def test_a_teacher_computes_in_its_own_precision_and_leaves_the_student_alone() 
     assert not network.layers[1]._forward_hooks
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [({"temperature": 0}, "temperature=0"), ({"alpha": 1.5}, r"alpha=1\.5: must be between 0 and 1"),
-     ({"hidden_weight": -1}, "hidden_weight=-1: must be 0 or more"),
-     ({"label_smoothing": 2}, "label_smoothing=2")],
-)  # fmt: skip
-def test_values_out_of_range_are_refused(words: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        Distillation(**words)
-
-
 def test_a_run_goes_on_with_its_own_teacher_alone() -> None:
     task, _, _ = student()
     state = task.state_dict()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.errors import DataError, PluginError
 from trainrun.task.language_modeling import LanguageModeling, next_tokens
 
 
@@ -70,8 +70,6 @@ def test_predictions_have_a_confidence() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    with pytest.raises(ConfigError, match="bytes_per_token=0"):
-        LanguageModeling(bytes_per_token=0)
     with pytest.raises(DataError, match=r"shape \(B, T\)"):
         LanguageModeling().count(torch.zeros(2, 3, 4))
     with pytest.raises(DataError, match=r"targets have shape \(2,\), .* choose task=classification"):

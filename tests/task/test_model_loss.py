@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainrun.config.compose import compose_run
-from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.errors import DataError, PluginError
 from trainrun.task.model_loss import ModelLoss
 
 
@@ -65,13 +64,6 @@ def test_the_sum_of_parts_is_that_of_the_whole(rule: str, said: bool) -> None:
     parts = [task.step(model, {key: value[rows] for key, value in data.items()}) for rows in ([0, 1], [2, 3])]
     torch.testing.assert_close(parts[0].loss_sum + parts[1].loss_sum, whole.loss_sum)
     assert int(whole.count) == sum(int(part.count) for part in parts)
-
-
-def test_a_wrong_count_is_refused_with_the_config() -> None:
-    with pytest.raises(
-        ConfigError, match=r"task.count=tokens: must be one of auto, samples, labels, next_labels"
-    ):
-        compose_run(["task=model_loss", "task.count=tokens"])
 
 
 def test_a_class_a_row_is_a_mean_of_samples() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +61,7 @@ def test_a_label_of_a_later_batch_that_is_none_is_no_loss() -> None:
     assert task.step(MODEL, (X, Y.where(Y > 0, -1.0))).loss_sum.isnan()
 
 
-@pytest.mark.parametrize("wrong", [-1, 0, math.inf, math.nan, "much", [1.0, "x"], [1.0, 0.0]])
-def test_wrong_weights_are_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"task\.pos_weight={re.escape(str(wrong))}: must be above 0"):
-        MultiLabel(wrong)
+def test_weights_of_another_number_are_refused() -> None:
     with pytest.raises(ConfigError, match="has 2 numbers for 4 labels"):
         MultiLabel([1.0, 2.0]).step(MODEL, (X, Y))
 

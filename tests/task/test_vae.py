@@ -79,12 +79,6 @@ def test_what_does_not_fit_is_said() -> None:
             Vae().step(Fixed(*output), x)
     with pytest.raises(DataError, match="likelihood=bernoulli needs 0 to 1"):
         Vae(likelihood="bernoulli").step(Fixed(some(2, 3), some(2, 4), some(2, 4)), x)
-    with pytest.raises(ConfigError, match=r"task\.beta=-1"):
-        Vae(beta=-1)
-    with pytest.raises(
-        ConfigError, match=r"task\.likelihood=poisson: must be one of auto, gaussian, bernoulli, categorical"
-    ):
-        Vae(likelihood="poisson")
 
 
 def test_beta_follows_its_schedule() -> None:
@@ -143,13 +137,9 @@ def test_pictures_show_each_sample_beside_its_reconstruction() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"beta_schedule": "cosine", "beta_steps": 4}, "must be one of constant, linear, cyclical"),
         ({"beta_schedule": "linear"}, r"needs task\.beta_steps"),
         ({"beta_steps": 4}, r"add task\.beta_schedule=linear"),
-        ({"beta_schedule": "linear", "beta_steps": 0}, r"task\.beta_steps=0: must be 1 or more"),
         ({"beta_schedule": "cyclical", "beta_steps": 3}, r"at most task\.beta_steps=3"),
-        ({"beta_schedule": "cyclical", "beta_steps": 9, "beta_ratio": 0}, r"task\.beta_ratio=0"),
-        ({"free_bits": -1}, r"task\.free_bits=-1: must be 0 or more"),
     ],
 )
 def test_a_schedule_that_is_none_is_refused(arguments: dict[str, Any], text: str) -> None:

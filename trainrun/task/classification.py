@@ -60,8 +60,6 @@ class Classification:
         metrics: str | list[Any] | dict[str, Any] | None = None,
         per_class: bool = False,
     ) -> None:
-        if not 0 <= label_smoothing <= 1:
-            raise ConfigError(f"task.label_smoothing={label_smoothing}: must be between 0 and 1")
         if loss is not None and label_smoothing:
             raise ConfigError(
                 f"task.label_smoothing={label_smoothing}: has no effect on task.loss; set it there, as "

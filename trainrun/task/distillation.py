@@ -20,12 +20,7 @@ from torch.nn.functional import kl_div, log_softmax, normalize
 from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.limits import Fraction, NotNegative, Positive
-from trainrun.task.batches import (
-    inputs_and_maybe_target,
-    inputs_and_target,
-    output_tensor,
-    run_model,
-)
+from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 from trainrun.task.classification import TORCH_IGNORES, Classification
 from trainrun.task.dict_batches import bare_model
 
@@ -77,7 +72,7 @@ class Distillation:
         output it shall have: of one shape, their mean squared difference; pictures (B, C, H, W) of one size and
         other channels are compared by where they are active, in the squared distance of their attention maps.
     Validation, test and predictions ask the student alone: they can be compared with a run without a teacher, and need
-    none. ConfigError: values out of range.
+    none.
     """
 
     def __init__(
@@ -95,13 +90,6 @@ class Distillation:
         metrics: str | list[Any] | dict[str, Any] | None = None,
         per_class: bool = False,
     ) -> None:
-        for name, value, fits in (
-            ("temperature", temperature, temperature > 0),
-            ("alpha", alpha, 0 <= alpha <= 1),
-            ("hidden_weight", hidden_weight, hidden_weight >= 0),
-        ):
-            if not fits:
-                raise ConfigError(f"task.{name}={value}: must be {RANGES[name]}")
         self.asked, self.temperature, self.alpha = teacher, temperature, alpha
         self.hidden, self.hidden_weight = dict(hidden or {}), hidden_weight
         self.hard = Classification(
@@ -181,9 +169,6 @@ class Distillation:
                 "task.teacher: its weights are not those that the run began with; bring them back, or begin a new run "
                 "with init_from=..."
             )
-
-
-RANGES = {"temperature": "above 0", "alpha": "between 0 and 1", "hidden_weight": "0 or more"}
 
 
 @contextmanager

@@ -13,11 +13,7 @@ from torch.nn.functional import cross_entropy
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.limits import Auto, Count, Positive
-from trainrun.task.batches import (
-    inputs_and_maybe_target,
-    output_tensor,
-    run_model,
-)
+from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
 from trainrun.task.chunked_loss import IGNORED, chunked_loss, chunked_right, head_of, memory_of, num_chunks
 from trainrun.task.dict_batches import bare_model, keywords_of
 
@@ -30,7 +26,7 @@ class LanguageModeling:
     transformers has `labels`, and are shifted too; false: they are the next tokens already; None: so, but targets that
     are the tokens themselves are refused. bytes_per_token: what `bpb` (bits per byte) divides by; 1 for bytes, None
     gives none. loss_chunks: pieces in which the logits are made and forgotten (see `chunked_loss`); `auto` is 1 while
-    they are small, or where the model cannot. ConfigError: values out of range.
+    they are small, or where the model cannot.
     """
 
     unit = "tokens"  # useful ones: none at padding counts
@@ -39,12 +35,6 @@ class LanguageModeling:
         self, bytes_per_token: Positive | None = None, loss_chunks: Count | Auto = "auto",
         shift_labels: bool | None = None,
     ) -> None:  # fmt: skip
-        if bytes_per_token is not None and not bytes_per_token > 0:
-            raise ConfigError(f"task.bytes_per_token={bytes_per_token}: must be above 0")
-        if loss_chunks != "auto" and (
-            isinstance(loss_chunks, (bool, str)) or not isinstance(loss_chunks, int) or loss_chunks < 1
-        ):
-            raise ConfigError(f"task.loss_chunks={loss_chunks}: must be auto, or a whole number, 1 or more")
         self.nats_to_bits = None if bytes_per_token is None else 1 / (math.log(2) * bytes_per_token)
         self.loss_chunks, self.shift_labels = loss_chunks, shift_labels
         self.checked = False

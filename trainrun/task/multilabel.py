@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
-from trainrun.limits import Positive, fits
+from trainrun.limits import Positive
 from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 
 if TYPE_CHECKING:
@@ -26,21 +27,17 @@ class MultiLabel:
     pos_weight: what a label that is there weighs, one number or one for each label, as in torch's own loss.
     metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations; per_class:
         the names also of each label.
-    ConfigError: a weight is not above 0, or a metric is not known.
+    ConfigError: a metric is not known.
     """
 
     monitor = "f1"
 
     def __init__(
         self,
-        pos_weight: float | list[float] | None = None,
+        pos_weight: Positive | Sequence[Positive] | None = None,
         metrics: str | list[Any] | dict[str, Any] | None = None,
         per_class: bool = False,
     ) -> None:
-        if not fits(pos_weight, Positive | list[Positive] | None):
-            raise ConfigError(
-                f"task.pos_weight={pos_weight}: must be above 0, one number or one for each label"
-            )
         self.weights = (
             None if pos_weight is None else torch.tensor(pos_weight, dtype=torch.float32).reshape(-1)
         )

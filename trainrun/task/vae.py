@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepInfo, StepOutput
-from trainrun.limits import Count, Fraction, NotNegative
+from trainrun.limits import Count, NotNegative, PositiveFraction
 from trainrun.task.batches import HALF_TYPES, IGNORED, form_of, inputs_and_maybe_target, run_model
-
-LIKELIHOODS = ("auto", "gaussian", "bernoulli", "categorical")
-BetaSchedule = Literal["constant", "linear", "cyclical"]
 
 
 class BoundTerms(NamedTuple):
@@ -52,26 +49,28 @@ class Vae:
     free_bits: nats that each dimension of the code may hold for nothing: in training, a KL below it counts as this and
         gives no gradient. Kingma et al. (2016) compare the mean of a minibatch; here it is each sample's own, so
         that micro-batches and ranks do not change the result.
-    ConfigError: beta below 0, an unknown name, or a schedule without its steps.
+    ConfigError: a schedule without its steps.
     """
 
     def __init__(
         self,
         beta: NotNegative = 1.0,
-        likelihood: str = "auto",
-        beta_schedule: BetaSchedule = "constant",
+        likelihood: Literal["auto", "gaussian", "bernoulli", "categorical"] = "auto",
+        beta_schedule: Literal["constant", "linear", "cyclical"] = "constant",
         beta_steps: Count | None = None,
         beta_cycles: Count = 4,
-        beta_ratio: Fraction = 0.5,
+        beta_ratio: PositiveFraction = 0.5,
         free_bits: NotNegative = 0.0,
     ) -> None:
-        if not beta >= 0:
-            raise ConfigError(f"task.beta={beta}: must be 0 or more")
-        if likelihood not in LIKELIHOODS:
-            raise ConfigError(f"task.likelihood={likelihood}: must be one of {', '.join(LIKELIHOODS)}")
-        check_schedule(beta_schedule, beta_steps, beta_cycles, beta_ratio)
-        if not free_bits >= 0:
-            raise ConfigError(f"task.free_bits={free_bits}: must be 0 or more")
+        if (beta_schedule == "constant") != (beta_steps is None):
+            raise ConfigError(
+                f"task.beta_schedule={beta_schedule}: needs task.beta_steps=..., the updates that the annealing takes"
+                if beta_steps is None
+                else f"task.beta_steps={beta_steps}: task.beta_schedule=constant has none; add "
+                "task.beta_schedule=linear"
+            )
+        if beta_schedule == "cyclical" and beta_cycles > (beta_steps or 0):
+            raise ConfigError(f"task.beta_cycles={beta_cycles}: must be at most task.beta_steps={beta_steps}")
         self.beta, self.likelihood, self.free_bits = beta, likelihood, free_bits
         self.schedule, self._steps, self._cycles, self._ratio = (
             beta_schedule, beta_steps or 0, beta_cycles, beta_ratio,
@@ -205,27 +204,6 @@ def has_next_tokens(batch: Any) -> bool:
     given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     real = target[:, :-1] != IGNORED if given is None else given[:, 1:].bool()
     return bool((target[:, :-1] == tokens[:, 1:])[real].all())
-
-
-def check_schedule(schedule: str, steps: int | None, cycles: int, ratio: float) -> None:
-    if schedule not in get_args(BetaSchedule):
-        raise ConfigError(
-            f"task.beta_schedule={schedule}: must be one of {', '.join(get_args(BetaSchedule))}"
-        )
-    if (schedule == "constant") != (steps is None):
-        raise ConfigError(
-            f"task.beta_schedule={schedule}: needs task.beta_steps=..., the updates that the annealing takes"
-            if steps is None
-            else f"task.beta_steps={steps}: task.beta_schedule=constant has none; add task.beta_schedule=linear"
-        )
-    if steps is not None and steps < 1:
-        raise ConfigError(f"task.beta_steps={steps}: must be 1 or more")
-    if cycles < 1 or (schedule == "cyclical" and cycles > (steps or 0)):
-        raise ConfigError(
-            f"task.beta_cycles={cycles}: must be 1 or more, and at most task.beta_steps={steps}"
-        )
-    if not 0 < ratio <= 1:
-        raise ConfigError(f"task.beta_ratio={ratio}: must be more than 0 and at most 1")
 
 
 def check_noise(batch: Any, mean: Tensor) -> None:
