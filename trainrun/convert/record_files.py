@@ -86,16 +86,10 @@ def _whole(samples: Samples, number: int, sample: Any) -> bytes:
 
 
 def write_tfrecord(path: Path, samples: Samples, unit: Unit) -> None:
-    """One shard and its index; the index gets its name first, since a shard that has its name is finished."""
-    lines, place = [], 0
+    """One shard."""
     with whole_file(path) as file:
         for _, content in encoded(samples, unit):
-            record = framed(encode_example({SAMPLE: content}))
-            file.write(record)
-            lines.append(f"{place} {len(record)}\n")
-            place += len(record)
-        with whole_file(path.with_name(path.name + ".idx")) as index:
-            index.write("".join(lines).encode())
+            file.write(framed(encode_example({SAMPLE: content})))
 
 
 def tar_columns(samples: Samples) -> list[str]:

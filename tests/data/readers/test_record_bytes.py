@@ -130,12 +130,3 @@ def test_a_damaged_tree_is_a_fault(tree):
     metadata = {"tree": json.dumps(tree), "kinds": '{"0.0": "int"}'}
     with pytest.raises(ValueError):
         decode_sample(safetensors.numpy.save({"0.0": np.array(1)}, metadata))
-
-
-@pytest.mark.parametrize(
-    ("container", "sample"), [("tuple", (1, 2)), ("list", [1, 2]), ("dict", {"0": 1, "1": 2})]
-)
-def test_samples_of_before_there_was_a_tree(container, sample):
-    metadata = {"container": container, "kinds": '{"0": "int", "1": "int"}'}
-    content = safetensors.numpy.save({"0": np.array(1), "1": np.array(2)}, metadata)
-    assert same(decode_sample(content), sample)

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import save as save_arrays
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
@@ -45,13 +44,9 @@ def encode_sample(sample: Any) -> bytes:
     leaves: dict[str, Any] = {}
     tree = _tree(sample, "", leaves)
     found = {name: _encoded(leaf) for name, leaf in leaves.items()}
-    arrays = {name: array for name, (_, array) in found.items()}
     kinds = {name: kind for name, (kind, _) in found.items()}
     metadata = {"tree": json.dumps(tree), "kinds": json.dumps(kinds)}
-    if any(isinstance(array, Tensor) for array in arrays.values()):  # NumPy has no bfloat16
-        content = save_tensors({name: torch.as_tensor(array) for name, array in arrays.items()}, metadata)
-    else:
-        content = save_arrays(arrays, metadata)
+    content = save_tensors({name: tensor for name, (_, tensor) in found.items()}, metadata)
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size]) | {METADATA: metadata}  # safetensors writes those in any order
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -82,12 +77,7 @@ def decode_sample(content: bytes | memoryview) -> Any:
             return _grown(json.loads(metadata["tree"]), values)
     except RecursionError as error:
         raise ValueError("its parts are nested too deeply") from error
-    container = metadata.get("container", "dict")  # of samples written before there was a tree in each
-    if container == "one" and len(values) == 1:
-        return next(iter(values.values()))
-    if container not in ("tuple", "list", "dict"):
-        raise ValueError(f"unknown container {container!r} of {len(values)} parts")
-    return values if container == "dict" else (tuple if container == "tuple" else list)(values.values())
+    return values
 
 
 def is_sample(content: bytes | memoryview) -> bool:
@@ -142,25 +132,25 @@ def _grown(tree: Any, values: dict[str, Any]) -> Any:
     raise ValueError("its metadata have a damaged tree of parts")
 
 
-def _encoded(part: Any) -> tuple[str, Any]:
-    """Kind and array; a tensor that NumPy has no type for stays one."""
+def _encoded(part: Any) -> tuple[str, Tensor]:
+    """Kind and content."""
     if isinstance(part, Tensor):
         tensor = part.detach().cpu().contiguous()
-        return "tensor", tensor if tensor.dtype == torch.bfloat16 else _array(tensor.numpy())
+        return "tensor", tensor if tensor.dtype == torch.bfloat16 else _tensor(tensor.numpy())
     if isinstance(part, str | bytes):
         content = part.encode() if isinstance(part, str) else part
-        return "text" if isinstance(part, str) else "bytes", np.frombuffer(bytearray(content), np.uint8)
+        return "text" if isinstance(part, str) else "bytes", _tensor(np.frombuffer(content, np.uint8))
     kind = type(part).__name__
     if kind in NUMBERS or isinstance(part, np.ndarray | np.generic):
-        return kind if kind in NUMBERS else "array", _array(np.asarray(part))
+        return kind if kind in NUMBERS else "array", _tensor(np.asarray(part))
     raise TypeError(f"a part of type {kind}; {ALLOWED}")
 
 
-def _array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
     dtype = array.dtype.newbyteorder("=")
     if dtype not in DTYPES:
         raise TypeError(f"an array of {array.dtype}; allowed: bools, integers and floats up to 64 bits")
-    return np.array(array, dtype, order="C")
+    return torch.from_numpy(np.array(array, dtype, order="C"))
 
 
 def _object(content: Any) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """`data=tfrecord`: TFRecord files (https://www.tensorflow.org/tutorials/load_data/tfrecord), no TensorFlow.
 
 A record is its length (8 bytes), a checksum of that (4), the content, a checksum of the content (4).
-Where records lie is read from an index file next to the data (`a.tfrecord.idx` or `a.idx`: a line
-"offset size" for each record, as tfrecord2idx writes), else by going once from length to length.
+Where records lie is read by going once from length to length.
 The content is a tf.train.Example: with the one feature `sample` as `record` encodes it (`trainrun convert`
 writes this), or with features of any names.
 """
@@ -36,7 +35,7 @@ Places = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def load(path: str | None, split: str, columns: Sequence[str] | None = None,
-         sequences: Sequence[str] = (), check_crc: bool = False, val_path: str | None = None,
+         sequences: Sequence[str] = (), val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
          draft: bool = True) -> ReaderDataset:  # fmt: skip
@@ -44,13 +43,12 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None,
 
     columns: features by name; two or more form a tuple in this order. None: a dict of all of them.
     sequences: features that stay 1-D where they hold one number; others become a scalar.
-    check_crc: the checksum of each record is verified whenever it is read.
     """
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
     files = files_of(*part.place, ENDINGS)
     names = None if columns is None else tuple(columns)
-    return dataset_of(TfrecordReader(files, names, frozenset(sequences), check_crc, form), part)
+    return dataset_of(TfrecordReader(files, names, frozenset(sequences), form), part)
 
 
 def framed(content: bytes) -> bytes:
@@ -69,8 +67,8 @@ class TfrecordReader:
     """The records of all files, one file after the other."""
 
     def __init__(self, files: Sequence[Path], columns: tuple[str, ...] | None, sequences: frozenset[str],
-                 check_crc: bool, form: Form) -> None:  # fmt: skip
-        self._columns, self._sequences, self._check_crc, self._form = columns, sequences, check_crc, form
+                 form: Form) -> None:  # fmt: skip
+        self._columns, self._sequences, self._form = columns, sequences, form
         self._shards = Shards(files)
         self._places = [_places(self._shards, number) for number in range(len(files))]
         self._ends = np.cumsum([len(places) for places in self._places], dtype=np.int64)
@@ -111,11 +109,9 @@ class TfrecordReader:
         begin, size = self._places[file][record].tolist()
         content = self._shards.read(file, begin, HEADER + size + FOOTER)
         if int.from_bytes(content[:8], "little") != size:
-            raise ValueError(
-                "its length is not what the index says: the record is damaged, or the index file is of other data"
-            )
+            raise ValueError("its length is not what it was when the data was opened: the record is damaged")
         inner = content[HEADER : HEADER + size]
-        if self._check_crc and masked_crc32c(inner) != content[HEADER + size :]:
+        if masked_crc32c(inner) != content[HEADER + size :]:
             raise ValueError("damaged: its checksum is wrong")
         return inner
 
@@ -132,10 +128,6 @@ class TfrecordReader:
 def _places(shards: Shards, number: int) -> Places:
     """(N, 2): where each record of a file begins, and the size of its content."""
     file = shards.files[number]
-    for ending in (".idx", ".index"):
-        for index in (Path(f"{file}{ending}"), file.with_suffix(ending)):
-            if index != file and index.is_file():
-                return _indexed(index, file)
     size, place = file.stat().st_size, 0
     found: list[tuple[int, int]] = []
     while place < size:
@@ -155,22 +147,3 @@ def _places(shards: Shards, number: int) -> Places:
         found.append((place, length))
         place = end
     return np.array(found, dtype=np.int64).reshape(-1, 2)
-
-
-def _indexed(index: Path, file: Path) -> Places:
-    size = file.stat().st_size
-    try:
-        rows = [tuple(map(int, line.split())) for line in index.read_text(encoding="ascii").splitlines()]
-        places = np.array(rows, dtype=np.int64).reshape(-1, 2)
-    except (OSError, ValueError, OverflowError) as error:
-        raise DataError(
-            f"{index}: cannot be read ({error}); delete it, and the data itself is read"
-        ) from error
-    edges = np.append(places[:, 0], size)
-    if edges[0] or (places[:, 1] < HEADER + FOOTER).any() or (edges[:-1] + places[:, 1] != edges[1:]).any():
-        raise DataError(
-            f"{index}: does not fit {file} of {size} bytes (a line 'offset size' for each record, without "
-            "gaps); delete it, and the data itself is read"
-        )
-    places[:, 1] -= HEADER + FOOTER
-    return places
