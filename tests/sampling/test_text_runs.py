@@ -177,12 +177,6 @@ def test_wrong_uses_are_one_line(
     assert told in shown[-1]
 
 
-@pytest.mark.parametrize("size", ["10", "x", "4096@"])
-def test_a_tokenizer_without_a_size_is_refused(book: Path, size: str) -> None:
-    with pytest.raises(Exception, match="must be bpe:SIZE"):
-        package.train(*GPT, f"data.tokenizer=bpe:{size}", "output_dir=run")
-
-
 def test_samples_of_what_writes_no_text_are_refused(workdir: Path) -> None:
     with pytest.raises(ConfigError, match="monitor.samples_every: this run has task._target_"):
         package.train(*QUIET, "monitor.samples_every=1epoch", "output_dir=run")

@@ -119,14 +119,6 @@ def test_the_logits_are_not_kept() -> None:
     assert kept(1) - kept(4) >= 4 * BATCH.numel() * VOCABULARY
 
 
-def test_all_places_ignored_is_no_loss_and_no_gradient() -> None:
-    model = gpt()
-    out = LanguageModeling(loss_chunks=3).step(model, (BATCH, torch.full_like(BATCH, -100)))
-    out.loss_sum.backward()
-    assert out.loss_sum == 0
-    assert all((value == 0).all() for value in gradients(model).values())
-
-
 def test_a_frozen_last_layer_gets_no_gradient() -> None:
     model = gpt(tied=False)
     model.head.weight.requires_grad_(False)

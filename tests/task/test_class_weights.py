@@ -48,14 +48,6 @@ def test_places_that_are_ignored_and_soft_targets_are_weighted_too() -> None:
     torch.testing.assert_close(task.step(Same(), (soft, probabilities)).loss_sum, wanted)
 
 
-def test_a_batch_is_its_items() -> None:
-    task = Classification(class_weights=[1.0, 3.0, 0.2])
-    logits, target = some(6, 3), torch.tensor([0, 1, 2, 2, 1, 0])
-    whole = task.step(Same(), (logits, target)).loss_sum
-    parts = [task.step(Same(), (logits[i : i + 1], target[i : i + 1])).loss_sum for i in range(6)]
-    torch.testing.assert_close(whole, torch.stack(parts).sum())
-
-
 @pytest.mark.parametrize("as_array", [True, False])
 def test_balanced_is_scikit_learns(as_array: bool) -> None:
     labels = np.array([0, 0, 0, 1, 2, 2, 2, 2, 2, 1])

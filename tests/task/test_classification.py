@@ -42,13 +42,6 @@ def test_the_sum_over_the_count_is_torchs_mean(smoothing: float) -> None:
         torch.testing.assert_close(out.loss_sum / task.count((x, y)), mean, rtol=1e-6, atol=0)
 
 
-def test_accuracy_counts_and_is_made_only_when_asked() -> None:
-    x, y = pairs()
-    acc = Classification().step(MODEL, (x, y)).sums["acc"]
-    assert callable(acc)
-    assert int(acc()) == int((x.argmax(1) == y).sum())
-
-
 @pytest.mark.parametrize("ignored", [-100, 0, 255])
 def test_ignored_places_count_nowhere(ignored: int) -> None:
     x, y = sequences()
@@ -124,14 +117,6 @@ def test_a_loss_of_ones_own_becomes_a_sum(loss: Callable[[], Any]) -> None:
     torch.testing.assert_close(out.loss_sum, cross_entropy(x.double(), y, reduction="sum"))
 
 
-def test_class_weights_follow_the_number_type_of_the_model() -> None:
-    x, y = pairs()
-    weight = torch.arange(1.0, 6.0)
-    out = Classification(loss=nn.CrossEntropyLoss(weight=weight)).step(MODEL, (x.double(), y))
-    wanted = cross_entropy(x.double(), y, weight=weight.double(), reduction="sum")
-    torch.testing.assert_close(out.loss_sum, wanted)
-
-
 def own_mean(logits: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(logits, target)
 
@@ -161,12 +146,6 @@ def test_labels_outside_the_classes_are_found_in_the_first_batch_and_later() -> 
     task.step(MODEL, (x, y))
     with pytest.raises(DataError, match=r"Target 7 is out of bounds\. The model gives 5 classes"):
         task.step(MODEL, (x, torch.full_like(y, 7)))
-
-
-def test_targets_that_are_no_integers_are_refused() -> None:
-    x, y = pairs()
-    with pytest.raises(DataError, match=r"targets are torch\.float32.*task=regression"):
-        Classification().step(MODEL, (x, y.float()))
 
 
 def test_predictions_have_confidence_and_the_target_where_there_is_one() -> None:

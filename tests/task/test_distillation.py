@@ -96,12 +96,6 @@ def test_kept_answers_are_those_of_the_teacher_and_ignored_places_count_nothing(
     torch.testing.assert_close(dense.terms(logits, {}, {"": some(2, 4, 3).flip(0)}, target)[0], soft)
 
 
-def test_a_batch_is_its_samples() -> None:
-    task, model, _ = student(hidden={"layers.2": "layers.2"})
-    parts = [task.step(model, (X[i : i + 1], Y[i : i + 1])).loss_sum for i in range(5)]
-    torch.testing.assert_close(torch.stack(parts).sum(), task.step(model, (X, Y)).loss_sum)
-
-
 def test_maps_of_other_channels_are_compared_by_where_they_are_active() -> None:
     left, right = some(3, 2, 4, 4), some(3, 5, 4, 4)
     maps = [(one.square().mean(1)).flatten(1) for one in (left, right)]

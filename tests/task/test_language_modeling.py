@@ -62,13 +62,6 @@ def test_no_target_crosses_a_border(key: str, marks: list[Any], wanted: list[int
     assert LanguageModeling().count(batch) == sum(one >= 0 for one in wanted)
 
 
-def test_predictions_have_a_confidence() -> None:
-    columns = LanguageModeling().predict(Table(), (TOKENS, TARGET))
-    assert {name: tuple(value.shape) for name, value in columns.items()} == {
-        "prediction": (2, 4), "confidence": (2, 4), "target": (2, 4),
-    }  # fmt: skip
-
-
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(DataError, match=r"shape \(B, T\)"):
         LanguageModeling().count(torch.zeros(2, 3, 4))

@@ -78,12 +78,6 @@ def test_targets_take_the_number_type_of_the_output() -> None:
     assert Regression().step(MODEL, (x.bfloat16(), y)).loss_sum.dtype is torch.float32
 
 
-def test_predictions() -> None:
-    x, y = pair(7)
-    assert list(Regression().predict(MODEL, (x, y))) == ["prediction", "target"]
-    assert list(Regression().predict(MODEL, x)) == ["prediction"]
-
-
 def test_wrong_options_and_data_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"task\.loss=mes: must be one of mse, mae, huber"):
         Regression("mes")

@@ -41,11 +41,6 @@ def test_the_loss_is_linear_in_the_target(loss: nn.Module | None) -> None:
     torch.testing.assert_close(out.loss_sum, wanted, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("ignore_index", [-100, None])
-def test_every_row_counts_once(ignore_index: int | None) -> None:
-    assert Classification(ignore_index=ignore_index).count(pairs()) == 12
-
-
 def test_soft_and_hard_targets_are_each_checked_at_their_first_batch() -> None:
     x, y = pairs()
     task = Classification()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainrun.model.mlp import Mlp
 from trainrun.transform.channels_last import channels_last, guard_convolutions
 
 CHECKER = next(map(str, Path("/usr/lib").glob("*/libc_malloc_debug.so.0")), "")  # of glibc
@@ -47,12 +46,6 @@ class Layouts(nn.Module):
         self.seen = [x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) for x in inputs]
 
 
-def test_off_nothing_is_touched() -> None:
-    plain, _ = two_models()
-    assert plain[0].weight.is_contiguous()
-    assert not plain[0].weight.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_weights_float_pictures_and_nothing_else_change_their_layout() -> None:
     _, on = two_models()
     assert on[0].weight.is_contiguous(memory_format=torch.channels_last)
@@ -67,31 +60,6 @@ def test_training_equals_plain_and_every_parameter_changes() -> None:
     after = trained(on)
     torch.testing.assert_close(after, trained(plain), rtol=1e-9, atol=1e-12)
     assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
-
-
-def test_states_load_both_ways() -> None:
-    plain, on = two_models()
-    trained(on)
-    plain.load_state_dict(on.state_dict())
-    again = two_models()[1]
-    again.load_state_dict(plain.state_dict())
-    assert again[0].weight.is_contiguous(memory_format=torch.channels_last)
-    for name, value in on.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value)
-    assert list(on.state_dict()) == list(two_models()[0].state_dict())
-
-
-def test_a_copy_converts_its_inputs_too() -> None:
-    model = copy.deepcopy(channels_last(Layouts()))
-    model(torch.zeros(2, 3, 4, 4))
-    assert model.seen == [True]
-
-
-def test_a_model_without_pictures_stays_as_it_is() -> None:
-    torch.manual_seed(0)
-    plain = Mlp([6], 3, hidden=[4])
-    x = torch.randn(5, 6)
-    assert torch.equal(channels_last(copy.deepcopy(plain))(x), plain(x))
 
 
 def test_a_narrow_strided_1x1_convolution_keeps_its_layout_and_computes_the_same() -> None:

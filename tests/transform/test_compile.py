@@ -75,17 +75,6 @@ def test_the_model_is_compiled_in_place_and_its_names_stay(model: nn.Module) -> 
     assert len(calls) == 1
 
 
-@pytest.mark.process  # the compiler's, on some versions
-def test_states_load_both_ways() -> None:
-    plain, on = two_models()
-    trained(on)
-    plain.load_state_dict(on.state_dict())
-    again = two_models()[1]
-    again.load_state_dict(plain.state_dict())
-    for name, value in on.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value)
-
-
 @pytest.mark.parametrize(
     ("mode", "backend", "text"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 
 import pytest
@@ -67,16 +66,6 @@ def test_what_was_moved_is_not_kept_on_the_device() -> None:
     assert torch.equal(x.grad, 8 * x.detach())
 
 
-def test_nothing_is_moved_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainrun.transform import activation_offload as module
-
-    monkeypatch.setattr(module, "to_host", lambda *_: pytest.fail("moved"))
-    model = model_of()
-    activation_offload(model)
-    with torch.no_grad():
-        model(tokens())
-
-
 def test_fetched_weights_give_the_same_bits() -> None:
     plain, on = model_of(), model_of()
     blocks = list(blocks_of(on))
@@ -107,12 +96,3 @@ def test_what_is_shared_with_the_outside_stays() -> None:
     model = model_of()
     model.head.weight = model.blocks[0].narrow.weight  # nonsense, but shared
     assert all(param is not model.head.weight for param in own_parameters(model, list(blocks_of(model))))
-
-
-def test_a_copy_fetches_its_own() -> None:
-    model = model_of()
-    fetch_blocks(model, list(blocks_of(model)), torch.clone)
-    copied = copy.deepcopy(model)
-    copied(tokens()).sum().backward()
-    assert all(param.grad is None for param in model.parameters())
-    assert all(param.grad is not None for param in copied.blocks.parameters())

@@ -54,17 +54,6 @@ def test_one_input_and_all_but_the_target(tmp_path):
     assert only.shape == (10, 1)
 
 
-def test_the_held_out_part_has_every_class_and_depends_on_the_seed_alone(tmp_path):
-    path = written(tmp_path)
-    arguments = {"inputs": ["a"], "target": "grade", "val_fraction": 0.25}
-    val = load(path, "val", **arguments)
-    assert torch.bincount(val.tensors[1]).tolist() == [2] * 5
-    assert val.tensors[0].tolist() == load(path, "val", **arguments).tensors[0].tolist()
-    assert val.tensors[0].tolist() != load(path, "val", **arguments, seed=1).tensors[0].tolist()
-    train = load(path, "train", **arguments)
-    assert sorted([*train.tensors[0].flatten().tolist(), *val.tensors[0].flatten().tolist()]) == [*range(40)]
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape", "kind"),
     [("auto", (36,), torch.int64), ("float32", (36, 1), torch.float32), ("class", (36,), torch.int64)],

@@ -13,7 +13,6 @@ import torch
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.open_files import Kept
 from trainrun.data.readers.parts import held_out
-from trainrun.data.readers.paths import files_of
 from trainrun.data.readers.tables import parquet
 from trainrun.errors import DataError
 
@@ -88,11 +87,3 @@ def test_numbers_are_divided_at_random_and_classes_in_proportion():
             held_out(np.zeros(50), fraction, 0)
     with pytest.raises(DataError, match="val_fraction=1.5: must be at least 0 and below 1"):
         held_out(np.zeros(50), 1.5, 0)
-
-
-def test_hidden_files_are_passed_over(tmp_path):
-    for name in ("b.csv", ".a.csv", "deep/c.CSV", "d.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    assert [file.name for file in files_of(str(tmp_path), "data.path", (".csv",))] == ["b.csv", "c.CSV"]
-    assert [file.name for file in files_of(f"{tmp_path}/*.txt", "data.path", (".csv",))] == ["d.txt"]

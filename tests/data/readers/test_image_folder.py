@@ -84,13 +84,6 @@ def test_folders_for_train_val_and_test(tmp_path):
     assert "0.png: its class is 'cow', which is no class of the training data" in message
 
 
-def test_without_a_val_folder_a_part_is_held_out(tmp_path):
-    written(tmp_path / "train")
-    assert len(load(str(tmp_path), "train", val_fraction=0.2)) == 8
-    assert len(load(str(tmp_path), "val", val_fraction=0.2)) == 2
-    assert "data.test.test_path: name the test data" in fault(tmp_path, "test")
-
-
 def test_a_table_of_labels(tmp_path):
     for i in range(10):
         picture(colour=(i, 0, 0)).save(tmp_path / f"{i}.png")

@@ -19,12 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from PIL import Image
 
 from trainrun.data.cache.cached import cached
 from trainrun.data.map_style import thread_safe
-from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays.numpy_files import MappedReader, open_mapped
 from trainrun.data.readers.pictures import image_folder
@@ -35,7 +33,6 @@ from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, 
 from trainrun.data.readers.tables import parquet
 from trainrun.data.readers.text import text
 from trainrun.data.sequences.fields import Pieces
-from trainrun.data.stream_options import StreamOptions
 
 N, THREADS = 60, 8
 ROWS = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
@@ -202,15 +199,3 @@ def test_what_a_run_learns_of_a_source(make):
     assert source.describe(0) != source.describe(1)
     with pytest.raises(IndexError):
         source[len(source)]
-
-
-def test_the_engine_uses_as_many(make):
-    options = {"training": True, "batch_size": 5, "seed": 0}
-    alone, _ = open_batches(make(0), StreamOptions("data.train", engine="workers", num_workers=0, **options))
-    several, _ = open_batches(
-        make(1), StreamOptions("data.train", engine="threads", num_threads=THREADS, **options)
-    )
-    for one, other in zip(alone.epoch(1), several.epoch(1), strict=True):
-        assert torch.equal(one.indices, other.indices)
-        assert str(one.data) == str(other.data)
-    several.close()

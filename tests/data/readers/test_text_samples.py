@@ -124,15 +124,6 @@ def test_the_cache_is_made_once_and_follows_its_source(tmp_path, cache):
         whole(path, cache)
 
 
-def test_copies_hold_no_text(tmp_path, cache):
-    (tmp_path / "a.txt").write_bytes(b"x" * 100_000)
-    data = whole(tmp_path / "a.txt", cache, block_size=1000)
-    data[0]
-    sent = pickle.dumps(data)
-    assert len(sent) < 20_000
-    assert torch.equal(pickle.loads(sent)[5][0], data[5][0])
-
-
 # --- lines and documents -------------------------------------------------------------------------
 
 
