@@ -99,7 +99,7 @@ class Trainrun:
             root, "bench", options, Single(choose_device(training.device)), dict, print,
             lambda: host_memory().free, FileLayer(self._heard),
         )  # fmt: skip
-        self.keep.start(training, TrainState())
+        self.keep.start(TrainState())
         self.keep.due(self.state)  # after the first step the memory for copies is made ready
 
     def _heard(self, operation: str, path: Path) -> None:

@@ -272,5 +272,5 @@ def test_leftovers_are_swept_only_by_who_goes_on(make_run: MakeRun) -> None:
 def test_a_run_that_begins_again_sweeps_what_came_before_the_first_commit(make_run: MakeRun) -> None:
     run = make_run(every_n_train_steps=1)
     (run.folder / ".tmp-step-00000002-0123abcd").mkdir(parents=True)
-    run.keep.start(run.parts, run.state)
+    run.keep.start(run.state)
     assert run.hidden() == []

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from trainrun.checkpoint import long_copy
-from trainrun.checkpoint import state_copy as snapshot
 from trainrun.checkpoint.format import stream
 from trainrun.checkpoint.state_copy import Snapshots
 
@@ -21,30 +18,14 @@ def state() -> dict[str, Tensor]:
     }
 
 
-@pytest.fixture
-def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the state above counts as a large one."""
-    monkeypatch.setattr(snapshot, "LARGE_BYTES", 2**16)
-    monkeypatch.setattr(long_copy, "PIECE_BYTES", 2**16)
-    monkeypatch.setattr(snapshot, "LONG_BYTES", 2**16)
-
-
-@pytest.mark.usefixtures("small_sizes")
-def test_a_copy_holds_the_values_of_now() -> None:
+def test_a_copy_holds_the_values_of_now_and_is_the_same_file() -> None:
     tensors, keep = state(), Snapshots(lambda: 2**40)
     wanted = {name: tensor.clone() for name, tensor in tensors.items()}
     taken = keep.take(tensors).tensors
+    assert len({tensor.untyped_storage().data_ptr() for tensor in taken.values()}) == 1
+    assert b"".join(stream(taken)) == b"".join(stream(tensors))
     for tensor in tensors.values():
         tensor.zero_()
     assert all(torch.equal(taken[name], tensor) for name, tensor in wanted.items())
     keep.give_back(taken)
     assert all(not tensor.any() for tensor in keep.take(tensors).tensors.values())
-
-
-@pytest.mark.usefixtures("small_sizes")
-def test_a_copy_is_the_same_file() -> None:
-    tensors, keep = state(), Snapshots(lambda: 2**40)
-    keep.prepare(tensors)
-    taken = keep.take(tensors).tensors
-    assert b"".join(stream(taken)) == b"".join(stream(tensors))
-    assert len({tensor.untyped_storage().data_ptr() for tensor in taken.values()}) == 1

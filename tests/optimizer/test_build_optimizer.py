@@ -19,13 +19,10 @@ def is_fused(optimizer: Optimizer) -> bool:
     return bool(optimizer.param_groups[0].get("fused"))
 
 
-@pytest.mark.parametrize("factory", [Adam, AdamW, SGD, Adagrad])
+@pytest.mark.parametrize("factory", [Adam, AdamW, SGD])
 @pytest.mark.parametrize("keywords", [{}, {"fused": None}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_open_switch_becomes_fused(
-    factory: Callable[..., Optimizer], keywords: dict[str, Any], dtype: torch.dtype
-) -> None:
-    optimizer, note = build_optimizer(factory, {"lr": 0.1, **keywords}, nn.Linear(3, 2).to(dtype))
+def test_an_open_switch_becomes_fused(factory: Callable[..., Optimizer], keywords: dict[str, Any]) -> None:
+    optimizer, note = build_optimizer(factory, {"lr": 0.1, **keywords}, nn.Linear(3, 2))
     assert is_fused(optimizer)
     assert (
         note == f"optimizer: {factory.__name__}, fused (cpu): one kernel in place of a loop over the tensors"
@@ -66,26 +63,11 @@ def test_whatever_is_chosen_updates_as_the_plain_optimizer(
     assert (model.weight.double() - reference.weight).norm() <= 0.05 * moved
 
 
-def test_a_fused_update_that_computes_wrong_values_is_not_used() -> None:
-    class Lazy(SGD):
-        """Leaves the rest of the vector alone, as a broken kernel does."""
-
-        def __init__(self, params: Any, lr: float, fused: bool | None = None) -> None:
-            super().__init__(params, lr)
-            self.fused = fused
-
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            for param in self.param_groups[0]["params"]:
-                count = 64 if self.fused else param.numel()
-                param.data.view(-1)[:count] -= self.param_groups[0]["lr"] * param.grad.view(-1)[:count]
-
-    optimizer, note = build_optimizer(Lazy, {"lr": 0.1}, nn.Linear(3, 2))
-    assert not optimizer.fused  # type: ignore[attr-defined]
-    assert note.startswith(
-        "optimizer: Lazy, not fused (cpu): the fused update computes wrong values for float32"
-    )
-    with pytest.raises(PluginError, match=r"optimizer\.fused=true: the fused update computes wrong values"):
-        build_optimizer(Lazy, {"lr": 0.1, "fused": True}, nn.Linear(3, 2))
+def test_a_fused_update_that_computes_wrong_values_is_refused() -> None:
+    with pytest.raises(
+        PluginError, match=r"optimizer\.fused=true: torch's fused SGD of a CPU computes wrong"
+    ):
+        build_optimizer(SGD, {"lr": 0.1, "fused": True}, nn.Linear(3, 2).bfloat16())
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
@@ -122,7 +104,7 @@ def test_sparse_gradients_are_not_fused() -> None:
         ({"foreach": True}, "foreach (cpu): optimizer.foreach=true"),
         ({"foreach": True, "fused": None}, "foreach (cpu): optimizer.foreach=true"),
         ({"fused": True, "foreach": None}, "fused (cpu): optimizer.fused=true"),
-        ({"differentiable": True}, "not fused (cpu): these gradients or options exclude it"),
+        ({"differentiable": True}, "not fused (cpu): these parameters or options exclude it"),
     ],
 )
 def test_what_the_user_said_stays(keywords: dict[str, Any], told: str) -> None:

@@ -1,18 +1,15 @@
 """Copies of tensors in host memory, made at the speed of memory, that further training does not change.
 
 What: the memory of one copy is kept and used again. Fresh memory costs more than the copy itself: the kernel
-clears every page at its first touch. A large one is touched beforehand, by a thread during the training.
+clears every page at its first touch.
 When: saves that are written while the training goes on. When not: where a second copy of the state
 (weights, optimizer, averages) has no room; `has_room` says so.
-Gain: 1.2 GB on two cores: 60 ms (AMD EPYC) to 95 ms (Intel Xeon) into used memory, 4 s into fresh memory of a
-virtual machine; with five to eight other busy processes 110 to 290 ms, and 780 to 1140 ms by torch's own threads.
 On CUDA the memory is pinned and the host does not wait: the copies stand in the same stream as the
 updates after them, and readers wait for `Snapshot.events`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,7 +19,6 @@ from torch import Tensor
 from trainrun.runtime.foreach_copy import copy_
 
 LARGE_BYTES = 32 * 2**20  # below, neither the time nor the room is worth a thought
-LONG_BYTES = 4 * 2**20
 MOST_OF_FREE = 0.8
 
 Memory = dict[str, Tensor]
@@ -44,25 +40,18 @@ class Snapshots:
     def __init__(self, free_bytes: Callable[[], int]) -> None:
         self._free_bytes = free_bytes
         self._kept: Memory = {}
-        self._touching: threading.Thread | None = None
 
     def take(self, tensors: Mapping[str, Tensor]) -> Snapshot:
         """The values of now."""
-        self._end_touching()
         memory, self._kept = self._kept, {}
         lacking = {name: tensor for name, tensor in tensors.items() if not _fits(memory.get(name), tensor)}
         if lacking:
             memory = memory | _in_one_piece(lacking)
         copies = {name: memory[name] for name in tensors}
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
-        if any(tensor.nbytes >= LONG_BYTES for tensor in tensors.values()):
-            from trainrun.checkpoint.long_copy import copy_by_pieces
-
-            copied = copy_by_pieces(copies, tensors, LONG_BYTES)
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in copied}
-        with torch.no_grad():
-            if tensors:
-                copy_([copies[name] for name in tensors], list(tensors.values()), non_blocking=bool(devices))
+        if tensors:
+            with torch.no_grad():
+                copy_(list(copies.values()), list(tensors.values()), non_blocking=bool(devices))
         return Snapshot(copies, [_event(device) for device in devices])
 
     def give_back(self, tensors: Memory) -> None:
@@ -72,29 +61,12 @@ class Snapshots:
     def has_room(self, tensors: Mapping[str, Tensor], fresh: bool = True) -> bool:
         """Whether memory for one more is kept, or free. fresh: whether a large one is worth fresh memory; where
         nobody waits for the copy, it is not."""
-        self._end_touching()
         needed = host_bytes(tensors)
         return (
             bool(self._kept)
             or needed < LARGE_BYTES
             or (fresh and needed <= MOST_OF_FREE * self._free_bytes())
         )
-
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Have the memory of the first large snapshot touched in the background."""
-        if not self._kept and num_bytes(tensors) >= LARGE_BYTES and self.has_room(tensors):
-            self._kept = _in_one_piece(tensors)
-            whole = next(iter(self._kept.values())).untyped_storage()
-            memory = torch.empty(0, dtype=torch.uint8).set_(whole).numpy()
-            self._touching = threading.Thread(
-                target=memory.fill, args=(0,), name="trainrun snapshot", daemon=True
-            )
-            self._touching.start()
-
-    def _end_touching(self) -> None:
-        if self._touching is not None:
-            self._touching.join()
-            self._touching = None
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:

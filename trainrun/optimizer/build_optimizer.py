@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainrun.errors import OF_ARGUMENTS, CheckpointError, PluginError
-from trainrun.optimizer.plain_step import plain_step
 
 if TYPE_CHECKING:
     from trainrun.optimizer.groups import GroupRules
 
 PLAIN = (Adam, AdamW, SGD)  # which any gradients suit, and whose step asks for no closure
-WRONG = "the fused update computes wrong values"
 
 
 def build_optimizer(
@@ -58,15 +56,14 @@ def build_optimizer(
         division = Division(rules, model, members, groups if make_groups else [{"params": params}])
         groups = division.groups
         settings += [keywords | rules.options(number) for number in range(len(rules.groups))]
-    fault = ""
     wish = keywords
-    if all(_may_fuse(factory, each, model) for each in settings):
-        fault = _fused_fault(factory, keywords, params)
-        keywords = keywords | ({} if fault else {"fused": True})
-    elif keywords.get("fused") is True and (fault := _fused_fault(factory, keywords, params)).startswith(
-        WRONG
-    ):
-        raise PluginError(f"optimizer.fused=true: {fault}; choose optimizer.fused=null")
+    if keywords.get("fused") is True and is_wrong(factory, params):
+        raise PluginError(
+            "optimizer.fused=true: torch's fused SGD of a CPU computes wrong values for 16-bit weights; choose "
+            "optimizer.fused=null"
+        )
+    if all(_may_fuse(factory, each, model) for each in settings) and is_known(factory, params):
+        keywords = keywords | {"fused": True}
     try:
         optimizer = factory(groups, **keywords)
     except (RuntimeError, *OF_ARGUMENTS) as error:
@@ -85,7 +82,7 @@ def build_optimizer(
     lines = division.settle(optimizer, factory, keywords) if division else []
     start_momentum(optimizer)
     devices = ", ".join(sorted({param.device.type for param in params}))
-    kernel, reason = kernel_of(optimizer, wish, fault)
+    kernel, reason = kernel_of(optimizer, wish)
     note = f"optimizer: {name}, {kernel} ({devices}): {reason}"
     if type(optimizer).__module__ == "trainrun.optimizer.muon":
         from trainrun.optimizer.muon import shares
@@ -94,8 +91,8 @@ def build_optimizer(
     return optimizer, "\n".join([note, *lines])
 
 
-def kernel_of(optimizer: Optimizer, wish: dict[str, Any], fault: str) -> tuple[str, str]:
-    """How the update is computed, and why. wish: what the config says; fault: why it could not be fused."""
+def kernel_of(optimizer: Optimizer, wish: dict[str, Any]) -> tuple[str, str]:
+    """How the update is computed, and why. wish: what the config says."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     foreach = any(group.get("foreach") for group in optimizer.param_groups)
     kernel = "fused" if fused else "foreach" if foreach else "not fused"
@@ -104,14 +101,8 @@ def kernel_of(optimizer: Optimizer, wish: dict[str, Any], fault: str) -> tuple[s
             return kernel, f"optimizer.{switch}={str(wish[switch]).lower()}"
     if fused:
         return kernel, "one kernel in place of a loop over the tensors"
-    if fault:
-        return kernel, fault
-    return (
-        kernel,
-        "these gradients or options exclude it"
-        if "fused" in optimizer.defaults
-        else "it has no fused kernel",
-    )
+    excluded = "fused" in optimizer.defaults
+    return kernel, "these parameters or options exclude it" if excluded else "it has no fused kernel"
 
 
 def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model: nn.Module) -> bool:
@@ -141,45 +132,16 @@ def has_switch(factory: Callable[..., Optimizer], name: str, default: bool | Non
     return switch is not None and switch.default is default
 
 
-def _fused_fault(
-    factory: Callable[..., Optimizer], keywords: dict[str, Any], params: list[nn.Parameter]
-) -> str:
-    """Why not to fuse, "" if it works: three updates of 67 numbers, compared with the plain ones.
-
-    Which devices and types are fused differs by version, and not all of it is right: up to torch 2.13 the
-    fused SGD of a CPU leaves most bfloat16 weights as they are (pytorch issue 191763). A mistake in the
-    keywords comes again, unguarded, when the real optimizer is built.
-    """
-    for device, dtype in {(param.device, param.dtype) for param in params}:
-        try:
-            fused, plain = (
-                _try_out(factory, keywords | {"fused": choice}, device, dtype) for choice in (True, False)
-            )
-        except RuntimeError as error:
-            return str(error)
-        except OF_ARGUMENTS as error:
-            if not _is_refusal(error):
-                raise
-            from trainrun.user_code import named
-
-            return named(error)
-        if not (fused - plain).abs().max() <= 0.1 * plain.abs().max():
-            kind = str(dtype).removeprefix("torch.")
-            return f"{WRONG} for {kind} on the device {device.type} in torch {torch.__version__}"
-    return ""
+def is_known(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
+    """Whether torch 2.8 and later have a fused kernel for these parameters, and it computes what it should."""
+    ours = factory in PLAIN or getattr(factory, "__module__", "") == "trainrun.optimizer.muon"
+    known = all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params)
+    return ours and known and not is_wrong(factory, params)
 
 
-def _try_out(
-    factory: Callable[..., Optimizer], keywords: dict[str, Any], device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Weights that began at 0. 67: some whole vector registers of any width, and a rest."""
-    probe = nn.Parameter(torch.zeros(67, dtype=dtype, device=device))
-    optimizer = factory([probe], **keywords)
-    update = plain_step(optimizer)
-    for step in range(3):
-        probe.grad = torch.linspace(-1, 1 + step, 67, device=device).to(dtype)
-        update()
-    return probe.detach().double()
+def is_wrong(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
+    """Up to torch 2.13 the fused SGD of a CPU leaves most 16-bit weights as they are (pytorch issue 191763)."""
+    return factory is SGD and any(param.device.type == "cpu" and param.itemsize == 2 for param in params)
 
 
 def start_momentum(optimizer: Optimizer) -> None:
