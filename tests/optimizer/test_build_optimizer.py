@@ -37,7 +37,6 @@ def test_an_open_switch_becomes_fused(factory: Callable[..., Optimizer], keyword
         (Adam, {"lr": 0.1, "amsgrad": True}),
         (Adagrad, {"lr": 0.1}),
         (SGD, {"lr": 0.1}),
-        (SGD, {"lr": 0.1, "momentum": 0.9}),
         (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
         (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
     ],
@@ -133,16 +132,6 @@ def test_a_function_that_makes_an_optimizer() -> None:
     assert note.startswith("optimizer: two_rates")
 
 
-def test_only_parameters_that_want_a_gradient_and_shared_ones_once() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    model[0].requires_grad_(False)
-    model[2].weight = model[1].weight
-    optimizer, _ = build_optimizer(SGD, {"lr": 0.1}, model)
-    held = optimizer.param_groups[0]["params"]
-    assert {id(p) for p in held} == {id(model[1].weight), id(model[1].bias), id(model[2].bias)}
-    assert len(held) == 3
-
-
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
 def test_nothing_to_train(model: nn.Module) -> None:
     with pytest.raises(PluginError, match="the model has no parameter that wants a gradient"):
@@ -199,25 +188,3 @@ def test_sparse_adam_over_dense_gradients_is_refused_at_the_first_step() -> None
     model["unused"].weight.grad = torch.ones(2, 2)
     with pytest.raises(PluginError, match="from sparse gradients alone, and 1 parameters have dense ones"):
         optimizer.step()
-
-
-class Grouped(torch.optim.SGD):
-    """An optimizer of the user's own that knows which parameters go together."""
-
-    @staticmethod
-    def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-        named = dict(model.named_parameters())
-        return [
-            {"params": [p for name, p in named.items() if name.endswith("weight")]},
-            {
-                "params": [p for name, p in named.items() if name.endswith("bias")],
-                "weight_decay": 0.0,
-                "lr": 1.0,
-            },
-        ]
-
-
-def test_a_class_of_ones_own_makes_its_groups() -> None:
-    optimizer, _ = build_optimizer(Grouped, {"lr": 0.1, "weight_decay": 0.5}, nn.Linear(3, 2))
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0]

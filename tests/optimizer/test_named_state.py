@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from trainrun.errors import CheckpointError
 from trainrun.optimizer.build_optimizer import named_optimizer_state, start_momentum
@@ -55,10 +55,6 @@ FACTORIES: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda params: SGD(params, lr=0.05),
     "sgd momentum": lambda params: SGD(params, lr=0.05, momentum=0.9, fused=False),
     "adagrad": lambda params: Adagrad(params, lr=0.05, fused=True),
-    "rmsprop": lambda params: RMSprop(params, lr=0.05, momentum=0.9, centered=True),
-    "adadelta": lambda params: Adadelta(params, lr=0.05),
-    "asgd": lambda params: ASGD(params, lr=0.05, t0=1),
-    "nadam": lambda params: NAdam(params, lr=0.05),
     "nested": lambda params: Nested(params, lr=0.05),
 }
 
@@ -87,7 +83,7 @@ def fit(model: Net, optimizer: Optimizer, steps: range) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_run_goes_on_bit_by_bit(name: str, dtype: torch.dtype, at: int) -> None:
@@ -156,36 +152,6 @@ def stepped(model: nn.Module, factory: Callable[[Any], Optimizer] = FACTORIES["a
         param.grad = torch.ones_like(param)
     optimizer.step()
     return optimizer
-
-
-def test_what_is_loaded_is_a_copy() -> None:
-    model = nn.Linear(2, 2)
-    tree = named_optimizer_state(stepped(model), model)
-    before = copy.deepcopy(tree)
-    other = nn.Linear(2, 2)
-    optimizer = FACTORIES["adamw fused"](other.parameters())
-    load_named_optimizer_state(optimizer, other, tree)
-    for param in other.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert_same(tree, before)
-
-
-def test_the_order_of_parameters_does_not_matter() -> None:
-    class Swapped(nn.Module):
-        def __init__(self, names: tuple[str, str]) -> None:
-            super().__init__()
-            for name in names:
-                self.register_parameter(name, nn.Parameter(torch.full((2,), float(ord(name)))))
-
-    model, other = Swapped(("a", "b")), Swapped(("b", "a"))
-    optimizer = FACTORIES["adamw fused"](model.parameters())
-    model.a.grad, model.b.grad = torch.full((2,), 1.0), torch.full((2,), 2.0)
-    optimizer.step()
-    loaded = FACTORIES["adamw fused"](other.parameters())
-    load_named_optimizer_state(loaded, other, named_optimizer_state(optimizer, model))
-    assert torch.equal(loaded.state[other.a]["exp_avg"], optimizer.state[model.a]["exp_avg"])
-    assert not torch.equal(loaded.state[other.a]["exp_avg"], loaded.state[other.b]["exp_avg"])
 
 
 def test_the_kernel_is_that_of_this_machine() -> None:

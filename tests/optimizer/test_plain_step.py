@@ -101,17 +101,3 @@ def test_a_parameter_that_never_has_a_gradient_prevents_nothing_else() -> None:
     assert not torch.equal(before, model[0].weight)
     assert torch.equal(spare, torch.ones(2))
     assert optimizer.state[model[0].weight]["step"] == 3
-
-
-def test_a_group_that_is_added_later_takes_part() -> None:
-    models = [network(), network()]
-    optimizers = [AdamW(model[0].parameters(), lr=0.02, fused=True) for model in models]
-    steps = [optimizers[0].step, plain_step(optimizers[1])]
-    for number in range(6):
-        for model, optimizer, step in zip(models, optimizers, steps, strict=True):
-            if number == 3:
-                optimizer.add_param_group({"params": list(model[2].parameters())})
-            model(torch.ones(2, 5)).square().sum().backward()
-            step()
-            optimizer.zero_grad()
-    assert trees_equal(models[0].state_dict(), models[1].state_dict())

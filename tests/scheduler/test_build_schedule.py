@@ -12,8 +12,6 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
-    LambdaLR,
-    LinearLR,
     LRScheduler,
     OneCycleLR,
     PolynomialLR,
@@ -34,12 +32,8 @@ def new_optimizer() -> Optimizer:
     [
         ((None, None, None), None, None, 0),
         ((5, None, None), None, None, 5),
-        ((5, None, None), 5, None, 5),
         ((None, 0.05, None), 1000, None, 50),
-        ((None, 0.0, None), 1000, None, 0),
-        ((None, 1.0, None), 33, None, 33),
         ((None, None, 1.5), 1000, 45, 68),
-        ((None, None, 2), None, 45, 90),
     ],
 )
 def test_warmup_in_steps(
@@ -57,7 +51,6 @@ def test_warmup_in_steps(
         ((None, 0.1, None), None, 5, r"scheduler\.warmup_ratio=0\.1: .* set trainer\.max_steps"),
         ((None, None, 1), 10, None, r"scheduler\.warmup_epochs=1: .* use scheduler\.warmup_steps"),
         ((11, None, None), 10, None, r"scheduler\.warmup_steps=11: .* 11 steps is longer than the run of 10"),
-        ((None, None, 3), 10, 5, r"scheduler\.warmup_epochs=3: .* 15 steps is longer than the run of 10"),
         ((5, 0.1, None), 10, None, r"scheduler\.warmup_steps and scheduler\.warmup_ratio: set only one"),
     ],
 )
@@ -68,19 +61,13 @@ def test_wrong_warmups_are_named(
         resolve_warmup(*warmup, total, per_epoch)
 
 
-def transformers_style(optimizer: Optimizer, num_training_steps: int) -> LRScheduler:
-    return LambdaLR(optimizer, lambda step: 1 - step / num_training_steps)
-
-
 @pytest.mark.parametrize(
     ("target", "keywords", "word", "value"),
     [
         (CosineAnnealingLR, {}, "T_max", 80),
-        (CosineAnnealingLR, {"T_max": None}, "T_max", 80),
         (CosineAnnealingLR, {"T_max": 7}, "T_max", 7),
         (OneCycleLR, {"max_lr": 1.0}, "total_steps", 80),
         (OneCycleLR, {"max_lr": 1.0, "epochs": 3, "steps_per_epoch": 5}, "total_steps", 15),
-        (LinearLR, {}, "total_iters", 80),
         (PolynomialLR, {"total_iters": None}, "total_iters", 80),
         (ConstantLR, {}, "total_iters", 5),  # torch's own default: a part of the run is meant
     ],
@@ -90,17 +77,6 @@ def test_the_length_of_the_run_is_filled_in(
 ) -> None:
     schedule = build_schedule(new_optimizer(), target, keywords, 20, 100)
     assert schedule.state_dict()["wrapped"][word] == value
-
-
-def test_functions_that_take_the_optimizer_get_the_length_too() -> None:
-    optimizer = new_optimizer()
-    schedule = build_schedule(optimizer, transformers_style, {}, 0, 4)
-    seen = []
-    for _ in range(4):
-        seen.append(schedule.lr)
-        optimizer.step()
-        schedule.step()
-    assert seen == pytest.approx([0.1, 0.075, 0.05, 0.025])
 
 
 @pytest.mark.parametrize(
@@ -133,27 +109,12 @@ def test_mistakes_are_named(
         build_schedule(new_optimizer(), target, keywords, 0, None)
 
 
-@pytest.mark.parametrize(
-    ("rule", "batch", "base", "expected"),
-    [
-        ("none", 1024, 256, 0.1),
-        ("linear", 1024, 256, 0.4),
-        ("linear", 64, 256, 0.025),
-        ("sqrt", 1024, 256, 0.2),
-    ],
-)
-def test_learning_rate_scaling(rule: str, batch: int, base: int, expected: float) -> None:
-    lr, note = scaled_lr(0.1, rule, batch, base)
+@pytest.mark.parametrize(("rule", "expected"), [("linear", 0.4), ("sqrt", 0.2)])
+def test_learning_rate_scaling(rule: str, expected: float) -> None:
+    assert scaled_lr(0.1, "none", 1024, 256) == (0.1, "")
+    lr, note = scaled_lr(0.1, rule, 1024, 256)
     assert lr == pytest.approx(expected, rel=1e-12)
-    if rule == "none":
-        assert note == ""
-    else:
-        assert note.startswith(f"scheduler.lr_scaling={rule}: lr 0.1 x ")
-        assert f"= {expected:g} for a global batch of {batch} instead of {base}" in note
-
-
-def test_wrong_scaling_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.lr_scaling=cubic: choose one of none, linear, sqrt"):
-        scaled_lr(0.1, "cubic", 1, 1)
+    assert note.startswith(f"scheduler.lr_scaling={rule}: lr 0.1 x ")
+    assert f"= {expected:g} for a global batch of 1024 instead of 256" in note
     with pytest.raises(ConfigError, match=r"scheduler\.base_batch_size=0: must be 1 or more"):
-        scaled_lr(0.1, "linear", 1, 0)
+        scaled_lr(0.1, rule, 1, 0)

@@ -103,8 +103,6 @@ def test_a_run_and_its_resume_in_the_middle_of_an_epoch(workdir: Path, accumulat
             [*STEPLR, "loop._target_=math.floor"],
             "scheduler.interval=epoch: a loop of your own ends its epochs",
         ),
-        (["scheduler=plateau", "scheduler.interval=epoch"], "scheduler.interval"),
-        (["scheduler=cosine", "scheduler.interval=epoch"], "scheduler.interval"),
     ],
 )
 def test_a_wrong_word_is_refused(
@@ -112,9 +110,3 @@ def test_a_wrong_word_is_refused(
 ) -> None:
     assert main([*WORDS, *words]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_a_class_by_its_name_alone(workdir: Path) -> None:
-    words = [word for word in STEPLR if word != "scheduler=custom"]
-    assert main([*WORDS, *words, "trainer.max_epochs=3", "output_dir=run"]) == 0
-    assert rates_of("run")[-1] == pytest.approx(0.05)
