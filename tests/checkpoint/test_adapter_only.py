@@ -110,19 +110,6 @@ def test_another_base_or_none_is_refused_in_one_line(base: Path, capsys: pytest.
     assert "holds an adapter alone; write its whole network first" in capsys.readouterr().err
 
 
-def test_it_is_loaded_from_another_working_directory_too(
-    base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert main([*WORDS, *LORA, *ADAPTER, "trainer.max_steps=5", "output_dir=part"]) == 0
-    part = Path("part").absolute()
-    before = load_run(part).load_model("last").state_dict()
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert different_leaves(before, load_run(part).load_model("last").state_dict()) == []
-    assert main(["evaluate", str(part)]) == 0
-    assert main(["resume", str(part), "trainer.max_steps=8", f"init_from={base}"]) == 0
-
-
 def test_export_writes_the_adapter_and_names_its_base(base: Path) -> None:
     assert main([*WORDS, *LORA, *ADAPTER, "trainer.max_steps=5", "output_dir=part"]) == 0
     assert main(["export", "part", "--to", "safetensors"]) == 0

@@ -15,7 +15,7 @@ import torch
 
 from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.errors import EXIT_FAILED, CheckpointError, SaveError
-from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW
+from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE
 
 MakeRun = Callable[..., Any]
 Ranks = Callable[[int, Callable[[Any], Any]], list[Any]]
@@ -56,14 +56,6 @@ def test_the_training_goes_on_and_what_is_written_is_the_state_of_the_step(make_
     run.keep.close()
     assert run.steps() == [2]
     assert torch.equal(weights(run, 2), torch.full((2, 3), 2.0))
-
-
-def test_off_a_save_is_on_the_disk_when_it_returns(make_run: MakeRun) -> None:
-    run = make_run(async_save=False)
-    assert run.go(1, save_request=SAVE_NOW)
-    assert run.steps() == [1]
-    assert run.keep.time_request() == SAVE_NONE
-    assert run.keep._snapshots._kept == {}  # nor was anything copied
 
 
 def test_both_ways_write_the_same_bytes(make_run: MakeRun, tmp_path: Path) -> None:
@@ -145,14 +137,6 @@ def test_without_memory_for_a_copy_the_training_waits_and_it_is_said_once(
     run.go(3)
     assert run.keep._saves.under_way is not None
     run.keep.close()
-
-
-def test_after_a_failure_what_was_begun_is_finished(make_run: MakeRun) -> None:
-    run = make_run(async_save=True, every_n_train_steps=1)
-    run.go(1)
-    run.keep.leave()
-    assert (run.steps(), run.notes) == ([1], [])
-    run.keep.leave()
 
 
 def test_after_a_failure_a_second_one_is_said(make_run: MakeRun, faults: Any) -> None:

@@ -142,16 +142,6 @@ def test_a_full_disk_is_told_with_numbers(
     assert list(run.folder.iterdir()) == []
 
 
-def test_a_failed_save_is_not_taken_for_saved(make_run: Callable[..., Any], faults: Any) -> None:
-    broken = faults(at=3, error=lambda: OSError(errno.EIO, "Input/output error"))
-    run = make_run(faults=broken)
-    with pytest.raises(CheckpointError):
-        run.go(1, stop="done")
-    assert run.state.saved_step == -1
-    assert run.go(1, stop="done")
-    assert run.steps() == [1]
-
-
 def test_a_failed_best_leaves_the_ranking(make_run: Callable[..., Any], faults: Any) -> None:
     broken = faults(at=3, error=lambda: OSError(errno.EIO, "Input/output error"))
     run = make_run(faults=broken)

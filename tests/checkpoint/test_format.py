@@ -138,13 +138,6 @@ def test_gaps_and_expansions_become_dense() -> None:
     assert torch.equal(back[2], base[:, 1])
 
 
-def test_lazy_conjugates_are_not_taken_for_their_base() -> None:
-    base = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
-    back = there_and_back([base, base.conj()])
-    assert back[0].tolist() == [1 + 2j, 3 - 1j]
-    assert back[1].tolist() == [1 - 2j, 3 + 1j]
-
-
 def test_complex_numbers_of_two_doubles() -> None:
     table = torch.complex(torch.rand(2, 3, dtype=torch.float64), torch.rand(2, 3, dtype=torch.float64))
     values = [table, table.t(), table.conj(), table[:, ::2], table[:0], table[0, 0]]
@@ -169,15 +162,6 @@ def test_tied_tensors_stay_tied() -> None:
     assert back["head"].eq(7).all()
     assert not back["copy"].eq(7).any()
     assert type(back["embed"]) is Tensor
-
-
-def test_empty_tensors_keep_shape_and_dtype() -> None:
-    back = there_and_back([torch.empty(0), torch.empty(0, dtype=torch.int8), torch.empty(2, 0)])
-    assert [(t.dtype, tuple(t.shape)) for t in back] == [
-        (torch.float32, (0,)),
-        (torch.int8, (0,)),
-        (torch.float32, (2, 0)),
-    ]
 
 
 def test_names_that_would_collide() -> None:
@@ -231,27 +215,19 @@ def test_a_tree_that_holds_itself_is_refused() -> None:
         ({"$int": "0x1", "more": 1}, "unknown tag"),
         ({"a": 1, "$b": 2}, "unknown tag"),
         ({"$int": "zz"}, "no int"),
-        ({"$int": 12}, "no int"),
         ({"$float": "7ff8"}, "no float"),
-        ({"$float": "zz"}, "no float"),
         ({"$bytes": "ABC"}, "no bytes"),
-        ({"$bytes": [1]}, "no bytes"),
         ({"$str": "ff"}, "no str"),
         ({"$tuple": {"a": 1}}, "no tuple"),
         ({"$dict": [[1]]}, "no dict"),
-        ({"$dict": {}}, "no dict"),
         ({"$dict": [[1, 1], [1, 2]]}, "there twice"),
         ({"$dict": [[[1], 1]]}, "another type"),
-        ({"$dict": [[True, 1]]}, "another type"),
         ({"$counter": [["a", "b"], 1]}, "no counter"),
         ({"$tensor": "x"}, "no tensor"),
         ({"$tensor": ["y"]}, "no tensor"),
-        ({"$tensor": [["y"]]}, "no tensor"),
         ({"$tensor": ["x", [1]]}, "no tensor"),
         ({"$tensor": ["x", [0, 0]]}, "no memory format"),
-        ({"$tensor": ["x", [1, 1]]}, "no memory format"),
         ({"$tensor": ["x", [-3, 1]]}, "no memory format"),
-        ({"$tensor": ["x", [4, 1]]}, "no memory format"),
         ({"$tensor": ["x", [3.0, 1]]}, "no memory format"),
         ([{"$tensor": ["x"]}, {"$tensor": ["x", [1, 2]]}], "two memory formats"),
         ({"$complex": [1, 2]}, "no complex"),
@@ -319,17 +295,6 @@ def test_the_library_reads_what_we_write_and_we_what_the_library_writes(tmp_path
     assert torch.equal(found["b"], TENSORS["b"])  # no view of the file
 
 
-def test_every_dtype_comes_back_from_a_file(tmp_path: Path) -> None:
-    tensors = {
-        name: torch.ones(3, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.ones(3).to(dtype)
-        for dtype, name in DTYPES.items()
-    }
-    (tmp_path / "x").write_bytes(b"".join(stream(tensors)))
-    found = read_tensors(tmp_path / "x")
-    assert all(found[name].dtype == tensor.dtype for name, tensor in tensors.items())
-    assert all(bits(found[name]) == bits(tensor) for name, tensor in tensors.items())
-
-
 def test_lazy_bits_are_settled(tmp_path: Path) -> None:
     base = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
     (tmp_path / "x").write_bytes(b"".join(stream({"conjugate": base.conj(), "negative": base.conj().imag})))
@@ -342,15 +307,11 @@ def test_lazy_bits_are_settled(tmp_path: Path) -> None:
     "data",
     [
         b"",
-        b"\x00" * 7,
         (2**63).to_bytes(8, "little") + b"{}",
         file_of({"a": entry(0, 4)}, b"1234")[:-10],
-        file_of(b"[]", b""),
         file_of(b'{"a": NaN}', b""),
         file_of(b'{"a":' * 1000, b""),
         file_of({"a": entry(0, 4), "b": entry(2, 6)}, b"123456"),
-        file_of({"a": entry(0, 4), "b": entry(5, 6)}, b"123456"),
-        file_of({"a": entry(1, 4)}, b"1234"),
         file_of({"a": entry(0, 4)}, b"12345"),
         file_of({"a": entry(0, 10**12, "U8")}, b"1234"),
         file_of({"a": entry(0, 4, "F32", [2])}, b"1234"),

@@ -82,12 +82,6 @@ def test_or_with_the_last_where_none_is_the_best(source: Path, capsys: pytest.Ca
     assert "of plain (step-00000002, the last)" in capsys.readouterr().out
 
 
-def test_averaged_weights_are_taken_where_they_are(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trainrun.train(*WORDS, "trainer.ema.enabled=true", "trainer.max_steps=4", "output_dir=source")
-    assert same(begun("init_from=source/checkpoints/step-00000004"), run.load_model("last").state_dict())
-    assert "averaged" in capsys.readouterr().out
-
-
 def test_a_resume_does_not_read_them_again(source: Path) -> None:
     whole = trainrun.train(*WORDS, "init_from=source", "trainer.max_steps=4", "output_dir=whole")
     part = trainrun.train(*WORDS, "init_from=source", "trainer.max_steps=2", "output_dir=part")

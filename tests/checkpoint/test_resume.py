@@ -83,11 +83,6 @@ def test_what_cannot_be_read_just_now_is_not_damaged(
     assert make_run().keep.load_latest().manifest.step == 2
 
 
-def test_an_unfinished_folder_is_damaged(run: Any, make_run: MakeRun) -> None:
-    (run.folder / "step-00000004").mkdir()
-    assert make_run().keep.load_latest().manifest.step == 3
-
-
 def test_never_silently_from_zero(run: Any, make_run: MakeRun) -> None:
     for step in (1, 2, 3):
         damage(run, step)
@@ -152,11 +147,6 @@ def test_a_best_whose_manifest_is_damaged_is_no_other(run: Any) -> None:
 def test_a_damaged_manifest_of_another_hides_no_best(run: Any) -> None:
     damage(run, 2, "MANIFEST.json")
     assert resolve(run.folder, "best").name == "step-00000001"
-
-
-def test_a_best_that_was_removed_by_hand(run: Any) -> None:
-    shutil.rmtree(run.folder / "step-00000001")
-    assert resolve(run.folder, "best").name == "step-00000003"
 
 
 def test_what_is_not_there(run: Any, tmp_path: Path) -> None:

@@ -157,22 +157,18 @@ class Fixed(nn.Module):
         self.weight = nn.Parameter(torch.ones(2), requires_grad=False)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (nn.Identity(), "has no parameters"),
         (Fixed(), "no parameter of Fixed needs a gradient"),
+        (nn.LazyLinear(3), "shape is not known yet"),
     ],
 )
 def test_models_without_gradients_are_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(PluginError, match=words):
         check_parameters(model)
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_lazy_models_are_refused() -> None:
-    with pytest.raises(PluginError, match="shape is not known yet"):
-        check_parameters(nn.LazyLinear(3))
 
 
 def test_synchronised_batchnorm_needs_cuda() -> None:

@@ -97,7 +97,6 @@ def test_a_rank_that_waits_says_where(rank_env: dict[str, str]) -> None:
             ["parallel=ddp", "parallel.devices=4"],
             "parallel.devices=4: 2 rank(s) were started by torchrun or Slurm",
         ),
-        (["parallel=ddp", "output_dir=."], ": holds config.yaml and no RUN.json"),
         (["parallel=single"], "parallel=single: this was started as several ranks"),
     ],
 )

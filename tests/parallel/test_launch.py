@@ -186,13 +186,6 @@ def test_a_users_fault_comes_as_it_was_said_and_is_not_tried_again(start: Start,
     assert [path.name for path in run_dir.root.glob("started*")] == ["started0"]
 
 
-def test_a_bug_is_named_with_its_rank(start: Start) -> None:
-    with pytest.raises(RankFailed, match=r"^rank 1 failed: ZeroDivisionError: ") as caught:
-        start("return 0 // (1 - rank)")
-    assert caught.value.failure is not None
-    assert caught.value.failure.kind == "bug"
-
-
 def test_a_killed_rank_is_told_and_the_others_do_not_outlive_it(start: Start, run_dir: RunDir) -> None:
     with pytest.raises(RankFailed) as caught:
         start(
@@ -256,27 +249,6 @@ def test_a_rank_that_never_ends_is_ended_and_shows_where_it_stood(start: Start, 
     assert not is_alive(int((run_dir.root / "pid").read_text()))
 
 
-def test_a_rank_that_was_only_stopped_is_woken_up_and_ends_well(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who had only been stopped goes on when it is looked at."""
-    monkeypatch.setattr("trainrun.parallel.launch.STACKS_SECONDS", 30.0)
-    work = """
-        import psutil
-        pid = run.root / "pid"
-        if rank == 1:
-            pid.write_text(str(os.getpid()))
-        all_ready()
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return 0
-        while psutil.Process(int(pid.read_text())).status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)
-        return 0
-    """
-    assert start(work, alone_seconds=0.5) == 0
-
-
 def test_restart_with_a_fresh_store_and_the_next_command(
     start: Start, run_dir: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,11 +269,6 @@ def test_restart_with_a_fresh_store_and_the_next_command(
     lines = capfd.readouterr().err.splitlines()
     assert lines[-1].startswith("rank 1 failed: ValueError: a bad day (")
     assert lines[-1].endswith("; the ranks start again (2 of 2 restarts)")
-
-
-def test_restarts_are_bounded(start: Start) -> None:
-    with pytest.raises(RankFailed, match="rank 0 failed: ValueError: attempt 1"):
-        start("raise ValueError('attempt ' + sys.argv[2])", world_size=1, max_restarts=1)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
@@ -384,12 +351,3 @@ def test_the_working_directory_comes_first_only_where_it_does_here(
     command = module_command("child_of_test", "a word", "-x")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [str(first), "a", "word", "-x"], done.stderr
-
-
-def test_a_file_named_like_one_that_python_begins_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "types.py").write_text("raise SystemExit(3)")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["/nowhere", *sys.path])
-    assert subprocess.run(module_command("json.tool", "--help"), capture_output=True).returncode == 0

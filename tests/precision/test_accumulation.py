@@ -84,22 +84,6 @@ def test_the_whole_is_the_gradient_of_the_mean_in_float64(mode: str) -> None:
     assert difference(gradients_of(mode, [ITEMS]), truth) <= tolerance
 
 
-@pytest.mark.parametrize("mode", FIXED)
-def test_short_training_equals_big_batches(mode: str) -> None:
-    """Three updates with a remainder in every window: weights, not only gradients."""
-    ends = []
-    for sizes in ([5, 5, 3], [ITEMS]):
-        model = prepare_model(network(), mode)
-        precision, _ = build_precision(PrecisionOptions(mode, clip_value=0.5), model, CPU)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        x, y = data(mode)
-        for _ in range(3):
-            run_window(precision, model, list(zip(x.split(sizes), y.split(sizes), strict=True)))
-            precision.optimizer_step(optimizer, want_norm=False)
-        ends.append([p.detach().double() for p in model.parameters()])
-    assert difference(*ends) <= 3 * TOLERANCES[mode]
-
-
 def test_shares_of_many_sizes_stay_right() -> None:
     model = nn.Linear(1, 1, bias=False)
     precision, _ = build_precision(PrecisionOptions(), model, CPU)

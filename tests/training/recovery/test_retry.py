@@ -96,7 +96,7 @@ def draws(_: Tensor) -> tuple[float, ...]:
     return torch.rand(()).item(), random.random(), numpy.random.rand()
 
 
-@pytest.mark.parametrize("quiet_windows", [0, 1, 5])
+@pytest.mark.parametrize("quiet_windows", [0, 5])
 def test_every_generator_is_as_at_the_start_of_the_window(quiet_windows: int) -> None:
     retry = OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
     for _ in range(quiet_windows):
@@ -121,7 +121,7 @@ def test_a_draw_that_only_a_later_window_makes_cannot_be_put_back_and_is_said() 
             retry.run(windows(), failing(4, later))
 
 
-@pytest.mark.parametrize("quiet_windows", [0, 1, 4])
+@pytest.mark.parametrize("quiet_windows", [0, 4])
 def test_buffers_are_as_at_the_start_of_the_window(quiet_windows: int) -> None:
     model = Writes()
     retry = OomRetry("split", model, Squares(), SINGLE, lambda text: None)
@@ -210,22 +210,9 @@ def test_other_errors_are_those_of_the_user() -> None:
     assert no_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"))
     assert no_memory(RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"))
     assert no_memory(MemoryError()) == "MemoryError"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "GET was unable to find an engine to execute this computation",
-        "FIND was unable to find an engine to execute this computation",
-        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
-    ],
-)
-def test_cudnns_words_are_about_memory_on_a_full_gpu_alone(text: str) -> None:
+    text = "GET was unable to find an engine to execute this computation"  # of cuDNN, on a full GPU
     assert no_memory(RuntimeError(text), free=lambda: 0.02) == text
     assert no_memory(RuntimeError(text), free=lambda: 0.5) == ""
-    assert no_memory(RuntimeError("another error"), free=lambda: 0.0) == ""
-    if not torch.cuda.is_available():
-        assert no_memory(RuntimeError(text)) == ""
 
 
 NORM = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -274,16 +261,6 @@ def test_a_task_that_draws_numbers_is_not_mistaken_for_one_that_couples() -> Non
     assert retry.run(windows(), failing(4, len)) == [4, 4]
 
 
-def test_a_count_that_is_no_sum_over_samples_is_refused() -> None:
-    class One(Squares):
-        def count(self, batch: Any) -> int:
-            return 1
-
-    retry = OomRetry("split", nn.Linear(3, 3), One(), SINGLE, lambda text: None)
-    with pytest.raises(torch.OutOfMemoryError, match="task.count says 1 for a batch and 8 for its samples"):
-        retry.run(windows(), failing(4, len))
-
-
 def test_off_nothing_is_looked_at() -> None:
     retry = OomRetry("stop", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
     with pytest.raises(RuntimeError, match="enforce fail"):
@@ -302,7 +279,7 @@ Named = namedtuple("Named", "x y")
         Named([torch.arange(7)], torch.rand(7)),
     ],
 )
-@pytest.mark.parametrize("pieces", [1, 2, 3, 7, 9])
+@pytest.mark.parametrize("pieces", [1, 3, 9])
 def test_cuts_lose_and_repeat_nothing(data: Any, pieces: int) -> None:
     run = cut(MicroBatch(data, last=True), pieces)
     sizes = [num_rows(part.data) for part in run]
