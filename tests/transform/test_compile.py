@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.model.mlp import Mlp
-from trainrun.transform.compile import (
-    broken_library,
-    compile_model,
-    gpu_compiler_problem,
-    keep_gradients,
-)
+from trainrun.transform.compile import broken_library, compile_model, gpu_compiler_problem, keep_gradients
 
 
 @pytest.fixture(autouse=True)

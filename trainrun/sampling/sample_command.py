@@ -23,14 +23,7 @@ def main(argv: list[str]) -> int:
     from trainrun.runs.restore_config import load_model
     from trainrun.runs.resume import trusted_config
     from trainrun.sampling.next_tokens import Draw, next_tokens
-    from trainrun.sampling.run_tokens import (
-        context_of,
-        encoded,
-        first_line,
-        pieces,
-        tokens_of,
-        writes_lines,
-    )
+    from trainrun.sampling.run_tokens import context_of, encoded, first_line, pieces, tokens_of, writes_lines
     from trainrun.task.dict_batches import keywords_of
 
     config = trusted_config(run_dir, [], asked.trust)
