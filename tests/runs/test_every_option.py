@@ -17,10 +17,9 @@ from pyarrow import parquet
 import trainrun as package
 from trainrun.config.argv import conf_dir, groups, options
 from trainrun.data.readers.builtin.fashion_mnist import find_folder
-from trainrun.data.readers.records.example import encode_example
 from trainrun.data.readers.records.lmdb_file import key_of
 from trainrun.data.readers.records.record import encode_sample
-from trainrun.data.readers.records.tfrecord import framed
+from trainrun.data.readers.records.tfrecord import encode_example, framed
 from trainrun.errors import DataError
 
 QUIET = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]

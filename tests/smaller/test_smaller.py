@@ -16,7 +16,7 @@ from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.export import export_command
 from trainrun.smaller import channels, new_run
-from trainrun.smaller.int8 import MODES, Int8Layer, in_floating_point, in_floats, int8, measuring
+from trainrun.smaller.int8 import MODES, Int8Layer, in_floating_point, int8, measuring
 from trainrun.smaller.prune import Mask, masked, narrowed, unmasked, without_channels
 
 SHORT = ["trainer.max_steps=20", "monitor=none", "output_dir=run"]
@@ -59,36 +59,6 @@ def test_bytes_say_nearly_the_same_with_and_without_kernels(mode: str, x: torch.
     )
     again = int8(picture_net(), mode).eval()  # type: ignore[arg-type]
     again(x)  # packs what it began with
-    again.load_state_dict(model.state_dict())
-    assert torch.equal(again(x), found)
-    with pytest.raises(ConfigError, match="bytes are not trained"), torch.enable_grad():
-        model.train()(x)
-
-
-class Words(nn.Module):
-    """An embedding, recurrent layers of both directions, and a tied matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.tied = nn.Embedding(50, 16, padding_idx=0), nn.Embedding(20, 8)
-        self.lstm = nn.LSTM(16, 12, 2, batch_first=True, bidirectional=True)
-        self.gru, self.head = nn.GRU(24, 8, batch_first=True), nn.Linear(8, 20, bias=False)
-        self.head.weight = self.tied.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.gru(self.lstm(self.embedding(x))[0])[1][0])
-
-
-@torch.no_grad()
-def test_embeddings_and_recurrent_layers_are_kept_in_bytes() -> None:
-    torch.manual_seed(0)
-    x, net = torch.arange(48).reshape(6, 8), Words().eval()
-    expected, model = net(x), int8(copy.deepcopy(net)).eval()
-    found = model(x)
-    assert 0 < (found - expected).abs().max() < 0.02 * expected.abs().max()
-    assert {value.dtype for name, value in model.state_dict().items() if ".bytes." in name} == {torch.int8}
-    assert in_floats(model) == dict.fromkeys(("tied", "head"), "a weight under several names")
-    again = int8(Words()).eval()
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(x), found)
     with pytest.raises(ConfigError, match="bytes are not trained"), torch.enable_grad():

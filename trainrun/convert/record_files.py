@@ -20,10 +20,9 @@ from trainrun.convert.folder import DISK_FULL, publish, temporary_of, whole_file
 from trainrun.convert.part_samples import Samples, array_of
 from trainrun.convert.write import Unit, cut
 from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.records.example import encode_example
 from trainrun.data.readers.records.lmdb_file import key_of
 from trainrun.data.readers.records.record import META_KEY, META_NAME, Facts, encode_facts, encode_sample
-from trainrun.data.readers.records.tfrecord import SAMPLE, framed
+from trainrun.data.readers.records.tfrecord import SAMPLE, encode_example, framed
 from trainrun.data.readers.records.webdataset import WHOLE
 from trainrun.errors import DataError
 

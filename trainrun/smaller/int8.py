@@ -6,7 +6,7 @@ what: `int8-weight-only` stores bytes and computes in floating point. `int8-dyna
 when: serving on a CPU; weight-only for the size alone. When not: the training goes on (bytes are not trained).
 source: Jacob et al. 2018, arXiv 1712.05877. The kernels are torch's own for CPUs (`torch.ops.quantized`); without them
     (a GPU, an exported graph, a later torch) the same numbers are computed in floating point. Embeddings and recurrent
-    layers store bytes and compute in floating point, in every mode.
+    layers stay as they are.
 gain: a quarter of the size; `trainrun quantize` prints the times before and after, as they are on your machine.
 """
 
@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
@@ -150,42 +149,6 @@ class Int8Layer(nn.Module):
         return kernel(given, packed, *after).dequantize()  # type: ignore[no-any-return]
 
 
-class Int8Storage(nn.Module):
-    """An embedding or a recurrent layer with bytes for matrices, and a scale for each row; it computes in floating
-    point, in every mode. Its names are those of the layer, behind `bytes` and `scales`."""
-
-    def __init__(self, layer: nn.Embedding | nn.RNNBase) -> None:
-        super().__init__()
-        self.bytes, self.scales, self.rest = nn.Module(), nn.ParameterDict(), nn.ParameterDict()
-        for name, parameter in layer.named_parameters():
-            value = parameter.detach()
-            if value.ndim < 2:
-                self.rest[name] = nn.Parameter(value.clone())
-                continue
-            scale = (value.float().abs().amax(1) / LARGEST).clamp(min=SMALLEST)
-            self.bytes.register_buffer(name, (value.float() / scale[:, None]).round().to(torch.int8))
-            self.scales[name] = nn.Parameter(scale.to(value.dtype))
-        self._layer = (layer.eval().to("meta"),)  # not a child: it gives its code, and no weights
-
-    @property
-    def weight(self) -> Tensor:
-        """The matrix of an embedding in floating point."""
-        return self._matrix("weight")
-
-    def _matrix(self, name: str) -> Tensor:
-        scale = self.scales[name]
-        return self.bytes.get_buffer(name).to(scale.dtype).mul(scale[:, None])
-
-    def forward(self, x: Any, *more: Any) -> Any:
-        if self.training and torch.is_grad_enabled():
-            raise ConfigError(NOT_TRAINED)
-        if isinstance(self._layer[0], nn.Embedding):  # the rows alone
-            scale = self.scales["weight"][x].unsqueeze(-1)
-            return self.bytes.get_buffer("weight")[x].to(scale.dtype) * scale
-        weights = {name: self._matrix(name) for name in self.scales} | dict(self.rest.items())
-        return functional_call(self._layer[0], weights, (x, *more))
-
-
 def rounded(x: Tensor, low: Tensor, high: Tensor, levels: int) -> Tensor:
     """The nearest of `levels` + 1 even steps from low to high, of which 0 is one."""
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -202,7 +165,7 @@ def steps_of(both: Tensor, levels: int) -> tuple[float, int]:
 
 
 def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
-    """Replace linear layers, 2-D convolutions, embeddings and recurrent layers that have weights of their own.
+    """Replace linear layers and 2-D convolutions that have weights of their own.
 
     Subclasses stay, and layers whose weights stand under several names. Raises ValueError.
     """
@@ -210,12 +173,9 @@ def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
         raise ValueError(f"to={to}: must be one of {', '.join(MODES)}")
     for layer in [one for one in model.modules() if parametrize.is_parametrized(one)]:
         _with_plain_weights(layer)
-    new: dict[str, nn.Module] = {name: Int8Layer(layer, to) for name, layer in fitting(model).items()}
-    new |= {name: Int8Storage(layer) for name, layer in storable(model).items()}
+    new = {name: Int8Layer(layer, to) for name, layer in fitting(model).items()}
     if not new:
-        raise ValueError(
-            f"to={to}: the model has no torch.nn.Linear, Conv2d, Embedding, LSTM or GRU with weights of its own"
-        )
+        raise ValueError(f"to={to}: the model has no torch.nn.Linear or Conv2d with weights of its own")
     for name, layer in new.items():
         if not name:
             return layer
@@ -251,16 +211,6 @@ def padding_of(layer: nn.Conv2d) -> tuple[int, ...] | None:
         for d, k in zip(layer.dilation, layer.kernel_size, strict=True)
     ]
     return None if any(one % 2 for one in both) else tuple(one // 2 for one in both)
-
-
-def storable(model: nn.Module) -> dict[str, Any]:
-    """The embeddings and recurrent layers that can be kept in bytes, by name."""
-    return {
-        name: layer
-        for name, layer in owning(model).items()
-        if type(layer) in (nn.LSTM, nn.GRU, nn.RNN)
-        or (type(layer) is nn.Embedding and layer.max_norm is None)
-    }
 
 
 def owning(model: nn.Module) -> dict[str, Any]:

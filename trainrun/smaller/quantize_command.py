@@ -14,7 +14,7 @@ from trainrun.output import counted, say
 from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.restore_config import parts_of
 from trainrun.smaller.channels import by_reason
-from trainrun.smaller.int8 import MODES, Int8Layer, Int8Storage, in_floats, int8, measuring
+from trainrun.smaller.int8 import MODES, Int8Layer, in_floats, int8, measuring
 from trainrun.smaller.new_run import compare_with, measured, new_folder, write_run
 
 STEP = "int8"  # its name in `transform`
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         model = int8(model, words.to).to(device).eval()
     except ValueError as error:
         raise ConfigError(f"{source.root}: --{error}") from error
-    layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer | Int8Storage)]
+    layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer)]
     left = in_floats(model)
     if words.to == "int8-static":
         with torch.no_grad(), measuring(model):

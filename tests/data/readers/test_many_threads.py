@@ -28,8 +28,8 @@ from trainrun.data.readers.arrays.numpy_files import MappedReader, open_mapped
 from trainrun.data.readers.pictures import image_folder
 from trainrun.data.readers.reader_protocol import ReaderDataset
 from trainrun.data.readers.records import lmdb_file, tfrecord, webdataset
-from trainrun.data.readers.records.example import encode_example
 from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
+from trainrun.data.readers.records.tfrecord import encode_example
 from trainrun.data.readers.tables import parquet
 from trainrun.data.readers.text import text
 from trainrun.data.sequences.fields import Pieces

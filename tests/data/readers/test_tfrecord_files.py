@@ -4,9 +4,8 @@ import struct
 import numpy as np
 import pytest
 
-from trainrun.data.readers.records.example import encode_example, parse_example
 from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
-from trainrun.data.readers.records.tfrecord import framed, load, masked_crc32c
+from trainrun.data.readers.records.tfrecord import encode_example, framed, load, masked_crc32c, parse_example
 from trainrun.errors import DataError
 
 

@@ -2,14 +2,15 @@
 
 A record is its length (8 bytes), a checksum of that (4), the content, a checksum of the content (4).
 Where records lie is read by going once from length to length.
-The content is a tf.train.Example: with the one feature `sample` as `record` encodes it (`trainrun convert`
-writes this), or with features of any names.
+The content is a tf.train.Example, a map from names to bytes, floats or integers in protobuf: with the one feature
+`sample` as `record` encodes it (`trainrun convert` writes this), or with features of any names.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from trainrun.data.readers.parts import Part
 from trainrun.data.readers.paths import files_of
 from trainrun.data.readers.pictures.decode import Form, form_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
-from trainrun.data.readers.records.example import Feature, parse_example
 from trainrun.data.readers.records.record import decode_sample, is_sample
 from trainrun.data.readers.records.shards import Shards, facts_beside
 from trainrun.data.readers.records.values import guessed_value
@@ -32,6 +32,20 @@ SAMPLE = "sample"  # the feature that holds a whole sample
 HEADER, FOOTER = 12, 4
 MASK_DELTA = 0xA282EAD8
 Places = np.ndarray[Any, np.dtype[np.int64]]
+Feature = list[bytes] | np.ndarray[Any, Any]
+PACKAGE = "trainrun"
+# Name, repeated, type of each field. The map is declared as what it is on the wire, a list of entries: that
+# keeps its order.
+MESSAGES: dict[str, tuple[tuple[str, bool, str], ...]] = {
+    "BytesList": (("value", True, "BYTES"),),
+    "FloatList": (("value", True, "FLOAT"),),
+    "Int64List": (("value", True, "INT64"),),
+    "Feature": (("bytes_list", False, "BytesList"), ("float_list", False, "FloatList"),
+                ("int64_list", False, "Int64List")),
+    "Entry": (("key", False, "STRING"), ("value", False, "Feature")),
+    "Features": (("feature", True, "Entry"),),
+    "Example": (("features", False, "Features"),),
+}  # fmt: skip
 
 
 def load(path: str | None, split: str, columns: Sequence[str] | None = None,
@@ -147,3 +161,61 @@ def _places(shards: Shards, number: int) -> Places:
         found.append((place, length))
         place = end
     return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+
+def protobuf(module: str) -> Any:
+    return extra(f"google.protobuf.{module}", "tfrecord", "tfrecord")
+
+
+@cache
+def example_class() -> Any:
+    """The class of messages."""
+    descriptor = protobuf("descriptor_pb2")
+    file = descriptor.FileDescriptorProto(name="trainrun/example.proto", package=PACKAGE, syntax="proto3")
+    for name, fields in MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for number, (label, repeated, kind) in enumerate(fields, 1):
+            added = message.field.add(name=label, number=number, label=3 if repeated else 1)
+            added.type = getattr(added, f"TYPE_{kind}", added.TYPE_MESSAGE)
+            if kind in MESSAGES:
+                added.type_name = f".{PACKAGE}.{kind}"
+            if name == "Feature":
+                added.oneof_index = 0
+        if name == "Feature":
+            message.oneof_decl.add(name="kind")
+    pool = protobuf("descriptor_pool").DescriptorPool()
+    pool.Add(file)
+    return protobuf("message_factory").GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.Example"))
+
+
+def parse_example(content: bytes) -> dict[str, Feature]:
+    """Each feature by name: a list of bytes, or an array (L,) float32 or int64; empty ones are []."""
+    try:
+        entries = example_class().FromString(content).features.feature
+    except protobuf("message").DecodeError as error:
+        raise ValueError(f"not an Example, or cut short ({error})") from error
+    return {entry.key: _values(entry.value) for entry in entries}
+
+
+def _values(feature: Any) -> Feature:
+    kind = feature.WhichOneof("kind")
+    if kind is None:
+        return []
+    values = getattr(feature, kind).value
+    return list(values) if kind == "bytes_list" else np.array(values, "f4" if kind == "float_list" else "i8")
+
+
+def encode_example(features: Mapping[str, bytes | list[bytes] | np.ndarray[Any, Any]]) -> bytes:
+    """The bytes of an Example. Arrays of any shape are flattened; floats become float32, integers and bools int64."""
+    example = example_class()()
+    for name, value in features.items():
+        feature = example.features.feature.add(key=name).value
+        if isinstance(value, bytes | list):
+            feature.bytes_list.value.extend([value] if isinstance(value, bytes) else value)
+            continue
+        flat = np.asarray(value).ravel()
+        if flat.dtype.kind == "f":
+            feature.float_list.value.extend(flat.astype(np.float32).tolist())
+        else:
+            feature.int64_list.value.extend(flat.astype(np.int64).tolist())
+    return bytes(example.SerializeToString())
