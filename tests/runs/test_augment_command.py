@@ -125,7 +125,7 @@ def test_the_order_is_that_of_the_words_and_null_takes_one_out(workdir: Path) ->
     ("words", "text"),
     [
         (["data.shape=[16]", *CROP], "data.augment.crop: needs images (B, C, H, W), but the inputs"),
-        ([*CROP, "data.augment.crop.padding=0"], "data.augment.crop.padding=0: must be 1 or more"),
+        ([*CROP, "data.augment.crop.padding=0"], "data.augment.crop.padding=0: must be a whole number, 1 or more"),
         ([*CROP, "data.augment.crop.pading=3"], "data.augment.crop.pading: trainrun.data.augment.crop.RandomCrop"),
         (
             ["data.augment.flip._target_=trainrun.data.augment.flip.RandomFlop"],

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
 
 OUR_TASKS, ASK_FOR_CLASSES = "trainrun.task.", ("num_classes", "vocab_size")
+AS_IN_CONFIG = ("engine", "num_workers", "num_threads", "pin_memory", "persistent_workers", "prefetch_factor", "cache",
+                "max_sequence_length", "on_error", "max_skipped_fraction", "truncate", "padding", "max_tokens",
+                "pad_multiple")  # fmt: skip
 REGRESSION = "trainrun.task.regression.Regression"
 
 
@@ -82,32 +85,19 @@ def stream_options(
     data, training = config.data, name == "train"
     assert config.seed is not None
     return StreamOptions(
+        **{setting: getattr(data, setting) for setting in AS_IN_CONFIG},
         key=key_of(name),
         training=training,
         batch_size=data.batch_size if training else data.val_batch_size or data.batch_size,
         seed=config.seed,
         shuffle=data.shuffle and training,
         drop_last=data.drop_last and training,
-        engine=data.engine,
-        num_workers=data.num_workers,
-        pin_memory=data.pin_memory,
-        persistent_workers=data.persistent_workers,
-        prefetch_factor=data.prefetch_factor,
         timeout_seconds=data.worker_timeout_seconds,
         collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
-        max_sequence_length=data.max_sequence_length,
-        num_threads=data.num_threads,
-        cache=data.cache,
         transform=build_transform(config, kind_of(name)),
         transform_key=transform_key(config, kind_of(name)) or "data.transform",
         augment=augmentations_of(config),
-        on_error=data.on_error,
-        max_skipped_fraction=data.max_skipped_fraction,
         report=report,
-        truncate=data.truncate,
-        padding=data.padding,
-        max_tokens=data.max_tokens,
-        pad_multiple=data.pad_multiple,
         may_grow=not training and data.val_batch_size is None,
         limit=getattr(config.trainer, f"limit_{kind_of(name)}_batches"),
         rank=parallel.rank,

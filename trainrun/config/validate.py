@@ -146,7 +146,7 @@ def argument_faults(config: RunConfig) -> dict[str, str]:
     """By key one line for each wrong argument of the optimizer, schedule, task, network, data, hooks, transforms."""
     faults: dict[str, str] = {}
     sets = (f"data.{split.replace('/', '.')}" for split in validation_nodes(config.data))
-    for group in (*GROUPS, "hook", "transform", *sets):
+    for group in (*GROUPS, "hook", "transform", "data.augment", *sets):
         node = value_of(config, group)
         if not isinstance(node, dict):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainrun.config.compose import compose_run
 from trainrun.data.augment.augmented import Augmentation
 from trainrun.data.augment.crop import RandomCrop
 from trainrun.data.augment.cutout import Cutout
@@ -175,24 +177,26 @@ def test_channels_and_number_types_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "text"),
+    ("words", "text"),
     [
-        (lambda: RandomCrop(0), "padding=0: must be 1 or more"),
-        (lambda: RandomCrop(1.5), r"padding=1\.5: must be a whole number"),
-        (lambda: RandomFlip(1.5), r"p=1\.5: must be between 0 and 1"),
-        (lambda: Cutout(True), "size=True: must be a whole number"),
-        (lambda: RandomFlip(float("nan")), "p=nan: must be between 0 and 1"),
-        (lambda: Normalize("grey", 1), "mean=grey: must be a number, or a list"),
-        (lambda: Normalize([0.5, "x"], 1), r"mean=\[0\.5, 'x'\]: must be a number, or a list"),
-        (lambda: Normalize(0.5, []), r"std=\[\]: must be a number, or a list"),
-        (lambda: MixUp(alpha="x"), "alpha=x: must be above 0"),
-        (lambda: Normalize(0.5, 0), "std=0: must be above 0"),
-        (lambda: Normalize([0.5, 0.5], [1, 1, 1]), "3 values, but mean has 2"),
-        (lambda: CutMix(alpha=9), "alpha=9: must be above 0 and at most 8"),
-        (lambda: MixUp(p=-0.1), r"p=-0\.1: must be between"),
-        (lambda: CutMix(num_classes=1), "num_classes=1: must be 2 or more"),
+        ("crop.RandomCrop data.augment.x.padding=0", "padding=0: must be a whole number, 1 or more"),
+        ("cutout.Cutout data.augment.x.size=1.5", "size=1.5: must be a whole number, 1 or more"),
+        ("flip.RandomFlip data.augment.x.p=1.5", "p=1.5: must be a number, 0 or more and at most 1"),
+        (
+            "normalize.Normalize data.augment.x.mean=grey data.augment.x.std=1",
+            "mean=grey: must be a number, or a list",
+        ),
+        (
+            "normalize.Normalize data.augment.x.mean=0 data.augment.x.std=0",
+            "std=0: must be a number, more than 0",
+        ),
+        ("mix.MixUp data.augment.x.alpha=9", "alpha=9: must be a number, more than 0 and at most 8"),
+        ("mix.CutMix data.augment.x.num_classes=1", "num_classes=1: must be a whole number, 2 or more"),
+        ("noise.LatentNoise data.augment.x.size=0", "size=0: must be a whole number, 1 or more"),
     ],
 )
-def test_wrong_arguments_are_refused(build: Callable[[], Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        build()
+def test_wrong_arguments_are_refused(words: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"data.augment.x.{text}")):
+        compose_run(f"data.augment.x._target_=trainrun.data.augment.{words}".split())
+    with pytest.raises(ConfigError, match="3 values, but mean has 2"):
+        Normalize([0.5, 0.5], [1, 1, 1])

@@ -23,8 +23,8 @@ from trainrun.data.augment.images import (
     with_images,
     with_target,
 )
-from trainrun.data.augment.numbers import whole_number
 from trainrun.errors import DataError
+from trainrun.limits import Count
 
 
 class RandomCrop:
@@ -34,8 +34,8 @@ class RandomCrop:
 
     random = True
 
-    def __init__(self, padding: int = 4, ignored: int = -100) -> None:
-        self.padding, self.ignored = whole_number("padding", padding, at_least=1), ignored
+    def __init__(self, padding: Count = 4, ignored: int = -100) -> None:
+        self.padding, self.ignored = padding, ignored
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)

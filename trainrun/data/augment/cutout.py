@@ -12,7 +12,7 @@ import torch
 
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.images import box, images_of, with_images
-from trainrun.data.augment.numbers import whole_number
+from trainrun.limits import Count
 
 
 class Cutout:
@@ -20,8 +20,8 @@ class Cutout:
 
     random = True
 
-    def __init__(self, size: int = 8) -> None:
-        self.size = whole_number("size", size, at_least=1)
+    def __init__(self, size: Count = 8) -> None:
+        self.size = size
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)

@@ -18,7 +18,6 @@ from torch import Tensor
 from trainrun.seeding import derive_seed
 
 EVERY_EPOCH = -1  # in the place of the epoch's number
-LARGEST_ALPHA = 8.0
 QUANTILES = 4096
 
 
@@ -120,7 +119,7 @@ def beta_quantiles(alpha: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]
     The density of s = (2 x)^alpha on the lower half is (1 - x)^(alpha - 1), up to a factor: bounded, where
     that of x has a pole for alpha < 1. It is summed up by trapezoids; the upper half mirrors the lower.
     """
-    assert 0 < alpha <= LARGEST_ALPHA
+    assert 0 < alpha <= 8
     s = np.linspace(0, 1, 2**14 + 1) ** max(1.0, alpha)  # for alpha > 1 the density falls fast at 0
     x = s ** (1 / alpha) / 2
     density = (1 - x) ** (alpha - 1)

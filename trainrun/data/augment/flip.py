@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.images import images_of, in_memory_order, is_channels_last, like, with_both
-from trainrun.data.augment.numbers import probability
+from trainrun.limits import Fraction
 
 
 class RandomFlip:
@@ -22,8 +22,8 @@ class RandomFlip:
 
     random = True
 
-    def __init__(self, p: float = 0.5) -> None:
-        self.p = probability("p", p)
+    def __init__(self, p: Fraction = 0.5) -> None:
+        self.p = p
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)

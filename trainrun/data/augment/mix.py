@@ -11,15 +11,15 @@ odd number the last image stays as it is; with `data.shuffle=false` the partners
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from trainrun.data.augment.draws import LARGEST_ALPHA, Draws
+from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.images import box, images_of, rows_of, target_of, with_images, with_target
-from trainrun.data.augment.numbers import positive, probability, whole_number
 from trainrun.errors import DataError
+from trainrun.limits import Fraction, Limits
 
 
 class MixUp:
@@ -31,7 +31,12 @@ class MixUp:
 
     random = True
 
-    def __init__(self, alpha: float = 0.2, num_classes: int | None = None, p: float = 1.0) -> None:
+    def __init__(
+        self,
+        alpha: Annotated[float, Limits(above=0, at_most=8)] = 0.2,
+        num_classes: Annotated[int, Limits(at_least=2)] | None = None,
+        p: Fraction = 1.0,
+    ) -> None:
         self.mixture = Mixture(alpha, num_classes, p)
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
@@ -55,7 +60,12 @@ class CutMix:
 
     random = True
 
-    def __init__(self, alpha: float = 1.0, num_classes: int | None = None, p: float = 1.0) -> None:
+    def __init__(
+        self,
+        alpha: Annotated[float, Limits(above=0, at_most=8)] = 1.0,
+        num_classes: Annotated[int, Limits(at_least=2)] | None = None,
+        p: Fraction = 1.0,
+    ) -> None:
         self.mixture = Mixture(alpha, num_classes, p)
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
@@ -83,10 +93,7 @@ class Mixture:
     """What the two have in common: how much is mixed, and the targets."""
 
     def __init__(self, alpha: float, num_classes: int | None, p: float) -> None:
-        self.alpha, self.p = positive("alpha", alpha, at_most=LARGEST_ALPHA), probability("p", p)
-        self.num_classes = (
-            None if num_classes is None else whole_number("num_classes", num_classes, at_least=2)
-        )
+        self.alpha, self.num_classes, self.p = alpha, num_classes, p
         self.checked = False
 
     def weight(self, draws: Draws) -> Tensor:

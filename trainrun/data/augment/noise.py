@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
 from trainrun.errors import ConfigError, DataError
-from trainrun.limits import Fraction
+from trainrun.limits import Count, Fraction
 
 
 class LatentNoise:
@@ -17,18 +17,16 @@ class LatentNoise:
 
     A model that draws from torch's generator itself draws other numbers when a batch is divided into
     micro-batches or among ranks; these stay. In evaluation a sample has the same noise every time.
-    ConfigError: size not given (its default is the model's `latent_dim`), or below 1.
+    ConfigError: size not given (its default is the model's `latent_dim`).
     """
 
     random = False  # a bound that is validated needs its noise too
 
-    def __init__(self, size: int | None) -> None:
+    def __init__(self, size: Count | None) -> None:
         if size is None:
             raise ConfigError(
                 "size=null: the model has no latent_dim; use model=vae, or say how many numbers it draws"
             )
-        if size < 1:
-            raise ConfigError(f"size={size}: must be 1 or more")
         self.size = size
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
@@ -47,12 +45,10 @@ class SampleNumbers:
 class WordDropout:
     """The batch gets `word_dropout` (B, T + 1) bool: tokens of (B, T) that a decoder does not get to see in training.
 
-    One column more than tokens, because a last target may follow them. ConfigError: rate not in [0, 1].
+    One column more than tokens, because a last target may follow them.
     """
 
     def __init__(self, rate: Fraction = 0.0) -> None:
-        if not 0 <= rate <= 1:
-            raise ConfigError(f"rate={rate}: must be between 0 and 1")
         self.rate, self.random = rate, rate > 0
 
     def __call__(self, batch: Any, draws: Draws) -> Any:

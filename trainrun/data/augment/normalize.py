@@ -10,8 +10,8 @@ from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.images import images_of, with_images
-from trainrun.data.augment.numbers import numbers
 from trainrun.errors import ConfigError, DataError
+from trainrun.limits import Number, Positive
 
 
 class Normalize:
@@ -23,10 +23,8 @@ class Normalize:
 
     random = False
 
-    def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
-        self.mean, self.std = numbers("mean", mean), numbers("std", std)
-        if not min(self.std) > 0:
-            raise ConfigError(f"std={std}: must be above 0")
+    def __init__(self, mean: Number | Sequence[Number], std: Positive | Sequence[Positive]) -> None:
+        self.mean, self.std = (tuple(one) if isinstance(one, Sequence) else (one,) for one in (mean, std))
         if len(self.mean) != len(self.std):
             raise ConfigError(f"std={std}: {len(self.std)} values, but mean has {len(self.mean)}")
         self._constants: dict[tuple[torch.device, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
