@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -41,8 +42,10 @@ class Lasts:
     units: tuple[str, ...] = ("step", "epoch", "sample", "token")
 
     def allow(self, value: str) -> bool:
-        found = re.fullmatch(rf"(\d+\.?\d*(?:e\+?\d+)?)\s*({'|'.join(self.units)})s?", value.strip())
-        return found is not None and 0 < float(found[1]) < math.inf
+        try:
+            return bool(parse_duration(value, *self.units))
+        except ValueError:
+            return False
 
 
 Number = Annotated[float, Limits()]  # a bare float may be nan
@@ -250,8 +253,9 @@ def parse_seconds(value: Any) -> float | None:
             scales = zip(reversed(parts), (1, 60, 3600, 86400), strict=False)
             if seconds := float(sum(int(part) * scale for part, scale in scales)):
                 return seconds
-        elif (match := _DURATION.match(value.strip())) and match[2] in _CLOCK and float(match[1]) > 0:
-            return float(match[1]) * _CLOCK[match[2]]
+        else:
+            with suppress(ValueError):
+                return parse_duration(value, SECOND).amount
     raise ValueError("must be seconds, `90s`, `10min`, `2h`, `1d` or DD:HH:MM:SS")
 
 

@@ -215,7 +215,7 @@ def test_all_faults_are_listed_at_once() -> None:
         ("--foo", "--foo: no such flag."),
         ("--multirn", "Did you mean --multirun?"),
         ("-lr=3", "written without dashes: lr=3"),
-        ("--cfg=jobs", "needs one of job, hydra, all"),
+        ("--cfg=jobs", "write --cfg job"),
         ("--config-dir", "needs a value"),
         ("trainer.compile=maybe", "trainer.compile"),
         ("checkpoint.save_top_k=1.5", "must be a whole number"),

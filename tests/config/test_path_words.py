@@ -13,7 +13,6 @@ from trainrun.config.compose import compose_run, prepare, save_config
 from trainrun.config.saved_config import load_config
 from trainrun.config.typed_values import as_path
 from trainrun.errors import ConfigError
-from trainrun.runs.resume import Difference, with_values
 from trainrun.sweep.jobs import expand
 
 NAMES = [
@@ -89,12 +88,6 @@ def test_the_same_path_twice_and_two_paths() -> None:
     assert prepare(["data.path=a=1", "data.path=b,2"], Path.cwd())[0].twice == [
         "data.path=a=1 and data.path=b,2: two values for data.path; leave one of them out"
     ]
-
-
-def test_a_printed_command_can_be_pasted() -> None:
-    said = with_values([Difference("data.path", "a", "it's $5, a=b")], "trainrun resume r")
-    command = said[said.index("trainrun") : said.rindex(")")]
-    assert shlex.split(command) == ["trainrun", "resume", "r", "data.path=it's $5, a=b"]
 
 
 @pytest.mark.train

@@ -11,7 +11,6 @@ import yaml
 import trainrun
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir
-from trainrun.config.help_text import masked_lines
 from trainrun.config.saved_values import leaves_of
 from trainrun.output import is_secret, masked, masked_word
 
@@ -82,18 +81,6 @@ def test_texts_and_words_are_masked() -> None:
     assert masked("model.api_key: a secret that is not kept") == "model.api_key: a secret that is not kept"
 
 
-def test_yaml_is_masked_with_what_lies_below_a_secret() -> None:
-    held = {
-        "a": {"api_key": ["x1", "x2"], "width": 3}, "hosts": [{"token": "x3", "port": 1}, {"port": 2}],
-        "credentials": {"user": "x4"}, "password": "x5\nx6\n", "hf_token": None, "end": [1],
-    }  # fmt: skip
-    shown = masked_lines(yaml.safe_dump(held, sort_keys=False, default_flow_style=False))
-    assert yaml.safe_load(shown.replace("***", "'***'")) == {
-        "a": {"api_key": "***", "width": 3}, "hosts": [{"token": "***", "port": 1}, {"port": 2}],
-        "credentials": "***", "password": "***", "hf_token": None, "end": [1],
-    }  # fmt: skip
-
-
 def test_secrets_in_dicts_and_lists_and_in_the_arguments_of_a_failed_call(
     workdir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,7 +138,7 @@ def test_a_run_with_secrets(
     other = [word.replace("typed-1234", "[typed-56]").replace("${oc.env:OWN_TOKEN}", "x") for word in more]
     assert main([*other, "output_dir=run"]) == 2
     shown = capfd.readouterr()
-    assert "api_key: ***" in shown.out
+    assert "api_key: '***'" in shown.out
     assert "holds a run already, which has model.api_key=***" in shown.err
     assert "typed-" not in shown.err
     assert "1234" not in shown.out

@@ -191,11 +191,7 @@ def test_a_run_folder_is_never_written_over(project: Path, capsys: pytest.Captur
     assert "holds a run already" in said
     assert "data.batch_size=32 (here 7)" in said
     assert "optimizer.lr=0.001 (here 0.25)" in said
-    resume = f"trainrun resume {project / 'run'}"
-    assert (
-        f"{resume} (or, where that can change on the way: {resume} data.batch_size=7 optimizer.lr=0.25)"
-        in said
-    )
+    assert f"trainrun resume {project / 'run'}" in said
     assert (project / "run" / "status.json").read_text() == before
 
 

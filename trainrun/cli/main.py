@@ -68,7 +68,7 @@ def dispatch(words: list[str]) -> int:
 
 
 def train_command(words: list[str]) -> int:
-    """A new run, a sweep, or one of Hydra's own questions."""
+    """A new run, a sweep, or the composed config without running."""
     from trainrun.config.compose import prepare
     from trainrun.parallel.devices import external_ranks
 
@@ -76,14 +76,15 @@ def train_command(words: list[str]) -> int:
         from trainrun.runs.torchrun import follow_run
 
         return follow_run()
-    prepared, folders = prepare(words, Path.cwd())
+    prepared, _ = prepare(words, Path.cwd())
     if prepared.twice:
         raise ConfigError(*prepared.twice)
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
-    if len(prepared.flags) > len(sweeps):
-        from trainrun.config.help_text import hydra_question
+    if len(prepared.flags) > len(sweeps):  # --cfg job
+        from trainrun.config.compose import compose_run, shown_config
 
-        return hydra_question(prepared, folders)
+        say(shown_config(compose_run(words).config), end="")
+        return EXIT_DONE
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
     if sweeps:
         if external_ranks():

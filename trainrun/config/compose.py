@@ -175,9 +175,14 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
+def shown_config(config: RunConfig) -> str:
+    """The config as YAML text, without secrets."""
+    return OmegaConf.to_yaml(plain(public(config)[0]))
+
+
 def save_config(config: RunConfig) -> str:
-    """The config as YAML text, to be read by `load_config`; without secrets."""
-    text = OmegaConf.to_yaml(plain(public(config)[0]))
+    """What `load_config` reads: the config with its hash."""
+    text = shown_config(config)
     return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 

@@ -1,20 +1,16 @@
-"""`trainrun --help`, from the comments of the config files and `config/schema.py`, no torch; what Hydra answers."""
+"""`trainrun --help`, from the comments of the config files and `config/schema.py`, no torch."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainrun.config.argv import CommandLine, conf_dir, groups
+from trainrun.config.argv import conf_dir, groups
 from trainrun.config.mistakes.value_words import described, nearest
 from trainrun.config.schema import RunConfig, settings
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.errors import ConfigError
 from trainrun.limits import Setting, choices_of
-from trainrun.output import HIDDEN, PLAIN, hides, say
 
 WITH_OWN_KEYS = ("data", "model", "task", "optimizer", "scheduler")  # groups whose options bring keys along
 
@@ -33,7 +29,6 @@ usage: trainrun [group=option ...] [key=value ...]     one run
   trainrun parallel=ddp precision=16-mixed
   trainrun model=my_net.Net model.width=9              your own class, from the folder you are in
 """
-LINE = re.compile(r"(\s*(?:- )*)([\w.\-]+):(?: (\S.*))?$")
 
 
 def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) -> str:
@@ -158,40 +153,3 @@ def _allowed(found: Setting) -> str:
 
 def _line(setting: str, text: str) -> str:
     return f"{setting:<46} {text}".rstrip()
-
-
-def hydra_question(words: CommandLine, folders: list[Path]) -> int:
-    """Hydra's own questions (--cfg job, --info, --hydra-help, shell completion), answered by Hydra."""
-    import logging
-
-    import hydra
-
-    from trainrun.config.overrides import composed, opened
-
-    faults: list[str] = []
-    composed([word for word in words.overrides if not word.lstrip("+~").startswith("hydra")], folders, faults)
-    if faults:
-        raise ConfigError(*[words.as_typed(fault) for fault in faults])
-    logging.getLogger("hydra").setLevel(logging.NOTSET)  # --info is told by its log
-    sys.argv = ["trainrun", *opened(words.overrides, folders), *words.flags]
-    with contextlib.redirect_stdout(io.StringIO()) as answer:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="trainrun")(lambda _: None)()
-    # trackers lie inside `listeners`, and are typed above it
-    shown = answer.getvalue().replace("\n  listeners: {}\n", "\n")
-    say(masked_lines(shown), end="")
-    return EXIT_DONE
-
-
-def masked_lines(text: str) -> str:
-    """A YAML text with the values of secrets masked; what lies below a secret's key is left out."""
-    shown, below = [], -1
-    for line in text.splitlines():
-        indent = len(line) - len(line.lstrip())
-        is_item = indent == below and line.lstrip().startswith("- ")
-        if below >= 0 and (not line.strip() or indent > below or is_item):
-            continue
-        found = LINE.match(line)
-        hidden = found and found[3] not in PLAIN and hides(found[2], found[3] or "below")
-        below = len(found[1]) if found and hidden else -1
-        shown.append(f"{found[1]}{found[2]}: {HIDDEN}" if found and hidden else line)
-    return "".join(f"{line}\n" for line in shown)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainrun.checkpoint.format import committed_steps
-from trainrun.config.argv import is_path
 from trainrun.config.saved_config import is_as_saved, load_config, plain_config, with_overrides
 from trainrun.config.saved_values import public, resolved
 from trainrun.config.schema import RunConfig, plain
@@ -138,7 +137,7 @@ def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
         changed = [Difference(key, there.get(key, ABSENT), here.get(key, ABSENT)) for key, _, _ in found]
         shown = ", ".join(f"{key}={word(old)} (here {word(new)})" for key, old, new in changed[:SHOWN])
         more = f" and {len(changed) - SHOWN} other values" if len(changed) > SHOWN else ""
-        way = f"{resume}{with_values(changed, resume)}"
+        way = f"{resume} (key=value after it, for what can change on the way)"
         if "trainrun.runs.api.given" in run.config.read_text():  # its objects are in no other process
             way = f"trainrun.train(..., 'ckpt_path={run.root}')"
         raise ConfigError(
@@ -198,15 +197,6 @@ def word(value: object) -> str:
         return "nothing"
     text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
     return text.removesuffix("...\n").strip()
-
-
-def with_values(changed: list[Difference], resume: str) -> str:
-    """The command that would change them on the way; empty if another part was chosen, which is fixed."""
-    if len(changed) > SHOWN or any(ABSENT in (there, here) or key == "seed" for key, there, here in changed):
-        return ""
-    values = [str(here) if here is not None and is_path(key) else word(here) for key, _, here in changed]
-    words = [shlex.quote(f"{key}={value}") for (key, _, _), value in zip(changed, values, strict=True)]
-    return f" (or, where that can change on the way: {resume} {' '.join(words)})"
 
 
 def restore_config(run: RunDir) -> None:

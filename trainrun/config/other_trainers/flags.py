@@ -1,4 +1,4 @@
-"""Flags: Hydra's own, settings that are typed with dashes as other trainers have them, and `lr = 3`."""
+"""Flags: `--multirun` and the like, settings that are typed with dashes as other trainers have them, and `lr = 3`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from trainrun.config.typed_values import PLAIN
 from trainrun.errors import ConfigError
 from trainrun.limits import choices_of
 
-FLAGS = (
-    "--help", "-h", "--version", "--multirun", "-m", "--resolve", "--run", "-r", "--info", "--hydra-help",
-)  # fmt: skip
-FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--shell-completion")
+FLAGS = ("--help", "-h", "--version", "--multirun", "-m")
+FLAGS_WITH_VALUE = ("--cfg", "-c", "--config-dir", "-cd")
 SHORT_FLAGS = {"-b": "--batch_size", "-j": "--num_workers"}  # of timm and of torch's own examples
-CFG_QUESTIONS = ("job", "hydra", "all")
 NAME = re.compile(r"[A-Za-z_][\w.]*")
 
 
@@ -124,8 +121,8 @@ def _flag_fault(word: str, flag: str, value: str, groups: list[str]) -> str:
         if is_setting:
             near = f" A setting is written without dashes: {bare}{'' if '=' in word else '=VALUE'}."
         return f"{word}: no such flag.{near} See trainrun --help"
-    if flag in ("--cfg", "-c") and value not in CFG_QUESTIONS:
-        return f"{word}: needs one of {', '.join(CFG_QUESTIONS)}, as --cfg job"
+    if flag in ("--cfg", "-c") and value != "job":
+        return f"{word}: write --cfg job, which shows the composed config"
     if flag in FLAGS_WITH_VALUE and not value:
         return f"{word}: needs a value after it"
     return ""
