@@ -81,11 +81,3 @@ def test_a_run_from_weights_resumes_bit_for_bit_and_without_the_file(
     assert main(["resume", str(part.folder), "trainer.max_steps=6"]) == 0
     one, other = (run.load_model("last").state_dict() for run in (whole, part))
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_averaged_and_rounded_weights_begin_with_them_too(weights: dict[str, torch.Tensor]) -> None:
-    convert(Path("theirs.pt"), Path("w.safetensors"), ["state_dict"])
-    words = ["init_from=w.safetensors", "trainer.max_steps=0", *MODEL]
-    for more in ("trainer.ema=true", "precision=bf16-true"):
-        found = trainrun.train(*words, more).load_model("last").state_dict()
-        assert all(torch.equal(value, weights[name].to(value.dtype)) for name, value in found.items())

@@ -146,11 +146,6 @@ def test_a_saved_run_is_not_refused_for_what_it_has_trained_with(tmp_path: Path)
         load_config(file, ["model.residual=2"])
 
 
-def test_a_switch_that_is_no_switch_is_not_read_as_one() -> None:
-    """Any text is true in Python."""
-    assert faults_of("model=cnn", "model.residual=off") == ("model.residual=off: must be true or false",)
-
-
 @pytest.mark.parametrize(
     "words",
     [

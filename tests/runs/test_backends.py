@@ -15,7 +15,6 @@ from trainrun.assemble.backends import OF_TORCH, SMALLEST, flushes_denormal, kep
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import RunConfig
 from trainrun.parallel.single import Single
-from trainrun.runs.exceptional.go_on import resume_run
 
 SHORT = ("trainer.max_steps=2", "monitor.plots=false", "trainer.num_threads=1")
 
@@ -40,23 +39,6 @@ def test_small_numbers_stay_unless_they_are_flushed():
     assert float(torch.tensor(SMALLEST) * 1.0) == 0.0
 
 
-def state() -> list[object]:
-    backends = torch.backends
-    parts = (getattr(backends.mkldnn, "matmul", None), backends.cuda.matmul)  # the former since torch 2.9
-    names = [getattr(part, "fp32_precision", None) for part in parts]
-    return [*names, torch.get_float32_matmul_precision(), flushes_denormal(), torch.get_num_threads(),
-            torch.are_deterministic_algorithms_enabled()]  # fmt: skip
-
-
-@pytest.mark.usefixtures("said_threads")
-@pytest.mark.parametrize("words", [(), ("precision.matmul=medium", "trainer.flush_denormal=true")])
-def test_a_run_leaves_the_process_as_it_was(words: tuple[str, ...], workdir: object):
-    torch.set_num_threads(2)
-    before = state()
-    package.train(*SHORT, *words)
-    assert state() == before
-
-
 def test_a_process_that_speaks_the_newer_words_can_train(workdir: object):
     """Torch refuses to read its older setting where the newer one was made."""
     if not hasattr(torch.backends.mkldnn, "matmul"):
@@ -67,15 +49,6 @@ def test_a_process_that_speaks_the_newer_words_can_train(workdir: object):
     package.train(*SHORT)
     assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     torch.backends.mkldnn.matmul.fp32_precision = "none"
-
-
-def test_flushed_runs_resume_bit_for_bit(workdir: object):
-    words = ("trainer.flush_denormal=true", "seed=3", "trainer.num_threads=1", "monitor.plots=false")
-    whole = package.train(*words, "trainer.max_steps=60")
-    half = package.train(*words, "trainer.max_steps=30")
-    assert resume_run(half.files, ["trainer.max_steps=60"], []) == 0
-    pairs = zip(whole.load_model("last").parameters(), half.load_model("last").parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_a_run_on_a_gpu_leaves_the_next_one_free_to_be_deterministic(monkeypatch: pytest.MonkeyPatch):

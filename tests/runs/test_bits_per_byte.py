@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch import Tensor
 
 import trainrun
 from trainrun.cli.main import main
@@ -77,15 +76,3 @@ def test_what_data_say(said: list[object], expected: float | None) -> None:
 def test_a_number_of_ones_own_wins(folder: Path) -> None:
     row = evaluated(trainrun.train(*WORDS, *TEXT, "task.bytes_per_token=5"))
     assert row["val/bpb"] == pytest.approx(row["val/loss"] / math.log(2) / 5)
-
-
-def numbers(count: int = 64) -> tuple[Tensor, Tensor]:
-    tokens = torch.arange(count * 17).reshape(count, 17) % 50
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def test_where_nobody_says_it_there_is_none(folder: Path) -> None:
-    target = f"{__name__}.numbers"
-    row = evaluated(trainrun.train(*WORDS, f"data.train._target_={target}", f"data.val._target_={target}"))
-    assert "val/acc" in row
-    assert "val/bpb" not in row

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from knotted import Knot, Knotted, most, seen
-from torch import Tensor
+from knotted import Knot, most, seen
 
 import trainrun as package
 from trainrun.runs.exceptional.go_on import resume_run
@@ -61,22 +59,6 @@ def test_what_the_user_froze_stays_frozen(workdir: object):
         gc.unfreeze()
 
 
-def test_a_failed_run_gives_the_collector_back(workdir: object, monkeypatch: pytest.MonkeyPatch):
-    before = gc.get_threshold()
-
-    def broken(model: Any, x: Tensor) -> Tensor:
-        if len(seen) > 20:
-            raise ValueError("broken")
-        seen.append((0, 0))
-        return model.layers(x)
-
-    monkeypatch.setattr(Knotted, "forward", broken)
-    with pytest.raises(ValueError, match="broken"):
-        package.train(*SHORT, f"trainer.max_steps={STEPS}")
-    assert gc.get_threshold() == before
-    assert gc.get_freeze_count() <= AT_START
-
-
 def test_cycles_of_a_users_model_do_not_pile_up(workdir: object):
     """Between validations, which collect whatever there is, log points do once there is enough."""
     words = (
@@ -98,25 +80,6 @@ def test_log_points_collect_what_is_young_and_enough():
     knots += [weakref.ref(Knot(torch.zeros(1))) for _ in range(1000)]
     tidy(False)
     assert all(knot() is None for knot in knots)
-
-
-def test_validations_collect_everything_and_within_a_second_what_is_young():
-    gc.freeze()
-    gc.set_threshold(BETWEEN, 10, 10)
-    now = 0.0
-    tidy = Tidy(lambda: now)
-    old = [Knot(torch.zeros(1))]
-    knots = [weakref.ref(old[0]), weakref.ref(Knot(torch.zeros(1)))]
-    tidy(True)
-    assert [knot() is None for knot in knots] == [False, True]
-    old.clear()
-    knots[1] = weakref.ref(Knot(torch.zeros(1)))
-    now = 0.9
-    tidy(True)
-    assert [knot() is None for knot in knots] == [False, True]
-    now = 1.0
-    tidy(True)
-    assert knots[0]() is None
 
 
 def test_imports_are_not_interrupted_and_the_run_ends_that(workdir: object):

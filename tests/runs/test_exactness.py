@@ -12,7 +12,7 @@ from typing import Any
 import exact_parts
 import pytest
 import torch
-from exact_groups import BY_HAND, BY_SETTINGS
+from exact_groups import BY_SETTINGS
 from exact_parts import fitted, parts_of, result
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -247,10 +247,9 @@ TWO_RANKS = {
     "skipped": ("data.train.count=19", "data.train.bad=3", "trainer.nan_policy=skip", "trainer.max_epochs=2",
                 "scheduler=cosine", "ema=true"),
 }  # fmt: skip
-GROUPED = {  # the same groups twice
-    f"groups {way}": (*words, "data.train.count=29", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=2",
-                      "scheduler=cosine", "scheduler.warmup_steps=2", "ema=true")
-    for way, words in (("by settings", BY_SETTINGS), ("by hand", BY_HAND))
+GROUPED = {
+    "groups": (*BY_SETTINGS, "data.train.count=29", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=2",
+               "scheduler=cosine", "scheduler.warmup_steps=2", "ema=true")
 }  # fmt: skip
 SPARSE_LOG = {"filler, logged at the end": ("data.train.count=17", "monitor.log_every_n_steps=2")}
 SCENARIOS = {
@@ -286,9 +285,3 @@ def test_two_ranks_equal_one(name: str, two_ranks: dict[str, Any]) -> None:
     same_rows(two["train"], one["train"], max(LOSS_TOLERANCES[mode], 1e-11))
     same_rows(two["eval"], one["eval"], 1e-12)
     assert two["skipped"] == one["skipped"]
-
-
-def test_two_ranks_have_the_groups_that_are_written_by_hand(two_ranks: dict[str, Any]) -> None:
-    by_settings, by_hand = (two_ranks[f"groups by {way}, 64-true"] for way in ("settings", "hand"))
-    assert by_settings["weights"] == by_hand["weights"]
-    assert by_settings["averaged"] == by_hand["averaged"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainrun.monitor.measured_lines import compute_line
-from trainrun.summary import at_end, flops
+from trainrun.summary import at_end
 from trainrun.summary.flops import Work, counter, data_sheet_flops, flops_per_item, measured_work
 
 
@@ -59,23 +59,6 @@ def test_a_model_that_cannot_be_repeated_gives_no_figure():
     run = exact_parts.parts_of((), batch_size=4)
     run.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
     assert measured_work(run) is None
-
-
-@pytest.mark.parametrize(
-    ("rate", "largest"), [(1e14, 8192), (1e13, 4096), (2e11, 2048), (1e9, 256), (1e6, 256)]
-)
-def test_a_product_that_is_only_emulated_is_no_larger_than_it_has_to_be(monkeypatch, rate, largest):
-    """An RTX GPU in float64, or a CPU in float16, would take minutes for what others do in milliseconds."""
-    sizes = []
-
-    def product(device, dtype, size):
-        sizes.append(size)
-        return lambda: 2 * size**3 / rate
-
-    monkeypatch.setattr(flops, "square_product", product)
-    assert flops.peak_rounds(torch.device("cuda"), torch.float64) == pytest.approx([rate] * 4)
-    assert sizes[0] == 256
-    assert max(sizes) == sizes[-1] == largest
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trainrun
+from trainrun.assemble.backends import flushes_denormal
 from trainrun.cli.main import main
 from trainrun.interfaces import StepOutput
 from trainrun.runs import api
@@ -118,14 +119,6 @@ def test_a_network_in_evaluation_mode_is_trained_in_training_mode(
     fit(model=inner, data=points(64))
     assert same(usual, model)
     assert f"model: {part or 'Sequential'} and " in capsys.readouterr().out
-
-
-def test_a_data_set_with_workers_and_a_second_run_of_the_same_network(workdir: Path) -> None:
-    model = net()
-    first = fit("data.num_workers=0", model=model, data=Points(200), val=TensorDataset(*points(60)))
-    again = fit("data.num_workers=0", model=model, data=Points(200), val=TensorDataset(*points(60)))
-    assert first.status["value"] <= again.status["value"] + 0.05
-    assert same(model, again.load_model("last"))
 
 
 def test_validation_sets_with_names(workdir: Path) -> None:
@@ -249,6 +242,7 @@ def process_state() -> dict[str, Any]:
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []), "gc": (gc.isenabled(), gc.get_freeze_count()),
         "matmul": torch.get_float32_matmul_precision(), "anomaly": torch.is_anomaly_enabled(),
+        "flush": flushes_denormal(),
         "deterministic": torch.are_deterministic_algorithms_enabled(), "dtype": torch.get_default_dtype(),
         "streams": (sys.stdout, sys.stderr), "hook": sys.excepthook, "filters": list(warnings.filters),
     }  # fmt: skip
@@ -275,6 +269,7 @@ def test_the_process_is_left_as_it_was(workdir: Path, task: type, state: str) ->
         "trainer.deterministic=true",
         "trainer.num_threads=2",
         "precision.matmul=medium",
+        "trainer.flush_denormal=true",
         "output_dir=run",
     ]
     words += ["trainer.detect_anomaly=true", "trainer.check_task=false"]

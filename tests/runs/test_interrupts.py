@@ -40,16 +40,12 @@ class Net(nn.Module):
 class Listener:
     def __init__(self, at, times=1):
         self.at, self.times = at, times
-    def on_start(self, facts, step): pass
     def on_step(self, step, epoch, row):
         if self.at == "step":
             press(self.times)
-    def on_eval(self, step, epoch, row): pass
-    def on_note(self, text): pass
     def on_end(self, summary):
         if self.at == "end":
             press(self.times)
-    def close(self): pass
 """
 QUIET = [
     "monitor.progress_bar=false",

@@ -11,7 +11,6 @@ import torch
 
 import trainrun as package
 from trainrun.cli.main import main
-from trainrun.config.schema import PRECISIONS
 from trainrun.data.readers.builtin import digits
 from trainrun.errors import ConfigError
 
@@ -60,35 +59,10 @@ def test_python_trains_with_the_same_words(workdir: Path) -> None:
         package.load_run(workdir / "nowhere")
 
 
-def test_python_gets_its_process_back_as_it_was(workdir: Path) -> None:
-    def switches() -> tuple[object, ...]:
-        return (
-            torch.get_num_threads(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.benchmark,
-            torch.backends.cudnn.allow_tf32,
-            torch.get_rng_state().tolist(),
-            Path.cwd(),
-        )
-
-    before = switches()
-    for preset in ("max-perf", "debug"):
-        package.train(f"preset={preset}", "trainer.max_steps=2", *QUIET)
-        assert switches() == before
-
-
 @pytest.mark.parametrize("word", ["--help", ("seed=1",)])
 def test_python_takes_words_alone(workdir: Path, word: object) -> None:
     with pytest.raises(package.TrainrunError, match="takes key=value words"):
         package.train(word)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("mode", PRECISIONS)
-def test_every_precision_trains_on_one_device(workdir: Path, mode: str) -> None:
-    run = package.train(f"precision={mode}", "trainer.max_epochs=4", "trainer.gradient_clip_val=1.0", *QUIET)
-    assert run.status["value"] > 0.8
-    assert run.load_model("last").training is False
 
 
 @pytest.mark.parametrize("mode", ["16-mixed", "auto"])  # the others: test_exactness.py
@@ -97,19 +71,6 @@ def test_a_precision_trains_on_two_ranks(workdir: Path, mode: str) -> None:
     assert (run.status["state"], run.status["exit_code"]) == ("done", 0)
     assert run.status["value"] > 0.8
     assert "x ranks 2 = 64" in (run.folder / "run.log").read_text()
-
-
-def test_two_ranks_equal_one_in_float64(workdir: Path, real_ranks: None) -> None:
-    words = ["precision=64", "trainer.max_epochs=2", "trainer.accumulate_grad_batches=2", *QUIET]
-    one = package.train(*words, "data.batch_size=50", "output_dir=one")
-    two = package.train(*words, "data.batch_size=25", "parallel=ddp", "output_dir=two")
-    ours, theirs = one.load_model("last").state_dict(), two.load_model("last").state_dict()
-    for name, tensor in ours.items():
-        assert torch.allclose(tensor, theirs[name], rtol=1e-10, atol=1e-12), name
-    evals = [[row for row in run.metrics if row["kind"] == "eval"] for run in (one, two)]
-    for left, right in zip(*evals, strict=True):
-        assert left["val/loss"] == pytest.approx(right["val/loss"], rel=1e-10)
-        assert left["val/acc"] == right["val/acc"]
 
 
 def test_evaluate_predict_and_report_work_on_a_finished_run(workdir: Path) -> None:

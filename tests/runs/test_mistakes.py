@@ -64,7 +64,6 @@ class Bare(NoStep):
 def strange():
     return 17
 
-not_callable = 3
 """
 QUIET = [
     "monitor.progress_bar=false",
@@ -77,39 +76,19 @@ QUIET = [
 @pytest.fixture
 def project(workdir: Path) -> Iterator[Path]:
     (workdir / "own.py").write_text(CODE)
-    (workdir / "broken.py").write_text("import not_there\n")
     yield workdir
-    for name in ("own", "broken"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("own", None)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model=cnnn"], "Did you mean cnn?"),
-        (["trainer.out_of_memory=slit"], "must be one of split, split-batchnorm, stop. Did you mean split?"),
-        (
-            ["optimizer.fused=true", "optimizer.foreach=true"],
-            "does not go with optimizer.fused=true; leave one",
-        ),
-        (["optimizer.fused=often"], "optimizer.fused=often: must be true, false or null"),
-        (
-            ["optimizer=muon", "optimizer.adjust_lr_fn=none"],
-            "optimizer.adjust_lr_fn=none: must be one of match_rms_adamw, original",
-        ),
         (["optimizer=muon", "model.hidden=[]"], "the model has no hidden matrix"),
         (["nonsense"], "no such command"),
         (["model"], "see trainrun --help model"),
-        (["--help", "modle"], "Did you mean model?"),
         (["evaluate"], "required: RUN_DIR;"),
         (["--config-dir=nowhere"], "no such folder"),
-        (["model._target_=own.Wrnog"], "did you mean Wrong"),
-        (["model._target_=onw.Wrong"], "onw"),
-        (["model._target_=broken.Net"], "not_there"),
-        (["model._target_=own.Wrong", "model.outptus=3"], "did you mean outputs"),
         (["model._target_=own.Breaks"], "no such thing"),
-        (["model._target_=own.not_callable"], "own.not_callable"),
-        (["model._target_=os.system"], "os.system"),
         (["model._target_=own.Wrong"], "7 classes"),
         (["model._target_=own.Flat"], "(32,)"),
         (["data.train._target_=own.empty"], "data.train"),
@@ -136,19 +115,13 @@ def project(workdir: Path) -> Iterator[Path]:
             ["task=regression", "data=synthetic", "data.num_classes=null"],
             "model.num_classes=1 for one real number",
         ),
-        (
-            ["task=regression", "data=synthetic", "data.num_classes=null", "model.num_classes=7"],
-            "model.num_classes=1",
-        ),
         (["parallel.accelerator=cuda"], "parallel.accelerator=cuda"),
         (["scheduler=cosine", "scheduler.warmup_steps=100000"], "scheduler.warmup_steps"),
         (["model._target_=own.Breaks", "scheduler.warmup_epochs=1000"], "steps is longer than the run of"),
-        (["optimizer._target_=torch.optim.AdamW", "optimizer.leraning_rate=1"], "leraning_rate"),
         (["output_dir=own.py/run"], "output_dir=/"),
         (["resume", "nowhere"], "no run is there"),
         (["evaluate", "nowhere"], "no run is there"),
         (["report", "nowhere"], "nowhere"),
-        (["resume"], "RUN_DIR"),
         (["hydra.sweep.dir=b"], "one run has output_dir=..."),
         (["--multirun", "seed=1,2", "output_dir=a", "hydra.sweep.dir=b"], "two folders for one sweep"),
         (["--multirun", "model=cnnn,mlp"], "Did you mean cnn?"),
@@ -414,12 +387,6 @@ def test_a_setting_of_a_loop_that_is_not_named(project: Path, capsys: pytest.Cap
 
 class FullDisk:
     """A listener whose file cannot grow."""
-
-    def on_start(self, facts: object, step: int) -> None: ...
-    def on_note(self, text: str) -> None: ...
-    def on_end(self, summary: object) -> None: ...
-    def close(self) -> None: ...
-    def on_eval(self, step: int, epoch: float, row: object) -> None: ...
 
     def on_step(self, step: int, epoch: float, row: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")

@@ -38,13 +38,8 @@ class Slow(torch.utils.data.Dataset):
         return torch.full((64, 64), index % 7, dtype=torch.float32), index % 10
 
 class Flag:
-    def on_start(self, facts, step): pass
     def on_step(self, step, epoch, row):
         open("started", "w").close()
-    def on_eval(self, step, epoch, row): pass
-    def on_note(self, text): pass
-    def on_end(self, summary): pass
-    def close(self): pass
 """
 WORDS = ["data.train._target_=slow.Slow", "data.num_classes=10", "data.batch_size=8", "model=mlp",
          "monitor.listeners.flag._target_=slow.Flag", "monitor.log_every_n_steps=2", "monitor.plots=false",

@@ -173,23 +173,6 @@ def test_rollback_without_an_earlier_checkpoint_goes_back_to_the_start_and_is_bo
     assert status(project / "run")["exit_code"] == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["trainer.max_rollbacks=0"], "trainer.max_rollbacks=0: must be a whole number, 1 or more"),
-        (["trainer.nan_policy=rolback"], "Did you mean rollback?"),
-        (
-            ["trainer.nan_policy=rollback", "checkpoint.enabled=false"],
-            "checkpoint.enabled=false: trainer.nan_policy",
-        ),
-        (["trainer.nan_policy=rollback", "checkpoint.save_last=false"], "use trainer.nan_policy=skip"),
-    ],
-)
-def test_wrong_words(project: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*WORDS, TWO, *words, "output_dir=run"]) == 2
-    assert told in capsys.readouterr().err
-
-
 @pytest.mark.process
 def test_the_rank_that_had_it_is_named_and_all_ranks_write_their_part(
     project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

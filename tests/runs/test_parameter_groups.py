@@ -13,10 +13,8 @@ from test_memory_options import losses, train, weights
 
 import trainrun as package
 from trainrun.cli.main import main
-from trainrun.config.compose import compose_run, prepare
 from trainrun.errors import TrainrunError
 from trainrun.seeding import derive_seed, seed_everything
-from trainrun.sweep.jobs import expand
 
 QUIET = (
     "monitor.plots=false",
@@ -139,11 +137,3 @@ def test_a_wrong_setting_is_refused_in_one_line(
 ) -> None:
     assert main([*MLP, *words, "output_dir=run"]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_sweep_over_the_rate_keeps_the_groups(workdir: Path) -> None:
-    groups = "optimizer.groups=[{params: 'layers.3.*', lr: 0}]"
-    words, _ = prepare(["--multirun", *MLP, groups, "optimizer.lr=0.1,0.001"], workdir)
-    found = [compose_run(list(job)).config.optimizer for job in expand(words.overrides)]
-    assert [one["lr"] for one in found] == [0.1, 0.001]
-    assert [one["groups"] for one in found] == [[{"params": "layers.3.*", "lr": 0}]] * 2

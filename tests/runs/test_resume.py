@@ -64,10 +64,6 @@ class Stopper:
     def on_step(self, step, epoch, row):
         if step == self.at and self.started < self.at:
             os.kill(os.getpid(), self.number)
-    def on_eval(self, step, epoch, row): pass
-    def on_note(self, text): pass
-    def on_end(self, summary): pass
-    def close(self): pass
 """
 WORDS = [
     "data.train._target_=own.Noisy", "data.val._target_=own.Noisy", "data.val.seed=1", "model=own.Net",
