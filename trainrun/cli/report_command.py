@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +12,6 @@ from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import counted, say
 from trainrun.runs.run_folder import RunDir
 from trainrun.runs.trusted_code import check_files, check_run
-
-MOST_FOLDERS = 2000  # looked at when a run is not found
-NOT_SEARCHED = ("checkpoints", "plots", "node_modules", "__pycache__")
 
 
 def compare(argv: list[str]) -> int:
@@ -129,7 +124,7 @@ def send(run: RunDir, names: list[str], trust: bool) -> None:
 
 
 def find_run(folder: str) -> RunDir:
-    """A run folder with rows to draw. Raises ConfigError that names the nearest ones."""
+    """A run folder with rows to draw. Raises ConfigError."""
     run = RunDir(Path(folder).expanduser().absolute())
     if run.metrics.is_file():
         return run
@@ -139,31 +134,6 @@ def find_run(folder: str) -> RunDir:
             "Runs write it with monitor.metrics_file=true"
         )
     what = "no run is in this folder" if run.root.is_dir() else "no such folder"
-    near = nearest_runs(run.root)
-    hint = (
-        f"; runs near it: {', '.join(near)}" if near else "; give the folder that a run has named as its own"
+    raise ConfigError(
+        f"{folder}: {what} (no {run.metrics.name}); give the folder that a run has named as its own"
     )
-    raise ConfigError(f"{folder}: {what} (no {run.metrics.name}){hint}")
-
-
-def nearest_runs(wanted: Path) -> list[str]:
-    """Up to three run folders with a similar path, as one would type them here."""
-    start = next(parent for parent in (wanted, *wanted.parents) if parent.is_dir())
-    found = [_typed(folder) for folder in _runs_below(start)]
-    return difflib.get_close_matches(_typed(wanted), found, n=3, cutoff=0.0)
-
-
-def _typed(folder: Path) -> str:
-    here = Path.cwd()
-    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
-
-
-def _runs_below(start: Path) -> Iterator[Path]:
-    """Run folders, without those hidden or very far away."""
-    for number, (folder, inner, files) in enumerate(os.walk(start)):
-        if number >= MOST_FOLDERS:
-            return
-        if "metrics.jsonl" in files:
-            yield Path(folder)
-            inner.clear()
-        inner[:] = sorted(name for name in inner if not name.startswith(".") and name not in NOT_SEARCHED)

@@ -39,7 +39,6 @@ from trainrun.model import choices as names
 EXAMPLE = "my_file.MyClass"
 PACKAGE = Path(__file__).resolve().parents[1]
 KNOWN = {**vars(limits), **vars(names), "Sequence": Sequence}  # what a signature may name to be checked here
-PYTHON = {kind.__name__: kind for kind in (int, float, bool, str, list, tuple)}
 GROUPS = ("optimizer", "scheduler", "task", "model", "data.train", "data.val", "data.test")
 SHARED: dict[str, dict[str, Any]] = {  # what the runner itself reads, whatever the target
     "optimizer": {

@@ -155,11 +155,6 @@ def dtype_of(run: Components) -> torch.dtype:
     return next((p.dtype for p in run.model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of the best large square product, with the threads and settings of the run."""
-    return max(peak_rounds(device, dtype))
-
-
 def peak_rounds(device: torch.device, dtype: torch.dtype) -> list[float]:
     """The same of each round.
 
