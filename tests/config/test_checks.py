@@ -8,14 +8,7 @@ import pytest
 
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import check
-from trainrun.limits import (
-    Duration,
-    parse_distance,
-    parse_interval,
-    parse_saving,
-    parse_seconds,
-    parse_whole,
-)
+from trainrun.limits import Duration, parse_distance, parse_interval, parse_saving, parse_seconds, parse_whole
 
 
 @pytest.mark.parametrize(

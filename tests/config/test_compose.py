@@ -452,10 +452,7 @@ def test_a_recipe_may_write_a_switch_for_a_choice(written: str, scope: str, tmp_
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [
-        ("load_best_model_at_end=true", "the best checkpoint is kept"),
-        ("num_nodes=2", "torchrun"),
-    ],
+    [("load_best_model_at_end=true", "the best checkpoint is kept"), ("num_nodes=2", "torchrun")],
 )
 def test_a_known_name_of_another_framework_gets_its_answer(word: str, said: str) -> None:
     (fault,) = faults_of(word)

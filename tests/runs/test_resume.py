@@ -97,8 +97,7 @@ def stop_at(step: int, name: str) -> list[str]:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("step", "precision", "workers"),
-    [(1, "64", 0), (7, "bf16", 0), (9, "16", 0), (5, "32", 2)],
+    ("step", "precision", "workers"), [(1, "64", 0), (7, "bf16", 0), (9, "16", 0), (5, "32", 2)]
 )
 def test_a_run_stopped_anywhere_ends_with_the_same_bits(
     own: Path, step: int, precision: str, workers: int

@@ -28,6 +28,8 @@ def key_of_today(key: str, is_group: Callable[[str], bool], schema: type = RunCo
     known, key = aliases(schema), bare_name(key)
     if key in known:
         return known[key]
+    if key.startswith("monitor.listeners."):  # the field that holds what is typed, and saved, above it
+        return key.replace(".listeners", "", 1)
     head, dot, tail = key.partition(".")
     return known[head] + dot + tail if head in known and dot and not is_group(head) else key
 
