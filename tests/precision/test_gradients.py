@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from trainrun.precision.gradients import gradient_groups, is_uniform, mark_nonfinite, total_norm
-from trainrun.precision.rare_gradients import clip_norm_, mark_by_largest
+from trainrun.precision.gradients import (
+    clip_norm_,
+    gradient_groups,
+    is_uniform,
+    mark_by_largest,
+    mark_nonfinite,
+    total_norm,
+)
 
 CPU = torch.device("cpu")
 

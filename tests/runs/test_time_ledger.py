@@ -17,7 +17,7 @@ import pytest
 from trainrun.monitor import metric_logger as board
 from trainrun.monitor.console import Console
 from trainrun.output import quantity
-from trainrun.precision import rare_gradients
+from trainrun.precision import update
 from trainrun.runs.api import train
 from trainrun.timing.phases import ACCOUNTS, LOOP, PhaseTimer
 from trainrun.training import evaluate
@@ -98,8 +98,8 @@ def test_injected_delays_are_on_their_accounts_and_nothing_else_is(monkeypatch):
     clock = Clock()
     phases = PhaseTimer(clock=clock)
     run = exact_parts.parts_of(WORDS, phases=phases, batch_size=4, accumulate=2, val_batch_size=4)
-    clip = rare_gradients.clip_norm_
-    monkeypatch.setattr(rare_gradients, "clip_norm_", lambda *args: (clock.delay("clip"), clip(*args))[1])
+    clip = update.clip_norm_
+    monkeypatch.setattr(update, "clip_norm_", lambda *args: (clock.delay("clip"), clip(*args))[1])
     exact_parts.fitted(slowed(run, clock))
     assert set(clock.told) == set(DELAYS)
     assert phases.read() == pytest.approx(clock.told)

@@ -23,6 +23,8 @@ from trainrun.optimizer.plain_step import plain_step
 from trainrun.precision.gradients import (
     Groups,
     backward,
+    clip_norm_,
+    clip_value_,
     gradient_groups,
     is_uniform,
     mark_nonfinite,
@@ -67,9 +69,9 @@ class Update:
         self._context = build_context(autocast_dtype, device)
         self._scaler: torch.amp.GradScaler | None = None
         if autocast_dtype is torch.float16:
-            from trainrun.precision.loss_scaling import build_scaler
+            from trainrun.precision.loss_scaling import build_scaler, overflowed
 
-            self._scaler = build_scaler(device)
+            self._scaler, self._overflowed = build_scaler(device), overflowed
         self._limit = clip_value or None
         self._clips_norm = self._limit is not None and clip_algorithm == "norm"
         self._nan_policy = nan_policy
@@ -168,9 +170,7 @@ class Update:
     def _is_usable(self, optimizer: Optimizer, groups: Groups, norm: Tensor | None) -> bool:
         """Whether to call `optimizer.step()`. True also where the optimizer finds out on the device."""
         if self._scaler is not None:
-            from trainrun.precision.loss_scaling import overflowed
-
-            return not (groups and overflowed(self._scaler, optimizer, self._any_rank))
+            return not (groups and self._overflowed(self._scaler, optimizer, self._any_rank))
         if not self._checks:
             return True
         if self._stopped:
@@ -191,8 +191,6 @@ class Update:
     def _clip(self, groups: Groups, norm: Tensor | None) -> None:
         if self._limit is None:
             return
-        from trainrun.precision.rare_gradients import clip_norm_, clip_value_
-
         self._book(CLIP)
         if norm is None or not self._clips_norm:
             clip_value_(groups, self._limit)

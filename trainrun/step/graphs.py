@@ -102,37 +102,8 @@ def lowered(graph: torch.fx.GraphModule, inputs: list[Tensor], backend: str, mod
     options["triton.cudagraphs"] = False
     if (mode or "").startswith("max-autotune") and on_cpu:
         options["cpp_wrapper"] = True  # what calls the kernels is compiled too, which takes long
-    if on_cpu:
-        return by_inductor(graph, inputs, options)
     function: Function = torch._inductor.compile(graph, list(inputs), options)
     return function
-
-
-def by_inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Function:
-    """`torch._inductor.compile` without what it wraps around the code: 6 of 60 us of a call (torch 2.13).
-
-    The wrapper makes outputs again that share memory, and changes inputs; it stays where it has something to do.
-    """
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    codes: list[Any] = []
-
-    def about(traced: torch.fx.GraphModule, given: list[Any]) -> Any:
-        outputs: Any = traced.graph.output_node().args[0]
-        return len(outputs), [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in given]
-
-    def note(inner: torch.fx.GraphModule, given: list[Any], **more: Any) -> Any:
-        changes = inner.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-        bare = about(inner, given) == about(graph, inputs) and not changes
-        code: Any = compile_fx_inner(inner, given, **more)
-        codes.append((getattr(code, "current_callable", None) or code) if bare else None)
-        return code
-
-    wrapped: Any = compile_fx(graph, list(inputs), inner_compile=note, config_patches=options)
-    if codes == [None] or len(codes) != 1:
-        function: Function = wrapped
-        return function
-    return lambda *given: codes[0](list(given))  # it empties its list
 
 
 class OnCuda:
