@@ -234,27 +234,6 @@ def test_the_others_are_seen_while_the_training_waits(name, monkeypatch):
         list(stream.epoch(0))
 
 
-def test_draws_of_the_training_or_of_another_thread_are_no_fault():
-    asked, answered = threading.Event(), threading.Event()
-
-    def drawing():
-        assert asked.wait(20)
-        random.random()
-        answered.set()
-
-    def wait_for_it():
-        time.sleep(0.02)  # until the training waits
-        asked.set()
-        assert answered.wait(20)
-
-    other = threading.Thread(target=drawing)
-    other.start()
-    stream = opened(Samples(wait_for_it, at=7), num_threads=1, prefetch_factor=1)
-    for _ in stream.epoch(0):
-        torch.rand(3), np.random.rand(), random.random()
-    other.join()
-
-
 # --- the end of the process -----------------------------------------------------------------------
 
 SCRIPT = """

@@ -13,7 +13,7 @@ from multiprocessing import active_children
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 
 from trainrun.data.engines import workers as loader_workers
@@ -155,21 +155,6 @@ def test_it_is_an_error_in_the_end(tmp_path):
     stream.close()
 
 
-def test_samples_left_out_are_counted_once(tmp_path):
-    class Faulty(Deadly):
-        def __getitem__(self, index):
-            if index in (3, 30):
-                raise OSError("damaged")
-            return super().__getitem__(index)
-
-    said = []
-    stream = opened(Faulty(tmp_path, 2), said, on_error="skip", max_skipped_fraction=1.0)
-    seen = [index for batch in stream.epoch(0) for index in batch.data[1].tolist()]
-    stream.close()
-    assert sorted(seen) == [index for index in range(N) if index not in (3, 30)]
-    assert sum("2 samples were left out" in line for line in said) == 1
-
-
 def test_a_death_in_the_middle_of_a_step_waits_for_the_next_batch():
     said = []
     stream = opened(Deadly(), said, prefetch_factor=1)
@@ -268,11 +253,6 @@ def test_a_worker_that_stands_still_ends_the_wait(monkeypatch):
         wait_for(lambda: not any(map(runs, workers)))  # who is killed takes a moment to be gone
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(Deadly()[index] for index in range(N))
-
-
 def test_time_in_which_the_process_itself_was_stopped_does_not_count():
     words, paths = [sys.executable, __file__], os.environ | {"PYTHONPATH": ":".join(sys.path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -353,27 +333,6 @@ def test_what_has_gradients_is_sent_without_them():
     )
     assert next(stream.epoch(0)).data[0].tolist() == [2, 2]
     stream.close()
-
-
-def test_an_iterable_data_set_is_read_on_after_a_death(tmp_path):
-    said = []
-    expected = contents(opened(Stream(), num_workers=0).epoch(1, 2))
-    stream = opened(DyingStream(tmp_path), said, num_workers=1)
-    assert contents(stream.epoch(1, 2)) == expected
-    stream.close()
-    assert len(said) == 1
-    assert "it was reading on from batch" in said[0]
-
-
-class DyingStream(IterableDataset):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __iter__(self):
-        for index, sample in enumerate(Stream()):
-            if index == 30:
-                die_once(self.folder)
-            yield sample
 
 
 if __name__ == "__main__":

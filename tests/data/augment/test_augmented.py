@@ -101,20 +101,6 @@ def test_a_resume_goes_on_with_the_same_batches() -> None:
             assert one[1:3] == two[1:3]
 
 
-@pytest.mark.parametrize("only", ["crop", "flip", "cutout", "mixup", "cutmix"])
-def test_every_epoch_and_seed_draws_anew(only: str) -> None:
-    chosen = [item for item in all_kinds() if item.key.endswith((only, "normalize"))]
-
-    def run(seed: int, epoch: int) -> Tensor:
-        batches = Augmented(Stream(Plan(N, N, shuffle=False)), chosen, seed)
-        return next(batches.epoch(epoch)).data[0]
-
-    first = run(1, 0)
-    assert torch.equal(first, run(1, 0))
-    assert not torch.equal(first, run(1, 1))
-    assert not torch.equal(first, run(2, 0))
-
-
 def test_two_of_a_kind_draw_their_own_numbers() -> None:
     seen: list[Tensor] = []
 

@@ -3,11 +3,9 @@
 import threading
 
 import numpy as np
-import pytest
 import torch
 
 from trainrun.data.pipeline import open_batches
-from trainrun.data.sequences import lengths
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
@@ -102,18 +100,3 @@ def test_a_fault_reaches_all_ranks():
     assert [type(one) for one in found] == [DataError, DataError]
     assert str(found[0]) == str(found[1])
     assert "sample 7 of Text cannot be read" in str(found[1])
-
-
-@pytest.mark.parametrize("seconds", [0.01, 1.0])
-def test_a_line_where_it_takes_long(seconds, monkeypatch):
-    said, clock = [], iter(np.arange(0, 1e4, seconds).tolist())
-    monkeypatch.setattr(lengths, "perf_counter", lambda: next(clock))
-    options = StreamOptions(
-        "data.train", training=True, batch_size=2, seed=1, padding="bucket", report=said.append
-    )
-    open_batches(Text(), options)
-    if seconds == 0.01:
-        assert said == []
-    else:
-        assert said[0] == "data.train: lengths of 2 of 12 samples are read, 10 s to go"
-        assert len(said) == 2

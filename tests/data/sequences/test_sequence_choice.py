@@ -84,16 +84,6 @@ def test_reading_leaves_the_generators_alone():
     assert before[1] == random.getstate()
 
 
-def test_samples_are_read_at_once_where_the_source_can():
-    class AtOnce(Text):
-        def __getitems__(self, indices):
-            return [self.make(self.own[index], index) for index in indices]
-
-    source = AtOnce()
-    assert "lengths: 1 to 12" in chosen(source, padding="bucket").line
-    assert source.read == 0
-
-
 def test_rows_in_memory_are_cut_on_the_left_and_stay_columns():
     source = {"ids": torch.arange(10).view(2, 5), "y": np.arange(2), "x": torch.zeros(2, 5)}
     found = chosen(source, truncate="left", max_sequence_length=3)
@@ -153,14 +143,6 @@ def test_the_verdict_says_what_batches_hold(padding, size, truncate, multiple):
         above = 100 * np.mean(np.array(lengths) > size)
         word = {"right": "truncated", "drop": "left out", "split": "split"}[truncate]
         assert f"{above:.0f} % {word}" in found.line
-
-
-def test_rows_are_as_wide_in_every_plan_as_padding_max_makes_them():
-    source = Knowing(lengths=[4, 8, 12, 20])
-    for padding in ("max", "bucket"):
-        found = chosen(source, padding=padding, max_sequence_length=64)
-        assert found.positions["max"] == 2 * 64
-    assert chosen(source, padding="bucket", collate_fn=torch.stack).positions == {}  # who pads knows
 
 
 def test_what_does_not_go_together_is_refused():

@@ -190,34 +190,6 @@ def test_cut_sequences_equal_the_reference_of_cut_ones(left):
         )
 
 
-def test_a_changed_sequence_changes_nothing_of_its_neighbours_in_a_row():
-    model, source = poisoned(Attention(causal=False)), Pairs()
-    for _, collate, samples in stream(source, batch_size=1, padding="pack", max_sequence_length=24):
-        if len(samples) < 2:
-            continue
-        first = (samples[0][0].roll(1) + 1) % NUM_TOKENS, samples[0][1]
-        per_token = []
-        for row in (samples, [first, *samples[1:]]):
-            batch = collate(row)
-            others = batch["segment_ids"] != 1
-            batch["target"] = torch.where(others, batch["target"], -100)  # the loss of all but the first
-            twin = copy.deepcopy(model)
-            Classification().step(twin, batch).loss_sum.backward()
-            per_token.append(gradients(twin))
-        assert all(torch.equal(a, b) for a, b in zip(*per_token, strict=True))
-        return
-    pytest.fail("no row holds two sequences")
-
-
-def test_a_target_never_crosses_a_border():
-    for _, collate, samples in stream(Pairs(), batch_size=2, padding="pack", max_sequence_length=24):
-        batch = collate(samples)
-        ids, inputs, target = batch["segment_ids"], batch["inputs"], batch["target"]
-        inside = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
-        assert torch.equal(target[:, :-1][inside], inputs[:, 1:][inside])
-        assert int((target != -100).sum()) == sum(len(sample[1]) for sample in samples)
-
-
 @pytest.mark.parametrize("loss", ["mse", "mae", nn.SmoothL1Loss()], ids=["mse", "mae", "own"])
 def test_sequences_of_float_targets_count_their_own_positions(loss):
     torch.manual_seed(0)

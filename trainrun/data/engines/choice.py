@@ -85,12 +85,12 @@ def _threads(options: StreamOptions, safe: bool) -> Choice:
     """More than one only where the source is safe for it, or the user says so."""
     vain = unused(options, "num_workers")
     if options.num_threads != "auto":
-        described = describe_threads(options.num_threads)
-        return Choice("threads", options.num_threads, f"{described} (asked for{vain})")
+        asked = described(options.num_threads, "loader thread")
+        return Choice("threads", options.num_threads, f"{asked} (asked for{vain})")
     cores = max(1, usable_cores() // options.local_world_size)
     number = min(MAX_AUTO_THREADS, max(1, cores - 1)) if safe else 1
     why = "" if safe else "; the source does not say thread_safe = True"
-    return Choice("threads", number, f"{describe_threads(number)} (data.engine=threads{why}{vain})")
+    return Choice("threads", number, f"{described(number, 'loader thread')} (data.engine=threads{why}{vain})")
 
 
 def loader_workers(num_workers: int | Literal["auto"], local_world_size: int) -> Choice:
@@ -106,13 +106,11 @@ def loader_workers(num_workers: int | Literal["auto"], local_world_size: int) ->
 
 
 def describe_workers(number: int) -> str:
-    if number == 0:
-        return "read in the main process"
-    return f"{number} loader worker{'s' if number > 1 else ''}"
+    return described(number, "loader worker") if number else "read in the main process"
 
 
-def describe_threads(number: int) -> str:
-    return f"{number} loader thread{'s' if number > 1 else ''}"
+def described(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
 
 
 def most_workers(batch_bytes: int, prefetch_factor: int) -> float:

@@ -83,10 +83,13 @@ class DeviceFeed(Around):
     def _send(self, batch: MicroBatch) -> OnTheWay:
         if self._stream is None:
             with self._copying():
-                return OnTheWay(batch, to_device(batch.data, self._device, pinned=False), None)
+                return OnTheWay(batch, map_leaves(batch.data, self._move), None)
         with self._copying(), torch.cuda.stream(self._stream):
             data = map_leaves(batch.data, self._copy)
             return OnTheWay(batch, data, self._stream.record_event())
+
+    def _move(self, leaf: Any) -> Any:
+        return leaf.to(self._device) if hasattr(leaf, "to") else leaf
 
     def _copy(self, leaf: Any) -> Any:
         """Others that can be moved have to wait: their memory could not be held for the training's stream."""
@@ -105,15 +108,6 @@ class DeviceFeed(Around):
             return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "to") else leaf
 
         return item.host._replace(data=map_leaves(item.data, use))
-
-
-def to_device(batch: Any, device: torch.device, pinned: bool) -> Any:
-    """The batch on the device; other objects that can be moved (they have `.to`) are moved too."""
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=pinned) if hasattr(leaf, "to") else leaf
-
-    return batch if device.type == "cpu" else map_leaves(batch, move)
 
 
 def pinned(data: Any) -> Any:
