@@ -1,4 +1,4 @@
-"""A kill, a full disk, a broken sample: nothing half under a final name, and the same bytes in the end."""
+"""A kill, a full disk, a broken sample, two at once: nothing half under a final name, the same bytes in the end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from faults.forks import ForkedCommand
 
 from trainrun.convert import array_files, record_files
 from trainrun.convert.folder import whole_file
+from trainrun.errors import ConfigError
 
 pytestmark = pytest.mark.process
 
@@ -145,3 +146,34 @@ def test_a_whole_file_or_none(tmp_path: Path):
         file.write(b"all")
         assert not path.exists()
     assert path.read_bytes() == b"all"
+
+
+def wait_for(path: Path, process: ForkedCommand) -> None:
+    deadline = time.monotonic() + 300
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_second_is_told_and_the_first_ends_well(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["custom", "out", "--to", "npy", "--num-workers", "1", *SLOW, "data.train.delay=0.05"]
+    first = ForkedCommand("convert", *words)
+    wait_for(Path("out/convert.json"), first)
+    os.killpg(first.pid, signal.SIGSTOP)  # it cannot end before
+    try:
+        assert convert(*words) == ConfigError.exit_code
+    finally:
+        os.killpg(first.pid, signal.SIGCONT)
+    err = capsys.readouterr().err
+    assert err.strip().count("\n") == 0
+    assert "out: another conversion writes to it; wait until it is done" in err
+    out, err = first.communicate(timeout=300)
+    assert first.returncode == 0, err
+    assert "read back are the same" in out
+    assert convert(*words) == 0  # finished: the same words say so
+
+
+def test_a_fault_before_the_first_file_leaves_no_folder(workdir: Path):
+    assert convert("custom", "out", "--to", "npy", "data.train._target_=own_sources.NoSuch") != 0
+    assert not Path("out").exists()
