@@ -136,20 +136,6 @@ def test_a_model_without_a_hidden_matrix_is_refused() -> None:
         build_optimizer(Muon, {}, nn.Linear(3, 2))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"adjust_lr_fn": "none"}, "adjust_lr_fn=none: must be match_rms_adamw or original"),
-        ({"momentum": 1.0}, "momentum=1.0: must be 0 or more and below 1"),
-        ({"ns_steps": 0}, "ns_steps=0: must be from 1 to 99"),
-        ({"lr": -1.0}, "lr=-1.0: must be 0 or more"),
-    ],
-)
-def test_wrong_values_are_named(words: dict[str, Any], message: str) -> None:
-    with pytest.raises(PluginError, match=f"optimizer: Muon: {message}"):
-        build_optimizer(Muon, words, network())
-
-
 def test_a_step_whose_gradients_are_marked_changes_nothing_and_others_are_the_usual_ones() -> None:
     plain, marked = network(), network()
     words: dict[str, Any] = {"lr": 0.02, "fused": True}

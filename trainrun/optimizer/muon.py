@@ -40,7 +40,7 @@ class Muon(Optimizer):
     """params: groups, of which those with `muon: True` are matrices; `parameter_groups` makes them of a model.
 
     momentum, nesterov, ns_steps, adjust_lr_fn are Muon's; betas, eps, fused, foreach are AdamW's;
-    weight_decay holds for both, and so does lr where adamw_lr is None. ValueError: a value is wrong.
+    weight_decay holds for both, and so does lr where adamw_lr is None.
     """
 
     def __init__(
@@ -58,14 +58,6 @@ class Muon(Optimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> None:
-        for name, value, wrong in (
-            ("lr", lr, "" if lr >= 0 else "0 or more"),
-            ("momentum", momentum, "" if 0 <= momentum < 1 else "0 or more and below 1"),
-            ("ns_steps", ns_steps, "" if 1 <= ns_steps < 100 else "from 1 to 99"),
-            ("adjust_lr_fn", adjust_lr_fn, "" if adjust_lr_fn in LR_RULES else " or ".join(LR_RULES)),
-        ):
-            if wrong:
-                raise ValueError(f"{name}={value}: must be {wrong}")
         own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         super().__init__(
             params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "muon": False, **own}

@@ -20,7 +20,6 @@ UNKNOWN_LENGTH = "the number of steps is not known in advance; set trainer.max_s
 # Arguments that mean "the length of the training": filled in where they are None or not given.
 LENGTHS = ("total_steps", "num_training_steps", "T_max")
 LENGTHS_OF_CLASS = {"LinearLR": "total_iters", "PolynomialLR": "total_iters"}
-RULES = ("none", "linear", "sqrt")
 
 
 def resolve_warmup(
@@ -53,10 +52,8 @@ def resolve_warmup(
 def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> tuple[float, str]:
     """The learning rate times (global / base) or its square root, and a note ("" if nothing changes).
 
-    linear: for SGD (Goyal et al. 2017); sqrt: for Adam and its kin (Malladi et al. 2022).
+    rule: none, linear, sqrt. linear: for SGD (Goyal et al. 2017); sqrt: for Adam and its kin (Malladi et al. 2022).
     """
-    if rule not in RULES:
-        raise ConfigError(f"scheduler.lr_scaling={rule}: choose one of {', '.join(RULES)}")
     if rule == "none":
         return lr, ""
     if base_batch_size < 1:
