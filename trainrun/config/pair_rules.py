@@ -97,17 +97,14 @@ def _general(config: RunConfig) -> Rules:
 
 
 def _parts(config: RunConfig) -> Rules:
-    """Arguments of the optimizer and the schedule; networks that only their own task can train."""
-    optimizer, scheduler = config.optimizer or {}, config.scheduler or {}
+    """Arguments of the schedule; networks that only their own task can train."""
+    scheduler = config.scheduler or {}
     model, task = config.model or {}, config.task or {}
     warmup, most = scheduler.get("warmup_steps"), config.trainer.max_steps
     name, kind = _target(model), _target(task)
     class_dim, of_tokens = task.get("class_dim", 1), "gpt" if name == GPT else "lstm"
     classes_last = name == GPT or (name == LSTM and model.get("outputs", "each") == "each")
     return (
-        *((optimizer.get("fused") is True and optimizer.get(name) is True,
-           f"optimizer.{name}=true: does not go with optimizer.fused=true; leave one of them out")
-          for name in ("foreach", "differentiable")),
         (warmup is not None and is_finite(warmup) and most is not None and warmup > most,
          f"scheduler.warmup_steps={warmup}: longer than the run: trainer.max_steps={most}; choose fewer"),
         (scheduler.get("interval") == "epoch" and not _target(config.loop, "trainrun.").startswith("trainrun."),

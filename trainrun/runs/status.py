@@ -16,6 +16,12 @@ from trainrun.runs.run_folder import RunDir, is_there, read_json, write_json
 from trainrun.runtime.signals import stop_deadline
 
 STATES = ("running", "done", "stopped", "failed")
+KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("value", "best_step", "samples_per_second", "tokens_per_second", "pixels_per_second"),
+                    (int, float, NoneType)),
+    **dict.fromkeys(("step", "epoch", "seconds"), (int, float)), **dict.fromkeys(("reason", "message"), (str,)),
+    "monitor": (str, NoneType), "overrides": (list,),
+}  # fmt: skip
 
 
 def deadline(run: RunDir, config: RunConfig) -> contextlib.AbstractContextManager[None]:
@@ -56,30 +62,19 @@ def read_status(run: RunDir) -> dict[str, Any]:
     """The fields of `status.json`; empty if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         status = read_json(run.status)
-        if isinstance(status, dict) and "state" in status and not wrong_fields(status):
+        if isinstance(status, dict) and is_sound(status):
             return status
     return {}
 
 
-def wrong_fields(status: dict[str, Any]) -> list[str]:
-    """The names of values that no run writes."""
-    number: tuple[type, ...] = (int, float)
-    kinds: dict[str, tuple[type, ...]] = dict.fromkeys(
-        ("value", "best_step", "samples_per_second", "tokens_per_second", "pixels_per_second"),
-        (*number, NoneType),
+def is_sound(status: dict[str, Any]) -> bool:
+    """Whether it holds only what a run writes."""
+    held = [(status[name], kinds) for name, kinds in KINDS.items() if name in status]
+    return (
+        status.get("state") in STATES
+        and all(isinstance(value, kinds) and not isinstance(value, bool) for value, kinds in held)
+        and all(isinstance(word, str) for word in status.get("overrides", []))
     )
-    kinds |= dict.fromkeys(("step", "epoch", "seconds"), number)
-    kinds |= dict.fromkeys(("reason", "message"), (str,)) | {"monitor": (str, NoneType), "overrides": (list,)}
-    wrong = [name for name, kind in kinds.items() if name in status and not _is_a(status[name], kind)]
-    wrong += [] if status.get("state") in STATES else ["state"]
-    words = status.get("overrides")
-    return wrong + (
-        ["overrides"] if isinstance(words, list) and not all(isinstance(w, str) for w in words) else []
-    )
-
-
-def _is_a(value: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def write_status(
