@@ -136,17 +136,6 @@ def wrap_quietly(parallel: Ddp, seen: dict[str, Any]) -> None:
     seen["no_gradient_after_wrap"] = all(parameter.grad is None for parameter in model.parameters())
 
 
-def exchange_small_types(parallel: Ddp, seen: dict[str, Any]) -> None:
-    seen["small_types"] = {}
-    for dtype in (torch.float16, torch.bfloat16):
-        model = nn.Linear(1, 1, bias=False).to(dtype)
-        wrapped = (again := another(parallel)).wrap(model)
-        with again.sync_gradients(last=True):
-            wrapped(torch.full((1, 1), parallel.rank + 1.0, dtype=dtype)).sum().backward()
-        assert model.weight.grad is not None
-        seen["small_types"][str(dtype)] = model.weight.grad.item()
-
-
 def update_copies(parallel: Ddp, seen: dict[str, Any]) -> None:
     """Weights whose updates happen on copies of another type, each rank with other data."""
     model = nn.Linear(4, 2).bfloat16()
@@ -186,14 +175,6 @@ def leave_parameters_unused(parallel: Ddp, seen: dict[str, Any]) -> None:
             seen["unused"] = [type(error).__name__, str(error), finished]
 
 
-def raise_inside(parallel: Ddp, seen: dict[str, Any]) -> None:
-    try:
-        with parallel.sync_gradients(last=False):
-            raise RuntimeError("the model's own")
-    except Exception as error:
-        seen["own_error"] = f"{type(error).__name__}: {error}"
-
-
 def work(parallel: Parallel, flag: StopFlag) -> int:
     assert isinstance(parallel, Ddp)
     seen: dict[str, Any] = {}
@@ -205,9 +186,7 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     follow_buffers(parallel, seen)
     resume(parallel, seen)
     wrap_quietly(parallel, seen)
-    exchange_small_types(parallel, seen)
     update_copies(parallel, seen)
-    raise_inside(parallel, seen)
     leave_parameters_unused(parallel, seen)
     write_json(Path(sys.argv[1], f"seen{parallel.rank}.json"), seen)
     return 0

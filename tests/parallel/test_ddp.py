@@ -127,14 +127,6 @@ def test_wrapping_draws_no_random_number_and_leaves_no_gradient(results: list[di
     assert all(seen["random_state_kept"] and seen["no_gradient_after_wrap"] for seen in results)
 
 
-def test_small_number_types_are_exchanged(results: list[dict[str, Any]]) -> None:
-    world_size = len(results)
-    mean = sum(rank + 1 for rank in range(world_size)) / world_size
-    for seen in results:
-        # a third is not exact in these types
-        assert seen["small_types"] == pytest.approx({"torch.float16": mean, "torch.bfloat16": mean}, rel=8e-3)
-
-
 def test_gradients_for_copies_of_another_type_are_exchanged(results: list[dict[str, Any]]) -> None:
     assert all(seen["copies"] == results[0]["copies"] for seen in results)
 
@@ -145,10 +137,6 @@ def test_unused_parameters_name_the_key(results: list[dict[str, Any]]) -> None:
         assert "parallel.find_unused_parameters=true" in seen["unused"][1]
         assert seen["unused"][2] == 0  # before a step is taken from gradients that were not exchanged
         assert seen["unused_allowed"] is True
-
-
-def test_other_errors_inside_an_exchange_stay_what_they_are(results: list[dict[str, Any]]) -> None:
-    assert all(seen["own_error"] == "RuntimeError: the model's own" for seen in results)
 
 
 class Fixed(nn.Module):

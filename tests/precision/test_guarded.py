@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -320,28 +319,6 @@ def test_overflows_are_normal_until_there_are_too_many() -> None:
     feed(precision, model, float("nan"))
     precision.optimizer_step(optimizer, want_norm=False)
     assert "the loss scale fell more than 25 times in a row" in precision.failure(wait=True)
-
-
-def test_it_works_with_the_bucket_views_of_ddp(tmp_path: Path) -> None:
-    """There, gradients are views of buffers of DDP's own, which must be found again after each clearing."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        ends = []
-        for wrap in (True, False):
-            model = network()
-            called = (
-                nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if wrap else model
-            )
-            precision, _ = build_precision(PrecisionOptions(clip_value=0.5), model, CPU)
-            optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
-            for step in range(3):
-                feed(precision, called, seed=step)
-                precision.optimizer_step(optimizer, want_norm=True)
-            ends.append(frozen(model, optimizer))
-        assert same(*ends)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from trainrun.errors import CheckpointError, ConfigError, PluginError
+from trainrun.errors import ConfigError, PluginError
 from trainrun.scheduler import curves
 from trainrun.scheduler.build_schedule import build_schedule
 from trainrun.scheduler.schedule import Schedule
@@ -183,13 +183,6 @@ def test_one_cycle_that_had_ended_goes_on_as_the_longer_one() -> None:
     longer, resumed = start(20)
     resumed.load_state_dict(schedule.state_dict())
     assert trace(longer, resumed, 10)[1:] == trace(*start(20), 20)[10:19]
-
-
-def test_a_state_with_other_groups_is_refused() -> None:
-    state = Schedule(new_optimizer(), None).state_dict()
-    other = Schedule(SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)
-    with pytest.raises(CheckpointError, match="rates of 2 parameter groups, the optimizer has 1"):
-        other.load_state_dict(state)
 
 
 def test_what_torch_cannot_compute_later_names_the_scheduler() -> None:

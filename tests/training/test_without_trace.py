@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -56,13 +55,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("steps_before", [False, True])
-@pytest.mark.parametrize(
-    "build", [lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: torch.optim.SGD(p, 0.1, 0.9)]
-)
-def test_steps_inside_are_undone(build: Callable[..., torch.optim.Optimizer], steps_before: bool) -> None:
+def test_steps_inside_are_undone(steps_before: bool) -> None:
     torch.manual_seed(0)
     model = Moody()
-    optimizer = build(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if steps_before:
         train(model, optimizer)
     before = everything(model, optimizer)
