@@ -18,9 +18,7 @@ from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.diagnose.verdict import CAUSES, REMEDIES, verdict
 from trainrun.benchmark.worker_messages import RunInfo, Turn
 from trainrun.cli.main import main
-from trainrun.cli.run_arguments import take_seconds
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.errors import ConfigError
 from trainrun.timing.paired import Ratio
 
 INFO = RunInfo("samples", "resident", 0, 1, "cpu", 1, 900, 45.0)
@@ -147,17 +145,6 @@ def test_rounds_end_with_the_budget_and_the_last_ones_are_for_what_gains(seconds
     assert len(taken.pairs["cached"]) >= rounds
     assert len(taken.pairs["threads=2"]) <= 3  # what is slower is not asked again
     assert bool(examined._untried) == (seconds < 2)
-
-
-@pytest.mark.parametrize("words", [["--budget", "30"], ["--budget=30"], ["--budget", "0.5min"]])
-def test_the_budget(words: list[str]) -> None:
-    assert take_seconds(["model=cnn", *words, "seed=1"], 40.0, "diagnose") == (["model=cnn", "seed=1"], 30.0)
-
-
-@pytest.mark.parametrize("words", [["--budget"], ["--budget", "soon"], ["--budget=1"]])
-def test_a_wrong_budget(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match="diagnose: --budget"):
-        take_seconds(words, 40.0, "diagnose")
 
 
 @pytest.mark.parametrize(

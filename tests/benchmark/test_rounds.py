@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainrun.benchmark.budget import Budget, PacedTurns
+from trainrun.benchmark.budget import PacedTurns
 from trainrun.benchmark.diagnose.ablations import NUM_CACHED, CachedBatches
 from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.worker_messages import Turn
@@ -106,11 +106,3 @@ def test_turns_take_about_so_long_whatever_the_speed() -> None:
     assert [seven().steps for _ in range(3)] == [7, 28, 28]
     slow = PacedTurns(lambda steps: Turn(5.0 * steps, steps, steps), 80, 0.3)
     assert [slow().steps for _ in range(2)] == [10, 1]
-
-
-def test_a_budget() -> None:
-    now = [100.0]
-    budget = Budget(60.0, lambda: now[0])
-    now[0] = 130.0
-    assert (budget.spent, budget.left(), budget.left(0.75)) == (30.0, 30.0, 15.0)
-    assert budget.deadline(0.5) == 130.0

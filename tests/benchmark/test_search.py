@@ -79,11 +79,6 @@ def test_the_claims_intervals_hold_the_truth(tmp_path: Path) -> None:
     assert held >= claims - 1
 
 
-def test_an_exact_setting_on_top_of_one_that_rounds_more(tmp_path: Path) -> None:
-    results = searched(World(tmp_path, known), options=FEW[::-1])
-    assert {"precision=bf16-mixed", "trainer.num_threads=1"} <= set(results.found)
-
-
 def test_only_what_is_allowed_is_tried(tmp_path: Path) -> None:
     world = World(tmp_path, known)
     results = searched(world, gate=EXACT)
@@ -128,17 +123,6 @@ def test_no_gain_is_claimed_if_there_is_none(tmp_path: Path) -> None:
         assert world.now <= 1.1 * 60
         claims += results.claimed
     assert claims <= 1
-
-
-def test_never_slower_than_the_users_own_settings(tmp_path: Path) -> None:
-    """Every setting but the user's is worse, by little or much."""
-
-    def worse(config: RunConfig) -> float:
-        changed = config.precision.mode != "32-true" or config.trainer.channels_last
-        return 1000.0 * (0.97 if changed else 1.0) * (0.6 if config.trainer.num_threads == 1 else 1.0)
-
-    worlds = [World(tmp_path, worse, noise=0.2, seed=seed) for seed in range(10)]
-    assert not any(searched(world, budget=60.0).claimed for world in worlds)
 
 
 def test_compiling_must_pay_for_itself(tmp_path: Path) -> None:

@@ -171,11 +171,6 @@ def test_the_earlier_spelling_is_understood_and_said(own: Path, capsys: pytest.C
     assert "is not named; name it, as monitor.mine._target_=" in capsys.readouterr().err
 
 
-def test_a_wrong_word_is_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, "monitor.on_error=wrn"]) == 2
-    assert "monitor.on_error=wrn: must be one of warn, raise. Did you mean warn?" in capsys.readouterr().err
-
-
 def test_our_own_metrics_file_that_cannot_grow_ends_the_run(
     own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,17 +221,6 @@ def test_a_lost_sample(tmp_path, monkeypatch):
     assert verdict(tmp_path, "every sample once") == FAIL
 
 
-def test_rounding_that_is_too_coarse(tmp_path, monkeypatch):
-    def doubled(real):
-        def backward(self, loss, share):
-            real(self, loss, share * (30 if self._scaler is not None else 1))
-
-        return backward
-
-    plant(monkeypatch, Update, "backward", doubled)
-    assert verdict(tmp_path, "rounding", "precision=16-mixed", "optimizer=sgd", "optimizer.lr=0.1") == FAIL
-
-
 @pytest.mark.parametrize(
     ("check", "words"),
     [

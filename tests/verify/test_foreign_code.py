@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
 from trainrun.verify.certificate import FAIL, NONE, PASS, Certificate
 from trainrun.verify.run_checks import certificates
@@ -63,8 +62,3 @@ def test_a_model_that_cannot_compute_in_float64_says_so() -> None:
         assert found[name].state == NONE
         assert "it does not run in float64 on a CPU" in found[name].text
     assert found["resume"].state == PASS
-
-
-def test_the_help_says_in_which_type(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--help"]) == 0
-    assert "in float64 on a CPU" in capsys.readouterr().out
