@@ -38,10 +38,11 @@ from trainrun.benchmark.worker_messages import (
     Turn,
     Validate,
 )
-from trainrun.data.engines.auto_stream import AutoStream, num_ahead
+from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.map_style import thread_safe
 from trainrun.errors import PluginError, TrainingError
 from trainrun.interfaces import MicroBatch, StepReport, counts_before
+from trainrun.summary.throughput_limits import ahead, settle
 from trainrun.timing.phases import ACCOUNTS, COMPILE
 from trainrun.training import loop
 from trainrun.training.components import Components
@@ -310,26 +311,6 @@ class Worker:
         work()
         settle(self._device)
         return Turn(time.perf_counter() - began, 0, 0.0)
-
-
-def ahead(run: Components) -> int:
-    """Batches that are read while others are trained on; 0 if each is read when it is asked for."""
-    data, factor = run.config.data, run.config.data.prefetch_factor
-    if isinstance(run.train, AutoStream):
-        engine, number = run.train.chosen.engine, run.train.chosen.number
-    else:
-        engine, number = data.engine, data.num_threads if data.engine == "threads" else data.num_workers
-    if not isinstance(number, int) or engine == "resident":
-        return 0
-    return num_ahead(number, factor) if number and engine == "threads" else number * factor
-
-
-def settle(device: torch.device) -> None:
-    """Until the device has done all that it was given; the training is over."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 @contextlib.contextmanager

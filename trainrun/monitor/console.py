@@ -168,6 +168,7 @@ def _is_shown(name: str) -> bool:
     return bool(above) and last != "seconds" and not ("/" in above and last.isdecimal())
 
 
+MEASURED = {"flops_per_second", "throughput_limits", "hidden_syncs"}
 LEAST_SHARE = 0.02  # of the time: smaller accounts are not named
 
 
@@ -231,7 +232,7 @@ def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     if "seconds" in summary:
         rate = "" if speed is None else f", {quantity(speed[0])} {speed[1]}"
         lines.append(entry("time", duration(summary["seconds"]) + rate))
-    lines += measured_lines(summary)
+    lines += measured_lines(summary, speed)
     if summary.get("ledger"):
         lines.append(entry("spent", spent_line(summary["ledger"])))
     if summary.get("idle"):
@@ -247,17 +248,19 @@ def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     return lines
 
 
-def measured_lines(summary: Mapping[str, Any]) -> list[str]:
+def measured_lines(summary: Mapping[str, Any], speed: tuple[float, str] | None) -> list[str]:
     """What a longer run has measured, or one that was asked to."""
+    if not MEASURED & summary.keys():
+        return []
+    from trainrun.monitor import measured_lines as found
+
     lines = []
     if summary.get("flops_per_second"):
-        from trainrun.monitor.measured_lines import compute_line
-
-        lines.append(entry("compute", compute_line(summary)))
+        lines.append(entry("compute", found.compute_line(summary)))
+    if summary.get("throughput_limits"):
+        lines.append(entry("limits", found.limits_line(summary["throughput_limits"], speed)))
     if summary.get("hidden_syncs") is not None:
-        from trainrun.monitor.measured_lines import waits_line
-
-        lines.append(entry("waits", waits_line(summary["hidden_syncs"])))
+        lines.append(entry("waits", found.waits_line(summary["hidden_syncs"])))
     return lines
 
 

@@ -1,11 +1,14 @@
-"""Lines of the summary on what was measured: operations a second, hidden waits."""
+"""Lines of the summary on what was measured: operations a second, loading against training, hidden waits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainrun.output import counted, quantity
+
+if TYPE_CHECKING:
+    pass
 
 
 def compute_line(summary: Mapping[str, Any]) -> str:
@@ -30,6 +33,19 @@ def flop_rate(rate: float) -> str:
     number = quantity(rate)
     digits = number.rstrip("kMGT")
     return f"{digits} {number[len(digits) :]}FLOP/s"
+
+
+def limits_line(facts: Mapping[str, Any], speed: tuple[float, str] | None) -> str:
+    """`training alone 1.9k samples/s, loading alone 950k: training limits, its steps reach 98 %`"""
+    rates = [facts[f"{side}_per_second"] for side in ("load", "train")]
+    factor, unit = 1.0, " items/s"  # an item need not be a sample or a token
+    if speed is not None and facts["reached"] > 0:
+        factor, unit = speed[0] / (facts["reached"] * min(rates)), f" {speed[1]}"
+    load, train = (quantity(factor * rate) for rate in rates)
+    reached = f"its steps reach {100 * facts['reached']:.0f} %"
+    if facts["limit"] == "load":
+        return f"loading alone {load}{unit}, training alone {train}: loading limits, {reached}"
+    return f"training alone {train}{unit}, loading alone {load}: training limits, {reached}"
 
 
 def waits_line(found: Mapping[str, int]) -> str:

@@ -38,6 +38,7 @@ from trainrun.timing.phases import (
     PLOTS,
     RUNNER,
     PhaseTimer,
+    Session,
 )
 from trainrun.training import loop
 from trainrun.training.components import Components
@@ -115,6 +116,7 @@ def train_once(
         run.triggers.start(state)
         run.checkpoints.start(state)
         run.monitors.on_start(facts, state)
+        before = state.step, state.items
         if parallel.device.type == "cuda":  # what start-up trials took is no part of the training
             torch.cuda.reset_peak_memory_stats(parallel.device)
         watchdog.begin(run)
@@ -123,7 +125,8 @@ def train_once(
         state = run_loop(run, state)
         run.hooks.on_end(run, state)
         watchdog.rest()
-        return finish(run, state, run_dir, listeners, facts)
+        session = Session(state.step - before[0], state.items - before[1], run.phases.read())
+        return finish(run, state, run_dir, listeners, facts, session)
 
 
 def names_a_metric(config: RunConfig) -> bool:
@@ -219,10 +222,9 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
 
 
 def finish(
-    run: Components, state: TrainState, run_dir: RunDir, listeners: Listeners | None, facts: RunFacts
+    run: Components, state: TrainState, run_dir: RunDir, listeners: Listeners | None, facts: RunFacts, session: Session
 ) -> int:  # fmt: skip
     """Return the exit code."""
-    seconds = run.phases.read()
     run.phases.open(PLOTS)
     if listeners is not None:
         listeners.prepare_end()
@@ -240,7 +242,7 @@ def finish(
     check_there(run_dir)
     note_commit(run_dir)
     run.phases.open(MEASURING)
-    measured = at_end.measured(run, state, run_dir, seconds) if at_end is not None else {}
+    measured = at_end.measured(run, state, run_dir, session) if at_end is not None else {}
     run.phases.open(RUNNER)
     summary = summary_of(run, state, facts) | measured | listeners.end_hardware()
     if faults := listeners.faults():

@@ -1,4 +1,4 @@
-"""What the spine asks for after the training: rows for pictures, and what the run could have had."""
+"""What the spine asks for after the training: rows for pictures, and what the run could have reached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from trainrun.runs.run_folder import RunDir
 from trainrun.summary.flops import MIN_SECONDS, MIN_STEPS, Work, measured_work
 from trainrun.summary.sample_predictions import confusion_row
-from trainrun.timing.phases import LOOP
+from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
+from trainrun.timing.phases import LOOP, Session
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
 
@@ -20,6 +21,7 @@ LONGEST = 80  # characters of words that are said again
 # What it is called, and the command that measures what could be won.
 NAMES = {
     "data": ("waiting for data", "autotune"),
+    "padding": ("computing on padding", "diagnose"),
     "logging": ("logging", "diagnose"),
     "validation": ("validation", "diagnose"),
     "checkpoint": ("saving checkpoints", "diagnose"),
@@ -32,14 +34,17 @@ def sample_rows(run: Components, state: TrainState, run_dir: RunDir) -> list[dic
     return [] if row is None else [row | {"step": state.step}]
 
 
-def measured(
-    run: Components, state: TrainState, run_dir: RunDir, seconds: Mapping[str, float]
-) -> dict[str, Any]:
-    """What the run computed, and what was wasted. seconds: the account of time at the end of the training."""
+def measured(run: Components, state: TrainState, run_dir: RunDir, session: Session) -> dict[str, Any]:
+    """What the run computed, how fast it could have been, and what was wasted."""
     long = state.seconds >= MIN_SECONDS and state.step >= MIN_STEPS
     work = measured_work(run) if long else None
+    facts: dict[str, Any] = compute_facts(work, state.items / max(state.seconds, 1e-9))
+    found = throughput_limits(run, session)
+    if found is not None:
+        facts["throughput_limits"] = limit_facts(found, run.parallel.world_size)
+    padding = padding_fraction(run, state, session)
     words = run_dir.overrides.read_text(encoding="utf-8").splitlines() if run_dir.overrides.exists() else []
-    return compute_facts(work, state.items / max(state.seconds, 1e-9)) | {"hint": hint(seconds, words)}
+    return facts | {"padding_fraction": padding, "hint": hint(session.seconds, padding, words)}
 
 
 def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float]:
@@ -54,16 +59,24 @@ def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float
     return facts | ({"mfu": done / peak} if work.is_steady and done <= peak else {})
 
 
-def hint(seconds: Mapping[str, float], words: Sequence[str]) -> str:
+def limit_facts(found: ThroughputLimits, world_size: int) -> dict[str, Any]:
+    """Items a second of all ranks."""
+    load, train = found.load * world_size, found.train * world_size
+    rates = {"load_per_second": load, "train_per_second": train}
+    return rates | {"reached": found.reached, "limit": found.limit}
+
+
+def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> str:
     """`waiting for data took 34 % (12 s); what would shorten it is measured by: trainrun autotune data=...`
 
-    "" if nothing is notable; of several the largest. seconds: the ledger.
+    "" if nothing is notable; of several the largest. seconds: the ledger. padding: share of positions.
     """
     total = sum(seconds.get(name, 0.0) for name in (*LOOP, "validation", "checkpoint"))
     wasted = {name: seconds.get(name, 0.0) for name in ("logging", "validation", "checkpoint")}
     # While the host waited for data, a GPU may have worked on what it had been given: at the log points
     # the host then found it at work, and waited for it.
     wasted["data"] = seconds.get("data", 0.0) - seconds.get("device", 0.0)
+    wasted["padding"] = padding * sum(seconds.get(name, 0.0) for name in ("forward", "backward", "device"))
     name = max(wasted, key=lambda name: wasted[name])
     if wasted[name] < LEAST_SECONDS or wasted[name] <= NOTABLE * total:
         return ""

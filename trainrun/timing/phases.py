@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 START_UP: Final = 0
 DATA: Final = 1
@@ -39,6 +39,8 @@ ACCOUNTS: Final = (
 LOOP: Final = (
     "data", "copy", "forward", "backward", "check", "clip", "optimizer", "device", "ranks", "logging", "runner",
 )  # fmt: skip
+
+UPDATE: Final = ("check", "clip", "optimizer", "runner")
 
 
 class PhaseTimer:
@@ -117,3 +119,20 @@ def command_start() -> float:
     instead; where it waited for the disk meanwhile (10 ms and less for Python alone), that is missing.
     """
     return max(process_start(), _ENTERED)
+
+
+class Session(NamedTuple):
+    """The steps and items of this rank since it was started, and its account of time when the training ended."""
+
+    steps: int
+    items: float
+    seconds: Mapping[str, float]
+
+    @property
+    def update_seconds(self) -> float:
+        """Seconds of the updates of all steps."""
+        return sum(self.seconds.get(name, 0.0) for name in UPDATE)
+
+    @property
+    def loop_seconds(self) -> float:
+        return sum(self.seconds.get(name, 0.0) for name in LOOP)

@@ -1,0 +1,129 @@
+"""How fast a run could be at most: its loading alone, its training alone, which of the two limits, and its padding.
+
+what: the slower of both bounds the speed, `max(load, train)`, however well they overlap. Where batches are read between
+    steps on a CPU, the account of time has timed both apart over the whole run, so nothing has to be measured.
+when not: batches that are read ahead, and GPUs: there the wait for data in the account says which of them limits, and
+    `trainrun diagnose` measures each alone.
+source: max(load, train) as in the data stalls of https://arxiv.org/abs/2007.06775
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainrun.data.engines.auto_stream import AutoStream, num_ahead
+from trainrun.interfaces import MicroBatch
+from trainrun.seeding import kept_random_state
+from trainrun.timing.phases import Session
+from trainrun.training.components import Components
+from trainrun.training.state import TrainState
+
+MIN_STEPS = 50  # the first ones warm up
+WORKER_START = 0.1  # seconds for each process
+BATCHES = 8  # whose padding is counted
+MOST_SHARE = 0.005  # of the time of all steps, for that
+
+
+class ThroughputLimits(NamedTuple):
+    """load, train: items a second of this rank, each alone. reached: share of the lower one that the run had."""
+
+    load: float
+    train: float
+    reached: float
+
+    @property
+    def limit(self) -> str:
+        return "load" if self.load < self.train else "train"
+
+
+def throughput_limits(run: Components, session: Session) -> ThroughputLimits | None:
+    """None if the run is too short, or if its account of time does not tell."""
+    seconds, items = session.seconds, session.items
+    if session.steps < MIN_STEPS or not items or not seconds.get("forward"):
+        return None
+    if ahead(run) or run.parallel.device.type != "cpu":
+        return None
+    load = seconds.get("data", 0.0)
+    train = seconds["forward"] + seconds.get("backward", 0.0) + session.update_seconds
+    return ThroughputLimits(items / max(load, 1e-9), items / train, max(load, train) / session.loop_seconds)
+
+
+def ahead(run: Components) -> int:
+    """Batches that are read while others are trained on; 0 if each is read when it is asked for."""
+    number, factor = readers(run), run.config.data.prefetch_factor
+    return num_ahead(number, factor) if number and engine_of(run) == "threads" else number * factor
+
+
+def engine_of(run: Components) -> str:
+    return run.train.chosen.engine if isinstance(run.train, AutoStream) else run.config.data.engine
+
+
+def readers(run: Components) -> int:
+    """Threads or worker processes besides the training."""
+    if isinstance(run.train, AutoStream):
+        return run.train.chosen.number
+    data = run.config.data
+    number = data.num_threads if data.engine == "threads" else data.num_workers
+    return number if isinstance(number, int) and data.engine != "resident" else 0
+
+
+def start_seconds(run: Components) -> float:
+    """What it may take until the readers read; threads begin at once."""
+    return 0.0 if engine_of(run) == "threads" else WORKER_START * readers(run)
+
+
+def batches_from(run: Components, state: TrainState) -> Generator[MicroBatch, None, None]:
+    """Those that would come next."""
+    epoch, start = state.epoch, state.batches
+    while True:
+        found: Iterator[MicroBatch] = run.train.epoch(epoch, start)
+        try:
+            yield from found
+        finally:
+            getattr(found, "close", lambda: None)()
+        epoch, start = epoch + 1, 0
+
+
+def settle(device: torch.device) -> None:
+    """Until the device has done all that it was given; the training is over."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def padding_fraction(run: Components, state: TrainState, session: Session) -> float:
+    """The share of padding in the next batches; 0 if they do not say it, or if reading some would take too long."""
+    if not session.steps:
+        return 0.0
+    inline = not ahead(run)
+    seconds = session.seconds.get("data", 0.0) if inline else session.loop_seconds
+    usual = seconds / (session.steps * run.config.trainer.accumulate_grad_batches)
+    needed = (ahead(run) + BATCHES) * usual + start_seconds(run)
+    if needed > MOST_SHARE * session.loop_seconds:
+        return 0.0
+    useful = positions = 0
+    try:
+        with kept_random_state(), contextlib.closing(batches_from(run, state)) as batches:
+            for _ in range(BATCHES):
+                mask = real_positions(next(batches).data)
+                if mask is None:
+                    return 0.0
+                useful, positions = useful + int(mask.sum()), positions + mask.numel()
+    # Whatever the user's data does when it is asked again, a finished run is not lost to a figure.
+    except Exception:
+        return 0.0
+    return 1 - useful / max(positions, 1)
+
+
+def real_positions(batch: Any) -> Tensor | None:
+    """(B, T) bool, False at padding; None if nothing says so."""
+    if not isinstance(batch, dict):
+        return None
+    found = batch.get("attention_mask", batch.get("segment_ids"))
+    return found.bool() if isinstance(found, Tensor) else None
