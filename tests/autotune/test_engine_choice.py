@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import trainrun as package
 from trainrun.autotune import engine_choice
 from trainrun.autotune.engine_choice import Alone, at_most_three, choose_engine
+from trainrun.autotune.timed_step import TrialBudget
 from trainrun.cli.main import main
 from trainrun.config.schema import with_values
 from trainrun.data.engines.auto_stream import AutoStream, Option
@@ -376,8 +377,9 @@ def test_real_engines_compete_and_the_weights_are_those_of_no_workers(
     (workdir / "slow_data.py").write_text(SLOW_DATA)
     (workdir / "net.py").write_text(NET)
     monkeypatch.setattr(engine_choice, "FEW_BATCHES", 200)
-    monkeypatch.setattr(engine_choice, "MOST_SECONDS", 10.0)
-    monkeypatch.setattr(engine_choice, "MOST_OF_THE_RUN", 100.0)  # else 240 batches were not worth it
+    monkeypatch.setattr(
+        engine_choice, "ENGINES", TrialBudget(10.0, 100.0)
+    )  # else 240 batches were not worth it
     weights, told = [], []
     for number in ("auto", "0"):
         run = package.train(

@@ -24,7 +24,7 @@ COMMANDS = PACKAGE / "cli"  # each belongs to the satellite that it calls
 TOLD = (
     "trainrun.plots is not installed: no pictures are drawn",
     "trainrun.summary is not installed: nothing is measured after the training",
-    "trainrun.autotune is not installed: how data is read is chosen by a rule alone",
+    "trainrun.autotune is not installed: what is left open is chosen by rules alone, and no memory is forecast",
 )
 
 

@@ -11,11 +11,16 @@ import pytest
 import torch
 from faults.evidence import facts_of, same
 from test_resume import WORDS, own, stop_at
+from torch.nn.functional import cross_entropy
 
 import trainrun as package
 from trainrun.assemble import assemble as building
+from trainrun.autotune.forecast import forecast
 from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.cli.main import main
+from trainrun.model.cnn import Cnn
+from trainrun.model.gpt import Gpt
+from trainrun.optimizer.build_optimizer import build_optimizer
 
 __all__ = ["own"]  # the fixture
 pytestmark = [
@@ -225,6 +230,36 @@ def test_checkpoints_written_beside_the_training_are_those_of_their_step() -> No
     for name in names[0]:
         beside, waited = (read_checkpoint(folder / name).shared for folder in folders)
         same(*({key: tree[key] for key in ("model", "ema", "optimizer")} for tree in (beside, waited)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_a_forecast_tells_the_peak(name: str) -> None:
+    model: torch.nn.Module
+    if name == "cnn":
+        model, data = Cnn([3, 64, 64], 10, width=64, norm="batch"), torch.rand(256, 3, 64, 64, device=DEVICE)
+    else:
+        model = Gpt(vocab_size=256, context=256, size="11M")
+        data = torch.randint(256, (64, 256), device=DEVICE)
+    model.to(DEVICE)
+
+    def step(rows: torch.Tensor) -> None:
+        logits = model(rows)
+        target = rows.flatten() if name == "gpt" else torch.zeros(len(rows), dtype=torch.int64, device=DEVICE)
+        cross_entropy(logits.flatten(0, -2), target, reduction="sum").backward()
+
+    optimizer, _ = build_optimizer(torch.optim.AdamW, {}, model)
+    found = forecast(model, step, data, optimizer)
+    step(data[:2])  # kernels take workspaces of their own at first
+    model.zero_grad(set_to_none=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):  # the state of the optimizer is there in the second
+        step(data)
+        optimizer.step()
+        optimizer.zero_grad()
+    measured = torch.cuda.max_memory_allocated() - before
+    assert 0.8 < sum(found) / measured < 1.2, (found, measured)
 
 
 def test_a_window_that_does_not_fit_runs_in_parts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -107,7 +108,7 @@ LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
 class RunContext:
     """Where a run is built: its folder, its ranks, who may stop it, and who listens on rank 0.
 
-    chosen: what the run began with, and after the build what was chosen for it.
+    chosen: what the run began with, and after the build what was chosen for it. measures: whether by a clock.
     is_new: nothing of the run has been trained before, so its task is checked. trains: false to evaluate alone.
     """
 
@@ -123,6 +124,7 @@ class RunContext:
     init_from: str | None = None  # weights to begin with, where nothing is taken from a checkpoint
     phases: PhaseTimer = field(default_factory=PhaseTimer)
     chosen: Chosen = field(default_factory=dict)
+    measures: bool = False
     is_new: bool = False
     trains: bool = True
 
@@ -189,7 +191,10 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     set_threads(config, model, device, notes)
     prepare_task(config, site, task, model, sources["train"], rhythm, notes)
     apply_built_in(config, model, device, notes)
-    config = choose_numbers(config, model, parallel, site.chosen, notes)
+    num_batches = math.inf if rhythm.total_steps is None else rhythm.total_steps * rhythm.accumulate
+    config = choose_numbers(
+        config, model, task, train, parallel, site.chosen, site.measures, num_batches, notes
+    )
     guarded, more = build_precision(precision_options(config), model, device, site.phases, parallel)
     notes += more
     wrapped = parallel.wrap(model)

@@ -1,4 +1,4 @@
-"""What `auto` leaves open at a start: by rules, and the data engine by a clock where `trainrun.autotune` is installed.
+"""What `auto` leaves open at a start: by rules here, and by a clock where `trainrun.autotune` is installed.
 
 What changes the numbers (their type, threads) is chosen before the rest is built, written down in
 RUN.json, and taken from there ever after; the data engine when all parts are there.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -15,14 +16,14 @@ from torch import nn
 
 from trainrun.config.schema import RunConfig
 from trainrun.instantiate import satellite
-from trainrun.interfaces import Parallel
+from trainrun.interfaces import Batches, Parallel
 from trainrun.precision.autocast import is_tiny
 from trainrun.runtime.machine import can_keep, free_bytes, keep_freed_memory, return_freed_memory
 from trainrun.training.components import Components
 
 AMPLE: Final = 1 / 3  # of the free memory may come: holes that fit no other tensor can double it
 NO_SWITCH: Final = "the C library of this machine has no such switch"
-WITHOUT: Final = "how data is read is chosen by a rule alone"
+WITHOUT: Final = "what is left open is chosen by rules alone, and no memory is forecast"
 
 Chosen = dict[str, str]  # what RUN.json holds, by name
 
@@ -33,50 +34,82 @@ def chosen_before(identity: dict[str, Any], training: bool = False) -> Chosen:
     return {name: str(identity[name]) for name in names if name in identity}
 
 
-def choose_numbers(
-    config: RunConfig, model: nn.Module, parallel: Parallel, chosen: Chosen, notes: list[str]
-) -> RunConfig:
-    """The config with `precision=auto` decided; this process with the number of threads that the run began with.
+def autotune(lines: list[str]) -> ModuleType | None:
+    """What measures, if it is installed; lines: takes what is said otherwise."""
+    return satellite("autotune.start", WITHOUT, lines.append)
 
-    chosen: what the run began with, if it did; what is chosen here is added.
+
+def choose_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batches, parallel: Parallel,
+                   chosen: Chosen, measures: bool, num_batches: float, notes: list[str]) -> RunConfig:  # fmt: skip
+    """The config with `precision=auto` decided; this process with its number of threads.
+
+    chosen: what the run began with, if it did; what is chosen here is added. num_batches: of the whole run.
+    Every rank calls it, and decides the same.
     """
+    open_type = config.precision.mode == "auto"
+    wanted = []
+    if open_type and "precision" not in chosen:
+        from trainrun.precision import other_types
+
+        if not other_types.emulates_bfloat16(parallel.device):
+            wanted.append("precision")
+    if config.trainer.num_threads == "auto" and "num_threads" not in chosen:
+        wanted.append("num_threads")
+    if measures and wanted and (tuner := autotune([])):
+        tuner.choose_numbers(config, model, task, train, parallel, num_batches, wanted, chosen, notes)
+    if open_type and "precision" not in chosen:
+        tiny = is_tiny(model, config.data.batch_size)
+        mode, why = other_types.type_by_rule(parallel.device, tiny)
+        chosen["precision"] = mode
+        notes.append(f"precision: {mode}, not measured: {why}")
     number = int(chosen.get("num_threads", 0))
     if config.trainer.num_threads == "auto" and 0 < number < torch.get_num_threads():
         torch.set_num_threads(number)
-        notes.append(f"trainer.num_threads: {number}, as the run began")
-    if config.precision.mode != "auto":
+        if "num_threads" not in wanted:
+            notes.append(f"trainer.num_threads: {number}, as the run began")
+    if not open_type:
         return config
-    if "precision" not in chosen:
-        from trainrun.precision.other_types import type_by_rule
-
-        mode, why = type_by_rule(parallel.device, is_tiny(model, config.data.batch_size))
-        chosen["precision"] = mode
-        notes.append(f"precision: {mode}, {why}")
     precision = dataclasses.replace(config.precision, mode=chosen["precision"])
     return dataclasses.replace(config, precision=precision)
 
 
 def choose_engine(run: Components) -> list[str]:
     """Decide how the data is read, and what becomes of freed memory. Returns lines to show. Every rank calls it."""
-    lines = [freed_memory(run)]
-    if tuner := satellite("autotune.engine_choice", WITHOUT, lines.append):
+    lines: list[str] = []
+    memory, tuner = FreedMemory(run), autotune(lines)
+    line, coming = "", math.inf
+    if tuner is not None:
         lines.append(tuner.choose_engine(run))
-    return [text for text in lines if text]
+        line, coming = tuner.memory_forecast(run, rough_guess(run))
+    return [text for text in (*lines, memory.line(coming), line) if text]
 
 
-def freed_memory(run: Components) -> str:
-    """Decide `trainer.cpu_allocator`, on every rank for itself: no number depends on it. Returns a line to show."""
-    wanted, device = run.config.trainer.cpu_allocator, run.parallel.device
-    if wanted == "keep":
-        return "" if keep_freed_memory() else f"trainer.cpu_allocator: keep, but {NO_SWITCH}"
-    if wanted == "return":
-        done = return_freed_memory()
-        return f"trainer.cpu_allocator: {'tensors of 1 MB or more go back' if done else NO_SWITCH}"
-    if wanted == "auto" and device.type == "cpu" and can_keep():
-        if rough_guess(run) > AMPLE * free_bytes(device) / run.parallel.local_world_size:
-            return "trainer.cpu_allocator: libc, memory may become scarce (keep may be faster)"
-        keep_freed_memory()
-    return ""
+class FreedMemory:
+    """`trainer.cpu_allocator` of one run. Every rank decides for itself: no number depends on it."""
+
+    def __init__(self, run: Components) -> None:
+        """Set it at once, unless only a forecast can tell whether memory is ample."""
+        self._free = free_bytes(run.parallel.device) / run.parallel.local_world_size
+        self._told, wanted = "", run.config.trainer.cpu_allocator
+        self._open = wanted == "auto" and run.parallel.device.type == "cpu" and can_keep()
+        if wanted == "keep" and not keep_freed_memory():
+            self._told = f"trainer.cpu_allocator: keep, but {NO_SWITCH}"
+        if wanted == "return":
+            done = return_freed_memory()
+            self._told = f"trainer.cpu_allocator: {'tensors of 1 MB or more go back' if done else NO_SWITCH}"
+        self._decide(rough_guess(run))
+
+    def line(self, coming: float) -> str:
+        """For the first lines of the run. coming: bytes that a step will take, about."""
+        self._decide(coming)
+        if self._open:
+            self._told = "trainer.cpu_allocator: libc, memory may become scarce (keep may be faster)"
+        return self._told
+
+    def _decide(self, coming: float) -> None:
+        if self._open and coming <= AMPLE * self._free:
+            keep_freed_memory()
+            self._open = False
 
 
 def rough_guess(run: Components) -> float:

@@ -13,18 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trainrun.config.schema import RunConfig
+from trainrun.autotune.timed_step import (
+    FEW_BATCHES,
+    SURE,
+    Clock,
+    TimedStep,
+    TrialBudget,
+    cloned,
+    obstacle,
+    run_seconds,
+)
 from trainrun.data.batch import map_leaves
 from trainrun.data.engines.auto_stream import AutoStream, Option, simplicity
 from trainrun.interfaces import Batches, MicroBatch
-from trainrun.limits import SECOND, parse_seconds, parse_whole
 from trainrun.output import duration, quantity
 from trainrun.runtime.machine import usable_cores
 from trainrun.seeding import kept_random_state
@@ -33,9 +41,7 @@ from trainrun.training.components import Components
 if TYPE_CHECKING:
     from trainrun.timing.paired import Comparison, Turn
 
-FEW_BATCHES = 500  # a shorter run is not worth the first looks, which take about 25 steps
-MOST_SECONDS, MOST_OF_THE_RUN = 2.5, 0.04  # that it may take
-SURE = 0.75  # confidence of the interval that must be above 1, for what displaces the usual choice
+ENGINES = TrialBudget(2.5, 0.04)
 LOOKS = 4  # batches of the first look
 LOOK_SECONDS = 0.1  # for loading, and the same for the steps
 LEAST_STEPS = 3  # however long: the first is far slower than the others, since kernels are chosen and built
@@ -46,8 +52,6 @@ WORKER_START = 0.1  # seconds
 LEAST_BATCHES, MOST_BATCHES = 3, 256  # in one turn
 TURNS = 20  # of which the whole time is made, without their starts
 LEFT_OVER = 0.9  # of the time, for turns; the rest is for what takes longer
-
-Clock = Callable[[], float]
 
 
 class Alone(NamedTuple):
@@ -97,7 +101,7 @@ def _timed(run: Components, stream: AutoStream, options: list[Option], clock: Cl
     gather, began = run.parallel.gather, clock()
     wanted = gather(stream.default.name)[0]
     rule = next((option for option in options if option.name == wanted), options[0])
-    problem = obstacle(run, stream)
+    problem = obstacle(run.config, run.model, stream, run.parallel)
     trial, alone = None, Alone()
     try:
         if not problem:
@@ -117,7 +121,7 @@ def _timed(run: Components, stream: AutoStream, options: list[Option], clock: Cl
         return options[0].name, f"{quantity(samples / (alone.load + alone.step))} samples/s ({reason})"
     cores = max(1, min(gather(usable_cores())) // run.parallel.local_world_size)
     whole = expected_seconds(run, alone)
-    limit = min(MOST_SECONDS, MOST_OF_THE_RUN * whole)
+    limit = ENGINES.of(whole)
     left = LEFT_OVER * limit - max(gather(clock() - began))
     base, *others = at_most_three(options, rule, alone, cores)
     turns = {option.name: EngineTurn(trial, option, alone, cores, left) for option in others}
@@ -131,7 +135,7 @@ def _timed(run: Components, stream: AutoStream, options: list[Option], clock: Cl
     if not turns:
         slow = f"a batch takes {duration(alone.load + alone.step)}, too long to compare engines in {duration(limit)}"
         short = f"a short run, about {duration(whole)}"
-        return rule.name, f"not measured: {slow if limit == MOST_SECONDS else short}"
+        return rule.name, f"not measured: {slow if limit == ENGINES.seconds else short}"
     from trainrun.timing.paired import Rules, compare
 
     rules = Rules(NEGLIGIBLE, left, first_rounds=2, least_pairs=4, most_pairs=8)
@@ -168,42 +172,17 @@ def described(name: str, base: str, found: Comparison, samples: float, alone: Al
     return f"{quantity(speeds[name])} samples/s ({', '.join(listed)})"
 
 
-class TimedStep:
-    """Copies of model and task, whose forward and backward are timed; nothing of the run takes part."""
-
-    def __init__(self, run: Components, clock: Clock) -> None:
-        from trainrun.training.without_trace import stand_ins
-
-        self.model, self.task = stand_ins(run.model, run.task)
-        self._clock, self._device, self._autocast = clock, run.parallel.device, run.precision.autocast
-
-    def __call__(self, data: Any) -> None:
-        """One forward and backward, without an update."""
-        try:
-            with self._autocast():
-                out = self.task.step(self.model, data)
-            out.loss_sum.backward()
-        finally:
-            for parameter in self.model.parameters():
-                parameter.grad = None
-
-    def now(self) -> float:
-        """Seconds, once the device has done all that it was given."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        elif self._device.type == "mps":
-            torch.mps.synchronize()
-        return self._clock()
-
-
 class EngineTrial:
     """Copies of model and task that train while an engine reads, and the place in the data."""
 
     def __init__(self, run: Components, stream: AutoStream, clock: Clock) -> None:
         self.run, self.stream = run, stream
-        self.step = TimedStep(run, clock)
+        self.step = TimedStep(run.model, run.task, run.parallel, clock)
         self._first: Any = None
         self._epoch, self._position = 0, 0
+
+    def train(self, data: Any) -> None:
+        self.step(data, self.run.precision.autocast)
 
     def batches(self, stream: Batches) -> Generator[MicroBatch, None, None]:
         """Batches without an end, from where the last measurement ended."""
@@ -241,7 +220,7 @@ class EngineTrial:
         busies: list[float] = []
         while len(steps) < LEAST_STEPS or (len(steps) <= LOOKS and sum(steps) <= LOOK_SECONDS):
             began, busy = now(), process_time()
-            self.step(kept[len(steps) % len(kept)])
+            self.train(kept[len(steps) % len(kept)])
             steps.append(now() - began)
             busies.append(process_time() - busy)
             if sum(steps) > LONGEST_STEPS:
@@ -292,10 +271,10 @@ class EngineTurn:
                 for _ in range(self._ready):
                     next(batches)
                 for _ in range(self._lead):
-                    trial.step(next(batches).data)
+                    trial.train(next(batches).data)
                 began = trial.step.now()
                 for _ in range(self._number):
-                    trial.step(next(batches).data)
+                    trial.train(next(batches).data)
                 return (trial.step.now() - began) / self._number
         finally:
             if self._option.engine != "workers":  # those stay for the next turn: their start takes long
@@ -311,28 +290,6 @@ def clock_of_all(run: Components, clock: Clock) -> Clock:
         return float(max(run.parallel.gather(math.inf if stopped else clock() - began)))
 
     return elapsed
-
-
-def obstacle(run: Components, stream: AutoStream) -> str:
-    """Why a trial could change the run or break it; "" if it cannot."""
-    if run.config.step:
-        return "step is your own, so what it does is not known"
-    if run.config.loop and not str(run.config.loop.get("_target_")).startswith("trainrun.benchmark."):
-        return "loop is your own, so the step is not known"
-    from trainrun.autotune.own_generators import own_generator
-    from trainrun.training.without_trace import copy_obstacle
-
-    where = own_generator(stream.source)
-    if where is not None:
-        return f"data.train{where} draws random numbers of its own"
-    return copy_obstacle(run.model, run.parallel.device)
-
-
-def run_seconds(config: RunConfig, seconds: float) -> float:
-    """How long the run may take. seconds: by the number of its steps."""
-    whole = parse_whole(config.trainer.max_duration)
-    by_duration = whole.amount if whole is not None and whole.unit == SECOND else math.inf
-    return min(seconds, parse_seconds(config.trainer.max_time) or math.inf, by_duration)
 
 
 def total_batches(run: Components) -> float:
@@ -358,8 +315,3 @@ def leaves_of(data: Any) -> list[torch.Tensor]:
     found: list[Any] = []
     map_leaves(data, found.append)
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
-
-
-def cloned(data: Any) -> Any:
-    """A model may write into its inputs."""
-    return map_leaves(data, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)

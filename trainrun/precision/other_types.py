@@ -161,7 +161,7 @@ def _cuda_note(mode: str, device: torch.device) -> str:
 
 
 def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
-    """What `precision=auto` means, and why. tiny: as of `is_tiny`."""
+    """What `precision=auto` means, where `trainrun.autotune` does not time both, and why. tiny: as of `is_tiny`."""
     native = device.type in ("cpu", "cuda") and has_bfloat16(device)
     if not native:
         return FULL, f"this {device.type} has no bfloat16 arithmetic for matrix products"

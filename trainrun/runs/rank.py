@@ -89,7 +89,7 @@ def train_once(
         goes_on = resume and bool(committed_steps(run_dir.checkpoints))
         begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
         site = site_of(run_dir, identity, parallel, flag, listeners, begin)
-        site = replace(site, phases=phases, is_new=not goes_on)
+        site = replace(site, phases=phases, measures=not resume, is_new=not goes_on)
         run, facts = build_components(config, site)
         closing.push(lambda kind, error, trace: end_save(run, kind))
         if run.compile_log is not None and run.config.trainer.compile.scope in ("model", "regional"):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from trainrun.autotune.engine_choice import run_seconds
+from trainrun.autotune.timed_step import run_seconds
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.run_overrides import config_of, key_of, own_choices, replaced
 from trainrun.benchmark.search.acceptance import EXACT, GATES, NUMERIC, SHOWN, Acceptance, accept, loosest

@@ -1,0 +1,166 @@
+"""`auto` of precision and trainer.num_threads: the rule's choice, or what is measured to be faster.
+
+what: forward and backward of a copy of the model on the first batch, in `32-true` and `bf16-mixed` in turns; the
+    latter is taken where it is surely 10 % faster. Then the usual number of threads, its root and one; fewer are taken
+    where they are surely 1.2x as fast, so that a quiet machine always takes the same.
+when: runs long enough; at most 0.5 s and 1 % of the run for number types, half of that for threads.
+when not: short runs, resumes and evaluation (which take what the run began with), what is named, compiled, recomputed
+    or deterministic steps, and steps of more than 60 ms: there the rules stay.
+source: a tiny network spends its time in the casts; two threads next to busy processes each wait for the other to be
+    scheduled.
+gain: none over the better of the two named by hand; it spares finding out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainrun.autotune.timed_step import (
+    FEW_BATCHES,
+    ROUNDS,
+    Clock,
+    TimedStep,
+    TrialBudget,
+    fastest,
+    obstacle,
+    run_seconds,
+)
+from trainrun.config.schema import RunConfig
+from trainrun.data.engines.auto_stream import AutoStream
+from trainrun.data.split_batch import num_rows, rows_of, tensors_in
+from trainrun.interfaces import Batches, Parallel
+from trainrun.precision.autocast import is_tiny
+from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, build_context
+from trainrun.seeding import kept_random_state
+
+PRECISION = TrialBudget(0.5, 0.01)
+THREADS = TrialBudget(0.25, 0.005)
+LONGEST_STEP = PRECISION.seconds / (2 * (ROUNDS + 1))
+NOTABLE = 0.1  # numbers change by the choice: less is not worth it
+NOTABLE_OF_THREADS = 0.2
+HOPELESS = 20  # times as long a whole batch would take, were its rows as slow as a few are
+LONG_FLOP = 5e10  # of the fewest samples: a second on a core
+
+
+def choose_numbers(
+    config: RunConfig, model: nn.Module, task: Any, train: Batches, parallel: Parallel, num_batches: float,
+    wanted: list[str], chosen: dict[str, str], notes: list[str], clock: Clock = perf_counter,
+) -> None:  # fmt: skip
+    """Add to `chosen` what of `wanted` can be measured, and to `notes` a line about each.
+
+    wanted: of precision and num_threads. num_batches: of the whole run. Every rank calls it, and chooses the same.
+    """
+    if num_batches < FEW_BATCHES:
+        return
+    if any(parallel.gather(other_cost(config, train) or obstacle(config, model, train, parallel))):
+        return
+    from trainrun.training.without_trace import first_batches
+
+    with kept_random_state(), without_cudnn_search():
+        trial, seconds = None, None
+        # A fault of the user's own, in any of their code: the run meets it again and reports it.
+        with contextlib.suppress(Exception):
+            stream = train.stream(train.options[0].name) if isinstance(train, AutoStream) else train
+            with contextlib.closing(stream):
+                trial = NumberTrial(config, TimedStep(model, task, parallel, clock), first_batches(stream)[0])
+                seconds = trial.usual_seconds()
+        told = parallel.gather(seconds)
+        if trial is not None and None not in told:
+            trial.choose(max(told), num_batches, wanted, chosen, notes)
+
+
+class NumberTrial:
+    """Steps on one batch with each number type and number of threads."""
+
+    def __init__(self, config: RunConfig, step: TimedStep, data: Any) -> None:
+        self._config, self._step, self._data = config, step, data
+        self._device, self._count = step.parallel.device, num_rows(data)
+        self._mode = config.precision.mode
+        if self._mode == "auto":
+            from trainrun.precision.other_types import type_by_rule
+
+            self._mode = type_by_rule(self._device, is_tiny(step.model, config.data.batch_size))[0]
+
+    def usual_seconds(self) -> float | None:
+        """Seconds of a step; None where it takes too long, by a few rows or by the whole batch."""
+        from trainrun.training.recovery.smaller_pieces import batch_norm_in
+
+        few = min(2 if batch_norm_in(self._step.model) else 1, self._count)
+        weights = sum(parameter.numel() for parameter in self._step.model.parameters())
+        numbers = tensors_in(self._data)[0]
+        tokens = 1 if numbers.is_floating_point() else math.prod(numbers.shape[1:2])
+        if 6.0 * weights * few * tokens > LONG_FLOP and self._device.type == "cpu":
+            return None
+        # On a GPU every other number of rows would cost cuDNN's search for kernels again.
+        for rows in (few, self._count) if self._device.type == "cpu" else (self._count,):
+            self._turn(self._mode, rows)  # kernels are chosen and built
+            seconds = min(self._turn(self._mode, rows) for _ in range(2))
+            if seconds > LONGEST_STEP or seconds * self._count / rows > HOPELESS * LONGEST_STEP:
+                return None
+        return seconds
+
+    def choose(
+        self, seconds: float, num_batches: float, wanted: list[str], chosen: dict[str, str], notes: list[str]
+    ) -> None:
+        whole, mode = run_seconds(self._config, num_batches * seconds), self._mode
+        if "precision" in wanted:
+            turns = {name: partial(self._turn, name) for name in (FULL, MIXED)}
+            found = fastest(turns, FULL, NOTABLE, PRECISION.of(whole), seconds, self._step)
+            if found is not None:
+                mode = chosen["precision"] = found[0]
+                notes.append(f"precision: {mode}, {found[1]}")
+        usual = torch.get_num_threads()
+        if "num_threads" in wanted and usual > 1 and self._device.type == "cpu":
+            numbers = {
+                str(number): partial(self._with_threads, number, mode)
+                for number in (usual, math.isqrt(usual), 1)
+            }
+            try:
+                found = fastest(
+                    numbers, str(usual), NOTABLE_OF_THREADS, THREADS.of(whole), 2 * seconds, self._step
+                )
+            finally:
+                torch.set_num_threads(usual)
+            if found is not None:
+                chosen["num_threads"] = found[0]
+                notes.append(f"trainer.num_threads: {found[0]}, {found[1]}")
+
+    def _turn(self, mode: str, rows: int = 0) -> float:
+        """Seconds of a step; rows: of the batch, or all."""
+        data = rows_of(self._data, 0, rows, self._count) if rows else self._data
+        return self._step.seconds(data, partial(build_context, AUTOCAST_TYPES.get(mode), self._device))
+
+    def _with_threads(self, number: int, mode: str) -> float:
+        torch.set_num_threads(number)
+        self._turn(mode)  # wakes them
+        return self._turn(mode)
+
+
+def other_cost(config: RunConfig, train: Batches) -> str:
+    """Why a trial would measure something else; "" if it is fair."""
+    trainer = config.trainer
+    if trainer.deterministic or trainer.compile.scope != "off" or trainer.gradient_checkpointing != "none":
+        return "another cost"
+    if trainer.cpu_offload != "none" or trainer.activation_offload:
+        return "another step"
+    read_in_workers = not isinstance(train, AutoStream) and config.data.num_workers not in ("auto", 0)
+    return "workers would have to start" if read_in_workers else ""
+
+
+@contextlib.contextmanager
+def without_cudnn_search() -> Iterator[None]:
+    """`trainer.benchmark` is for shapes that come again: a trial's search takes longer than all that is timed."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

@@ -1,0 +1,148 @@
+"""Forward and backward of copies of model and task, and the fastest of a few ways to do it, by paired turns.
+
+Nothing of the run takes part, so nothing of it changes. Every rank takes the same turns, and the slowest one counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainrun.config.schema import RunConfig
+from trainrun.data.batch import map_leaves
+from trainrun.data.engines.auto_stream import AutoStream
+from trainrun.interfaces import Batches, Parallel
+from trainrun.limits import SECOND, parse_seconds, parse_whole
+
+if TYPE_CHECKING:
+    from trainrun.timing.paired import Turn
+
+FEW_BATCHES = 500  # a shorter run is not worth the first looks, which take about 25 steps
+ROUNDS = 3  # of turns, or there is no time to measure
+MOST_ROUNDS = 12
+SURE = 0.75  # confidence of the interval that must be above 1, for what displaces the usual choice
+
+Clock = Callable[[], float]
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+class TrialBudget(NamedTuple):
+    """The most that one measurement may take: seconds, and a fraction of the run's time."""
+
+    seconds: float
+    fraction: float
+
+    def of(self, run_seconds: float) -> float:
+        return min(self.seconds, self.fraction * run_seconds)
+
+
+class TimedStep:
+    """Copies of model and task, whose forward and backward are timed."""
+
+    def __init__(self, model: nn.Module, task: Any, parallel: Parallel, clock: Clock = perf_counter) -> None:
+        from trainrun.training.without_trace import stand_ins
+
+        self.model, self.task = stand_ins(model, task)
+        self.clock, self.parallel = clock, parallel
+
+    def __call__(self, data: Any, autocast: Autocast) -> None:
+        """One forward and backward, without an update."""
+        try:
+            with autocast():
+                out = self.task.step(self.model, data)
+            out.loss_sum.backward()
+        finally:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+
+    def seconds(self, data: Any, autocast: Autocast) -> float:
+        """Seconds of one step on a copy of the batch; infinite if memory does not suffice."""
+        data = cloned(data)
+        began = self.now()
+        try:
+            self(data, autocast)
+        except (MemoryError, RuntimeError) as error:
+            from trainrun.training.recovery.oom import no_memory
+
+            if not no_memory(error):
+                raise
+            gc.collect()
+            torch.cuda.empty_cache()  # nothing happens where no GPU is in use
+            return math.inf
+        return self.now() - began
+
+    def now(self) -> float:
+        """Seconds, once the device has done all that it was given."""
+        if self.parallel.device.type == "cuda":
+            torch.cuda.synchronize(self.parallel.device)
+        elif self.parallel.device.type == "mps":
+            torch.mps.synchronize()
+        return self.clock()
+
+
+def fastest(
+    turns: Mapping[str, Turn], usual: str, smallest: float, limit: float, seconds: float, step: TimedStep
+) -> tuple[str, str] | None:
+    """The name of the fastest, and the times of all in a line; None if there is no time to compare, or nothing fits.
+
+    usual: taken where no other is surely faster by the fraction `smallest`. seconds: of one turn, about.
+    """
+    if (ROUNDS + 1) * len(turns) * seconds > limit:
+        return None
+    began, gather = step.clock(), step.parallel.gather
+
+    def slowest(turn: Turn) -> Turn:
+        return lambda: max(gather(turn()))
+
+    shared = {name: slowest(turn) for name, turn in turns.items()}
+    fitting = [name for name, turn in shared.items() if turn() < math.inf]  # kernels are built in the first
+    if not fitting:
+        return None
+    base = usual if usual in fitting else fitting[0]
+    others = {name: shared[name] for name in fitting if name != base}
+    from trainrun.timing.paired import Rules, compare
+
+    rules = Rules(smallest, limit, 1, ROUNDS, ROUNDS, MOST_ROUNDS)
+    found = compare(shared[base], others, rules, lambda: max(gather(step.clock() - began)))
+    name = found.best(smallest, SURE) or base
+    speeds = found.speeds(base)
+    shown = {
+        each: f"{1e3 / speeds[each]:.3g} ms" if each in speeds else "does not fit into memory"
+        for each in turns
+    }
+    listed = ", ".join(f"{each}: {text}" for each, text in shown.items() if each != name)
+    return name, f"{shown[name]} a step ({listed})" if speeds else f"not compared ({listed})"
+
+
+def run_seconds(config: RunConfig, seconds: float) -> float:
+    """How long the run may take. seconds: by the number of its steps."""
+    whole = parse_whole(config.trainer.max_duration)
+    by_duration = whole.amount if whole is not None and whole.unit == SECOND else math.inf
+    return min(seconds, parse_seconds(config.trainer.max_time) or math.inf, by_duration)
+
+
+def obstacle(config: RunConfig, model: nn.Module, train: Batches, parallel: Parallel) -> str:
+    """Why a trial could change the run or break it; "" if it cannot."""
+    if config.step:
+        return "step is your own, so what it does is not known"
+    if config.loop and not str(config.loop.get("_target_")).startswith("trainrun.benchmark."):
+        return "loop is your own, so the step is not known"
+    from trainrun.autotune.own_generators import own_generator
+    from trainrun.training.without_trace import copy_obstacle
+
+    where = own_generator(train.source) if isinstance(train, AutoStream) else None
+    if where is not None:
+        return f"data.train{where} draws random numbers of its own"
+    return copy_obstacle(model, parallel.device)
+
+
+def cloned(data: Any) -> Any:
+    """A model may write into its inputs."""
+    return map_leaves(data, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
