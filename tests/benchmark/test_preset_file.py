@@ -1,7 +1,8 @@
-"""What stays of a search: the preset, which a run finds at once."""
+"""What stays of a search: the preset, which a run finds at once, and which says when it no longer holds."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from trainrun.benchmark.run_overrides import plain_overrides
 from trainrun.benchmark.search.preset_file import host_preset, preset_path, write_preset
 from trainrun.benchmark.search.search import Results, SearchPart
 from trainrun.config.compose import compose_run
+from trainrun.config.tuned_settings import MARK
 from trainrun.errors import ConfigError
 from trainrun.timing.paired import Ratio
 
@@ -23,7 +25,7 @@ def written(typed: list[str], *found: str):
     results = Results(
         (), "samples", 1000.0, Ratio(1.0, 0.99, 1.01, 20), (), parts, GAIN, True, "2.00x", 100.0
     )
-    return write_preset(preset_path("tuned-here", Path.cwd()), plain_overrides(typed), results)
+    return write_preset(preset_path("tuned-here", Path.cwd()), plain_overrides(typed), results, Path.cwd())
 
 
 def test_a_run_finds_the_preset_at_once(workdir: Path) -> None:
@@ -51,6 +53,23 @@ def test_a_preset_holds_no_secret(workdir: Path) -> None:
     text = found.path.read_text()
     assert "typed-1" not in text
     assert "model.api_key=***" in text
+
+
+def test_a_preset_that_no_longer_holds_says_so_in_one_line(workdir: Path) -> None:
+    (workdir / "my_net.py").write_text("import torch\nNet = torch.nn.Identity\n")
+    use = written(["model=my_net.Net"], "trainer.channels_last=true").use
+    assert compose_run(use).notes == []
+    (workdir / "my_net.py").write_text("import torch\nNet = torch.nn.Flatten\n")
+    assert compose_run(use).notes == [
+        "preset=tuned-here was measured with another model. Measure again: trainrun autotune"
+    ]
+    (told,) = compose_run([*use, "data.batch_size=7"]).notes
+    assert "another model; shapes 32 of 1x8x8, and this is 7 of 1x8x8" in told
+    path = workdir / "conf/preset/tuned-here.yaml"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith(MARK)]
+    path.write_text("\n".join([*lines, MARK + json.dumps({"machine": "a toaster"})]))
+    (told,) = compose_run(use).notes
+    assert told.startswith("preset=tuned-here was measured with machine a toaster, and this is ")
 
 
 def test_a_preset_of_ones_own_is_not_overwritten(workdir: Path) -> None:

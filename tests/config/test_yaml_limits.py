@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.config.saved_values import MAX_DEPTH, read_yaml_text
+from trainrun.config.saved_values import MAX_DEPTH, check_yaml, read_yaml_text
 from trainrun.errors import ConfigError
 
 
@@ -27,3 +27,28 @@ def test_where_a_file_is_wrong(tmp_path: Path, data: bytes, said: str) -> None:
     (tmp_path / "a.yaml").write_bytes(data)
     with pytest.raises(ConfigError, match=said):
         read_yaml_text(tmp_path / "a.yaml")
+
+
+def test_a_file_of_the_users_own_may_repeat_itself(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: &a {x: [1, 2]}\nb: *a\nc: &c [*a, *a]\n")
+    assert read_yaml_text(tmp_path / "a.yaml", aliases=True)
+    with pytest.raises(ConfigError, match="cannot be read|not a plain file"):
+        read_yaml_text(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: &a [*a]", r"\*a stands for itself"),
+        ("[" + "1," * 60_000 + "1]", "more than 50,000 values"),
+        (
+            "a0: &a0 [x]\n"
+            + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(12)),
+            "values",
+        ),
+    ],
+    ids=["itself", "many", "bomb"],
+)
+def test_aliases_are_counted_as_what_they_stand_for(text: str, told: str):
+    with pytest.raises(ValueError, match=told):
+        check_yaml(text, aliases=True)

@@ -178,7 +178,7 @@ def test_the_name_of_a_folder_adds_no_line_of_its_own(workdir: Path, monkeypatch
 @pytest.mark.parametrize(
     "target",
     ["torch.nn.Linear", "torch.optim.SGD", "torch.optim.lr_scheduler.StepLR", "trainrun.model.mlp.Mlp",
-     "trainrun.data.readers.tables.csv_files.load", "trainrun.data.readers.builtin.digits.load",
+     "trainrun.data.readers.tables.csv_files.load", "trainrun.data.digits.load", "trainrun.data.formats.text.load",
      "trainrun.scheduler.curves.wsd", "trainrun.data.augment.flip.RandomFlip", "trainrun.transform.lora.lora",
      "trainrun.hook.unfreeze.Unfreeze"],
 )  # fmt: skip

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import re
 import shlex
 from argparse import Namespace
 from pathlib import Path
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
     from trainrun.benchmark.search.search import Results
     from trainrun.benchmark.search.technique_table import TechniqueTable
 
-_CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(.+)$", re.MULTILINE)
 SEARCH_SECONDS, TABLE_SECONDS = 120.0, 180.0
 ABOUT = (
     "Takes the settings of a run and measures, on its own model and data, what makes it faster without changing what "
@@ -126,7 +122,7 @@ def report(
     for line in autotune_report.search_lines(results, wish.explain):
         say(line)
     if results.claimed:
-        written = write_preset(preset, typed, results)
+        written = write_preset(preset, typed, results, Path.cwd())
         use = f"trainrun {shlex.join(written.use)}"
         if written.path is not None:
             say(f"wrote {shown(written.path)}; use it with: {use}")
@@ -151,27 +147,15 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
     return EXIT_DONE
 
 
-def machine() -> str:
-    """`AMD EPYC, 2 cores`, and the NVIDIA GPUs that the driver names."""
-    info = Path("/proc/cpuinfo")
-    found = _CPU_NAME.search(info.read_text(errors="replace")) if info.is_file() else None
-    name = found[1].strip() if found else platform.processor() or platform.machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    gpus = [_gpu_name(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
-    return ", ".join([name, f"{cores} cores", *gpus])
-
-
-def _gpu_name(path: Path) -> str:
-    found = re.search(r"Model:\s*(.+)", path.read_text(errors="replace"))
-    return found[1].strip() if found else "a GPU"
-
-
 def say_head(typed: list[str], seconds: float, budget: float) -> None:
+    from trainrun.config.tuned_settings import machine
+
     head = f"trainrun autotune {shlex.join(masked_words(typed))}".rstrip()
     say(f"{head} | {machine()} | {seconds:.0f} s of {budget:.0f} s")
 
 
 def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:
+    from trainrun.config.tuned_settings import machine
     from trainrun.runs.run_folder import write_json
 
     folder.mkdir(parents=True, exist_ok=True)

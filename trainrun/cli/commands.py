@@ -47,8 +47,15 @@ MODULES = {  # where the file, or the function, has another name
 }
 
 
+OLD_COMMANDS = {"tune": ["autotune"], "ladder": ["autotune", "--table"]}
+
+
 def command_of(words: list[str]) -> Callable[[], int] | None:
     """What such words ask for; None if it is a training. Raises ConfigError for no command."""
+    if words and words[0] in OLD_COMMANDS:
+        now = OLD_COMMANDS[words[0]]
+        say(f"note: trainrun {words[0]} is now: trainrun {' '.join(now)}", file=sys.stderr)
+        words = [*now, *words[1:]]
     if words and words[0] in COMMANDS:
         module, _, name = MODULES.get(words[0], f"cli.{words[0]}_command").partition(":")
         return lambda: getattr(importlib.import_module(f"trainrun.{module}"), name or "main")(words[1:])

@@ -1,4 +1,4 @@
-"""Other names for settings and options, as other frameworks have them.
+"""Other names for settings, options and targets: those of other frameworks, and those of earlier versions.
 
 The other names of a setting stand beside its field in `config/schema.py`; what has no field in `other_trainers/`.
 """
@@ -6,11 +6,33 @@ The other names of a setting stand beside its field in `config/schema.py`; what 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from trainrun.config.schema import RunConfig, settings
 from trainrun.limits import fits
+from trainrun.output import say
+
+OLD_FORMATS, READERS = "trainrun.data.formats", "trainrun.data.readers"
+MOVED = {
+    "trainrun.data.digits": f"{READERS}.builtin.digits",
+    "trainrun.data.fashion_mnist": f"{READERS}.builtin.fashion_mnist",
+    "trainrun.data.synthetic": f"{READERS}.builtin.synthetic",
+    "trainrun.data.arrays": f"{READERS}.arrays.numpy_files",
+    f"{OLD_FORMATS}.hdf5": f"{READERS}.arrays.hdf5",
+    f"{OLD_FORMATS}.idx_files": f"{READERS}.arrays.idx_files",
+    f"{OLD_FORMATS}.csv_files": f"{READERS}.tables.csv_files",
+    f"{OLD_FORMATS}.parquet": f"{READERS}.tables.parquet",
+    f"{OLD_FORMATS}.huggingface": f"{READERS}.tables.huggingface",
+    f"{OLD_FORMATS}.image_folder": f"{READERS}.pictures.image_folder",
+    f"{OLD_FORMATS}.lmdb_file": f"{READERS}.records.lmdb_file",
+    f"{OLD_FORMATS}.tfrecord": f"{READERS}.records.tfrecord",
+    f"{OLD_FORMATS}.webdataset": f"{READERS}.records.webdataset",
+    f"{OLD_FORMATS}.text": f"{READERS}.text.text",
+    "trainrun.monitor.tensorboard": "trainrun.trackers.tensorboard",
+}  # module -> module; a new move is one line here
 
 
 @cache
@@ -67,3 +89,29 @@ def value_of_today(key: str, value: str, schema: type = RunConfig) -> str:
         whole = value.partition(".")[0]
         return whole if fits(int(whole), found.kind) else value
     return found.words.get(value.lower(), value) if found is not None else value
+
+
+def target_of_today(target: Any) -> Any:
+    """The path of a target whose module has moved; any other value as it is."""
+    module, dot, name = target.rpartition(".") if isinstance(target, str) else ("", "", "")
+    return f"{MOVED[module]}{dot}{name}" if module in MOVED else target
+
+
+def with_targets_of_today(value: Any) -> Any:
+    """Plain values of a config with every moved target named as it is today, and a note for each."""
+    if isinstance(value, list):
+        return [with_targets_of_today(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {name: with_targets_of_today(item) for name, item in value.items()}
+    target = found.get("_target_")
+    if target is not None and (today := target_of_today(target)) != target:
+        found["_target_"] = today
+        say_once(f"_target_={target} is read as {today}")
+    return found
+
+
+@cache
+def say_once(text: str) -> None:
+    """Print once, though a run reads its config several times."""
+    say(f"note: {text}", file=sys.stderr)

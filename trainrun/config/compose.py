@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from trainrun.config.aliases import value_of_today
+from trainrun.config.aliases import value_of_today, with_targets_of_today
 from trainrun.config.argv import (
     CUSTOM,
     CommandLine,
@@ -65,7 +65,7 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
     """The config that a command line asks for. Raises ConfigError with every fault of it."""
     words, folders = prepare(argv, working_dir or Path.cwd())
     try:
-        return _composition(words, folders)
+        return _composition(words, folders, working_dir or Path.cwd())
     except ConfigError as error:
         told = dict.fromkeys(
             words.as_typed(fault) for fault in error.faults
@@ -73,7 +73,7 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
         raise ConfigError(*told) from error
 
 
-def _composition(words: CommandLine, folders: list[Path]) -> Composition:
+def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
     wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
     faults = list(wrong.values())
     overrides = with_one_warmup([word for word in words.overrides if word not in wrong])
@@ -101,6 +101,10 @@ def _composition(words: CommandLine, folders: list[Path]) -> Composition:
             _named(choices.get("model", "model"), config.model),
         )
         config = replace(config, run_name="-".join(names))
+    if (preset := choices.get("preset", "none")) != "none":
+        from trainrun.config.tuned_settings import stale
+
+        words.notes += stale(preset, config, folders, working_dir)
     return Composition(config, choices, overrides, words.own, words.notes)
 
 
@@ -158,8 +162,11 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
 
 
 def of_today(config: RunConfig) -> RunConfig:
-    """The config with other words for values as they are named here, without entries that are null."""
-    sets = {  # `hook.x=null` takes an entry away
+    """The config with other words for values, and sources of data that have moved, as they are named today."""
+    sets = {
+        f"data.{name}": with_targets_of_today(getattr(config.data, name)) for name in ("train", "val", "test")
+    }
+    sets |= {  # `hook.x=null` takes an entry away
         key: {name: node for name, node in value_of(config, key).items() if node is not None}
         for key, found in settings().items()
         if found.opens == NODES and isinstance(value_of(config, key), dict)

@@ -100,6 +100,15 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
 
     None if the files of the config folders cannot be composed.
     """
+    files = [
+        path for folder in folders[:-1] for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
+    ]
+    if files:
+        from trainrun.config.mistakes.messages import limit_fault
+
+        if broken := [fault for path in files if (fault := limit_fault(path))]:
+            faults += broken
+            return None
     read = [override for word in opened(words, folders) if (override := read_override(word, faults))]
     known = groups(folders)
     choices, settings = [], []
@@ -112,12 +121,19 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
             choices.append(str(override.input_line))
     cfg = _composed_choices(choices, folders, faults)
     if cfg is not None:
+        raise_trackers(cfg)
         add_trackers(cfg, cfg.monitor.get("tracker"))
         for override in settings:
             if override.key_or_group == "monitor.tracker":
                 add_trackers(cfg, override.value())
         faults += [fault for override in settings if (fault := _put(cfg, override, folders))]
     return cfg
+
+
+def raise_trackers(cfg: DictConfig) -> None:
+    """Trackers below `listeners`, as in files of earlier versions, become keys of `monitor`."""
+    for name in list(cfg.monitor.listeners):
+        cfg.monitor[name] = cfg.monitor.listeners.pop(name)
 
 
 def tracker_nodes() -> dict[str, dict[str, Any]]:

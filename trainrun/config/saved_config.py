@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainrun.config.aliases import aliases, say_once
 from trainrun.config.argv import conf_dir, groups, split_command_line, translate
 from trainrun.config.compose import SEAL, idle_settings, of_today, unread_path, untold
 from trainrun.config.overrides import (
@@ -19,11 +21,12 @@ from trainrun.config.overrides import (
     lower_trackers,
     override_fault,
     put,
+    raise_trackers,
     read_override,
     schema_node,
 )
 from trainrun.config.saved_values import changed, is_environment, leaves_of, read_yaml_text, remember
-from trainrun.config.schema import RunConfig, open_nodes, with_values
+from trainrun.config.schema import SAME, RunConfig, open_nodes, settings, with_values
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
 from trainrun.output import HIDDEN, hides
@@ -96,12 +99,13 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
         kept: Any = None
         with contextlib.suppress(OSError, ValueError):
             kept = read_json(RunDir(path.parent).secrets)
-        saved = OmegaConf.create(with_secrets(found, kept))
+        saved = OmegaConf.create(with_names_of_today(with_secrets(found, kept), path))
         cfg = OmegaConf.merge(schema_node(), saved)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
         raise ConfigError(f"{path}: not a config of a run ({key}: {_first_line(error)})") from error
     assert isinstance(cfg, DictConfig)
+    raise_trackers(cfg)
     words = split_command_line(overrides)
     translate(words, lambda *_: False, lambda name: False)
     faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
@@ -157,6 +161,47 @@ def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None
         else:
             fault = put(cfg, key, override.value(), text, may_be_new, [conf_dir()])
         faults += [fault] if fault else []
+
+
+def with_names_of_today(saved: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The plain values of a saved config in which settings that were renamed since have their new names."""
+    saved = copy.deepcopy(saved)
+    for old, key in aliases().items():
+        found = settings().get(key)
+        if "." in old and found is not None and found.section is None:
+            _move(saved, old, key, path)
+    _move(saved, "trainer.compile.enabled", "trainer.compile.scope", path)
+    _move(saved, "trainer.return_freed_memory", "trainer.cpu_allocator", path)
+    data, parallel = (
+        section if isinstance(section, dict) else {} for section in map(saved.get, ("data", "parallel"))
+    )
+    if data.get("transform") and "val_transform" not in data:
+        data["val_transform"] = SAME  # its validations went through data.transform too
+        say_once(
+            f"{path}: data.transform is of training alone now; data.val_transform=same goes on as before"
+        )
+    if "stop_grace_seconds" in parallel:
+        del parallel["stop_grace_seconds"]  # it was of the ranks alone; the run's own has another meaning
+        say_once(f"{path}: parallel.stop_grace_seconds is left out; it is trainer.stop_grace_seconds now")
+    return saved
+
+
+def _move(saved: dict[str, Any], old: str, key: str, path: Path) -> None:
+    """Give the value at an old key to the key of today, in its words."""
+    above, _, name = old.rpartition(".")
+    node: Any = saved
+    for part in above.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or name not in node:
+        return
+    value = node.pop(name)
+    meant = settings()[key].words.get(str(value).lower(), value)
+    target = saved
+    *sections, last = key.split(".")
+    for part in sections:
+        target = target.setdefault(part, {})
+    target.setdefault(last, meant)
+    say_once(f"{path}: {old}={value} is read as {key}={meant}")
 
 
 def with_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:

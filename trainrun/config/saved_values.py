@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from trainrun.config.aliases import target_of_today
 from trainrun.errors import ConfigError
 from trainrun.instantiate import TARGET
 from trainrun.output import HIDDEN, hides
@@ -25,7 +26,7 @@ from trainrun.runs.run_folder import read_bytes
 
 ENVIRONMENT = "${oc.env:"
 REFERENCE = re.compile(r"\$\{([\w.\[\]]+)\}")
-MAX_BYTES, MAX_DEPTH = 256 * 2**10, 64  # of a YAML file
+MAX_BYTES, MAX_DEPTH, MAX_VALUES = 256 * 2**10, 64, 50_000  # of a YAML file
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Any_ = TypeVar("Any_")
 
@@ -112,11 +113,14 @@ def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
     return changed(config, shown), secrets
 
 
-def read_yaml_text(path: Path) -> str:
-    """The text of a saved YAML file that is safe to parse. Raises ConfigError with the limit, or the fault's line."""
+def read_yaml_text(path: Path, aliases: bool = False) -> str:
+    """The text of a YAML file that is safe to parse. Raises ConfigError that names the limit, or the fault's line.
+
+    aliases: `*name` may stand for other values, as in the user's own files; a run saves none.
+    """
     try:
         text = read_bytes(path, MAX_BYTES).decode("utf-8-sig")
-        check_yaml(text)
+        check_yaml(text, aliases)
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(
@@ -131,15 +135,32 @@ def read_yaml_text(path: Path) -> str:
     return text
 
 
-def check_yaml(text: str) -> None:
-    """Raise ValueError for what nests too deep, and for aliases: 300 bytes of them can mean gigabytes."""
-    depth = 0
+def check_yaml(text: str, aliases: bool) -> None:
+    """Raise ValueError for what is too large or nests too deep: 300 bytes with aliases can mean gigabytes."""
+    sizes: dict[str, int] = {}  # values behind an anchor, each alias in it counted as what it stands for
+    around: list[tuple[str | None, int]] = []  # open collections: their anchor, and the count before them
+    count = 0
     for event in yaml.parse(text, Loader=LOADER):
         if isinstance(event, yaml.AliasEvent):
-            raise ValueError(f"*{event.anchor[:40]} stands for other values; a run saves each as it is")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
+            if not aliases:
+                raise ValueError(f"*{event.anchor[:40]} stands for other values; a run saves each as it is")
+            if event.anchor not in sizes:
+                raise ValueError(f"*{event.anchor[:40]} stands for itself, or for nothing")
+            count += sizes[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            count += 1
+            sizes[event.anchor or ""] = 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            sizes.pop(event.anchor or "", None)
+            around.append((event.anchor, count))
+            count += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = around.pop()
+            sizes[anchor or ""] = count - before
+        if len(around) > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        if count > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values, aliases counted as what they stand for")
 
 
 def yaml_place(error: yaml.YAMLError) -> str:
@@ -175,7 +196,7 @@ def foreign_parts(value: Any, key: str = "") -> Iterator[Foreign]:
     items: Any = enumerate(value) if isinstance(value, list) else ()
     if isinstance(value, dict):
         target = value.get(TARGET)
-        is_ours = isinstance(target, str) and OURS.fullmatch(target)
+        is_ours = isinstance(target, str) and OURS.fullmatch(target_of_today(target))
         if target is not None and not is_ours:
             yield Foreign(f"{key}.{TARGET}", target, value)
             return

@@ -1,4 +1,4 @@
-"""What was found, as a preset in the user's `conf/`: small, with its evidence."""
+"""What was found, as a preset in the user's `conf/`: small, with its evidence, and with where it holds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import yaml
 
 from trainrun.benchmark.run_overrides import composed_anew, key_of, replaced
 from trainrun.benchmark.search.search import Results, SearchPart
+from trainrun.config.tuned_settings import MARK, fingerprint_line
 from trainrun.errors import ConfigError
 from trainrun.output import masked_words
 from trainrun.runs.run_folder import write_text
 
-WRITTEN: Final = "# Written by `trainrun autotune`"
 PLAIN: Final = re.compile(r"(?:[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|true|false|null)\Z")
 
 
@@ -33,7 +33,7 @@ def preset_path(name: str, working_dir: Path) -> Path:
     path = working_dir / "conf" / "preset" / f"{name}.yaml"
     if not re.fullmatch(r"[\w-]+", name):
         raise ConfigError(f"--name {name}: a preset is named with letters, digits, - and _")
-    if path.is_file() and WRITTEN not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         raise ConfigError(f"{path}: is not one that trainrun autotune wrote; give another with --name")
     return path
 
@@ -43,7 +43,7 @@ def host_preset() -> str:
     return f"tuned-{host or 'here'}"
 
 
-def write_preset(path: Path, typed: Sequence[str], results: Results) -> WrittenPreset:
+def write_preset(path: Path, typed: Sequence[str], results: Results, working_dir: Path) -> WrittenPreset:
     """typed: the overrides of the run, without what it chose for itself."""
     wanted = composed_anew(replaced(typed, results.found))
     use = replaced(typed, [*results.found, f"preset={path.stem}"])
@@ -51,7 +51,7 @@ def write_preset(path: Path, typed: Sequence[str], results: Results) -> WrittenP
     before = next((one.partition("=")[2] for one in typed if key_of(one) == "preset"), "none").strip('"')
     old = path.read_text(encoding="utf-8") if path.is_file() else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, preset_text(typed, results, before))
+    write_text(path, preset_text(typed, results, before, fingerprint_line(wanted, working_dir)))
     if composed_anew(use) == wanted:
         return WrittenPreset(path, use)
     if old is None:  # an experiment of the user's sets one of the keys itself, and comes after a preset
@@ -61,15 +61,16 @@ def write_preset(path: Path, typed: Sequence[str], results: Results) -> WrittenP
     return WrittenPreset(None, replaced(typed, results.found))
 
 
-def preset_text(typed: Sequence[str], results: Results, before: str) -> str:
+def preset_text(typed: Sequence[str], results: Results, before: str, fingerprint: str) -> str:
     assert results.claim is not None
     claim, said = results.claim, " ".join(masked_words(typed)) or "(no settings)"
     head = [
         "# @package _global_",
-        f"{WRITTEN} on {datetime.now():%Y-%m-%d %H:%M}: {results.unit}/s {claim.value:.2f}x "
+        f"# Written by `trainrun autotune` on {datetime.now():%Y-%m-%d %H:%M}: {results.unit}/s {claim.value:.2f}x "
         f"({claim.low:.2f} to {claim.high:.2f}, 99 %, {claim.pairs} fresh pairs) of: {said}",
         f"# The same training: loss off by at most {results.loss or 0:.1g} in {results.num_first_steps} steps, "
         f"update cosine {results.cosine or 0:.4f}. Noise of the machine: {results.noise}.",
+        fingerprint,
     ]
     lines = [f"# {' '.join(part.overrides)}: {evidence(part)}" for part in results.parts]
     groups: list[Any] = [f"/preset/{before}"] if before != "none" else []

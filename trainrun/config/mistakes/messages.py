@@ -17,8 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.mistakes.value_words import closest, described, nearest
 from trainrun.config.other_trainers.names import CASES, answers
-from trainrun.config.saved_values import yaml_place
+from trainrun.config.saved_values import LOADER, read_yaml_text, yaml_place
 from trainrun.config.schema import RunConfig, open_nodes, settings
+from trainrun.errors import ConfigError
 from trainrun.limits import parse_duration
 from trainrun.model.choices import WORDS
 
@@ -203,6 +204,17 @@ def top_names(folders: list[Path]) -> list[str]:
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def limit_fault(path: Path) -> str:
+    """Why Hydra must not look at a file of `conf/`; what is no YAML at all it says itself, where it is chosen."""
+    try:
+        events = yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER)
+        first = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
+    except ConfigError as error:
+        return "" if isinstance(error.__cause__, yaml.YAMLError | OSError) else str(error)
+    is_map = first is None or isinstance(first, yaml.MappingStartEvent)
+    return "" if is_map else f"{path}: must hold `key: value` lines, not a list or a single value"
 
 
 def yaml_fault(error: yaml.YAMLError) -> str:

@@ -1,0 +1,46 @@
+"""Targets that stood elsewhere: understood wherever they are typed or saved, with one note."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainrun.config import aliases as moved
+from trainrun.config.compose import compose_run, save_config
+from trainrun.config.saved_config import load_config
+from trainrun.instantiate import locate
+
+OLD, NEW = "trainrun.data.digits.load", "trainrun.data.readers.builtin.digits.load"
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    moved.say_once.cache_clear()
+
+
+@pytest.mark.parametrize("module", moved.MOVED)
+def test_every_new_place_has_the_function(module: str) -> None:
+    name = "TensorBoard" if module.endswith("tensorboard") else "load"
+    assert callable(locate(moved.target_of_today(f"{module}.{name}"), "data.train"))
+
+
+def test_a_typed_target_is_read_as_todays(capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose_run([f"data.val._target_={OLD}"]).config
+    assert config.data.val is not None
+    assert config.data.val["_target_"] == NEW
+    assert capsys.readouterr().err == f"note: _target_={OLD} is read as {NEW}\n"
+
+
+def test_a_saved_config_is_read_as_todays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "config.yaml"
+    saved.write_text(save_config(compose_run([]).config).partition("# ")[0].replace(NEW, OLD))
+    config = load_config(saved, [])
+    assert [node["_target_"] for node in (config.data.train, config.data.val) if node] == [NEW, NEW]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_has_not_moved_is_as_it_was() -> None:
+    node = {"_target_": "my.load", "inner": [{"_target_": OLD}], "n": 3}
+    assert moved.with_targets_of_today(node) == {"_target_": "my.load", "inner": [{"_target_": NEW}], "n": 3}
+    assert moved.target_of_today(None) is None

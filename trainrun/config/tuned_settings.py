@@ -1,0 +1,102 @@
+"""Where a preset that was measured holds: the machine, torch, the model and the shapes, as plain words.
+
+It stands in a comment of the preset's file, and is compared when a run is composed; so there is no torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from trainrun.config.schema import RunConfig
+
+MARK: Final = "# fingerprint: "
+_CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(.+)$", re.MULTILINE)
+
+
+def fingerprint(config: RunConfig, working_dir: Path) -> dict[str, str]:
+    """By what a person would call it: `machine`, `torch`, `model`, `shapes`."""
+    from importlib import metadata  # 10 ms, and most runs have no preset that was measured
+
+    return {
+        "machine": machine(),
+        "torch": metadata.version("torch"),
+        "model": _hashed(config.model, _code_of(config.model, working_dir)),
+        "shapes": shapes(config),
+    }
+
+
+def machine() -> str:
+    """`AMD EPYC, 2 cores`, and the NVIDIA GPUs that the driver names."""
+    info = Path("/proc/cpuinfo")
+    found = _CPU_NAME.search(info.read_text(errors="replace")) if info.is_file() else None
+    name = found[1].strip() if found else platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpus = [_gpu_name(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+    return ", ".join([name, f"{cores} cores", *gpus])
+
+
+def _gpu_name(path: Path) -> str:
+    found = re.search(r"Model:\s*(.+)", path.read_text(errors="replace"))
+    return found[1].strip() if found else "a GPU"
+
+
+def shapes(config: RunConfig) -> str:
+    """What a step sees: a sample's shape, and the samples of all ranks and micro-batches together."""
+    data, parallel = config.data, config.parallel
+    world = 1 if parallel.mode == "single" else parallel.devices
+    world = len(world) if isinstance(world, list) else world
+    if data.global_batch_size is not None:
+        batch: Any = data.global_batch_size
+    elif world == "auto":
+        batch = f"{data.batch_size * config.trainer.accumulate_grad_batches} a rank"
+    else:
+        batch = data.batch_size * config.trainer.accumulate_grad_batches * world
+    sample = "x".join(map(str, data.shape)) if data.shape else "its own shape"
+    longest = f", up to {data.max_sequence_length}" if data.max_sequence_length else ""
+    return f"{batch} of {sample}{longest}"
+
+
+def _code_of(node: Any, working_dir: Path) -> bytes:
+    """The user's file that a target names, if it lies next to the run; else nothing."""
+    target = node.get("_target_") if isinstance(node, dict) else None
+    file = working_dir.joinpath(*str(target).split(".")[:-1]).with_suffix(".py") if target else None
+    return file.read_bytes() if file is not None and file.is_file() else b""
+
+
+def _hashed(node: Any, code: bytes) -> str:
+    told = json.dumps(node, sort_keys=True, default=str).encode()
+    return hashlib.sha256(told + code).hexdigest()[:12]
+
+
+def fingerprint_line(config: RunConfig, working_dir: Path) -> str:
+    return MARK + json.dumps(fingerprint(config, working_dir))
+
+
+def stale(preset: str, config: RunConfig, folders: list[Path], working_dir: Path) -> list[str]:
+    """One line where the preset was measured on something else."""
+    file = next(
+        (file for folder in folders if (file := folder / "preset" / f"{preset}.yaml").is_file()), None
+    )
+    lines = [] if file is None else file.read_text(encoding="utf-8", errors="replace").splitlines()
+    line = next((line for line in lines if line.startswith(MARK)), None)
+    if line is None:
+        return []
+    try:
+        then = dict(json.loads(line.removeprefix(MARK)))
+    except ValueError:
+        then = {}
+    now = fingerprint(config, working_dir)
+    changed = [_change(name, str(then.get(name)), now[name]) for name in now if then.get(name) != now[name]]
+    if not changed:
+        return []
+    return [f"preset={preset} was measured with {'; '.join(changed)}. Measure again: trainrun autotune"]
+
+
+def _change(name: str, then: str, now: str) -> str:
+    return "another model" if name == "model" else f"{name} {then}, and this is {now}"
