@@ -233,7 +233,7 @@ def test_a_checkpoint_of_another_run_can_be_started_from(make_run: MakeRun, tmp_
 def test_leftovers_are_swept_only_by_who_goes_on(make_run: MakeRun) -> None:
     run = make_run(every_n_train_steps=1)
     (run.folder / ".tmp-step-00000002-0123abcd").mkdir(parents=True)
-    run.keep.start(run.state)  # who begins again, where nothing was committed
+    run.keep.start(run.parts, run.state)  # who begins again, where nothing was committed
     assert run.hidden() == []
     run.go(1)
     for name in (".tmp-step-00000002-0123abcd", ".trash-step-00000000-0123abcd", ".tmp-best-0123abcd"):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from trainrun.checkpoint import state_copy
 from trainrun.checkpoint.format import stream
 from trainrun.checkpoint.state_copy import Snapshots
 
@@ -18,8 +20,14 @@ def state() -> dict[str, Tensor]:
     }
 
 
-def test_a_copy_holds_the_values_of_now_and_is_the_same_file() -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_a_copy_holds_the_values_of_now_and_is_the_same_file(
+    large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors, keep = state(), Snapshots(lambda: 2**40)
+    if large:
+        monkeypatch.setattr(state_copy, "LARGE_BYTES", 2**16)
+    keep.prepare(tensors)
     wanted = {name: tensor.clone() for name, tensor in tensors.items()}
     taken = keep.take(tensors).tensors
     assert len({tensor.untyped_storage().data_ptr() for tensor in taken.values()}) == 1

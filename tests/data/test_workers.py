@@ -327,6 +327,18 @@ list(open_batches(Slow(), options)[0].epoch(0))
     assert not any(map(psutil.pid_exists, map(int, told)))
 
 
+class Unsendable:
+    def __reduce__(self):
+        raise ValueError("not this one")
+
+
+def test_what_cannot_be_sent_is_told_and_not_waited_for():
+    stream = opened(Deadly(), num_workers=1, collate_fn=lambda samples: [torch.ones(2), Unsendable()])
+    with pytest.raises(DataError, match=r"data\.train: a batch cannot be sent by its worker \(ValueError"):
+        next(stream.epoch(0))
+    stream.close()
+
+
 def test_what_has_gradients_is_sent_without_them():
     stream = opened(
         Deadly(), num_workers=1, collate_fn=lambda samples: [torch.ones(2, requires_grad=True) + 1]

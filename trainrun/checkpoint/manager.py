@@ -25,7 +25,7 @@ from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.format import Manifest, folder_name
 from trainrun.checkpoint.policy import Entry, KeepOptions, Ranking, Retention, kind_of, metric_of, sweep
 from trainrun.checkpoint.save import Note, Saves, on_rank_zero
-from trainrun.checkpoint.state_copy import Snapshots
+from trainrun.checkpoint.state_copy import LARGE_BYTES, Snapshots
 from trainrun.interfaces import Parallel
 from trainrun.training.state import SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState
 
@@ -75,14 +75,21 @@ class CheckpointManager:
         self._saves = Saves(folder, parallel, self._files, note)
         self._waiting: dict[int, Record] = {}
         self._saved_before, self._last_commit = -1, clock()
+        self._unprepared: tuple[HasTree, int] | None = None  # from that step on the state has its full size
 
-    def start(self, state: TrainState) -> None:
-        """Ahead of the first step."""
+    def start(self, run: HasTree, state: TrainState) -> None:
+        """Ahead of the first step; after it, memory for copies of a large state is made ready."""
+        options = self.options
         if state.saved_step < 0:  # where a run ended before its first commit
             self._sweep()
+        if options.enabled and options.async_save and self._part(run, state).num_bytes >= LARGE_BYTES:
+            self._unprepared = run, state.step + 1
 
     def due(self, state: TrainState) -> bool:
         """Whether `save` has something to do at this step; asking changes nothing that is saved."""
+        if self._unprepared is not None and state.step >= self._unprepared[1]:
+            self._snapshots.prepare(self._part(self._unprepared[0], state).tensors)
+            self._unprepared = None
         if self._saves.under_way is not None and state.save_request in (SAVE_NONE, SAVE_FAILED):
             return True
         return self._kind(state) is not None or bool(state.stop_reason and self._waiting)

@@ -1,15 +1,18 @@
 """Copies of tensors in host memory, made at the speed of memory, that further training does not change.
 
 What: the memory of one copy is kept and used again. Fresh memory costs more than the copy itself: the kernel
-clears every page at its first touch.
+clears every page at its first touch. A large one is touched beforehand, by a thread during the training.
 When: saves that are written while the training goes on. When not: where a second copy of the state
 (weights, optimizer, averages) has no room; `has_room` says so.
+Gain: 1.2 GB on two cores: 60 ms (AMD EPYC) to 95 ms (Intel Xeon) into used memory, 4 s into fresh memory of a
+virtual machine.
 On CUDA the memory is pinned and the host does not wait: the copies stand in the same stream as the
 updates after them, and readers wait for `Snapshot.events`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -40,9 +43,11 @@ class Snapshots:
     def __init__(self, free_bytes: Callable[[], int]) -> None:
         self._free_bytes = free_bytes
         self._kept: Memory = {}
+        self._touching: threading.Thread | None = None
 
     def take(self, tensors: Mapping[str, Tensor]) -> Snapshot:
         """The values of now."""
+        self._end_touching()
         memory, self._kept = self._kept, {}
         lacking = {name: tensor for name, tensor in tensors.items() if not _fits(memory.get(name), tensor)}
         if lacking:
@@ -61,12 +66,29 @@ class Snapshots:
     def has_room(self, tensors: Mapping[str, Tensor], fresh: bool = True) -> bool:
         """Whether memory for one more is kept, or free. fresh: whether a large one is worth fresh memory; where
         nobody waits for the copy, it is not."""
+        self._end_touching()
         needed = host_bytes(tensors)
         return (
             bool(self._kept)
             or needed < LARGE_BYTES
             or (fresh and needed <= MOST_OF_FREE * self._free_bytes())
         )
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Have the memory of the first large snapshot touched in the background."""
+        if not self._kept and num_bytes(tensors) >= LARGE_BYTES and self.has_room(tensors):
+            self._kept = _in_one_piece(tensors)
+            whole = next(iter(self._kept.values())).untyped_storage()
+            memory = torch.empty(0, dtype=torch.uint8).set_(whole).numpy()
+            self._touching = threading.Thread(
+                target=memory.fill, args=(0,), name="trainrun snapshot", daemon=True
+            )
+            self._touching.start()
+
+    def _end_touching(self) -> None:
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -114,7 +114,7 @@ def train_once(
         if config.trainer.python_gc == "between_steps":
             collect_between_steps()
         run.triggers.start(state)
-        run.checkpoints.start(state)
+        run.checkpoints.start(run, state)
         run.monitors.on_start(facts, state)
         before = state.step, state.items
         if parallel.device.type == "cuda":  # what start-up trials took is no part of the training

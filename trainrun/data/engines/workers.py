@@ -14,17 +14,23 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from trainrun.data.batch import map_leaves
+from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 from trainrun.runtime.machine import host_memory
@@ -39,6 +45,7 @@ STANDARD_ERROR: Final = 2
 START = (
     "fork" if sys.platform == "linux" else None
 )  # the data is not sent; later versions of Python have another
+PLAIN = (str, bytes, int, float, np.ndarray, np.generic, Tensor, type(None))  # whose pickling does not fail
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -63,7 +70,7 @@ def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) ->
             sampler=keys,
             batch_size=None,
             num_workers=number,
-            collate_fn=as_it_is,
+            collate_fn=partial(sendable, options.key),
             pin_memory=options.pins,
             timeout=POLL_SECONDS,
             worker_init_fn=partial(begin_worker, os.getpid()),
@@ -74,7 +81,19 @@ def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) ->
         )
 
 
-def as_it_is(item: Any) -> Any:
+def sendable(key: str, item: Any) -> Any:
+    """What a worker has read, or why it cannot be pickled: torch would print that, and the training would wait."""
+
+    def check(leaf: Any) -> Any:
+        if not isinstance(leaf, PLAIN):
+            ForkingPickler.dumps(leaf)
+        return leaf
+
+    try:
+        map_leaves(item, check)
+    except Exception as error:  # whatever the user's own classes raise
+        why = f"{type(error).__name__}: {error}"
+        return WorkerFailure(f"{key}: a batch cannot be sent by its worker ({why})", traceback.format_exc())
     return item
 
 
