@@ -162,7 +162,7 @@ TECHNIQUES = (
 )
 
 
-def test_techniques_alone(tmp_path: Path) -> None:
+def test_techniques_alone_and_together(tmp_path: Path) -> None:
     def speed(config: RunConfig) -> float:
         large = 2.0 if config.data.batch_size == 128 else 1.0
         return known(config) * large
@@ -171,12 +171,16 @@ def test_techniques_alone(tmp_path: Path) -> None:
     table = measure_table(new_search(world, SHOWN, 300.0), TECHNIQUES)
     rows: dict[str, Row] = {row.title: row for row in table.rows}
     assert rows["one thread"].alone.value == pytest.approx(1.3, rel=0.05)
+    assert rows["one thread"].kept
     assert rows["two threads"].reason == "on already"
     assert rows["fp32"].on
     assert rows["fp32"].alone.value == pytest.approx(1 / 0.8, rel=0.05)  # measured by taking it away
     assert rows["large"].alone.value == pytest.approx(2.0, rel=0.05)
-    assert rows["last"].alone.value == pytest.approx(1.05, rel=0.05)
+    assert not rows["large"].kept  # another training
     assert rows["gpu"].reason == "needs a GPU"
+    assert rows["last"].together.value == pytest.approx(1.05, rel=0.05)
+    assert table.results.claim.low <= 1.3 * 1.05 <= table.results.claim.high
     assert world.now <= 1.1 * 300
-    assert world.alive == 0
-    assert "needs a GPU" in "\n".join(table_lines(table))
+    text = "\n".join(table_lines(table))
+    assert "needs a GPU" in text
+    assert "total of all that leaves the training the same and helped: " in text

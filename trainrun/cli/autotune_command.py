@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from trainrun.cli.run_arguments import Parser, known_and_words, take_seconds
 from trainrun.errors import EXIT_DONE
@@ -21,7 +21,7 @@ ABOUT = (
     "Takes the settings of a run and measures, on its own model and data, what makes it faster without changing what "
     "it learns: threads and data engine, kernels, precision with layout and attention, micro-batches, "
     "compilation. Writes conf/preset/tuned-HOST.yaml, which preset=tuned-HOST finds. With --table it measures "
-    "well-known techniques instead, each alone; what hurts is shown as hurting."
+    "well-known techniques instead, each alone and then together; what hurts is shown as hurting."
 )
 
 FINDERS = {
@@ -45,13 +45,8 @@ def main(argv: list[str]) -> int:
 
     preset = preset_path(wish.name or host_preset(), Path.cwd())
     if wish.table:
-        from trainrun.benchmark.search.acceptance import SHOWN
-
-        return report_table(
-            typed, cast("TechniqueTable", measured(typed, budget, SHOWN, True)), budget, folder
-        )
-    results = cast("Results", measured(typed, budget, wish.allow))
-    return report(wish, typed, results, budget, folder, preset)
+        return report_table(typed, measured_table(typed, budget), budget, folder)
+    return report(wish, typed, measured(wish, typed, budget), budget, folder, preset)
 
 
 def find(what: str, argv: list[str]) -> int:
@@ -96,19 +91,31 @@ def autotune_parser() -> Parser:
     return parser
 
 
-def measured(typed: list[str], budget: float, gate: str, table: bool = False) -> Results | TechniqueTable:
+def measured(wish: Namespace, typed: list[str], budget: float) -> Results:
     """Nothing is written before the search ends: an interrupted one leaves no trace."""
     from trainrun.benchmark.budget import Budget
     from trainrun.benchmark.run_overrides import progress_line
+    from trainrun.benchmark.search.search import Search
+    from trainrun.benchmark.worker_process import WorkerPool
+    from trainrun.runtime.machine import usable_cores
+
+    with WorkerPool() as pool, progress_line() as progress:
+        return Search(pool.start, typed, Budget(budget), usable_cores(), progress, wish.allow).run()
+
+
+def measured_table(typed: list[str], budget: float) -> TechniqueTable:
+    from trainrun.benchmark.budget import Budget
+    from trainrun.benchmark.run_overrides import progress_line
+    from trainrun.benchmark.search.acceptance import SHOWN
     from trainrun.benchmark.search.search import Search
     from trainrun.benchmark.search.technique_table import measure_table
     from trainrun.benchmark.worker_process import WorkerPool
     from trainrun.runtime.machine import usable_cores
 
     with WorkerPool() as pool, progress_line() as progress:
-        turns = 0.5 if table else 1.0
-        search = Search(pool.start, typed, Budget(budget), usable_cores(), progress, gate, turns)
-        return measure_table(search) if table else search.run()
+        return measure_table(
+            Search(pool.start, typed, Budget(budget), usable_cores(), progress, SHOWN, turns=0.5)
+        )
 
 
 def report(
@@ -118,7 +125,7 @@ def report(
     from trainrun.benchmark.search import autotune_report
     from trainrun.benchmark.search.preset_file import write_preset
 
-    say_head(typed, results.seconds, budget)
+    say_head(typed, results, budget)
     for line in autotune_report.search_lines(results, wish.explain):
         say(line)
     if results.claimed:
@@ -139,7 +146,7 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
     from trainrun.benchmark.run_overrides import shown
     from trainrun.benchmark.search import autotune_report
 
-    say_head(typed, table.seconds, budget)
+    say_head(typed, table.results, budget)
     for line in autotune_report.table_lines(table):
         say(line)
     write_results(folder, typed, autotune_report.as_plain(table))
@@ -147,11 +154,11 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
     return EXIT_DONE
 
 
-def say_head(typed: list[str], seconds: float, budget: float) -> None:
+def say_head(typed: list[str], results: Results, budget: float) -> None:
     from trainrun.config.tuned_settings import machine
 
     head = f"trainrun autotune {shlex.join(masked_words(typed))}".rstrip()
-    say(f"{head} | {machine()} | {seconds:.0f} s of {budget:.0f} s")
+    say(f"{head} | {machine()} | {results.seconds:.0f} s of {budget:.0f} s")
 
 
 def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:

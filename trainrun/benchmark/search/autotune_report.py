@@ -15,7 +15,9 @@ from trainrun.plots.compare import text_table
 from trainrun.timing.paired import Ratio
 
 SEARCH_HEAD: Final = ("speed", "x before", "interval", "x yours", "memory", "loss off", "kept", "setting")
-TABLE_HEAD: Final = ("technique", "alone", "interval", "says", "memory", "loss off", "training", "settings")
+TABLE_HEAD: Final = (
+    "technique", "alone", "interval", "says", "on top", "memory", "loss off", "training", "settings",
+)  # fmt: skip
 LONGEST_REASON: Final = 20
 CHANGES: Final = {EXACT: "the same", NUMERIC: "rounds more", OTHER: "another"}
 
@@ -65,25 +67,32 @@ def why(trial: Trial) -> str:
 
 
 def table_lines(table: TechniqueTable) -> list[str]:
-    noise = (
-        f"noise: your settings against themselves {table.noise}, at {quantity(table.speed)} {table.unit}/s"
+    results = table.results
+    lines = [text_table(TABLE_HEAD, [table_row(row) for row in table.rows])]
+    lines += [f"{row.title}: {row.reason}" for row in table.rows if len(row.reason) > LONGEST_REASON]
+    lines.append(
+        f"noise: your settings against themselves {results.noise}, at {quantity(results.speed)} {results.unit}/s"
     )
-    return [
-        text_table(TABLE_HEAD, [table_row(row) for row in table.rows]),
-        *[f"{row.title}: {row.reason}" for row in table.rows if len(row.reason) > LONGEST_REASON],
-        noise,
-        "what helps together is found by: trainrun autotune",
-    ]
+    settings = " ".join(one for part in results.parts for one in part.overrides)
+    if not settings:
+        untried = sum(row.alone is None and row.reason.startswith("no time") for row in table.rows)
+        short_of_time = f"; for {untried} there was no time (--budget)" if untried else ""
+        return [*lines, f"total: nothing that leaves the training the same helped clearly{short_of_time}"]
+    if results.claim is None:
+        return [*lines, f"total: not measured, {results.verdict}; what helped: {settings}"]
+    total = f"{results.claim} (99 %, fresh processes)"
+    return [*lines, f"total of all that leaves the training the same and helped: {total}: {settings}"]
 
 
 def table_row(row: Row) -> list[str]:
     settings = " ".join(row.overrides)
     if row.alone is None:
         reason = row.reason if len(row.reason) <= LONGEST_REASON else "see below"
-        return [row.title, "-", "", reason, "", "", CHANGES[row.gate], settings]
+        return [row.title, "-", "", reason, "", "", "", CHANGES[row.gate], settings]
     says = "helps" if row.alone.low > 1 else "HURTS" if row.alone.high < 1 else "not seen"
+    together = "" if row.together is None else f"{row.together.value:.2f}x{'' if row.kept else ' (left out)'}"
     on = "is on; without it: " if row.on else ""
-    return [row.title, f"{row.alone.value:.2f}x", interval(row.alone), says, *memory_and_loss(row),
+    return [row.title, f"{row.alone.value:.2f}x", interval(row.alone), says, together, *memory_and_loss(row),
             CHANGES[row.gate], f"{on}{settings}"]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
-"""Well-known techniques on this machine, each alone against the user's own settings.
+"""Well-known techniques on this machine: each alone against the user's own settings, and all that helped together.
 
-A technique that is on already is measured by taking it away. What helps together is what `Search` finds.
+A technique that is on already is measured by taking it away. Those that help and leave the training the same then go
+through the usual search, one on top of the other, which also measures them all together in fresh processes.
 """
 
 from __future__ import annotations
@@ -10,25 +11,29 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from trainrun.benchmark.run_overrides import config_of, replaced
-from trainrun.benchmark.search.candidates import FIRST_ROUNDS, Candidate
-from trainrun.benchmark.search.options import TECHNIQUES, Technique, TriedSetting
-from trainrun.benchmark.search.search import NO_TIME, SMALLEST, Search
+from trainrun.benchmark.search.candidates import FIRST_ROUNDS, Candidate, Trial
+from trainrun.benchmark.search.options import OTHER, TECHNIQUES, SearchOption, Technique, TriedSetting
+from trainrun.benchmark.search.search import NO_TIME, SMALLEST, Results, Search
 from trainrun.errors import ConfigError
 from trainrun.timing.paired import Ratio, Rules, compare
 
+ALONE_UNTIL: Final = 0.5  # of the budget
 AT_ONCE: Final = 4  # runs besides the base: as many share its turns, and lie in memory
 MOST_ROUNDS: Final = 9
 
 
 @dataclass(frozen=True)
 class Row:
-    """A technique. alone: over the user's settings; on: it is in them already, and was taken away to be measured."""
+    """A technique. alone: over the user's settings; on: it is in them already, and was taken away to be measured.
+    together: over all before it that helped; kept: it is among those that were measured together."""
 
     title: str
     overrides: tuple[str, ...]
     gate: str
     alone: Ratio | None = None
+    together: Ratio | None = None
     on: bool = False
+    kept: bool = False
     reason: str = ""
     peak_bytes: int = 0
     loss: float | None = None
@@ -36,13 +41,8 @@ class Row:
 
 @dataclass(frozen=True)
 class TechniqueTable:
-    """noise, speed, unit: of the user's own settings, as in `Results`."""
-
     rows: tuple[Row, ...]
-    unit: str
-    speed: float
-    noise: Ratio
-    seconds: float
+    results: Results
 
 
 def measure_table(search: Search, techniques: Sequence[Technique] = TECHNIQUES) -> TechniqueTable:
@@ -53,13 +53,17 @@ def measure_table(search: Search, techniques: Sequence[Technique] = TECHNIQUES) 
     found = {row.title: row for row in rows}
     while waiting:
         group, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
-        left = search.budget.left()
+        left = search.budget.left(ALONE_UNTIL)
         needed = 1.5 * len(group) * search.starter.start_seconds + search.starter.rounds_seconds(len(group))
         seconds = max(needed, left * len(group) / (len(group) + len(waiting)))
         found |= {row.title: row for row in measured_alone(search, group, min(left, seconds))}
-    search.base.close()
-    unit = search.facts.info.unit
-    return TechniqueTable(tuple(found.values()), unit, search.speed, search.noise, search.budget.spent)
+    helps = [row for row in found.values() if not row.on and row.gate != OTHER and may_help(row.alone)]
+    results = search.search([option_of(row) for row in helps])
+    together = {trial.option: trial for trial in results.trials}
+    kept = {part.option for part in results.parts}
+    return TechniqueTable(
+        tuple(with_search(row, together.get(row.title), row.title in kept) for row in found.values()), results
+    )
 
 
 def planned(technique: Technique, search: Search) -> Row:
@@ -100,3 +104,17 @@ def measured_alone(search: Search, group: Sequence[Row], seconds: float) -> list
 
 def inverse(ratio: Ratio) -> Ratio:
     return Ratio(1 / ratio.value, 1 / ratio.high, 1 / ratio.low, ratio.pairs)
+
+
+def may_help(ratio: Ratio | None) -> bool:
+    return ratio is not None and ratio.value > 1 + SMALLEST and ratio.high > 1
+
+
+def option_of(row: Row) -> SearchOption:
+    return SearchOption(row.title, lambda facts: [TriedSetting(row.overrides, row.gate)])
+
+
+def with_search(row: Row, trial: Trial | None, kept: bool) -> Row:
+    return (
+        row if trial is None else replace(row, together=trial.ratio, kept=kept, loss=trial.loss or row.loss)
+    )
