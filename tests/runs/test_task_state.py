@@ -275,7 +275,7 @@ def test_evaluation_has_the_state_of_the_task(own: Path, capsys: pytest.CaptureF
 
 
 def test_checksums_tell_contents_apart() -> None:
-    from trainrun.training.checks.task_state import comparable
+    from trainrun.training.checks.task_watch import comparable
 
     one = {"a": torch.ones(3), "b": [1, 2.0, None]}
     assert comparable(one, set(), 6) == comparable({"a": torch.ones(3), "b": [1, 2.0, None]}, set(), 6)

@@ -122,8 +122,11 @@ def train_once(
         watchdog.begin(run)
         run.task_calls.start(state)
         run.hooks.on_start(run, state)
+        if not config.loop:  # or nobody would say that a step was made
+            run.task_calls.watch(run.config.trainer.accumulate_grad_batches > 1, run.monitors.note)
         state = run_loop(run, state)
         run.hooks.on_end(run, state)
+        run.task_calls.unwatch()
         watchdog.rest()
         session = Session(state.step - before[0], state.items - before[1], run.phases.read())
         return finish(run, state, run_dir, listeners, facts, session)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainrun.errors import PluginError, TrainrunError
 from trainrun.seeding import kept_random_state
-from trainrun.training.checks.task_state import changed, values_of
+from trainrun.training.checks.task_watch import changed, values_of
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import no_memory
 from trainrun.training.without_trace import snapshot

@@ -40,7 +40,7 @@ def fit(run: Components, state: TrainState) -> TrainState:
         state.advance(micro_batches, report)
         if state.batches == 0:
             run.schedule.end_epoch()
-        run.task_calls.after_step(state)
+        run.task_calls.after_step(state, due.log)
         run.hooks.after_step(run, state)
         run.monitors.on_batch(state, report)  # counts on the host; the device is not waited for
         if due.log:

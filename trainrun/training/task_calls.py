@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from trainrun.interfaces import KeepsState, StepInfo
 from trainrun.seeding import derive_seed
 from trainrun.timing import phases
 from trainrun.training.state import TrainState
+
+if TYPE_CHECKING:
+    from trainrun.training.checks.task_watch import TaskWatch
 
 HOOKS = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end", "pictures")
 TRAINING, EVALUATION = 7, 8  # what seeds are derived from, besides the place
@@ -57,7 +61,6 @@ class Informed:
 class TaskCalls:
     """model: the bare one. pictures: the file for a task's pictures; None on ranks that write none.
 
-    lost: what the task keeps and no checkpoint holds, once the first step has shown it.
     Raises PluginError for a task whose methods do not fit together.
     """
 
@@ -65,8 +68,8 @@ class TaskCalls:
         self._task, self._model, self._place, self._pictures = task, model, place, pictures
         self._name = type(task).__name__
         self._hooks = {name: getattr(task, name) for name in HOOKS if callable(getattr(task, name, None))}
-        self.lost: list[str] = []
-        self._trains = self._unseen = False
+        self._watch: TaskWatch | None = None
+        self._trains = self._unseen = self._watches = False
         check_halves(task, "task")
         self.informed = wants_info(task)
         if self.informed:
@@ -79,13 +82,32 @@ class TaskCalls:
         """Ahead of the first step or validation of a session."""
         self._place.be_at(state)
 
+    def watch(self, accumulates: bool, note: Callable[[str], None]) -> None:
+        """Ahead of the first step of a session; a task of ours needs no watching."""
+        if not type(self._task).__module__.startswith("trainrun.task."):
+            from trainrun.training.checks.task_watch import TaskWatch
+
+            self._watch = TaskWatch(self._task, self._model, accumulates, note, saves_itself(self._task))
+            self._watches = True
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Inside, the task can be copied."""
+        return nullcontext() if self._watch is None else self._watch.aside()
+
+    def unwatch(self) -> None:
+        """The training has ended."""
+        if self._watch is not None:
+            self._watch.end()
+
     def before_step(self, state: TrainState) -> None:
         self._trains = True
         self._place.be_at(state)
         if self._hooks and state.batches == 0:
             self._call("on_epoch_start", self._model)
 
-    def after_step(self, state: TrainState) -> None:
+    def after_step(self, state: TrainState, log: bool) -> None:
+        if self._watch is not None and self._watches:
+            self._watches = not self._watch.after_step(log)
         if self._hooks and state.batches == 0:
             self._place.step = state.step
             self._call("on_epoch_end", self._model)
@@ -116,7 +138,9 @@ class TaskCalls:
     def state_dict(self) -> dict[str, Any]:
         """state: the task's own. lost: what no checkpoint holds. Empty if there is neither."""
         kept = saved_state(self._task, self._place.device)
-        return kept | {"lost": self.lost} if self.lost else kept
+        if self._watch is not None and (lost := self._watch.look()):
+            kept["lost"] = lost
+        return kept
 
 
 def wants_info(task: Any) -> bool:

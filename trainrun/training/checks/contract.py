@@ -1,4 +1,4 @@
-"""At the first step of a run: what a task of the user's own does that the runner could not follow.
+"""At the first step of a run: a task of the user's own that returns means where sums are wanted is refused.
 
 what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a sum
     doubles, a mean stays. Only what clearly stays, while its count doubles, is refused; a loss that grows, but by
@@ -8,8 +8,7 @@ what: loss and sums of some rows of the first batch are compared with those of t
 when: every new run with a task that is not ours; `trainer.check_task=false` leaves it out.
 when not: batches that cannot be cut, models that cannot be copied: one line says so, and the run goes on.
 source: the loss contract of `trainrun.interfaces`
-gain: a mean would train at 1/batch of the gradient, and a resume give another result, without a word. Cost: three
-    forward passes of half a batch, once.
+gain: a mean would train at 1/batch of the gradient without a word. Cost: three forward passes of half a batch, once.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from trainrun.errors import PluginError
 from trainrun.interfaces import Counting, MicroBatch, StepReport, counts_before
 from trainrun.seeding import kept_random_state
 from trainrun.sums import OWN, flat_sums, metrics_of
-from trainrun.training.checks.task_state import changed, checksum, few, own_parameters, values_of
 from trainrun.training.components import Components, Step
-from trainrun.training.task_calls import saves_itself
 from trainrun.training.without_trace import copy_obstacle, stand_ins
 
 MOST_ROWS = 64
@@ -36,7 +33,6 @@ LEAST = 1e-12  # values below say nothing
 ERRORS = 3.0  # standard errors of a mean over the repeats
 LOSS = ""  # its place among the sums
 MEAN, UNCLEAR, SUM = "mean", "unclear", "sum"
-PARAMETERS = "parameters of the model"
 
 Pair = tuple[Tensor, Tensor]
 
@@ -55,17 +51,10 @@ class Checked:
 
 
 class Looks(NamedTuple):
-    """Values and counts by name, of each look at the same rows: given once, and twice.
-
-    moved: parameters of the model that `step` changes; kept: attributes of the task that change; untrained: parameters
-    of the task that get gradients, and that it does not update.
-    """
+    """Values and counts by name, of each look at the same rows: given once, and twice."""
 
     once: list[dict[str, Pair]]
     twice: list[dict[str, Pair]]
-    moved: list[str]
-    kept: list[str]
-    untrained: list[str]
 
 
 def check_task(run: Components, data: Any) -> None:
@@ -77,13 +66,9 @@ def check_task(run: Components, data: Any) -> None:
     # Whatever the user's code does with fewer rows or in a copy is no fault of the run.
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        run.monitors.note(
-            "task: whether it returns sums or means, and keeps what no checkpoint holds, could not be checked "
-            f"({reason})"
-        )
+        run.monitors.note(f"task: whether it returns sums or means could not be checked ({reason})")
         return
     name = type(run.task).__name__
-    tell_state(run, looks, name)
     means = [key for key in looks.once[0] if found_of(looks, key) == MEAN]
     way_out = "If that is meant, say trainer.check_task=false"
     if LOSS in means:
@@ -106,24 +91,6 @@ def check_task(run: Components, data: Any) -> None:
         )
 
 
-def tell_state(run: Components, looks: Looks, name: str) -> None:
-    """What a resume would not bring back, for the checkpoints too; and parameters that nobody updates."""
-    run.task_calls.lost = [PARAMETERS] * bool(looks.moved) + looks.kept
-    if run.task_calls.lost:
-        moves = f"step changes parameters of the model itself ({few(looks.moved)})"
-        keeps = f"keeps what no checkpoint holds ({', '.join(looks.kept)})"
-        facts = " and ".join([moves] * bool(looks.moved) + [keeps] * bool(looks.kept))
-        run.monitors.note(
-            f"task: {name}: {facts}: this run cannot be resumed; give {name} the methods state_dict() and "
-            "load_state_dict(state)"
-        )
-    if looks.untrained:
-        run.monitors.note(
-            f"task: {name}: parameters of its own ({few(looks.untrained)}) get gradients, and nothing updates them: "
-            "the optimizer has those of the model; put them into the model"
-        )
-
-
 class BadOutput(Exception):
     """What a step returned is not what the contract says."""
 
@@ -134,40 +101,26 @@ def looks_at(run: Components, data: Any) -> Looks:
     count = num_rows(data)
     rows = min(max(count // 2, 1), MOST_ROWS)
     with kept_random_state():
-        model, task = stand_ins(run.model, run.task)
+        with run.task_calls.unwatched():
+            model, task = stand_ins(run.model, run.task)
         model.eval()
-        own = own_parameters(task, model)
 
         def look(data: Any) -> dict[str, Pair]:
             with run.precision.autocast():
                 out = task.step(model, data)
-            found = sums_and_counts(task, run.counting, data, out)
-            if own:
-                torch.autograd.backward(out.loss_sum, inputs=[parameter for _, parameter in own])
-            return found
+            return values_of(task, run.counting, data, out)
 
-        def state() -> tuple[dict[str, Any], dict[str, Any], list[int]]:
-            weights = {name: checksum(parameter) for name, parameter in model.named_parameters()}
-            return weights, values_of(task, model), [parameter._version for _, parameter in own]
-
-        few_rows = rows_of(data, 0, rows, count)
-        once, both = [look(few_rows)], [look(twice(few_rows, rows))]
-        before = state()  # what is made or checked once is there now
-        once.append(look(few_rows))
-        if not all(same(*(seen[key][0] for seen in once)) for key in once[0]):
+        few = rows_of(data, 0, rows, count)
+        looks = Looks([look(few)], [look(twice(few, rows))])
+        looks.once.append(look(few))
+        if not all(same(*(seen[key][0] for seen in looks.once)) for key in looks.once[0]):
             for _ in range(REPEATS - 1):
-                once.append(look(few_rows))
-                both.append(look(twice(few_rows, rows)))
-        after = state()
-    still = [
-        name for i, (name, one) in enumerate(own) if one.grad is not None and before[2][i] == after[2][i]
-    ]
-    if saves_itself(run.task):
-        return Looks(once, both, [], [], still)
-    return Looks(once, both, changed(before[0], after[0]), changed(before[1], after[1]), still)
+                looks.once.append(look(few))
+                looks.twice.append(look(twice(few, rows)))
+    return looks
 
 
-def sums_and_counts(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, Pair]:
+def values_of(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, Pair]:
     """The loss and all sums, each with what it is divided by. BadOutput: they are not what the contract says."""
     name, loss = type(task).__name__, getattr(out, "loss_sum", None)
     if not isinstance(loss, Tensor):
@@ -203,10 +156,8 @@ def same(left: Tensor, right: Tensor) -> bool:
 def found_of(looks: Looks, key: str) -> str:
     """MEAN: the value clearly stays where its count doubles. UNCLEAR: it is clearly nearer to that than to a sum. SUM:
     all else. Of a tensor, its numbers all together."""
-    once, twice = (torch.stack([seen[key][0] for seen in some]) for some in (looks.once, looks.twice))
-    counts = [
-        float(torch.stack([seen[key][1] for seen in some]).mean()) for some in (looks.once, looks.twice)
-    ]
+    once, twice = (torch.stack([seen[key][0] for seen in some]) for some in looks)
+    counts = [float(torch.stack([seen[key][1] for seen in some]).mean()) for some in looks]
     size = float(once.mean(0).abs().sum())
     if not LEAST < size < torch.inf or not counts[1] >= 1.5 * counts[0] > 0:
         return SUM

@@ -1,0 +1,298 @@
+"""Looks, between the start and the first log point, for what a task of the user's does without telling the runner.
+
+what: parameters that `step` itself changes, state of the task that no checkpoint holds, parameters of the task that get
+    gradients and are never updated, and micro-batches of one update that give gradients to different parameters (a task
+    that alternates from call to call).
+when: always, for tasks that are not of this package. The first two are told unless the task has `state_dict`.
+gain: a run that cannot be resumed says so at once. After the first log point nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainrun.interfaces import KeepsState
+from trainrun.user_code import is_users_class
+
+MOST_STEPS = 50  # without a log point
+NORMED_CALLS = (
+    2  # in which contents are compared as well: `parameter.data` changes them without a new version
+)
+DEEPEST = 6
+MOST_ENTRIES = 1000  # of one container
+MOST_NUMBERS = 1 << 20  # of one tensor; of a larger one a sample is looked at
+NAMED = 3  # parameters in a message
+PARAMETERS = "parameters of the model"
+OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class TaskWatch:
+    """Stands in front of `task.step` until `after_step` has returned True, or `end` was called.
+
+    saves: whether the task says itself what it keeps. lost: what a resume would not bring back, known then.
+    """
+
+    def __init__(
+        self, task: Any, model: nn.Module, accumulates: bool, note: Callable[[str], None], saves: bool
+    ) -> None:  # fmt: skip
+        self.lost: list[str] = []
+        self._task, self._model, self._note = task, model, note
+        self._plain, self._own = task.step, vars(task).get("step") if hasattr(task, "__dict__") else None
+        self._saves = saves
+        self._parameters = watched_parameters(model)
+        self._moved: dict[str, None] = {}
+        self._calls = self._steps = 0
+        self._before: dict[str, Any] = {}
+        self._own_before: dict[str, int] = {}
+        self._reached: list[set[str]] = []  # by each call of this window
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._reaches(name))  # type: ignore[no-untyped-call]
+            for name, parameter in (model.named_parameters() if accumulates else ())
+            if parameter.requires_grad
+        ]
+        self._in_front = hasattr(task, "__dict__")
+        if self._in_front:
+            object.__setattr__(task, "step", self._step)
+
+    def after_step(self, log: bool) -> bool:
+        """Whether all has been seen."""
+        if self._handles and len(self._reached) > 1:
+            self._tell_alternation()
+        self._reached.clear()
+        self._steps += 1
+        if self._steps == 1:  # what is made or checked once is there now
+            self._before = {} if self._saves else values_of(self._task, self._model)
+            self._own_before = {name: one._version for name, one in own_parameters(self._task, self._model)}
+            return False
+        if not log and self._steps < MOST_STEPS:
+            return False
+        self._tell_untrained()
+        self.look()
+        self.end()
+        return True
+
+    def look(self) -> list[str]:
+        """What is lost, as far as it can be known by now; told when it is found."""
+        if self.lost or self._saves or self._steps < 1:
+            return self.lost
+        found = changed(self._before, values_of(self._task, self._model))
+        self.lost = ([PARAMETERS] if self._moved else []) + found
+        if self.lost:
+            name = type(self._task).__name__
+            moves = f"step changes parameters of the model itself ({few(list(self._moved))})"
+            keeps = f"keeps what no checkpoint holds ({', '.join(found)})"
+            facts = " and ".join([moves] * bool(self._moved) + [keeps] * bool(found))
+            self._note(
+                f"task: {name}: {facts}: this run cannot be resumed; give {name} the methods state_dict() and "
+                "load_state_dict(state)"
+            )
+        return self.lost
+
+    def end(self) -> None:
+        """`task.step` is as it was."""
+        self.release()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, `task.step` is as it was, so that the task can be copied."""
+        stood = self._in_front
+        self.release()
+        try:
+            yield
+        finally:
+            self._in_front = stood
+            if stood:
+                object.__setattr__(self._task, "step", self._step)
+
+    def release(self) -> None:
+        """Nothing stands in front of `step` any more: a graph of it could be made."""
+        if self._in_front:
+            self._in_front = False
+            object.__delattr__(self._task, "step")
+            if self._own is not None:
+                object.__setattr__(self._task, "step", self._own)
+
+    def _step(self, *arguments: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._plain(*arguments, **named)
+        self._calls += 1
+        self._reached.append(set())
+        if self._saves:
+            return self._plain(*arguments, **named)
+        contents = self._calls <= NORMED_CALLS
+        before = versions(self._parameters, contents)
+        out = self._plain(*arguments, **named)
+        after = versions(self._parameters, contents)
+        for i, name in enumerate(self._parameters):
+            if before[i] != after[i]:
+                self._moved[name] = None
+        return out
+
+    def _reaches(self, name: str) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            if self._reached:
+                self._reached[-1].add(name)
+
+        return hook
+
+    def _tell_alternation(self) -> None:
+        first = self._reached[0]
+        other = next((one for one in self._reached if one != first), first)
+        if other != first:
+            self._note(
+                f"task: {type(self._task).__name__}: some micro-batches of one update give gradients to "
+                f"{few(sorted(first ^ other))}, others do not: if it alternates from call to call, accumulation mixes "
+                "what it alternates between; use "
+                "trainer.accumulate_grad_batches=1"
+            )
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _tell_untrained(self) -> None:
+        own = own_parameters(self._task, self._model)
+        still = [
+            name for name, one in own if one.grad is not None and one._version == self._own_before.get(name)
+        ]
+        if still:
+            self._note(
+                f"task: {type(self._task).__name__}: parameters of its own ({few(still)}) get gradients, and nothing "
+                "updates them: the optimizer has those of the model; put them into the model"
+            )
+
+
+def few(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def watched_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Those that are trained, but for embeddings with `max_norm`, which torch itself changes in the forward."""
+    limited = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in limited and not is_lazy(parameter)
+    }
+
+
+def own_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that attributes of the task hold, and the model does not; they take gradients."""
+    known = {id(parameter) for parameter in model.parameters()}
+    found: list[tuple[str, Tensor]] = []
+    if isinstance(task, nn.Module):
+        found += task.named_parameters()
+    for name, value in vars(task).items() if hasattr(task, "__dict__") else ():
+        if isinstance(value, nn.Module):
+            found += [(f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters()]
+        elif isinstance(value, Tensor) and value.is_leaf:
+            found.append((name, value))
+    return [
+        (name, parameter)
+        for name, parameter in found
+        if parameter.requires_grad and id(parameter) not in known
+    ]
+
+
+def versions(parameters: Mapping[str, Tensor], contents: bool) -> list[Any]:
+    """Return how often each parameter was written; with `contents` also its checksum, for which the host waits."""
+    found: list[Any] = [parameter._version for parameter in parameters.values()]
+    return list(zip(found, map(checksum, parameters.values()), strict=True)) if contents else found
+
+
+@torch.no_grad()
+def values_of(task: Any, model: nn.Module) -> dict[str, Any]:
+    """What each attribute of the task holds, in a form that can be compared; what the model holds is left out."""
+    known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    held = (
+        {name: value for name, value in vars(task).items() if name != "step"}
+        if hasattr(task, "__dict__")
+        else {}
+    )
+    if isinstance(task, nn.Module):  # the rest is in its state_dict
+        unsaved = {name: task._buffers[name] for name in task._non_persistent_buffers_set}
+        held = {name: value for name, value in held.items() if name not in OF_MODULES} | unsaved
+    return {name: comparable(value, known, DEEPEST) for name, value in held.items()}
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )  # one that is new holds nothing to compare but itself
+
+
+def comparable(value: Any, known: set[int], depth: int) -> Any:
+    """Equal for equal contents; None for what keeps no state that could be told."""
+    if id(value) in known or depth == 0:
+        return None
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return checksum(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return digest(value.tobytes()) if value.dtype != object else None
+    if isinstance(value, torch.Generator):
+        return digest(value.get_state().numpy().tobytes())
+    if isinstance(value, random.Random):
+        return digest(repr(value.getstate()).encode())
+    if isinstance(value, np.random.Generator):
+        return digest(repr(value.bit_generator.state).encode())
+    if isinstance(value, nn.Module):
+        inner: Any = dict(value.named_parameters()) | dict(value.named_buffers())
+    elif isinstance(value, Mapping):
+        inner = value
+    elif isinstance(value, list | tuple | deque):
+        inner = dict(enumerate(value))
+    elif isinstance(value, set | frozenset):
+        return repr(sorted(map(repr, value)))
+    elif isinstance(value, type) or callable(value):
+        return None
+    elif isinstance(value, KeepsState):  # optimizers and torch's schedulers
+        inner = value.state_dict()
+    elif is_users_class(type(value)) and hasattr(value, "__dict__"):
+        inner, known = vars(value), known | {id(value)}
+    else:
+        return None
+    entries = list(inner.items())[:MOST_ENTRIES]
+    return len(inner), [(repr(key), comparable(item, known, depth - 1)) for key, item in entries]
+
+
+def checksum(tensor: Tensor) -> str | None:
+    """Waits for the device. None for what belongs to a graph, or has no plain memory."""
+    if tensor.grad_fn is not None or type(tensor) not in (Tensor, nn.Parameter) or is_lazy(tensor):
+        return None
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return None
+    tensor = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    shape = tuple(tensor.shape)
+    if tensor.numel() > MOST_NUMBERS:
+        tensor = tensor.flatten()[:: tensor.numel() // MOST_NUMBERS | 1]  # odd: no column of a table alone
+    if not tensor.is_floating_point():
+        return f"{shape} {tensor.sum(dtype=torch.int64).item()}"
+    if not tensor.numel():
+        return f"{shape}"
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    norm, total = torch.linalg.vector_norm(tensor, dtype=wide), tensor.sum(dtype=wide)
+    return f"{shape} {norm.item()!r} {total.item()!r}"
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=12).hexdigest()
