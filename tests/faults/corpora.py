@@ -1,4 +1,4 @@
-"""F11, F13, F27: the corpora in full, each in a forked process with a home and a folder of its own."""
+"""F11, F13, F25, F27: the corpora in full, each in a forked process with a home and a folder of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from faults import corpus_damage, corpus_folder, corpus_hostile
+from faults import corpus_damage, corpus_folder, corpus_hostile, corpus_inputs
 from faults.corpus_case import Case
 from faults.forks import run_forked
 from faults.judges import Tally
@@ -20,6 +20,8 @@ CORPORA: dict[str, tuple[str, Make, Callable[[Path], None], Callable[[Case, Path
             corpus_damage.with_base, corpus_damage.check, 1000),
     "F13": ("files and folders of a stranger that want to run something", lambda count, seed: corpus_hostile.cases(),
             corpus_hostile.with_base, corpus_hostile.check, 0),
+    "F25": ("bad words, configs, data and checkpoints", lambda count, seed: corpus_inputs.cases(),
+            corpus_inputs.with_base, corpus_inputs.check, 0),
     "F27": ("every file of a run folder with other content, or something else in its place", corpus_folder.cases,
             corpus_folder.with_base, corpus_folder.check, 1000),
 }  # fmt: skip

@@ -88,6 +88,7 @@ YAMLS = {
     "deep": "model: " + "[" * 3000 + "]" * 3000 + "\n",
     "deep-blocks": "".join(" " * i + f"a{i}:\n" for i in range(500)),
     "large": "model: {_target_: torch.nn.Linear}\nuser: [" + "1," * 300_000 + "1]\n",
+    "many": "model: {_target_: torch.nn.Linear}\nuser: [" + "1," * 60_000 + "1]\n",
     "bytes": "model: {_target_: torch.nn.Linear}\n!!binary aGFsbG8=: 1\n",
 }
 

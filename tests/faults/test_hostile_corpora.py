@@ -1,4 +1,4 @@
-"""Damaged checkpoints and hostile files: the short sets of the corpora, and that each of them can fail."""
+"""Damaged checkpoints, hostile files and bad input: the short sets of the corpora, and that each of them can fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 import trainrun.runs.resume as existing
-from faults import corpus_damage, corpus_folder, corpus_hostile
+from faults import corpus_damage, corpus_folder, corpus_hostile, corpus_inputs
 from trainrun.checkpoint import reading
 
 # What the suite has time for; scripts/faults.py checks all.
@@ -51,6 +51,10 @@ def test_every_file_of_a_run_folder_is_damaged(place: Path) -> None:
 
 def test_nothing_of_a_stranger_runs(place: Path) -> None:
     assert faults_of(corpus_hostile, corpus_hostile.cases()[::SHARE], place) == []
+
+
+def test_bad_input_is_one_short_message(place: Path) -> None:
+    assert faults_of(corpus_inputs, corpus_inputs.cases()[::SHARE], place) == []
 
 
 def test_the_corpora_can_fail(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
