@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
 from typing import Any, Final, cast
 
 import numpy as np
@@ -108,8 +109,17 @@ def without_advice() -> Iterator[None]:
 def begin_worker(owner: int, worker: int) -> None:
     """Set a worker up: it ignores stop requests, and leaves with the training."""
     ignore_stop_signals()
+    sys.excepthook = shown_unless_cut_off
     if multiprocessing.get_start_method() != "forkserver":  # whose children are not the owner's
         threading.Thread(target=leave_with, args=(owner,), daemon=True).start()
+
+
+def shown_unless_cut_off(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """A training that is killed while Python's thread hands it a file descriptor is no news of its worker."""
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
 
 
 def leave_with(owner: int) -> None:
