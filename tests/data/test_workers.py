@@ -354,3 +354,10 @@ if __name__ == "__main__":
         == 2
     )
     print("read")
+
+
+def test_a_worker_says_nothing_of_a_training_that_is_gone(capsys):
+    loader_workers.shown_unless_cut_off(ConnectionResetError, ConnectionResetError("by peer"), None)
+    assert capsys.readouterr().err == ""
+    loader_workers.shown_unless_cut_off(KeyError, KeyError("x"), None)
+    assert "KeyError" in capsys.readouterr().err
