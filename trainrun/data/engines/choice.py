@@ -11,7 +11,7 @@ from trainrun.data.engines.in_memory import fits, gathered_in_place, resident_re
 from trainrun.data.map_style import thread_safe
 from trainrun.data.stream_options import PreparedStream, StreamOptions, unused
 from trainrun.errors import DataError
-from trainrun.output import quantity
+from trainrun.output import counted, quantity
 from trainrun.runtime.machine import usable_cores
 
 MAX_AUTO_WORKERS = 8
@@ -85,12 +85,12 @@ def _threads(options: StreamOptions, safe: bool) -> Choice:
     """More than one only where the source is safe for it, or the user says so."""
     vain = unused(options, "num_workers")
     if options.num_threads != "auto":
-        asked = described(options.num_threads, "loader thread")
+        asked = counted(options.num_threads, "loader thread")
         return Choice("threads", options.num_threads, f"{asked} (asked for{vain})")
     cores = max(1, usable_cores() // options.local_world_size)
     number = min(MAX_AUTO_THREADS, max(1, cores - 1)) if safe else 1
     why = "" if safe else "; the source does not say thread_safe = True"
-    return Choice("threads", number, f"{described(number, 'loader thread')} (data.engine=threads{why}{vain})")
+    return Choice("threads", number, f"{counted(number, 'loader thread')} (data.engine=threads{why}{vain})")
 
 
 def loader_workers(num_workers: int | Literal["auto"], local_world_size: int) -> Choice:
@@ -106,11 +106,7 @@ def loader_workers(num_workers: int | Literal["auto"], local_world_size: int) ->
 
 
 def describe_workers(number: int) -> str:
-    return described(number, "loader worker") if number else "read in the main process"
-
-
-def described(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number > 1 else ''}"
+    return counted(number, "loader worker") if number else "read in the main process"
 
 
 def most_workers(batch_bytes: int, prefetch_factor: int) -> float:
