@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from trainrun.cli.main import main
 from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt
 from trainrun.optimizer.build_optimizer import build_optimizer
+from trainrun.step.graphs import OnCuda
 
 __all__ = ["own"]  # the fixture
 pytestmark = [
@@ -124,6 +126,18 @@ def test_a_recorded_step_is_the_plain_one_while_threads_pin_batches(
     recorded = run(*shared, "trainer.cuda_graphs=true")
     assert recorded.status["compiled_graphs"] >= 1
     close(recorded, run(*shared), tolerance)
+
+
+def test_steps_are_recorded_again_after_all_graphs_are_gone() -> None:
+    """The weights moved, as cuDNN moves those of recurrent layers."""
+    record, seen = OnCuda(), torch.zeros(3, device=DEVICE)
+    for turn in (1, 2, 3):
+        replay, _ = record(lambda turn=turn: [seen.add_(turn)])
+        seen.zero_()
+        replay()
+        assert seen.tolist() == [turn] * 3
+        del replay
+        gc.collect()
 
 
 @pytest.mark.skipif(not torch.backends.cudnn.is_available(), reason="no cuDNN")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -109,11 +110,12 @@ def lowered(graph: torch.fx.GraphModule, inputs: list[Tensor], backend: str, mod
 class OnCuda:
     """Fills `Recorder`: warms up on a side stream, then records.
 
-    All graphs share one pool of memory: none has anything in it that is wanted once another is replayed.
+    All graphs share one pool of memory: none has anything in it that is wanted once another is replayed. The pool ends
+    with the last of them.
     """
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._given: deque[Any] = deque()  # steps that the device may not have done
 
     def __call__(self, run: Run) -> tuple[Callable[[], object], list[Tensor]]:
@@ -125,9 +127,10 @@ class OnCuda:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Threads that pin the next batches meanwhile would break a capture of the usual kind, and it them.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        pool = next((one.pool() for one in self._graphs), None)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = run()
-        self._pool = graph.pool()
+        self._graphs.add(graph)
 
         def replay() -> None:
             graph.replay()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,10 +98,18 @@ class Event:
 
 
 class CUDAGraph:
+    alive: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
+    pools: set[tuple[int, int]] = set()
+
     def __init__(self, keep_graph: bool = False) -> None:
-        self._which = 0
+        self._which, self._pool = 0, (0, 0)
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **more: Any) -> None:
+        if pool in self.pools and all(pool != graph._pool for graph in self.alive):
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: the pool ended with its last graph")
+        self._pool = pool or (0, len(self.pools) + 1)
+        self.pools.add(self._pool)
+        self.alive.add(self)
         gpu.begin_capture()
 
     def capture_end(self) -> None:
@@ -113,7 +122,7 @@ class CUDAGraph:
         gpu.forget_graph(self._which)
 
     def pool(self) -> tuple[int, int]:
-        return 0, 1
+        return self._pool
 
 
 def current_stream(device: Any = None) -> Stream:
