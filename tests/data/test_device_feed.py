@@ -150,7 +150,7 @@ def test_a_count_that_fails_comes_in_its_turn():
     "words", [{"num_workers": 0}, {"num_workers": 2}, {"engine": "threads", "num_threads": 2}]
 )
 def test_batches_on_a_gpu_are_those_of_the_cpu_while_it_computes(words):
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     host, _ = open_batches(Images(), StreamOptions("data.train", True, 4, 0, num_workers=0))
     stream, _ = open_batches(Images(), StreamOptions("data.train", True, 4, 0, device=device, **words))
     size = 32 if torch.version.cuda is None else 2048  # a pretended GPU computes nothing beside the copies
@@ -184,7 +184,7 @@ def test_samples_may_lie_on_the_gpu(words):
             return tuple(torch.as_tensor(part).cuda() for part in super().__getitem__(index))
 
     options = StreamOptions("data.train", True, 4, 0, **words)
-    stream, _ = open_batches(There(), replace(options, device=torch.device("cuda")))
+    stream, _ = open_batches(There(), replace(options, device=torch.device("cuda", 0)))
     plain, _ = open_batches(Images(), options)
     for found, wanted in zip(stream.epoch(0), plain.epoch(0), strict=True):
         assert found.data[0].is_cuda

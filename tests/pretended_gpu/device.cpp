@@ -247,9 +247,13 @@ void launch(const std::string& name, const std::vector<Access>& accesses) {
   }
 }
 
-void host_waits(const std::string& name) {
+void may_wait(const std::string& name) {
   if (sync_mode == 1) TORCH_WARN("called a synchronizing CUDA operation: ", name);
   TORCH_CHECK(sync_mode != 2, "called a synchronizing CUDA operation: ", name);
+}
+
+void host_waits(const std::string& name) {
+  may_wait(name);
   std::lock_guard<std::mutex> guard(time_lock);
   host_knows(clock_of(current_stream()));
 }
@@ -415,6 +419,7 @@ TORCH_LIBRARY(pretended_gpu, m) {
   m.def("sync_event(int event) -> ()", &sync_event);
   m.def("forget_event(int event) -> ()", [](int64_t event) { std::lock_guard<std::mutex> guard(time_lock); events.erase(event); });
   m.def("sync_all() -> ()", &sync_all);
+  m.def("may_wait() -> ()", []() { may_wait("synchronize"); });
   m.def("sync_mode(int mode) -> ()", [](int64_t mode) { sync_mode = static_cast<int>(mode); });
   m.def("get_sync_mode() -> int", []() { return static_cast<int64_t>(sync_mode.load()); });
   m.def("memory() -> int[]", []() { return std::vector<int64_t>{allocated, peak, limit, refused}; });

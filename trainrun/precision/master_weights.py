@@ -102,7 +102,7 @@ class Shadow:
             if grad is not None:
                 copy.grad = self._brought(grad, copy)
         if self._places:  # one wait for all of them
-            torch.cuda.current_stream(self._params[0].device).synchronize()
+            torch.cuda.current_stream(self._params[0].device).record_event().synchronize()
         exchange(optimizer, self._copy_of)
         try:
             yield

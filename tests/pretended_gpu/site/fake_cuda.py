@@ -58,6 +58,7 @@ class Stream(torch.Stream):
         return event
 
     def synchronize(self) -> None:
+        gpu.may_wait()  # torch asks of streams, not of events
         self.record_event().synchronize()
 
     def query(self) -> bool:
@@ -136,6 +137,8 @@ def set_stream(stream: Any) -> None:
 
 def set_device(device: Any) -> None:
     start()
+    if isinstance(device, torch.device) and device.index is None:
+        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got: {device}")
     gpu.set_device(index_of(device))
 
 

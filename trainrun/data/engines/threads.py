@@ -86,11 +86,11 @@ def _work(tasks: Tasks, ended: threading.Event, ready: threading.Semaphore, read
     torch.get_num_threads()  # takes over the default of this thread, before it is changed
     torch.set_num_threads(1)  # the other cores belong to the training
     ready.release()
-    if pin_for is not None:
-        torch.cuda.set_device(pin_for)  # or pinning would open a context on the first GPU
     while (task := tasks.get()) is not None and not ended.is_set():
         key, future = task
         try:
+            if pin_for is not None:
+                torch.cuda.set_device(pin_for)  # or pinning would open a context on the first GPU
             reading = reader.read(key)
             future.set_result(reading if pin_for is None else reading._replace(data=pinned(reading.data)))
             del reading  # or the last batch would be kept while waiting for the next
