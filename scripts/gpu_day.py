@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,7 @@ SMALL = (
 )
 GPT = (
     *TEXT, *STEPS, "model=gpt", "model.layers=12", "model.width=768", "model.heads=12", "model.context=1024",
-    "model.vocab_size=50304", "data.train.block_size=1024",
+    "model.vocab_size=50304", "data.train.block_size=1024", "monitor.log_every_n_steps=10",
 )  # fmt: skip
 MIXED = ("data.batch_size=32", "precision=bf16-mixed", "trainer.max_steps=60")
 PICTURES = ("data=synthetic", "data.shape=[3,32,32]", "data.train.num_samples=50000", *STEPS)
@@ -60,7 +61,7 @@ LSTM = (
 )  # fmt: skip
 FP8 = (
     *SMALL, "model.width=256", "precision=bf16-mixed", "precision.fp8=true", "data.batch_size=7",
-    "data.train.block_size=65", "trainer.max_epochs=1",
+    "data.train.block_size=65", "trainer.max_epochs=null", "trainer.max_steps=300",
 )  # fmt: skip
 GRAPHS, STEP = ("trainer.cuda_graphs=true",), ("trainer.compile=step",)
 SHORT = ("trainer.max_steps=60", "monitor.sync_debug=true")
@@ -94,6 +95,12 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "cnn graphs": ("speed", 90, (*CNN, *GRAPHS)),
     "mlp plain": ("speed", 60, MLP),
     "mlp graphs": ("speed", 60, (*MLP, *GRAPHS)),
+    "mlp reduce-overhead": (
+        "speed",
+        90,
+        (*MLP, "trainer.compile=model", "trainer.compile.mode=reduce-overhead"),
+    ),
+    "cnn tf32": ("speed", 90, (*CNN, "precision.matmul=high")),
     "mlp step graphs": ("speed", 180, (*MLP, *STEP, *GRAPHS)),
     "preset fast": ("start", 120, ("data=digits", "model=cnn", "preset=fast", "trainer.max_epochs=200")),
 }
@@ -113,11 +120,46 @@ def one_run(*words: str) -> dict[str, Any]:
         "training_seconds": done.status.get("seconds"),
         "samples_per_second": done.status.get("samples_per_second"),
         "tokens_per_second": done.status.get("tokens_per_second"),
+        "step_ms": step_ms([row["step_seconds"] for row in rows if row["kind"] == "train"]),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if torch.cuda.is_available() else None,
         "val": [row.get("val/loss") for row in rows if row["kind"] == "eval"][-8:],
         "notes": [row["text"][:300] for row in rows if row["kind"] == "note"][:6],
         "ledger": [row["seconds"] for row in rows if row["kind"] == "ledger"][-1:],
     }
+
+
+def step_ms(seconds: list[float]) -> float | None:
+    """The milliseconds of a step, from means between log points; the first two hold what happens once."""
+    return round(1e3 * statistics.median(seconds[2:]), 3) if len(seconds) > 2 else None
+
+
+def gpt_by_hand(compiled: bool) -> dict[str, Any]:
+    """The steps of "gpt plain" in a loop that only trains: fused AdamW, autocast, a wait every ten steps."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from trainrun.model.gpt import Gpt
+
+    kind, batch = torch.device(DEVICE).type, 32
+    model = Gpt(vocab_size=50304, context=1024, layers=12, width=768, heads=12).to(DEVICE)
+    network = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens = torch.randint(256, (280, batch, 1025)).to(DEVICE)
+    seconds, losses, start = [], [], time.perf_counter()
+    for step in range(60):
+        with torch.autocast(kind, torch.bfloat16):
+            logits = network(tokens[step, :, :-1])
+            loss = cross_entropy(logits.flatten(0, 1), tokens[step, :, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+        if step % 10 == 9:
+            torch.stack(losses).mean().item()
+            now = time.perf_counter()
+            seconds.append((now - start) / 10)
+            start = now
+    return {"step_ms": step_ms(seconds), "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3)}
 
 
 def machine_facts() -> dict[str, Any]:
@@ -144,6 +186,8 @@ def near_the_limit() -> dict[str, Any]:
 SNIPPETS: dict[str, tuple[str, int, Callable[[], dict[str, Any]]]] = {
     "facts": ("smoke", 90, machine_facts),
     "auto near the limit": ("bugs", 150, near_the_limit),
+    "gpt by hand": ("speed", 90, lambda: gpt_by_hand(compiled=False)),
+    "gpt by hand compiled": ("speed", 120, lambda: gpt_by_hand(compiled=True)),
     "large checkpoints": ("last", 180, lambda: one_run(*GPU[:-1], *LARGE)),
 }
 
