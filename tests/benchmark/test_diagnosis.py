@@ -89,6 +89,15 @@ def test_a_large_batch_explains_what_nothing_else_does() -> None:
     assert verdict(found(dispatch=1.2)).first == "healthy"
 
 
+def test_small_calls_of_a_gpu_are_recorded() -> None:
+    here = found(dispatch=1.9)
+    there = replace(here, info=replace(here.info, device="cuda:0"))
+    assert [verdict(one).causes[0].remedies[0] for one in (here, there)] == [
+        "trainer.compile=step",
+        "trainer.cuda_graphs=true",
+    ]
+
+
 def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> None:
     waits, computes = (verdict(found(data=3.0, load_cores=cores)) for cores in (0.1, 1.0))
     assert "mostly waits" in waits.text

@@ -419,6 +419,7 @@ TORCH_LIBRARY(pretended_gpu, m) {
   m.def("sync_event(int event) -> ()", &sync_event);
   m.def("forget_event(int event) -> ()", [](int64_t event) { std::lock_guard<std::mutex> guard(time_lock); events.erase(event); });
   m.def("sync_all() -> ()", &sync_all);
+  m.def("count() -> ()", []() { not_forked(); });
   m.def("may_wait() -> ()", []() { may_wait("synchronize"); });
   m.def("sync_mode(int mode) -> ()", [](int64_t mode) { sync_mode = static_cast<int>(mode); });
   m.def("get_sync_mode() -> int", []() { return static_cast<int64_t>(sync_mode.load()); });

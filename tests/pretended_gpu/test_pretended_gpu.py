@@ -129,3 +129,19 @@ def test_every_rank_of_somebody_else_may_be_shown_one_gpu(library: Path, tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on cuda:0" in done.stdout
     assert "x ranks 2 =" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(("batch", "--budget", "5"), "largest that fits"), (("lr", "--steps", "20"), "range test: ")],
+)
+def test_the_finders_fork_before_anybody_asked_torch_for_gpus(
+    words: tuple[str, ...], text: str, library: Path, tmp_path: Path
+) -> None:
+    small = ["data=synthetic", "data.train.num_samples=64", "data.val=null", "monitor.hardware=false"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainrun", "autotune", *words, *small],
+        cwd=tmp_path, env=environment(library), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert text in done.stdout

@@ -23,6 +23,11 @@ def start() -> None:
     started = torch.cuda._initialized = True
 
 
+def is_available() -> bool:
+    gpu.count()  # from then on no forked process can use it
+    return True
+
+
 def index_of(device: Any = None) -> int:
     if isinstance(device, int):
         return device
@@ -158,7 +163,7 @@ def functions() -> dict[str, Any]:
     count = gpu.num_devices()
     generators = tuple(gpu.default_generator(i) for i in range(count))
     return {
-        "is_available": lambda: True, "_is_compiled": lambda: True, "device_count": lambda: count,
+        "is_available": is_available, "_is_compiled": lambda: True, "device_count": lambda: count,
         "is_initialized": lambda: started, "_lazy_init": start, "init": start, "_is_in_bad_fork": lambda: False,
         "current_device": gpu.device, "set_device": set_device, "_exchange_device": exchange_device,
         "_maybe_exchange_device": exchange_device, "get_device_properties": lambda device=None: PROPERTIES,

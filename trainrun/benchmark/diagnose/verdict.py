@@ -29,6 +29,7 @@ CAUSES: Final = {
 INSIDE: Final = ("compile", "threads", "padding", "islands", "ranks", "update")  # a larger batch shares them
 THREADS: Final = "data.engine=threads data.num_threads=4"  # for data that says thread_safe = True
 WORKERS: Final = "data.engine=workers data.num_workers=4"
+GRAPHS: Final = "trainer.cuda_graphs=true"
 REMEDIES: Final[dict[str, tuple[str, ...]]] = {
     "data": ("data.cache=memory", "data.engine=workers data.num_workers=auto"),
     "compile": (
@@ -124,6 +125,8 @@ def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
         text, remedies = slow_loading(found)
     elif what_if.name == "threads":
         remedies = (what_if.about,)
+    elif what_if.name == "dispatch" and found.info.device.startswith("cuda"):
+        remedies = (GRAPHS, *remedies[1:])
     return Cause(what_if, text, remedies)
 
 

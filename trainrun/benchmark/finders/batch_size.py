@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainrun.benchmark.budget import Budget, steps_for
 from trainrun.benchmark.run_overrides import begin, config_of, progress_line, replaced, shown
 from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainingError
 from trainrun.output import quantity, say
-from trainrun.parallel.devices import choose_device
+from trainrun.parallel.devices import count_gpus
 from trainrun.plots.compare import text_table
 from trainrun.runtime.machine import host_memory
 from trainrun.scheduler.build_schedule import scaled_lr
@@ -47,6 +49,13 @@ class Tried:
     why: str = ""
 
 
+def computes_on_cpu(accelerator: str) -> bool:
+    """By the driver: once torch was asked for GPUs, no process forked from this one can use them."""
+    if accelerator != "auto":
+        return accelerator == "cpu"
+    return not (count_gpus() or torch.version.hip or torch.backends.mps.is_available())
+
+
 class Finder:
     """words: of the run. most_bytes: that one process on a CPU may take; None is what is free."""
 
@@ -56,7 +65,7 @@ class Finder:
         self._pool, self._words, self._budget, self._progress = pool, words, budget, progress
         self._most_bytes, self.tried = most_bytes, list[Tried]()
         self.config: RunConfig = config_of(words)
-        self._on_cpu = choose_device(self.config.parallel.accelerator, local_rank=0).type == "cpu"
+        self._on_cpu = computes_on_cpu(self.config.parallel.accelerator)
         self.stopped = ""
 
     def start(self, size: int) -> WorkerProcess:

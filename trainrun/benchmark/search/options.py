@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from trainrun.benchmark.run_overrides import loader_overrides
 from trainrun.benchmark.search.acceptance import EXACT, NUMERIC
 from trainrun.benchmark.worker_messages import RunInfo
+from trainrun.config.mistakes.technique_rules import step_obstacles
 from trainrun.config.schema import RunConfig
 from trainrun.data.engines.choice import numbers_up_to
 
@@ -167,6 +168,16 @@ def skip_compile(facts: SearchFacts) -> str:
     )
 
 
+def skip_graphs(facts: SearchFacts) -> str:
+    config = facts.config
+    if not facts.info.device.startswith("cuda"):
+        return "only a CUDA device has them"
+    if config.trainer.compile.scope not in ("off", "step"):
+        return f"does not go with trainer.compile.scope={config.trainer.compile.scope}"
+    obstacle = next(step_obstacles(config), None)
+    return f"does not go with {obstacle[0]}" if obstacle else ""
+
+
 def fixed(*settings: Overrides) -> Callable[[SearchFacts], list[TriedSetting]]:
     return lambda facts: [TriedSetting(overrides) for overrides in settings]
 
@@ -181,6 +192,7 @@ NO_SAVING: Final = ("trainer.gradient_checkpointing=none", "trainer.activation_o
 OPTIONS: Final = (
     SearchOption(NUMBERS, number_formats, weight=3.0),
     SearchOption("threads", threads, skip_threads),
+    SearchOption("CUDA graphs", fixed(("trainer.cuda_graphs=true",), ("trainer.cuda_graphs=false",)), skip_graphs),
     SearchOption("loader", loader, skip_loader, 2.0),
     SearchOption("micro-batch", micro_batch, skip_other_parts, 1.5),
     SearchOption("optimizer", fixed(FUSED, NOT_FUSED), skip_kernels),
