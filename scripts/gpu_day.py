@@ -79,6 +79,7 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "sync mlp": ("bugs", 90, (*MLP, *SHORT)),
     "sync gpt": ("bugs", 90, (*SMALL, *STEPS, *SHORT)),
     "gpt plain": ("speed", 120, (*GPT, *MIXED)),
+    "gpt one chunk": ("speed", 120, (*GPT, *MIXED, "task.loss_chunks=1")),
     "gpt compile": ("speed", 240, (*GPT, *MIXED, "trainer.compile=model")),
     "gpt step": ("speed", 240, (*GPT, *MIXED, *STEP)),
     "gpt step graphs": ("speed", 240, (*GPT, *MIXED, *STEP, *GRAPHS)),
