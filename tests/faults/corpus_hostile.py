@@ -70,7 +70,7 @@ TARGETS: dict[str, Any] = {
     "newline": {"_target_": "torch.nn.Linear\nos.system"},
 }
 PLACES = ("task", "optimizer", "scheduler", "loop", "data.train", "data.transform", "data.collate_fn", "data.val",
-          "monitor.listeners.x", "data.augment.x", "task.loss")  # fmt: skip
+          "monitor.x", "data.augment.x", "task.loss")  # fmt: skip
 COMMANDS = (["evaluate"], ["predict"], ["resume", "trainer.max_steps=8"])
 YAMLS = {
     "tag": "model: !!python/object/apply:os.system ['touch executed']\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,13 @@ def test_every_file_of_a_run_folder_is_damaged(place: Path) -> None:
 
 def test_nothing_of_a_stranger_runs(place: Path) -> None:
     assert faults_of(corpus_hostile, corpus_hostile.cases()[::SHARE], place) == []
+
+
+def test_every_attack_can_be_prepared(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / corpus_hostile.BASE, tmp_path / corpus_hostile.BASE)
+    for number, case in enumerate(corpus_hostile.cases()):
+        (tmp_path / str(number)).mkdir()
+        case.build(tmp_path / str(number))
 
 
 def test_bad_input_is_one_short_message(place: Path) -> None:
