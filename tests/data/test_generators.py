@@ -1,13 +1,15 @@
 """The hook: a parameter `generator` gets a torch.Generator seeded by (seed, epoch, index)."""
 
 import random
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from trainrun.data.engines.generators import generator_of
+from trainrun.data.engines.generators import generator_of, guarded
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 
@@ -84,3 +86,29 @@ def test_an_iterable_is_transformed_by_position(workers):
     got = [(batch.indices.tolist(), batch.real) for batch in share.epoch(1)]
     assert got == [([1], True), ([3], True), ([5], True), ([6], False)]
     share.close()
+
+
+def test_what_the_training_compiles_is_compiled_while_threads_read_and_after_them() -> None:
+    """Torch has one flag for all threads, which the second of two would leave set."""
+    compiled: list[int] = []
+    inside, left = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+
+    def read(number: int) -> None:
+        with guarded((), "a reader"):
+            inside[number].set()
+            left[number].wait(60)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in (0, 1)]
+    for thread, event in zip(threads, inside, strict=True):
+        thread.start()
+        assert event.wait(60)
+    torch.compile(lambda x: x * 2 + 1, backend=backend)(torch.ones(3))
+    for thread, event in zip(threads, left, strict=True):  # the first one first
+        event.set()
+        thread.join()
+    torch.compile(lambda x: x * 3 + 1, backend=backend)(torch.ones(3))
+    assert len(compiled) == 2

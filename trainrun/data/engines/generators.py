@@ -114,6 +114,17 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # how torch ha
         """Or torch wraps the method below so that its first call imports torch._dynamo, which takes seconds."""
         return False
 
+    # Torch keeps one flag for all threads of whether a mode is on, and up to 2.8 its compiler leaves out what the
+    # training calls meanwhile, or for ever where two threads end in another order. These two say: not this mode.
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         named = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
