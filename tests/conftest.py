@@ -86,6 +86,9 @@ def own_list(tmp_path_factory: pytest.TempPathFactory) -> None:
 def forked_ranks() -> None:
     """Ranks are forked from this process, but for a test that asks for `real_ranks`; CUDA allows no forks."""
     if not torch.cuda.is_available():
+        # Autograd makes its threads at its first use, one for each device, and is then lost to a forked process; torch
+        # 2.15 with CUDA libraries counts the devices that torch.compile pretends, if that came first.
+        torch.ones((), requires_grad=True).backward()
         launch.start_rank = start_forked  # type: ignore[assignment]
 
 
