@@ -6,6 +6,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination, WhatIf
 from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
 from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.diagnose.verdict import CAUSES, REMEDIES, verdict
+from trainrun.benchmark.run_overrides import config_of
 from trainrun.benchmark.worker_messages import RunInfo, Turn
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
@@ -89,13 +91,33 @@ def test_a_large_batch_explains_what_nothing_else_does() -> None:
     assert verdict(found(dispatch=1.2)).first == "healthy"
 
 
-def test_small_calls_of_a_gpu_are_recorded() -> None:
+def test_small_calls_are_recorded_where_they_can_be() -> None:
     here = found(dispatch=1.9)
-    there = replace(here, info=replace(here.info, device="cuda:0"))
+    there = replace(here, can_record=True)
     assert [verdict(one).causes[0].remedies[0] for one in (here, there)] == [
         "trainer.compile=step",
         "trainer.cuda_graphs=true",
     ]
+
+
+@pytest.mark.parametrize(
+    ("can", "words", "device", "one_graph"),
+    [
+        (True, [], "cuda:0", True),
+        (False, [], "cpu", True),
+        (False, [], "cuda:0", False),
+        (False, ["trainer.cuda_graphs=true"], "cuda:0", True),
+        (False, ["precision=16-mixed"], "cuda:0", True),
+        (False, ["trainer.gradient_checkpointing=full"], "cuda:0", True),
+    ],
+)
+def test_steps_can_be_recorded_on_a_gpu_if_settings_and_task_let_them(
+    can: bool, words: list[str], device: str, one_graph: bool
+) -> None:
+    examined = Examination.__new__(Examination)
+    examined._overrides, examined._config = words, config_of(words)
+    examined._base = SimpleNamespace(info=replace(INFO, device=device, one_graph=one_graph))  # type: ignore[assignment]
+    assert examined._can_record() is can
 
 
 def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> None:

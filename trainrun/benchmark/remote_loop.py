@@ -42,6 +42,7 @@ from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.map_style import thread_safe
 from trainrun.errors import PluginError, TrainingError
 from trainrun.interfaces import MicroBatch, StepReport, counts_before
+from trainrun.step.whole import task_obstacle
 from trainrun.summary.throughput_limits import ahead, settle
 from trainrun.timing.phases import ACCOUNTS, COMPILE
 from trainrun.training import loop
@@ -115,6 +116,7 @@ def info_of(run: Components) -> RunInfo:
         reads_ahead=ahead(run) > 0,
         has_padding=run.positions.get(config.data.padding, 0)
         > PADDED * run.positions.get("bucket", math.inf),
+        one_graph=not task_obstacle(run.task, run.task_calls.informed),
     )
 
 

@@ -77,7 +77,7 @@ class RunInfo:
     unit: of an item (`samples`, `tokens`). engine, number: how `data.engine=auto` reads, with how many readers.
     total_steps, val_every: None without an end or without validations. layers: class names of all modules.
     thread_safe: threads may read the data. reads_ahead: batches are read during the training. has_padding: batches are
-    sequences of several lengths.
+    sequences of several lengths. one_graph: a step of its task can be one graph.
     """
 
     unit: str
@@ -94,6 +94,7 @@ class RunInfo:
     thread_safe: bool = False
     reads_ahead: bool = False
     has_padding: bool = False
+    one_graph: bool = False
 
 
 @dataclass(frozen=True)

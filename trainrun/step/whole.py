@@ -54,14 +54,8 @@ def build_whole_step(
         if compiles
         else ("trainer.cuda_graphs=true", "trainer.cuda_graphs=false")
     )
-    if not counts_before(task):
-        raise ConfigError(
-            f"{key}: needs the count of a batch before its forward, and {type(task).__name__} has no method "
-            "count(batch); add it, or leave this setting out"
-        )
-    if informed or saves_itself(task):
-        reason = "takes info, which changes with every step" if informed else "keeps state of its own"
-        raise ConfigError(f"{key}: {type(task).__name__} {reason}, and a graph would freeze that; use {off}")
+    if obstacle := task_obstacle(task, informed, off):
+        raise ConfigError(f"{key}: {obstacle}")
     if records and device.type != "cuda":
         raise ConfigError(
             f"trainer.cuda_graphs=true: only a CUDA device has them, and this run is on {device.type}; "
@@ -80,6 +74,20 @@ def build_whole_step(
         return captured(function, inputs, num_held, record) if records else function
 
     return WholeStep(plain, config.data.batch_size, engine, log, fixed=records)
+
+
+def task_obstacle(task: Any, informed: bool, off: str = "") -> str:
+    """Why no graph can hold a step of this task, or "". off: the setting that is the way out."""
+    name = type(task).__name__
+    if not counts_before(task):
+        return (
+            f"needs the count of a batch before its forward, and {name} has no method count(batch); add it, or leave "
+            "this setting out"
+        )
+    if informed or saves_itself(task):
+        reason = "takes info, which changes with every step" if informed else "keeps state of its own"
+        return f"{name} {reason}, and a graph would freeze that; use {off}"
+    return ""
 
 
 class Both(nn.Module):

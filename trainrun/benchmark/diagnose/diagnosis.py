@@ -29,7 +29,7 @@ from trainrun.benchmark.diagnose.rounds import Rounds, Side, freed
 from trainrun.benchmark.run_overrides import config_of, own_choices, replaced
 from trainrun.benchmark.worker_messages import SAVING, Load, Profile, Profiled, RunInfo, Save, Turn, Validate
 from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
-from trainrun.errors import TrainrunError
+from trainrun.errors import ConfigError, TrainrunError
 from trainrun.limits import parse_seconds
 from trainrun.timing.paired import Ratio
 from trainrun.timing.phases import COMPILE, DATA, LOGGING
@@ -43,6 +43,7 @@ FEWEST_ROUNDS, FEW_ROUNDS, MOST_ROUNDS = 2, 3, 12
 SLOWER: Final = 0.9  # an ablation below it is not worth more turns
 MOST_PACING, MOST_STARTING = 0.6, 0.5  # of the time: to find the pace, and to start another run
 TINY_BATCH: Final = 8
+GRAPHS: Final = "trainer.cuda_graphs=true"
 LOG_SECONDS: Final = 1.0  # from one log point to the next, at most
 
 
@@ -68,8 +69,8 @@ class WhatIf:
 @dataclass(frozen=True)
 class Diagnosis:
     """All that was measured. speed: items a second of the loop. step_seconds: with its part of validation and
-    checkpoints. load_speed: of loading with nobody to train; load_cores: that it keeps busy. untried: what there was no
-    time for."""
+    checkpoints. load_speed: of loading with nobody to train; load_cores: that it keeps busy. can_record: CUDA graphs
+    could be, and are not, on. untried: what there was no time for."""
 
     info: RunInfo
     speed: float
@@ -78,6 +79,7 @@ class Diagnosis:
     load_speed: float
     load_cores: float
     fused: bool = True
+    can_record: bool = False
     profiled: Profiled | None = None
     untried: tuple[str, ...] = ()
 
@@ -248,8 +250,18 @@ class Examination:
         fused = optimizer.get("fused", True) is not False and optimizer.get("foreach") is not True
         return Diagnosis(
             info, 1 / rounds.base.each, step_seconds, what_ifs, load.items_per_second,
-            load.cpu_seconds / load.seconds, fused, untried=tuple(dict.fromkeys(self._untried)),
+            load.cpu_seconds / load.seconds, fused, self._can_record(), untried=tuple(dict.fromkeys(self._untried)),
         )  # fmt: skip
+
+    def _can_record(self) -> bool:
+        """Whether the run could have CUDA graphs, and has none."""
+        config, info = self._config, self._base.info
+        if not info.device.startswith("cuda") or not info.one_graph or config.trainer.cuda_graphs:
+            return False
+        with suppress(ConfigError):
+            config_of(replaced(self._overrides, [*own_choices(config, info), GRAPHS]))
+            return True
+        return False
 
     def _ratios(self, rounds: Rounds) -> dict[str, Ratio]:
         """Return the gain of each ablation. What both sides read is taken off, so that a stall is no difference."""

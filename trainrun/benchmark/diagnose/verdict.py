@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from trainrun.benchmark.diagnose.diagnosis import CLEAR, Diagnosis, WhatIf
+from trainrun.benchmark.diagnose.diagnosis import CLEAR, GRAPHS, Diagnosis, WhatIf
 
 LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below it is not worth a word
 LEAST_OF_LARGER: Final = 3  # pairs with it, for the same reason: the interval of two may be narrow by luck
@@ -29,7 +29,6 @@ CAUSES: Final = {
 INSIDE: Final = ("compile", "threads", "padding", "islands", "ranks", "update")  # a larger batch shares them
 THREADS: Final = "data.engine=threads data.num_threads=4"  # for data that says thread_safe = True
 WORKERS: Final = "data.engine=workers data.num_workers=4"
-GRAPHS: Final = "trainer.cuda_graphs=true"
 REMEDIES: Final[dict[str, tuple[str, ...]]] = {
     "data": ("data.cache=memory", "data.engine=workers data.num_workers=auto"),
     "compile": (
@@ -125,7 +124,7 @@ def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
         text, remedies = slow_loading(found)
     elif what_if.name == "threads":
         remedies = (what_if.about,)
-    elif what_if.name == "dispatch" and found.info.device.startswith("cuda"):
+    elif what_if.name == "dispatch" and found.can_record:
         remedies = (GRAPHS, *remedies[1:])
     return Cause(what_if, text, remedies)
 
