@@ -27,9 +27,10 @@ class World:
 
     def __init__(self, folder: Path, speed: Speed, noise: float = 0.0, twist: float = 0.0, drift: float = 0.0,
                  wrong: Callable[[RunConfig], bool] = lambda config: False, seed: int = 0,
-                 start_seconds: float = 0.5, total_steps: int | None = 100_000) -> None:  # fmt: skip
+                 start_seconds: float = 0.5, total_steps: int | None = 100_000,
+                 device: str = "cpu") -> None:  # fmt: skip
         self.speed, self.noise, self.twist, self.drift, self.wrong = speed, noise, twist, drift, wrong
-        self.start_seconds, self.total_steps = start_seconds, total_steps
+        self.start_seconds, self.total_steps, self.device = start_seconds, total_steps, device
         self.draw = random.Random(seed)
         self.now, self.phase = 0.0, self.draw.uniform(0, 2 * math.pi)
         self.alive = self.most_alive = 0
@@ -62,7 +63,7 @@ class Runner:
         self.start_seconds = world.start_seconds
         devices = config.parallel.devices
         self.info = RunInfo(
-            unit="samples", engine="", number=0, num_threads=2, device="cpu",
+            unit="samples", engine="", number=0, num_threads=2, device=world.device,
             world_size=devices if isinstance(devices, int) else 1, total_steps=world.total_steps, val_every=45.0,
             layers=("Conv2d", "Linear"), memory_bytes=10**10, thread_safe=True,
         )  # fmt: skip

@@ -9,10 +9,20 @@ import pytest
 from benchmark_worlds import World
 
 from trainrun.benchmark.budget import Budget
+from trainrun.benchmark.run_overrides import config_of
 from trainrun.benchmark.search.acceptance import SHOWN
 from trainrun.benchmark.search.autotune_report import as_plain, search_lines, table_lines
-from trainrun.benchmark.search.candidates import NEEDLESS, REJECTED, UNPAID, Trial
-from trainrun.benchmark.search.options import EXACT, NUMERIC, OPTIONS, OTHER, SearchOption, Technique
+from trainrun.benchmark.search.candidates import KEPT, NEEDLESS, REJECTED, UNPAID, Trial
+from trainrun.benchmark.search.options import (
+    EXACT,
+    NUMERIC,
+    OPTIONS,
+    OTHER,
+    SearchFacts,
+    SearchOption,
+    Technique,
+    skip_graphs,
+)
 from trainrun.benchmark.search.search import Results, Search
 from trainrun.benchmark.search.technique_table import Row, measure_table
 from trainrun.config.schema import RunConfig
@@ -21,6 +31,8 @@ from trainrun.errors import ConfigError, TrainingError
 SETTINGS = ["seed=1", "trainer.num_threads=2"]
 FEW = tuple(option for option in OPTIONS if option.name in ("threads", "numbers"))
 COMPILE_ONLY = tuple(option for option in OPTIONS if option.name == "compile")
+GRAPHS_FIRST = tuple(option for option in OPTIONS if option.name in ("CUDA graphs", "compile"))
+GRAPHS = "trainer.cuda_graphs=true"
 
 
 def flat(config: RunConfig) -> float:
@@ -143,6 +155,39 @@ def test_compiling_must_pay_for_itself(tmp_path: Path) -> None:
     results = searched(slow, budget=300.0, options=COMPILE_ONLY)
     assert UNPAID in {trial.state for trial in results.trials if trial.option == "compile"}
     assert not results.claimed
+
+
+def test_recorded_steps_are_tried_on_a_gpu_and_give_way_to_a_faster_compiled_model(tmp_path: Path) -> None:
+    def speed(config: RunConfig) -> float:
+        if config.trainer.cuda_graphs:
+            return 2000.0
+        return 4000.0 if config.trainer.compile.scope == "model" else 1000.0
+
+    graphs, compiled = GRAPHS_FIRST[:1], GRAPHS_FIRST
+    assert searched(World(tmp_path, speed, device="cuda:0"), options=graphs).found == (GRAPHS,)
+    both = searched(World(tmp_path, speed, device="cuda:0"), options=compiled)
+    assert trial_of(both, GRAPHS).state == KEPT
+    assert both.found == ("trainer.compile.scope=model", "trainer.cuda_graphs=false")
+    fails = World(tmp_path, lambda config: 0.0 if config.trainer.cuda_graphs else 1000.0, device="cuda:0")
+    assert trial_of(searched(fails, options=graphs), GRAPHS).state == REJECTED
+    on_cpu = searched(World(tmp_path, speed), options=graphs)
+    assert "CUDA graphs: CUDA graphs: does not apply, only a CUDA device has them" in search_lines(
+        on_cpu, True
+    )
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "precision=16-mixed",
+        "parallel=ddp",
+        "trainer.compile.scope=model",
+    ],
+)
+def test_recorded_steps_are_not_tried_where_they_are_refused(word: str, tmp_path: Path) -> None:
+    info = World(tmp_path, flat, device="cuda:0").start(config_of([]), 0.0).info
+    facts = SearchFacts(config_of([word]), info, 2, 0.01, 0.001, 100.0)
+    assert skip_graphs(facts) == f"does not go with {word}"
 
 
 def test_time_that_is_short_is_kept(tmp_path: Path) -> None:

@@ -168,6 +168,13 @@ def skip_compile(facts: SearchFacts) -> str:
     )
 
 
+def compilers(facts: SearchFacts) -> list[TriedSetting]:
+    """Graphs that are recorded already go with a compiled step, and not with a compiled model."""
+    plain = ("trainer.cuda_graphs=false",) * facts.config.trainer.cuda_graphs
+    others = {"step": (), "regional": plain, "model": plain, "off": ()}
+    return [TriedSetting((f"trainer.compile.scope={scope}", *more)) for scope, more in others.items()]
+
+
 def skip_graphs(facts: SearchFacts) -> str:
     config = facts.config
     if not facts.info.device.startswith("cuda"):
@@ -198,8 +205,7 @@ OPTIONS: Final = (
     SearchOption("optimizer", fixed(FUSED, NOT_FUSED), skip_kernels),
     SearchOption("collector", fixed(("trainer.python_gc=between_steps",)), weight=0.5),
     SearchOption("memory", fixed(NO_SAVING), skip_memory),
-    SearchOption(COMPILE, fixed(*((f"trainer.compile.scope={one}",) for one in ("step", "regional", "model", "off"))),
-           skip_compile, 3.0),
+    SearchOption(COMPILE, compilers, skip_compile, 3.0),
 )  # fmt: skip
 
 
