@@ -78,8 +78,6 @@ class Snapshots:
         """Have the memory of the first large snapshot touched in the background."""
         if not self._kept and num_bytes(tensors) >= LARGE_BYTES and self.has_room(tensors):
             self._kept = _in_one_piece(tensors)
-            if any(tensor.is_cuda for tensor in tensors.values()):
-                return  # pinning touched it
             whole = next(iter(self._kept.values())).untyped_storage()
             memory = torch.empty(0, dtype=torch.uint8).set_(whole).numpy()
             self._touching = threading.Thread(
