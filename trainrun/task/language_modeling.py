@@ -14,7 +14,7 @@ from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.limits import Auto, Count, Positive
 from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
-from trainrun.task.chunked_loss import IGNORED, chunked_loss, chunked_sums, head_of, memory_of, num_chunks
+from trainrun.task.chunked_loss import IGNORED, chunked_loss, chunked_right, head_of, memory_of, num_chunks
 from trainrun.task.dict_batches import bare_model, keywords_of
 
 
@@ -84,13 +84,9 @@ class LanguageModeling:
             check_states(states, target, layer)
             self.checked = True
         states, target, head = states.flatten(0, 1), target.flatten(), head_of(layer, states)
-        if not torch.is_grad_enabled():
-            loss, right = chunked_sums(states, target, head, chunks)
-            return StepOutput(loss, {**self.bits(loss), "acc": lambda: right})
-        loss, seen = chunked_loss(states, target, head, chunks), states.detach()
-        return StepOutput(
-            loss, {**self.bits(loss), "acc": lambda: chunked_sums(seen, target, head, chunks)[1]}
-        )
+        loss = chunked_loss(states, target, head, chunks)
+        seen = states.detach()
+        return StepOutput(loss, {**self.bits(loss), "acc": lambda: chunked_right(seen, target, head, chunks)})
 
     def bits(self, loss: Tensor) -> dict[str, Callable[[], Tensor]]:
         factor = self.nats_to_bits

@@ -87,7 +87,7 @@ class Finder:
             text = str(error)
             died = ("ended with -9", "ended with 1") if self._on_cpu else "ended with -9"
             memory = "memory" in text.lower() or text.endswith(died)
-            if not memory and error.exit_code != EXIT_USAGE:
+            if not memory and (error.exit_code != EXIT_USAGE or not self.tried):
                 raise
             self.tried.append(Tried(size, None, why="out of memory" if memory else text.partition(";")[0]))
             return False
