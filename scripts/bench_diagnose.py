@@ -45,9 +45,8 @@ WORKLOADS = {
     "cnn": [*COMMON, "data.train._target_=faulty_parts.Pictures", "model=cnn", "data.batch_size=64"],
     "gpt": ["seed=1", "data=custom", "data.train._target_=faulty_parts.Sequences", "model=gpt",
             "task=language_modeling", "task.shift_labels=true", "model.vocab_size=256", "model.layers=2",
-            "model.width=128", "model.heads=2",
-            "data.batch_size=16", "trainer.max_epochs=200", "monitor.hardware=false",
-            "data.padding=bucket"],
+            "model.width=128", "model.heads=2", "data.batch_size=16", "trainer.max_epochs=200",
+            "monitor.hardware=false", "data.padding=bucket"],
 }  # fmt: skip
 
 

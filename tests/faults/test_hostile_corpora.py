@@ -59,6 +59,7 @@ def test_every_attack_can_be_prepared(place: Path, tmp_path: Path) -> None:
     for number, case in enumerate(corpus_hostile.cases()):
         (tmp_path / str(number)).mkdir()
         case.build(tmp_path / str(number))
+        assert any((tmp_path / str(number)).iterdir()), case
 
 
 def test_bad_input_is_one_short_message(place: Path) -> None:

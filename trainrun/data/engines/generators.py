@@ -114,7 +114,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # how torch ha
         """Or torch wraps the method below so that its first call imports torch._dynamo, which takes seconds."""
         return False
 
-    # Torch keeps one flag for all threads of whether a mode is on, and up to 2.8 its compiler leaves out what the
+    # Torch keeps one flag for all threads of whether a mode is on, and the compiler of 2.8 leaves out what the
     # training calls meanwhile, or for ever where two threads end in another order. These two say: not this mode.
 
     @classmethod
