@@ -46,14 +46,21 @@ TECHNIQUES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], f
         (*GPT, "trainer.nan_policy=ignore", "trainer.out_of_memory=stop"), ("trainer.ema.enabled=true",),
         IN_BACKWARD, 0,
     ),
+    "in backward, loss in chunks": (
+        (*GPT, "trainer.nan_policy=ignore", "trainer.out_of_memory=stop", "task.loss_chunks=5"),
+        ("trainer.ema.enabled=true",), IN_BACKWARD, 0,
+    ),
     "loss in chunks": (GPT, (), ("task.loss_chunks=5",), 1e-5),
     "master weights": ((*GPT, "precision=bf16-true"), (), ("precision.master_weights=true",), 0.05),
 }  # fmt: skip
 
 
+ROWS = ("train/loss", "train/acc", "val/loss")
+
+
 def losses(folder: str) -> list[tuple[int, float]]:
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row[key]) for row in rows for key in ("train/loss", "val/loss") if key in row]
+    return [(row["step"], row[key]) for row in rows for key in ROWS if key in row]
 
 
 def weights(folder: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from trainrun.model.lstm import Lstm
 from trainrun.precision.other_types import computes_lstm
 from trainrun.task.chunked_loss import memory_of, num_chunks
 from trainrun.task.language_modeling import LanguageModeling
+from trainrun.transform.lora import lora
 
 VOCABULARY = 60
 
@@ -148,6 +149,9 @@ def test_a_model_that_cannot_is_refused_and_auto_leaves_it_alone() -> None:
         ConfigError, match=r"task.loss_chunks=4: needs a model whose forward takes return_states"
     ):
         LanguageModeling(loss_chunks=4).check_model(Users())
+    changed = lora(Gpt(20, 12, layers=1, width=16, heads=2, tied=False), target="head")
+    with pytest.raises(ConfigError, match=r"the head of Gpt is a LoraLinear"):
+        LanguageModeling(loss_chunks=4).check_model(changed)
     LanguageModeling().check_model(Users())
     assert LanguageModeling().step(Users(), (BATCH, IGNORED)).loss_sum > 0
     with pytest.raises(PluginError, match=r"gave \(5, 16, 60\), but its head reads \(5, 16, 4\)"):

@@ -45,7 +45,7 @@ class LanguageModeling:
             raise ConfigError(
                 f"task.loss_chunks={self.loss_chunks}: needs a model whose forward takes return_states=True and then "
                 "gives (B, T, width), what its attribute `head`, a torch.nn.Linear, makes the logits of; "
-                f"{type(bare_model(model)).__name__} is none. Use task.loss_chunks=1"
+                f"{without_states(model)}. Use task.loss_chunks=1"
             )
 
     def count(self, batch: Any) -> int:
@@ -135,6 +135,15 @@ def last_layer(model: nn.Module) -> nn.Linear | None:
     layer = getattr(bare, "head", None)
     can = isinstance(layer, nn.Linear) and "return_states" in keywords_of(type(bare).forward)[0]
     return layer if can else None
+
+
+def without_states(model: nn.Module) -> str:
+    """Why `last_layer` finds none."""
+    bare = bare_model(model)
+    head = getattr(bare, "head", None)
+    if isinstance(head, nn.Module) and not isinstance(head, nn.Linear):
+        return f"the head of {type(bare).__name__} is a {type(head).__name__}"
+    return f"{type(bare).__name__} is none"
 
 
 def num_right(logits: Tensor, target: Tensor) -> Tensor:

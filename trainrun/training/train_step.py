@@ -42,13 +42,15 @@ def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gr
             phase(FORWARD)
             with precision.autocast():
                 out = task.step(run.wrapped, batch.data)
+            if (
+                run.triggers.log
+            ):  # the same names on every rank, also where nothing counts; before weights can change
+                add_sums(sums, out.sums, task, counts=batch.real)
             phase(BACKWARD)
             # ranks average: items is a mean; 0 where no target counts, and then no loss does, or where it comes late
             precision.backward(out.loss_sum, batch.real / (agreed.items or counting.expected))
         losses.append(out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum))
         items = items + counting.late(out) * batch.real
-        if run.triggers.log:  # the same names on every rank, also where nothing counts
-            add_sums(sums, out.sums, task, counts=batch.real)
     return Gradients(losses, items, agreed, sums)
 
 
