@@ -114,7 +114,7 @@ def asked(out: StepOutput) -> StepOutput:
 class SlowListener:
     """A monitor that writes to something slow. seconds: at every log point."""
 
-    def __init__(self, seconds: float = 0.05) -> None:
+    def __init__(self, seconds: float = 0.02) -> None:
         self._seconds = seconds
 
     def on_start(self, facts: Any, step: int) -> None: ...
