@@ -206,9 +206,13 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     if len(validation) > 1:
         best = config.checkpoint.monitor or f"{default_metric} (the default, as of early stopping)"
         notes.append(f"validation: {', '.join(validation)}; best is by {best}")
-    keep = keep_options(config, default_metric, lengths, task)
+    trainer, keep = config.trainer, keep_options(config, default_metric, lengths, task)
+    watched = f"{keep.monitor}", trainer.early_stopping.monitor or "/loss"
+    if not all(name.endswith(("/loss", "/acc", "None")) for name in watched):
+        from trainrun.task.metrics.directions import taken_as_larger
+
+        notes += filter(None, [taken_as_larger(config, default_metric)])
     checkpoints = build_checkpoints(config, site, keep, monitors.note, drawn)
-    trainer = config.trainer
     retry = OomRetry(
         trainer.out_of_memory, model, task, parallel, monitors.note, mends=trainer.nan_policy == "skip"
     )

@@ -165,11 +165,14 @@ def default_monitor(task: Any, splits: Sequence[str]) -> str | None:
 
 
 def direction(metric: str, mode: str) -> str:
-    """Losses and errors are better when smaller, everything else when larger."""
+    """min where smaller is better: a loss, an error, a distance."""
     if mode != "auto":
         return mode
-    small = ("loss", "error", "mae", "mse", "rmse", "perplexity", "bits", "kl", "seconds")
-    return "min" if any(word in metric.rpartition("/")[2].lower() for word in small) else "max"
+    if metric.endswith(("/loss", "/acc")):
+        return "min" if metric.endswith("loss") else "max"
+    from trainrun.task.metrics.directions import known_direction
+
+    return known_direction(metric) or "max"
 
 
 def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task: Any) -> KeepOptions:

@@ -1,0 +1,38 @@
+"""What follows from the names of metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from trainrun.assemble.run_plan import direction
+from trainrun.config.schema import RunConfig
+from trainrun.task.metrics.directions import taken_as_larger
+
+
+@pytest.mark.parametrize(
+    ("metric", "better"),
+    [
+        ("val/loss", "min"), ("val/day/loss", "min"), ("val/bpb", "min"), ("val/nats_per_token", "min"),
+        ("val/reconstruction", "min"), ("val/hamming_distance", "min"), ("val/kl", "min"), ("val/rmse/0", "min"),
+        ("val/mse/1", "min"), ("val/word_error_rate", "min"), ("val/nll", "min"), ("val/ppl", "min"),
+        ("val/log_cosh_error", "min"), ("val/cross_entropy", "min"), ("val/soft", "min"),
+        ("val/acc", "max"), ("val/f1", "max"), ("val/f1/3", "max"), ("val/top5", "max"), ("val/r2", "max"),
+        ("val/exact_match", "max"), ("val/average_precision", "max"), ("val/iou/0", "max"), ("val/mine", "max"),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_metric_says_which_way_is_better(metric: str, better: str) -> None:
+    assert direction(metric, "auto") == better
+    assert direction(metric, "max") == "max"
+
+
+def test_a_name_that_says_nothing_is_told_where_nobody_says_more() -> None:
+    config = RunConfig()
+    assert taken_as_larger(config, "val/loss") == ""
+    assert taken_as_larger(config, "val/mine") == (
+        "checkpoint.mode=auto: val/mine is taken as better when larger; if it is not, set checkpoint.mode=min"
+    )
+    said = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, mode="min"))
+    assert taken_as_larger(said, "val/mine") == ""
+    assert taken_as_larger(config, None) == ""

@@ -1,0 +1,46 @@
+"""Which way a metric is better, by the words of its name."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainrun.config.schema import RunConfig
+
+# Parts of a name, and whole words of it without their digits.
+SMALL = (
+    "loss", "error", "mae", "mse", "mape", "perplexity", "bits", "nats", "distance", "divergence", "entropy",
+    "reconstruction", "seconds", "deviation", "brier",
+)  # fmt: skip
+SMALL_WORDS = {
+    "kl", "kld", "nll", "ppl", "bpb", "bpc", "bpd", "wer", "cer", "ece", "fid", "kid", "lpips",
+    "soft", "hard", "hidden",
+}  # fmt: skip
+LARGE = ("acc", "precision", "recall", "auc", "auroc", "dice", "score", "correlation", "similarity", "match")
+LARGE_WORDS = {
+    "f", "r", "top", "iou", "miou", "jaccard", "map", "ap", "mcc", "kappa", "psnr", "ssim", "bleu", "rouge",
+    "ndcg", "mrr", "reward",
+}  # fmt: skip
+
+
+def known_direction(metric: str) -> str | None:
+    """min, max, or None where the name says nothing. `val/mse/0` is the first of several numbers named `mse`."""
+    name = re.sub(r"(/\d+)+$", "", metric).rpartition("/")[2].lower()
+    words = set(re.findall("[a-z]+", name))
+    if words & SMALL_WORDS or any(part in name for part in SMALL):
+        return "min"
+    return "max" if words & LARGE_WORDS or any(part in name for part in LARGE) else None
+
+
+def taken_as_larger(config: RunConfig, default: str | None) -> str:
+    """A note on a metric that `mode=auto` knows nothing of. default: the metric where none is named."""
+    stops, keep = config.trainer.early_stopping, config.checkpoint
+    asked = {"checkpoint": (keep.monitor or default, keep.mode)} if keep.enabled and keep.save_top_k else {}
+    asked |= {"trainer.early_stopping": (stops.monitor or default, stops.mode)} if stops.enabled else {}
+    for key, (metric, mode) in asked.items():
+        if metric and mode == "auto" and known_direction(metric) is None:
+            return (
+                f"{key}.mode=auto: {metric} is taken as better when larger; if it is not, set {key}.mode=min"
+            )
+    return ""
