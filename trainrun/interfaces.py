@@ -36,7 +36,7 @@ class StepOutput:
 
     loss_sum: 0-d, the loss *summed* over the items of the micro-batch; it is divided once, by the
         count over all micro-batches and all ranks of the step.
-    loss_mean: 0-d, in place of `loss_sum`: the loss averaged over `count` items.
+    loss_mean: 0-d, in place of `loss_sum`: the loss averaged over `count` items; with no items it may be NaN.
     sums: further sums over the same items (`acc`: how many were right), each a number, a tensor of a fixed
         shape, a pair (sum, count) where it is over other items than the loss, or a function that makes one
         of these, which is called only when somebody looks. Numbers are shown divided by their count; tensors
@@ -64,7 +64,10 @@ class StepOutput:
                     "task: StepOutput takes loss_sum=, or loss_mean= together with count=, the number of items "
                     "that the mean is over"
                 )
-            loss_sum = loss_mean * count
+            if isinstance(count, int) or not hasattr(count, "gt"):
+                loss_sum = loss_mean * count if count else loss_mean.nan_to_num() * 0
+            else:
+                loss_sum = (loss_mean * count).where(count.to(loss_mean.device).gt(0), 0.0)
         self.loss_sum, self.sums, self.count, self.rows = loss_sum, sums, count, rows
 
 

@@ -44,7 +44,7 @@ class Mean(Named):
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         loss, _, y = summed(model, batch)
         count = (y != -100).sum()
-        return StepOutput(loss_mean=loss / count.clamp(min=1), count=count)
+        return StepOutput(loss_mean=loss / count, count=count)  # NaN where a batch has none
 
 
 class Rich(After):

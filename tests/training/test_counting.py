@@ -165,3 +165,15 @@ def test_metrics_of_several_counts_and_of_a_matrix_are_those_of_all_samples() ->
     for metrics in found:
         assert metrics.pop("val/seconds") > 0
         assert metrics == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0)])
+def test_a_mean_over_no_items_adds_nothing(count: Any) -> None:
+    logits = torch.zeros(2, 3, requires_grad=True)
+    mean = torch.nn.functional.cross_entropy(logits, torch.full((2,), -100))
+    assert mean.isnan()
+    out = StepOutput(loss_mean=mean, count=count)
+    out.loss_sum.backward()
+    assert out.loss_sum.item() == 0
+    assert logits.grad is not None
+    assert logits.grad.eq(0).all()
