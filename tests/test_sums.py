@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import numpy
@@ -104,3 +106,53 @@ def test_a_sum_whose_shape_changes_is_refused() -> None:
 def test_a_summary_that_is_no_numbers_by_name_is_refused(given: Any) -> None:
     with pytest.raises(PluginError, match=r"task: Scores\.summarize\(\) must give \{name: number\}: "):
         metrics_of(added({"a": 1}), 1.0, Scores(lambda sums, count: given))
+
+
+class TwoRanks:
+    """One of two ranks, each a thread."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, barrier: Barrier, shared: list[Any]) -> None:
+        self.rank, self._barrier, self._shared = rank, barrier, shared
+
+    def gather(self, value: Any) -> list[Any]:
+        self._shared[self.rank] = value
+        self._barrier.wait(10)
+        values = list(self._shared)
+        self._barrier.wait(10)
+        return values
+
+    def sum_over_ranks(self, numbers: list[float]) -> list[float]:
+        return [sum(pair) for pair in zip(*self.gather(numbers), strict=True)]
+
+
+def of_two_ranks(*batches: dict[str, Any]) -> list[Any]:
+    barrier, shared = Barrier(2), [None, None]
+
+    def total(rank: int) -> Any:
+        sums: dict[str, torch.Tensor] = {}
+        add_sums(sums, batches[rank], Mine())
+        return over_ranks(TwoRanks(rank, barrier, shared), sums, [1.0])
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(total, range(2)))
+
+
+def test_names_that_only_one_rank_had_are_added_up_under_their_own_name() -> None:
+    for totals, numbers in of_two_ranks(
+        {"of_books": (2, 4), "all": 1}, {"all": 2, "of_code": torch.tensor([5, 6])}
+    ):
+        assert numbers == [2.0]
+        assert metrics_of(
+            {name: value for name, value in totals.items() if name != "of_code"}, 3.0, Mine()
+        ) == {
+            "of_books": 0.5,
+            "all": 1.0,
+        }
+        assert totals["of_code"].tolist() == [5.0, 6.0]
+
+
+def test_another_shape_on_another_rank_is_refused_on_both() -> None:
+    with pytest.raises(PluginError, match=r'sums\["a"\] has shape'):
+        of_two_ranks({"a": torch.zeros(2)}, {"a": 1.0})

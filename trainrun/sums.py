@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -60,15 +60,34 @@ def add_sums(sums: dict[str, Tensor], new: Sums, task: Any, counts: bool = True)
 def over_ranks(
     parallel: Parallel, sums: Mapping[str, Tensor], numbers: list[float]
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Sums, of the same names and shapes on every rank, and further numbers, added up. The host waits."""
-    names = sorted(sums)
-    rows = [sums[name].reshape(-1).tolist() for name in names]
+    """Sums and further numbers, added up. The host waits.
+
+    A name that only the batches of some ranks had counts as zeros on the others. PluginError: two shapes for a name.
+    """
+    shapes = {name: tuple(sums[name].shape) for name in sorted(sums)}
+    if parallel.world_size > 1:
+        shapes = _shapes_of_all(parallel.gather(shapes))
+    rows = [
+        sums[name].reshape(-1).tolist() if name in sums else [0.0] * math.prod(shape)
+        for name, shape in shapes.items()
+    ]
     totals = parallel.sum_over_ranks([*chain.from_iterable(rows), *numbers])
     found, first = {}, 0
-    for name, row in zip(names, rows, strict=True):
+    for (name, shape), row in zip(shapes.items(), rows, strict=True):
         flat = torch.tensor(totals[first : first + len(row)], dtype=torch.float64)
-        found[name], first = flat.reshape(sums[name].shape), first + len(row)
+        found[name], first = flat.reshape(shape), first + len(row)
     return found, totals[first:]
+
+
+def _shapes_of_all(ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in chain.from_iterable(rank.items() for rank in ranks):
+        if shapes.setdefault(name, shape) != shape:
+            raise PluginError(
+                f'task: sums["{name.removeprefix(OWN)}"] has shape {shape} on one rank, and {shapes[name]} on another; '
+                "a sum has the same shape in every batch"
+            )
+    return dict(sorted(shapes.items()))
 
 
 def rows_over_ranks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -62,13 +63,11 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
                 run.task_calls.evaluation_ends(model)
     finally:
         model.train(training)
-    shapes = {name: total.shape for name, total in sums.items()}
-    answers = run.parallel.gather((shapes, list(rows), stopped))
-    if any(stopped for _, _, stopped in answers):
+    answers = run.parallel.gather((list(rows), stopped))
+    if any(stopped for _, stopped in answers):
         return {}
-    sums = {name: sums.get(name, torch.zeros(shape)) for name, shape in answers[0][0].items()}
     totals, (count,) = over_ranks(run.parallel, sums, [float(items)])  # waits for the device
-    joined = rows_over_ranks(run.parallel, rows, answers[0][1])
+    joined = rows_over_ranks(run.parallel, rows, list(dict.fromkeys(chain(*(names for names, _ in answers)))))
     metrics = {f"{split}/{name}": value for name, value in metrics_of(totals, count, task, joined).items()}
     return metrics | {f"{split}/seconds": perf_counter() - started}
 
