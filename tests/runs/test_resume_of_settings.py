@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,18 @@ def test_a_setting_is_the_same_after_a_resume(workdir: Path, case: str) -> None:
     after = [row for row in losses(whole) if row[0] > 3]
     assert len(after) > 2
     assert [row for row in losses(rest) if row[0] > 3] == after
+
+
+def test_a_scheduler_of_torch_fills_the_longer_run_after_a_resume(workdir: Path) -> None:
+    words = (*QUIET, "scheduler._target_=torch.optim.lr_scheduler.CosineAnnealingLR")
+    whole = train("whole", 6, *words)
+    train("part", 3, *words)
+    rest = train("rest", 6, *words, "ckpt_path=part")
+    wanted, found = rates(whole), rates(rest)
+    assert wanted[4] > wanted[5] > 0
+    assert [found[step] for step in (4, 5, 6)] == [wanted[step] for step in (4, 5, 6)]
+
+
+def rates(folder: str) -> dict[int, float]:
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["lr"] for row in rows if "lr" in row}

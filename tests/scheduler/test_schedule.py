@@ -185,6 +185,58 @@ def test_one_cycle_that_had_ended_goes_on_as_the_longer_one() -> None:
     assert trace(longer, resumed, 10)[1:] == trace(*start(20), 20)[10:19]
 
 
+CHANGED: dict[str, tuple[Callable[..., LRScheduler], dict[str, Any], dict[str, Any]]] = {
+    "StepLR": (StepLR, {"step_size": 4, "gamma": 0.5}, {"step_size": 3, "gamma": 0.9}),
+    "ExponentialLR": (ExponentialLR, {"gamma": 0.9}, {"gamma": 0.8}),
+    "CosineAnnealingLR": (CosineAnnealingLR, {"T_max": 10}, {"T_max": 20}),
+    "OneCycleLR": (OneCycleLR, {"max_lr": 0.5, "total_steps": 12}, {"max_lr": 0.3, "total_steps": 30}),
+    "a function": (*TORCH["a function"], {"at": 8}),
+}
+
+
+@pytest.mark.parametrize("warmup", [0, 3, 15])
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_arguments_of_a_scheduler_of_torch_hold_after_a_resume(name: str, warmup: int) -> None:
+    target, before, after = CHANGED[name]
+    optimizer = new_optimizer()
+    schedule = build_schedule(optimizer, target, before, warmup, TOTAL)
+    trace(optimizer, schedule, 10)
+    saved = json.loads(json.dumps(schedule.state_dict()))
+    fields = copy.deepcopy(optimizer.state_dict()["param_groups"])
+
+    whole = new_optimizer()
+    wanted = trace(whole, build_schedule(whole, target, after, warmup, TOTAL), 20)[10:]
+    longer = new_optimizer()
+    resumed = build_schedule(longer, target, after, warmup, TOTAL)
+    for group, stored in zip(longer.param_groups, fields, strict=True):
+        group.update({key: value for key, value in stored.items() if key != "params"})
+    resumed.load_state_dict(saved)
+    assert trace(longer, resumed, 10) == wanted
+    assert [{**group, "params": 0} for group in longer.param_groups] == [
+        {**group, "params": 0} for group in whole.param_groups
+    ]
+
+
+def test_a_group_that_is_added_later_follows_the_curve_from_its_own_rate() -> None:
+    optimizer = new_optimizer()
+    schedule = build_schedule(optimizer, curves.linear, {}, 0, 10)
+    trace(optimizer, schedule, 5)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.01})
+    trace(optimizer, schedule, 1)
+    assert schedule.lrs == pytest.approx([base * 0.4 for base in (*BASES, 0.01)])
+
+
+def test_changed_arguments_of_a_plateau_hold_and_what_it_has_seen_stays() -> None:
+    optimizer = new_optimizer()
+    schedule = plateau(optimizer, 0, patience=5)
+    for _ in range(3):
+        schedule.on_validation({"val/loss": 1.0})
+    resumed = plateau(again := new_optimizer(), 0, patience=2, factor=0.5)
+    resumed.load_state_dict(schedule.state_dict())
+    resumed.on_validation({"val/loss": 1.0})  # the third that is not better
+    assert [group["lr"] for group in again.param_groups] == pytest.approx([base * 0.5 for base in BASES])
+
+
 def test_what_torch_cannot_compute_later_names_the_scheduler() -> None:
     optimizer = new_optimizer()
     schedule = build_schedule(optimizer, StepLR, {"step_size": 0}, 0, None)

@@ -151,7 +151,11 @@ def check_targets(config: RunConfig) -> None:
     for key, node in _one_or_named("scheduler", config.scheduler):
         own = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
         if own.get("_target_") and own != CONSTANT:
-            faults += bind_faults(own, key, ["optimizer"], SCHEDULE_KEYS)
+            from trainrun.scheduler.build_schedule import LENGTHS
+
+            filled = tuple(f"{key}.{name}: {own['_target_']} needs it" for name in LENGTHS)  # in, by the run
+            found = bind_faults(own, key, ["optimizer"], SCHEDULE_KEYS)
+            faults += [fault for fault in found if not fault.startswith(filled)]
     for name, node in config.transform.items():
         faults += bind_faults(node, f"transform.{name}", ["model"])
     if faults:

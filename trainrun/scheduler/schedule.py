@@ -79,8 +79,8 @@ class Schedule:
             factor = (self._count + 1) / self.warmup_steps
         else:
             factor = 1.0 if self._curve is None else self._curve(self._count - self.warmup_steps)
-        for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
-            set_lr(group, base * factor)
+        self._base_lrs += self.lrs[len(self._base_lrs) :]  # of groups that a hook has added
+        self._set([base * factor for base in self._base_lrs])
 
     def on_validation(self, metrics: dict[str, float]) -> None:
         """Let ReduceLROnPlateau look at its metric; every other schedule ignores validations."""
@@ -95,20 +95,25 @@ class Schedule:
         """After the optimizer has its state.
 
         The warmup and the curves are computed again from the count, so a rate or a length that was
-        changed for a resume holds; torch's schedulers go on from the rates they had.
+        changed for a resume holds; torch's schedulers go on from the rates they had, or take their steps again
+        where their arguments changed.
         """
-        if len(state["lrs"]) != len(self._base_lrs):
+        if len(state["lrs"]) != len(self.lrs):
             raise CheckpointError(
                 f"scheduler: the checkpoint has learning rates of {len(state['lrs'])} parameter groups, "
-                f"the optimizer has {len(self._base_lrs)}"
+                f"the optimizer has {len(self.lrs)}"
             )
         self._count = state["count"]
-        self._follow()
+        rates = []
         if self._wrapped is not None:
-            for group, lr in zip(
-                self._optimizer.param_groups, self._wrapped.load_state_dict(state), strict=False
-            ):
-                set_lr(group, lr)
+            self._set(self._base_lrs)
+            rates = self._wrapped.load_state_dict(state)
+        self._follow()
+        self._set(rates)
+
+    def _set(self, rates: list[float]) -> None:
+        for group, lr in zip(self._optimizer.param_groups, rates, strict=False):
+            set_lr(group, lr)
 
 
 def set_lr(group: dict[str, Any], lr: float) -> None:

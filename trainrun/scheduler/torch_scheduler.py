@@ -6,6 +6,8 @@ is not stepped at all, and gets the value it left in the optimizer back at its e
 
 from __future__ import annotations
 
+import json
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +17,8 @@ from trainrun.errors import OF_ARGUMENTS, CheckpointError, ConfigError, PluginEr
 from trainrun.user_code import is_of_torch, named
 
 LENGTHS = {"total_steps", "_schedule_phases"}  # of OneCycleLR
+MOVING = {"last_epoch", "_step_count", "_last_lr"}
+IN_GROUPS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")  # what a new one leaves there
 
 
 class TorchScheduler:
@@ -26,6 +30,9 @@ class TorchScheduler:
 
     def __init__(self, scheduler: LRScheduler, metric: str | None = None, by_epoch: bool = False) -> None:
         self._scheduler, self._metric, self._by_epoch = scheduler, metric, by_epoch
+        self._groups = scheduler.optimizer.param_groups
+        self._first = json.dumps(plain(scheduler.state_dict()), default=Tensor.tolist, sort_keys=True)
+        self._fields = [{name: group[name] for name in _fields(group)} for group in self._groups]
 
     def after_update(self, count: int) -> None:
         """count: updates so far."""
@@ -59,14 +66,19 @@ class TorchScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """What differs of the state of a schedule."""
-        return {"interval": self._interval, "wrapped": plain(self._scheduler.state_dict())}
+        wrapped = plain(self._scheduler.state_dict())
+        return {"interval": self._interval, "wrapped": wrapped, "first": self._first}
 
     @property
     def _interval(self) -> str:
         return "epoch" if self._by_epoch else "step"
 
     def load_state_dict(self, state: dict[str, Any]) -> list[float]:
-        """state: of the schedule. Returns the rates to go on from; none where it was another kind of schedule."""
+        """state: of the schedule. Returns the rates to go on from; none where it was another kind of schedule.
+
+        The optimizer has the rates that the scheduler begins with. Where an argument or a rate is another than in the
+        run before, one of torch's takes all its steps again.
+        """
         before = state.get("interval", "step")
         if before != self._interval:
             raise CheckpointError(
@@ -75,11 +87,45 @@ class TorchScheduler:
             )
         if state["wrapped"] is None:
             return []
-        wrapped = plain(state["wrapped"])
-        for name in LENGTHS & wrapped.keys():  # a run that goes on for longer has phases of that length
-            wrapped[name] = getattr(self._scheduler, name)
+        wrapped, first = plain(state["wrapped"]), state.get("first")
+        if first not in (None, self._first):
+            steps = wrapped.get("last_epoch")
+            if (
+                isinstance(self._scheduler, ReduceLROnPlateau)
+                or not _is_of_torch(self._scheduler)
+                or steps is None
+            ):
+                wrapped |= self._changed(json.loads(first))
+            else:
+                return self._replayed(steps)
+        elif first is None:  # of a version that did not keep it
+            wrapped |= {name: getattr(self._scheduler, name) for name in LENGTHS & wrapped.keys()}
         self._scheduler.load_state_dict(wrapped)
         return list(state["lrs"])
+
+    def _changed(self, before: dict[str, Any]) -> dict[str, Any]:
+        """What a new scheduler begins with that is another than it was."""
+        now, mine = json.loads(self._first), plain(self._scheduler.state_dict())
+        return {name: mine[name] for name in now.keys() - MOVING if before.get(name) != now[name]}
+
+    def _replayed(self, steps: int) -> list[float]:
+        """The rates behind so many steps of this scheduler, as if it had been there from the beginning."""
+        for group, fields in zip(self._groups, self._fields, strict=True):
+            group.update(fields)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no update was made before
+            for count in range(1, steps + 1):
+                self._step(count)
+        return [float(group["lr"]) for group in self._groups] if steps else []
+
+
+def _fields(group: dict[str, Any]) -> set[str]:
+    cycled = {"momentum", "betas"} if "base_momentum" in group else set()
+    return group.keys() & {*IN_GROUPS, *cycled}
+
+
+def _is_of_torch(scheduler: LRScheduler) -> bool:
+    return type(scheduler).__module__.startswith("torch.")
 
 
 def plain(tree: Any) -> Any:
