@@ -198,3 +198,58 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were(own: Path
     assert run.status["skipped_steps"] == 1
     for name, before in fresh.load_model("last").state_dict().items():
         assert torch.equal(before, run.load_model("last").state_dict()[name])
+
+
+@pytest.mark.parametrize("first_bad", [3, 13])  # in the first step, and in a later one
+def test_lbfgs_goes_on_after_a_step_that_was_left_out_as_if_it_had_not_been(
+    own: Path, first_bad: int
+) -> None:
+    (own / "bad.py").write_text(
+        "from trainrun.interfaces import StepOutput\n"
+        "class Task:\n"
+        "    def __init__(self, bad): self.calls, self.bad = 0, bad\n"
+        "    def count(self, batch): return len(batch[0])\n"
+        "    def step(self, model, batch):\n"
+        "        self.calls += 1\n"
+        "        loss = model(batch[0]).square().sum()\n"
+        "        return StepOutput(loss * (float('nan') if self.calls == self.bad else 1.0))\n"
+    )
+    words = [
+        "task=bad.Task", "step._target_=my_lbfgs.step", "optimizer=custom", "optimizer._target_=torch.optim.LBFGS",
+        "optimizer.max_iter=5", "trainer.check_task=false", "data.val=null", "trainer.overfit_batches=1",
+        "data.shuffle=false", "scheduler=constant", "trainer.nan_policy=skip", *QUIET,
+    ]  # fmt: skip
+    bad = package.train(*words, f"task.bad={first_bad}", "trainer.max_steps=4", "output_dir=bad")
+    good = package.train(*words, "task.bad=-1", "trainer.max_steps=3", "output_dir=good")
+    assert bad.status["skipped_steps"] == 1
+    for name, wanted in good.load_model("last").state_dict().items():
+        assert torch.equal(bad.load_model("last").state_dict()[name], wanted), name
+
+
+def test_an_update_that_one_of_several_optimizers_leaves_out_is_counted(own: Path) -> None:
+    task = (own / "my_gan.py").read_text(encoding="utf-8")
+    spoiled = task.replace(
+        "    return softplus(-model.discriminator(real)).sum()",
+        "    global calls; calls += 1\n    real = real * float('nan') if calls == 3 else real\n"
+        "    return softplus(-model.discriminator(real)).sum()",
+    )
+    assert spoiled != task
+    (own / "my_gan.py").write_text("calls = 0\n" + spoiled, encoding="utf-8")
+    words = [*GAN, *QUIET, *SCHEDULES, "trainer.check_task=false", "data.val=null", "trainer.max_steps=6"]
+    run = package.train(*words, "trainer.nan_policy=skip", "output_dir=run")
+    assert run.status["skipped_steps"] == 1
+    rows = [row for row in run.metrics if row["kind"] == "train"]
+    assert [row["lr/discriminator"] for row in rows][1:4] == pytest.approx([0.01, 0.01, 0.0075])
+
+
+def test_schedules_count_steps_of_the_run_and_understand_a_warmup_in_epochs(own: Path) -> None:
+    task = (own / "my_gan.py").read_text(encoding="utf-8")
+    update = '    run.optimizers["discriminator"].update()\n'
+    assert update in task
+    (own / "my_gan.py").write_text(task.replace(update, 3 * update), encoding="utf-8")
+    words = [*given(SCHEDULES, "scheduler.discriminator.warmup_steps=64sample"), "data.batch_size=32"]
+    run = package.train(*GAN, *words, *QUIET, "trainer.max_steps=6", "output_dir=run")
+    rows = [row for row in run.metrics if row["kind"] == "train"]
+    assert [row["lr/discriminator"] for row in rows] == pytest.approx(
+        [0.01, 0.01, 0.0075, 0.005, 0.0025, 0.0]
+    )

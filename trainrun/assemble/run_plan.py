@@ -19,6 +19,7 @@ import torch
 from trainrun.checkpoint.policy import KeepOptions
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
+from trainrun.instantiate import named_nodes
 from trainrun.interfaces import Batches, Parallel
 from trainrun.limits import (
     EPOCH,
@@ -134,15 +135,20 @@ def build_rhythm(config: RunConfig, lengths: Lengths, task: Any, has_val: bool, 
 
 def with_warmup_in_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunConfig:
     """A warmup that was given as a duration."""
-    warmup = (config.scheduler or {}).get("warmup_steps")
-    if not isinstance(warmup, str):
-        return config
-    key = f"scheduler.warmup_steps={warmup}"
-    try:
-        steps = in_steps(key, parse_duration(warmup, "step", "epoch", "sample", "token"), lengths, task)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    return dataclasses.replace(config, scheduler=config.scheduler | {"warmup_steps": steps})
+
+    def in_numbers(key: str, node: dict[str, Any]) -> dict[str, Any]:
+        node = node | {name: in_numbers(f"{key}.{name}", one) for name, one in named_nodes(node).items()}
+        warmup = node.get("warmup_steps")
+        if not isinstance(warmup, str):
+            return node
+        key = f"{key}.warmup_steps={warmup}"
+        try:
+            steps = in_steps(key, parse_duration(warmup, "step", "epoch", "sample", "token"), lengths, task)
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        return node | {"warmup_steps": steps}
+
+    return dataclasses.replace(config, scheduler=in_numbers("scheduler", config.scheduler or {}) or None)
 
 
 def build_limits(config: RunConfig, lengths: Lengths, task: Any) -> RunLimits:

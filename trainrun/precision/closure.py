@@ -1,16 +1,17 @@
 """The guarded update of an optimizer that computes the loss several times in a step (L-BFGS, Rprop of one's own).
 
 what: its closure clears the gradients, adds up new ones and returns the loss. Each evaluation is checked and clipped as
-    any gradient; where one is not finite, the weights are those before the step again.
+    any gradient; where one is not finite, weights and optimizer state are those before the step again.
 when: a step of the user's own hands `run.update(closure)` one.
 when not: float16, whose loss scale could change between two evaluations (refused).
 source: torch.optim.LBFGS
-gain: `nan_policy` holds for these optimizers too. Cost: a copy of the weights in each step.
+gain: `nan_policy` holds for these optimizers too. Cost: copies of the weights and of the state's tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ def step_with_closure(
         )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [param.detach().clone() for param in params]
+    state = {
+        param: {name: _kept(value) for name, value in own.items()} for param, own in optimizer.state.items()
+    }
     norms: list[Tensor | None] = []
 
     def checked() -> Tensor:
@@ -54,5 +58,18 @@ def step_with_closure(
         with torch.no_grad():
             for param, kept in zip(params, before, strict=True):
                 param.copy_(kept)
+        optimizer.state.clear()
+        optimizer.state.update(state)
     precision.end_step(not skipped)
     return GradReport(norms[0] if norms else None, skipped)
+
+
+def _kept(value: Any) -> Any:
+    """The history of L-BFGS is a list, which only gets other members."""
+    return (
+        value.detach().clone()
+        if isinstance(value, Tensor)
+        else list(value)
+        if isinstance(value, list)
+        else value
+    )

@@ -163,6 +163,8 @@ def reason_to_ask_again(
             return f"{augmentation.key} is random"
     if config.data.transform:
         return "data.transform may be random"
+    if config.data.collate_fn:
+        return "data.collate_fn may mix the samples of a batch"
     if not num_samples:
         return "the number of samples is not known"
     seen = config.data.batch_size * rhythm.accumulate * world_size * (rhythm.total_steps or num_samples)

@@ -1,7 +1,7 @@
 """Several optimizers by name, each with its own parameters, guarded update, loss scale and schedule.
 
 what: `run.optimizers["generator"]` of a step of one's own. `backward` gives gradients to its own parameters alone, so
-    the losses of two players never mix; `update` checks, clips, updates, clears, and moves its schedule.
+    the losses of two players never mix; `update` checks, clips, updates and clears. Schedules count steps of the run.
 when: adversarial training, other rates or rules for parts that are trained in turns.
 when not: other rates for parts that are trained together: groups of one optimizer. Several ranks (refused).
 source: Goodfellow et al. 2014, arXiv:1406.2661
@@ -32,20 +32,33 @@ class NamedOptimizer:
     def __init__(self, optimizer: Optimizer, guarded: Update, schedule: Schedule) -> None:
         self.optimizer, self.schedule, self.guarded = optimizer, schedule, guarded
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._skipped = False
 
     def backward(self, loss_sum: Tensor, share: float) -> None:
         """Add the gradient of `share * loss_sum` to its own parameters; no other parameter gets one."""
         self.guarded.backward(loss_sum, share, self.params)
 
     def update(self, want_norm: bool = False) -> GradReport:
-        """Unscale, check, clip, update, clear its gradients; where nothing was skipped, its schedule takes a step."""
+        """Unscale, check, clip, update, clear its gradients."""
         report = self.guarded.optimizer_step(self.optimizer, want_norm)
-        if not report.skipped:
-            self.schedule.step()
+        self._skipped |= report.skipped
         return report
+
+    def end_step(self) -> bool:
+        """At the end of a step of the run: whether an update was skipped in it; else the schedule takes a step."""
+        skipped, self._skipped = self._skipped, False
+        if not skipped:
+            self.schedule.step()
+        return skipped
 
 
 Named = Mapping[str, NamedOptimizer]
+
+
+def end_step(named: Named) -> bool:
+    """Whether any of them skipped an update."""
+    skips = [one.end_step() for one in named.values()]
+    return any(skips)
 
 
 class JoinedOptimizers(Optimizer):
@@ -119,7 +132,7 @@ class JoinedSchedules:
         return max(one.warmup_steps for one in self._schedules.values())
 
     def step(self) -> None:
-        """Each takes its steps with its own updates."""
+        """Each takes its step with those of the run."""
 
     def end_epoch(self) -> None:
         for one in self._schedules.values():

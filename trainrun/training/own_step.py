@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trainrun.errors import ConfigError, PluginError
@@ -16,6 +17,7 @@ from trainrun.instantiate import bind_faults, build, locate
 from trainrun.interfaces import NOT_AGREED, MicroBatch, StepReport
 from trainrun.timing.phases import FORWARD, RUNNER
 from trainrun.training.components import Components, Step
+from trainrun.training.named_optimizers import end_step
 from trainrun.training.task_calls import check_halves
 
 
@@ -59,6 +61,9 @@ class OwnStep:
             )
         if report.agreed is NOT_AGREED:
             report.agreed = run.agree(report.items)
-        if run.optimizers and run.ema is not None and not report.grad.skipped:
-            run.ema.update()
+        if run.optimizers:
+            skipped = end_step(run.optimizers)
+            report.grad = replace(report.grad, skipped=report.grad.skipped or skipped)
+            if run.ema is not None and not report.grad.skipped:
+                run.ema.update()
         return report
