@@ -224,6 +224,9 @@ class Precision(Protocol):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, want_norm: bool) -> GradReport:
         """Unscale, check, clip, update, and clear the gradients, in this order."""
 
+    def look_again(self) -> None:
+        """Code of the user's own ran: groups, states and weights may be others than the last update left."""
+
     def failure(self, wait: bool) -> str:
         """Why training cannot go on ("" while it can). `wait` allows a wait for the device."""
 

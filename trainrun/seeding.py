@@ -1,4 +1,4 @@
-"""Random states: derived seeds, and the generators of a process saved and put back."""
+"""Random states: derived seeds, the generators of a process saved and put back, and evaluations that move none."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def derive_seed(*parts: int) -> int:
@@ -86,3 +87,16 @@ def kept_random_state() -> Iterator[None]:
         set_cuda_states(cuda)
         if numpy is not None and kept is not None:
             numpy.random.set_state(kept)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` evaluates without gradients; the modes of modules and random numbers are as before afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), kept_random_state():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

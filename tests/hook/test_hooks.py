@@ -241,3 +241,70 @@ def test_what_cannot_be_frozen_is_refused(
 ) -> None:
     assert main([*SHORT, *words]) == 2
     assert told in capsys.readouterr().err
+
+
+CHANGES = """
+import torch
+
+
+class Clip:
+    def on_step_end(self, run, state):
+        for param in run.model.parameters() if state.step == 2 else ():
+            param.data.clamp_(-0.01, 0.01)
+
+
+class Modes:
+    def on_start(self, run, state):
+        self.first = next(module for module in run.model.modules() if isinstance(module, torch.nn.Linear))
+        self.first.eval()
+
+    def on_step_end(self, run, state):
+        assert not self.first.training and run.model.training
+
+
+class Forgets:  # the state of one parameter
+    def on_epoch_end(self, run, state):
+        run.optimizer.state.pop(list(run.model.parameters())[-1])
+"""
+CHANGED = [
+    "trainer.val_check_interval=2", "monitor.log_every_n_steps=1", "monitor.plots=false",
+    "monitor.hardware=false",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["precision=bf16-true"], ["precision=bf16-true", "precision.master_weights=true"]]
+)
+def test_weights_that_a_hook_sets_are_those_that_the_next_update_begins_with(
+    workdir: Path, words: list[str]
+) -> None:
+    (workdir / "my_changes.py").write_text(CHANGES)
+    words = [*words, "hook.clip._target_=my_changes.Clip", "optimizer.lr=1e-4", *CHANGED]
+    assert main([*words, "trainer.max_steps=4", "output_dir=part"]) == 0
+    assert main([*words, "trainer.max_steps=6", "ckpt_path=part", "output_dir=rest"]) == 0
+    assert main([*words, "trainer.max_steps=6", "output_dir=whole"]) == 0
+    whole, rest = (load_run(name).load_model("last").state_dict() for name in ("whole", "rest"))
+    assert all(float(weight.abs().max()) <= 0.0101 for weight in whole.values())
+    assert all(torch.equal(weight, rest[name]) for name, weight in whole.items())
+
+
+def test_the_mode_of_a_module_that_a_hook_sets_outlives_validations(workdir: Path) -> None:
+    (workdir / "my_changes.py").write_text(CHANGES)
+    assert (
+        main(["hook.modes._target_=my_changes.Modes", *CHANGED, "trainer.max_steps=6", "output_dir=run"]) == 0
+    )
+
+
+def test_a_state_that_a_hook_drops_begins_anew(workdir: Path) -> None:
+    (workdir / "my_changes.py").write_text(CHANGES)
+    words = [
+        "hook.forgets._target_=my_changes.Forgets",
+        *CHANGED,
+        "data.batch_size=512",
+        "trainer.max_steps=8",
+    ]
+    assert main([*words, "output_dir=run"]) == 0
+    tree = read_checkpoint(resolve(Path("run/checkpoints"), "last")).shared["optimizer"]
+    steps = [int(state["step"]) for state in tree["state"].values()]
+    assert steps[:-1] == [8] * (len(steps) - 1)
+    assert steps[-1] == 2  # since the end of the last epoch of three steps

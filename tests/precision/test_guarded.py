@@ -372,3 +372,18 @@ def test_the_backend_joins_norms_and_flags_of_ranks_that_hold_parts(mode: str, b
     assert report.norm is not None
     assert report.norm.item() == pytest.approx(2**0.5 * 2)  # four ones here, four there
     assert report.skipped == bad == torch.equal(model.weight, before)
+
+
+def test_a_parameter_that_joins_a_group_is_updated_and_cleared_after_another_look() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.1, fused=True)
+    update = Update(model, CPU)
+    before = model[1].weight.detach().clone()
+    for number in range(4):
+        if number == 2:
+            optimizer.param_groups[0]["params"] += list(model[1].parameters())
+            update.look_again()
+        update.backward(model(torch.ones(2, 3)).square().sum(), 1.0)
+        update.optimizer_step(optimizer, want_norm=False)
+        assert all(param.grad is None for param in model.parameters())
+        assert torch.equal(model[1].weight, before) == (number < 2)

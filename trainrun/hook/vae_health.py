@@ -10,8 +10,7 @@ Source: Burda et al. 2016 (active units), Hoffman and Johnson 2016 (mutual infor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_for_code_of
 from trainrun.limits import Count, Limits
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import evaluating
 
 if TYPE_CHECKING:
     from trainrun.training.components import Components
@@ -124,7 +123,7 @@ class VaeHealth:
     def _look(self, run: Components, state: TrainState) -> dict[str, Any] | None:
         """Write the row of a look; None of numbers that are not finite."""
         started = perf_counter()
-        with run.monitors.paused(), kept_random_state(), evaluating(run.averaged):
+        with run.monitors.paused(), evaluating(run.averaged):
             if not self._held:
                 self._held = held_samples(run, self._num_samples)
             found = look(run, self._held, state.step, self._fast)  # waits for the device
@@ -170,17 +169,6 @@ class VaeHealth:
         else:
             self._told = True
         run.monitors.note(text)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
 
 
 def held_samples(run: Components, num_samples: int) -> list[Any]:

@@ -52,6 +52,16 @@ class Prepared:
         for param, counter in zip(self.params, self.counters, strict=True):
             state[param]["step"] = counter
 
+    def is_of(self, group: dict[str, Any], state: Any) -> bool:
+        """Whether the states of all its parameters are still those."""
+        kept = zip(self.params, self.counters, self.exp_avgs, self.exp_avg_sqs, strict=True)
+        return group is self.group and all(
+            state[param].get("step") is counter
+            and state[param].get("exp_avg") is mean
+            and state[param].get("exp_avg_sq") is square
+            for param, counter, mean, square in kept
+        )
+
     def update(self, grads: list[Tensor]) -> None:
         group = self.group
         beta1, beta2 = group["betas"]
@@ -88,6 +98,11 @@ class FusedAdam:
         with torch.no_grad():
             for group, grads in zip(self._groups, found, strict=True):
                 group.update(grads)
+
+    def look_again(self) -> None:
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        if not all(mine.is_of(group, state) for mine, group in zip(self._groups, groups, strict=False)):
+            self._groups = []
 
     def _is_prepared(self) -> bool:
         """False before the first update, and after another state or other groups were put into the optimizer."""

@@ -68,6 +68,9 @@ class InBackward:
             param.grad = None
         return GradReport(None, skipped=False)
 
+    def look_again(self) -> None:
+        self._inner.look_again()
+
     def failure(self, wait: bool) -> str:
         return self._inner.failure(wait)
 

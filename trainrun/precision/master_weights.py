@@ -54,6 +54,7 @@ class Shadow:
         self._param_of = {copy: param for param, copy in self._copy_of.items()}
         self._places: dict[Tensor, Tensor] = {}  # of gradients on the host, by copy
         self._settled = False
+        self._changed = False  # weights perhaps, by others
 
     def built(self, build: Callable[[], Optimizer]) -> Optimizer:
         """What `build` makes of the model, with a state like the copies; it lists the model's own parameters."""
@@ -71,6 +72,7 @@ class Shadow:
     def optimizer_step(self, optimizer: Optimizer, want_norm: bool) -> GradReport:
         if not self._settled and self._device is not None:
             self._settle(optimizer, self._device)
+        self._take_over()
         with self._in_the_optimizer(optimizer):
             report = self._inner.optimizer_step(optimizer, want_norm)
         if not report.skipped:
@@ -132,11 +134,26 @@ class Shadow:
                     state[name] = value.to(device)
         self._settled = True
 
+    def look_again(self) -> None:
+        self._changed = True
+        self._inner.look_again()
+
+    def _take_over(self) -> None:
+        """Into the copies, what is in the weights another number than that of the copy."""
+        if not self._changed:
+            return
+        self._changed = False
+        with torch.no_grad():
+            for param, copy in zip(self._params, self._copies, strict=True):
+                others = copy.to(param.device, param.dtype).ne(param).to(copy.device)
+                copy.copy_(torch.where(others, param.to(copy.device, copy.dtype), copy))
+
     def failure(self, wait: bool) -> str:
         return self._inner.failure(wait)
 
     def state_dict(self) -> dict[str, Any]:
         """With the copies, where the weights do not tell them."""
+        self._take_over()
         state = self._inner.state_dict()
         return (
             state

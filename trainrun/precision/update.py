@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport, Parallel
-from trainrun.optimizer.plain_step import plain_step
+from trainrun.optimizer.plain_step import FusedAdam, plain_step
 from trainrun.precision.gradients import (
     Groups,
     backward,
@@ -85,7 +85,7 @@ class Update:
         self._scaled = False  # the gradients of this step
         self._skipped_in_a_row = 0
         self._optimizer: Optimizer | None = None
-        self._num_groups = 0
+        self._num_groups = -1
         self._step: Callable[[], Any] = _no_step
         self._params: list[nn.Parameter] = []  # of the optimizer
         self._cleared: list[nn.Parameter] = []  # those, and the model's others
@@ -155,11 +155,20 @@ class Update:
         for param in self._cleared:  # Optimizer.zero_grad takes 10 us more, for its profiler mark
             param.grad = None
 
+    def look_again(self) -> None:
+        self._num_groups = -1
+
     def _adopt(self, optimizer: Optimizer) -> None:
         """Looks at the optimizer once, not in every step."""
-        self._optimizer, self._num_groups = optimizer, len(optimizer.param_groups)
-        self._step = plain_step(optimizer)
-        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        before, params = (
+            self._params,
+            [param for group in optimizer.param_groups for param in group["params"]],
+        )
+        if optimizer is not self._optimizer or list(map(id, before)) != list(map(id, params)):
+            self._step = plain_step(optimizer)
+        elif isinstance(self._step, FusedAdam):
+            self._step.look_again()
+        self._optimizer, self._num_groups, self._params = optimizer, len(optimizer.param_groups), params
         self._cleared = list(dict.fromkeys([*self._params, *self._model.parameters()]))
         self._uniform = is_uniform(self._params)
         self._flag_on_device = self._lazy and takes_flag(optimizer)

@@ -26,7 +26,7 @@ from trainrun.output import counted
 from trainrun.precision.other_types import cast_inputs
 from trainrun.precision.update import AUTOCAST_TYPES
 from trainrun.runtime.machine import free_bytes
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import evaluating, kept_random_state
 from trainrun.task.batches import inputs_and_target
 from trainrun.task.classification import check_shapes
 from trainrun.task.distillation import LOGITS, Distillation, Teacher, check_layer, outputs_of
@@ -142,16 +142,11 @@ def compare(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) 
     count = num_rows(batch)
     few = rows_of(batch, 0, min(2, count), count)
     inputs, target = inputs_and_target(few)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), outputs_of(model, list(task.hidden)) as seen:
-            logits = task.hard.logits(model, inputs, few)
-            if not target.is_floating_point():
-                check_shapes(logits, target)
-            task.terms(logits, seen, teacher(few), target)
-    finally:
-        model.train(training)
+    with evaluating(model), outputs_of(model, list(task.hidden)) as seen:
+        logits = task.hard.logits(model, inputs, few)
+        if not target.is_floating_point():
+            check_shapes(logits, target)
+        task.terms(logits, seen, teacher(few), target)
 
 
 def reason_to_ask_again(

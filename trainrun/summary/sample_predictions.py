@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainrun.interfaces import Predicts
 from trainrun.runs.run_folder import RunDir
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import evaluating
 from trainrun.task.batches import joined
 from trainrun.training.components import Components
 
@@ -60,22 +60,18 @@ def _predictions(run: Components) -> tuple[dict[str, Tensor], Tensor | None]:
     assert isinstance(task, Predicts)
     collected: dict[str, list[Tensor]] = {}
     images: Tensor | None = None
-    seen, training = 0, model.training
-    model.eval()
-    try:
-        with kept_random_state():
-            for batch in run.val.epoch(0):
-                with run.precision.autocast():
-                    columns = task.predict(model, batch.data)
-                for name, column in columns.items():
-                    collected.setdefault(name, []).append(column.cpu())
-                if images is None:
-                    images = _images(batch.data)
-                seen += len(next(iter(columns.values())))
-                if seen >= MAX_SAMPLES:
-                    break
-    finally:
-        model.train(training)
+    seen = 0
+    with evaluating(model):
+        for batch in run.val.epoch(0):
+            with run.precision.autocast():
+                columns = task.predict(model, batch.data)
+            for name, column in columns.items():
+                collected.setdefault(name, []).append(column.cpu())
+            if images is None:
+                images = _images(batch.data)
+            seen += len(next(iter(columns.values())))
+            if seen >= MAX_SAMPLES:
+                break
     return {name: joined(columns) for name, columns in collected.items()}, images
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import StepOutput
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import evaluating
 from trainrun.task.batches import HALF_TYPES, INPUT_KEYS, TARGET_KEYS, form_of
 from trainrun.task.dict_batches import bare_model, keywords_of
 
@@ -85,7 +85,6 @@ def counted(batch: Mapping[str, Any], rule: str) -> Tensor | int:
     return (labels != IGNORED).sum()
 
 
-@torch.no_grad()
 def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
     """The one rule by which the mean of two rows follows from the means of each; the model is as before.
 
@@ -93,20 +92,14 @@ def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
     or several; DataError: they are the inputs, and the model does not shift them.
     """
     labels = labels_of(batch)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with kept_random_state(), torch.autocast(batch_device(batch), enabled=False):
-            pair = probe(batch, labels)
-            parts = [rows(pair, [0]), rows(pair, [1])]
-            whole, *means = (float(loss_of(model, part)) for part in (pair, *parts))
-            rules: tuple[str, ...] = RULES[:1]
-            if labels is not None and labels[1].ndim > 1:  # one that shifts does not look at the first label
-                other = parts[1] | {labels[0]: with_another_first(parts[1][labels[0]])}
-                rules += ("next_labels",) if float(loss_of(model, other)) == means[1] else ("labels",)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluating(model), torch.autocast(batch_device(batch), enabled=False):
+        pair = probe(batch, labels)
+        parts = [rows(pair, [0]), rows(pair, [1])]
+        whole, *means = (float(loss_of(model, part)) for part in (pair, *parts))
+        rules: tuple[str, ...] = RULES[:1]
+        if labels is not None and labels[1].ndim > 1:  # one that shifts does not look at the first label
+            other = parts[1] | {labels[0]: with_another_first(parts[1][labels[0]])}
+            rules += ("next_labels",) if float(loss_of(model, other)) == means[1] else ("labels",)
     half = any(parameter.dtype in HALF_TYPES for parameter in model.parameters())
     tolerance = (TOLERANCE_16_BITS if half else TOLERANCE) * max(abs(whole), *map(abs, means))
     fitting = []

@@ -103,6 +103,7 @@ class Components:
         """
         for look in self.hooks.on_gradients:
             look(self)
+            self.precision.look_again()
         self.phases.open(OPTIMIZER)
         if self.optimizers:
             from trainrun.training.named_optimizers import refuse

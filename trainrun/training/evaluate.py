@@ -6,11 +6,10 @@ from itertools import chain
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trainrun.interfaces import MicroBatch
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import evaluating
 from trainrun.sums import add_sums, flat_sums, metrics_of, over_ranks, rows_over_ranks
 from trainrun.timing.phases import LOGGING
 from trainrun.training.components import Components
@@ -44,25 +43,21 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
     model, task = run.averaged, run.task
     sums: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
-    items, started, training, stopped = 0, perf_counter(), model.training, False
-    model.eval()
-    try:
-        with torch.no_grad(), kept_random_state():  # validation cannot move the training's random numbers
-            run.task_calls.evaluation_starts(model, split)
-            for batch in batches.epoch(0):
-                if stopped := run.triggers.interrupted():
-                    break
-                run.task_calls.evaluation_sees(model, batch.data)
-                for found, kept, late in run.retry.in_pieces(batch, lambda piece: sums_of(run, model, piece)):
-                    add_sums(sums, found, task)
-                    for name, values in kept.items():
-                        rows.setdefault(name, []).append(values)
-                    items = items + late
-                items = items + batch.counted_by(task)
-            else:
-                run.task_calls.evaluation_ends(model)
-    finally:
-        model.train(training)
+    items, started, stopped = 0, perf_counter(), False
+    with evaluating(model):
+        run.task_calls.evaluation_starts(model, split)
+        for batch in batches.epoch(0):
+            if stopped := run.triggers.interrupted():
+                break
+            run.task_calls.evaluation_sees(model, batch.data)
+            for found, kept, late in run.retry.in_pieces(batch, lambda piece: sums_of(run, model, piece)):
+                add_sums(sums, found, task)
+                for name, values in kept.items():
+                    rows.setdefault(name, []).append(values)
+                items = items + late
+            items = items + batch.counted_by(task)
+        else:
+            run.task_calls.evaluation_ends(model)
     answers = run.parallel.gather((list(rows), stopped))
     if any(stopped for _, stopped in answers):
         return {}

@@ -95,6 +95,10 @@ class JoinedPrecision:
     def optimizer_step(self, optimizer: Optimizer, want_norm: bool) -> GradReport:
         refuse(self._named)
 
+    def look_again(self) -> None:
+        for one in self._named.values():
+            one.guarded.look_again()
+
     def failure(self, wait: bool) -> str:
         told = ((name, one.guarded.failure(wait)) for name, one in self._named.items())
         return next((f"optimizer.{name}: {failure}" for name, failure in told if failure), "")

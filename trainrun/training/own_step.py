@@ -49,6 +49,7 @@ class OwnStep:
 
     def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
         run.phases.open(FORWARD)  # and all else that it does between its updates
+        run.precision.look_again()  # at what the step before has done behind its update
         report: Any = self._step(run, micro_batches)
         run.phases.open(RUNNER)
         if not isinstance(report, StepReport) or type(report.items) is not int or report.items < 0:

@@ -253,6 +253,7 @@ class Hooks:
             with arguments[0].phases.on(phases.HOOKS):
                 for method in calls:
                     method(*arguments)
+            arguments[0].precision.look_again()
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the hooks that have one, by key; an empty one is none."""

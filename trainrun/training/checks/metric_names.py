@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
-
 from trainrun.config.mistakes.value_words import nearest
 from trainrun.errors import ConfigError
 from trainrun.instantiate import named_nodes
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import evaluating
 from trainrun.sums import metrics_of
 from trainrun.training.components import Components
 from trainrun.training.evaluate import sums_of
@@ -46,17 +44,14 @@ def check_monitors(run: Components) -> None:
 def _metrics(run: Components) -> list[str]:
     """Their names, sorted; empty on a rank that has no share of the first batch."""
     assert run.val is not None
-    model, training = run.averaged, run.averaged.training
-    batches = run.val.epoch(0)
-    model.eval()
+    model, batches = run.averaged, run.val.epoch(0)
     try:
-        with torch.no_grad(), kept_random_state():
+        with evaluating(model):
             batch = next(batches, None)
             if batch is None:
                 return []
             sums, rows, _ = sums_of(run, model, batch)
     finally:
-        model.train(training)
         with contextlib.suppress(AttributeError):  # a stream that is no generator has nothing to close
             batches.close()  # type: ignore[attr-defined]
     known = metrics_of({name: total.cpu() for name, total in sums.items()}, 1.0, run.task, rows)

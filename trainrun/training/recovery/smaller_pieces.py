@@ -27,7 +27,7 @@ from trainrun.data.split_batch import cut, num_rows, rows_of, tensors_in
 from trainrun.errors import PluginError
 from trainrun.interfaces import KeepsState, MicroBatch, Parallel, Task, counts_before
 from trainrun.output import counted
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import evaluating
 
 T = TypeVar("T")
 Compute = Callable[[list[MicroBatch]], T]
@@ -171,23 +171,17 @@ def batch_norm_in(model: nn.Module) -> str:
     return ""
 
 
-@torch.no_grad()
 def coupling(model: nn.Module, task: Task, data: Any) -> str:
     """Whether the loss of two samples is another than their two losses: a contrastive one, for instance."""
     count = num_rows(data)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        with kept_random_state():
+        with evaluating(model):
             one, other, both, again = (
                 float(task.step(model, rows_of(data, *rows, count)).loss_sum)
                 for rows in ((0, 1), (1, 2), (0, 2), (0, 2))
             )
     except (PluginError, MemoryError, RuntimeError) as error:
         return f"the task cannot compute single samples: {str(error).partition(chr(10))[0]}"
-    finally:
-        for module, training in modes:
-            module.training = training
     tolerance = COUPLED * (abs(one) + abs(other) + abs(both))
     if abs(both - again) > tolerance or abs(both - one - other) <= tolerance:
         return ""  # drawn at random, so that nothing can be compared; or the sum that it should be
