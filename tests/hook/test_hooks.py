@@ -284,7 +284,7 @@ def test_weights_that_a_hook_sets_are_those_that_the_next_update_begins_with(
     assert main([*words, "trainer.max_steps=6", "ckpt_path=part", "output_dir=rest"]) == 0
     assert main([*words, "trainer.max_steps=6", "output_dir=whole"]) == 0
     whole, rest = (load_run(name).load_model("last").state_dict() for name in ("whole", "rest"))
-    assert all(float(weight.abs().max()) <= 0.0101 for weight in whole.values())
+    assert all(float(weight.abs().max()) <= 0.02 for weight in whole.values())
     assert all(torch.equal(weight, rest[name]) for name, weight in whole.items())
 
 
