@@ -41,6 +41,23 @@ class Stops:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Anchored(Sums):  # stays near the weights that it began with
+    def __init__(self, lazy=False, strength=0.1):
+        self.anchor, self.lazy, self.strength = None, lazy, strength
+        self.scale = torch.ones(10)
+
+    def check_model(self, model):
+        if not self.lazy:
+            self.anchor = [weight.detach().clone() for weight in model.parameters()]
+
+    def step(self, model, batch):
+        if self.anchor is None:
+            self.anchor = [weight.detach().clone() for weight in model.parameters()]
+        loss = functional.cross_entropy(model(batch[0]) * self.scale, batch[1], reduction="sum")
+        away = sum((p - a).square().sum() for p, a in zip(model.parameters(), self.anchor))
+        return StepOutput(loss + self.strength * len(batch[1]) * away)
+
+
 class Hidden(Sums):  # trains beside the runner, with an optimizer of its own
     def __init__(self):
         self.momentum, self.calls, self.center = None, 0, torch.zeros(10)
@@ -284,3 +301,15 @@ def test_checksums_tell_contents_apart() -> None:
     large = torch.zeros(3, 1 << 20)
     assert comparable(large, set(), 6) == comparable(large.clone(), set(), 6)
     assert comparable(large, set(), 6) != comparable(large + 1e-6, set(), 6)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_copy_of_the_first_weights_that_is_another_after_a_resume_is_told(
+    own: Path, capsys: pytest.CaptureFixture[str], lazy: bool
+) -> None:
+    words = ["task=own.Anchored", f"task.lazy={lazy}", "trainer.log_every_n_steps=1"]
+    assert main([*words, "trainer.max_steps=2", "output_dir=run"]) == 0
+    assert "holds other tensors" not in capsys.readouterr().out
+    assert main(["resume", "run", "trainer.max_steps=4", "task.strength=0.2"]) == 0
+    told = "task: Anchored: holds other tensors than before the resume (anchor), so this is not the run"
+    assert (told in " ".join(capsys.readouterr().out.split())) == lazy

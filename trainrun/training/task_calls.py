@@ -70,6 +70,7 @@ class TaskCalls:
         self._hooks = {name: getattr(task, name) for name in HOOKS if callable(getattr(task, name, None))}
         self._watch: TaskWatch | None = None
         self._trains = self._unseen = self._watches = False
+        self.held: Mapping[str, str] = {}  # in attributes of the task, by a checkpoint
         check_halves(task, "task")
         self.informed = wants_info(task)
         if self.informed:
@@ -87,7 +88,8 @@ class TaskCalls:
         if not type(self._task).__module__.startswith("trainrun.task."):
             from trainrun.training.checks.task_watch import TaskWatch
 
-            self._watch = TaskWatch(self._task, self._model, accumulates, note, saves_itself(self._task))
+            saves = saves_itself(self._task)
+            self._watch = TaskWatch(self._task, self._model, accumulates, note, saves, self.held)
             self._watches = True
 
     def unwatched(self) -> AbstractContextManager[None]:
@@ -136,8 +138,10 @@ class TaskCalls:
             hook(model, self._place.info(name))
 
     def state_dict(self) -> dict[str, Any]:
-        """state: the task's own. lost: what no checkpoint holds. Empty if there is neither."""
+        """state: the task's own. lost: what no checkpoint holds. held: digests of tensors. Empty if there is none."""
         kept = saved_state(self._task, self._place.device)
+        if self._watch is not None and self._watch.held:
+            kept["held"] = dict(self._watch.held)
         if self._watch is not None and (lost := self._watch.look()):
             kept["lost"] = lost
         return kept

@@ -3,7 +3,8 @@
 what: parameters that `step` itself changes, state of the task that no checkpoint holds, parameters of the task that get
     gradients and are never updated, and micro-batches of one update that give gradients to different parameters (a task
     that alternates from call to call).
-when: always, for tasks that are not of this package. The first two are told unless the task has `state_dict`.
+    After a resume: tensors that are others than after the first step of the run before (a copy of its first weights).
+when: always, for tasks that are not of this package. State is told unless the task has `state_dict`.
 gain: a run that cannot be resumed says so at once. After the first log point nothing of it is left.
 """
 
@@ -39,13 +40,16 @@ OF_MODULES = frozenset(vars(nn.Module()))
 class TaskWatch:
     """Stands in front of `task.step` until `after_step` has returned True, or `end` was called.
 
-    saves: whether the task says itself what it keeps. lost: what a resume would not bring back, known then.
+    saves: whether the task says itself what it keeps. held: digests of its tensors by attribute, those of the run
+    before and then those of this one. lost: what a resume would not bring back, known then.
     """
 
     def __init__(
-        self, task: Any, model: nn.Module, accumulates: bool, note: Callable[[str], None], saves: bool
+        self, task: Any, model: nn.Module, accumulates: bool, note: Callable[[str], None], saves: bool,
+        held: Mapping[str, str],
     ) -> None:  # fmt: skip
         self.lost: list[str] = []
+        self.held = held
         self._task, self._model, self._note = task, model, note
         self._plain, self._own = task.step, vars(task).get("step") if hasattr(task, "__dict__") else None
         self._saves = saves
@@ -73,6 +77,16 @@ class TaskWatch:
         if self._steps == 1:  # what is made or checked once is there now
             self._before = {} if self._saves else values_of(self._task, self._model)
             self._own_before = {name: one._version for name, one in own_parameters(self._task, self._model)}
+            held = {} if self._saves else tensors_of(self._task, self._model)
+            if others := sorted(
+                name for name in held.keys() & self.held.keys() if held[name] != self.held[name]
+            ):
+                name = type(self._task).__name__
+                self._note(
+                    f"task: {name}: holds other tensors than before the resume ({', '.join(others)}), so this is not "
+                    f"the run that never stopped; give {name} the methods state_dict() and load_state_dict(state)"
+                )
+            self.held = held
             return False
         if not log and self._steps < MOST_STEPS:
             return False
@@ -231,6 +245,27 @@ def values_of(task: Any, model: nn.Module) -> dict[str, Any]:
         unsaved = {name: task._buffers[name] for name in task._non_persistent_buffers_set}
         held = {name: value for name, value in held.items() if name not in OF_MODULES} | unsaved
     return {name: comparable(value, known, DEEPEST) for name, value in held.items()}
+
+
+def tensors_of(task: Any, model: nn.Module) -> dict[str, str]:
+    """By attribute of the task a digest of the first numbers of its tensors, the same on every machine."""
+    known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    found = {}
+    for name, value in vars(task).items() if hasattr(task, "__dict__") else ():
+        held = [one for one in tensors_in(value, known) if checksum(one) is not None]
+        firsts = [one.detach().flatten()[:MOST_ENTRIES].cpu().contiguous() for one in held]
+        if held:
+            found[name] = digest(b"".join(one.view(torch.uint8).numpy().tobytes() for one in firsts))
+    return found
+
+
+def tensors_in(value: Any, known: set[int]) -> list[Tensor]:
+    if isinstance(value, nn.Module) and id(value) not in known:
+        value = value.state_dict()
+    if isinstance(value, Mapping | list | tuple):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return [one for one in inner if isinstance(one, Tensor) and id(one) not in known]
+    return [value] if isinstance(value, Tensor) and id(value) not in known else []
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

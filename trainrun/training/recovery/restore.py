@@ -66,6 +66,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         run.retry.load_state_dict(shared["retry"])
     if told := load_task_state(place, run.task, kept, run.parallel.device):
         run.monitors.note(told)
+    run.task_calls.held = kept.get("held", {})
     run.hooks.load_state_dict(place, {**shared, **(own or {})}.get("hooks", {}))
     if kept_step:
         load_state(place, run.own_step, kept_step, run.parallel.device)
