@@ -10,8 +10,13 @@ SHOWN = 8
 Patterns = str | int | Sequence[str | int]  # a layer of a Sequential is called by a number
 
 
-def matching(names: Iterable[str], patterns: Patterns, key: str) -> list[str]:
-    """The names that fit a pattern, in their order; a number is a name too. Raises ValueError if one fits none."""
+def matching(
+    names: Iterable[str], patterns: Patterns, key: str, things: str = "name in the model"
+) -> list[str]:
+    """The names that fit a pattern, in their order; a number is a name too. Raises ValueError if one fits none.
+
+    things: what has these names, for the message.
+    """
     known = list(names)
     given = [patterns] if isinstance(patterns, str | int) else patterns
     texts = [str(pattern) for pattern in given]
@@ -21,7 +26,7 @@ def matching(names: Iterable[str], patterns: Patterns, key: str) -> list[str]:
             near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
             guess = f"; did you mean {near[0]}?" if near else "."
             shown = ", ".join(known[:SHOWN]) + (", ..." if len(known) > SHOWN else "")
-            faults.append(f"{key}={pattern}: fits no name in the model{guess} There are: {shown or 'none'}")
+            faults.append(f"{key}={pattern}: fits no {things}{guess} There are: {shown or 'none'}")
     if faults:
         raise ValueError("; ".join(faults))
     return [name for name in known if any(fnmatchcase(name, pattern) for pattern in texts)]

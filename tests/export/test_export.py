@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from safetensors import SafetensorError
 
 from trainrun import load_run
 from trainrun.cli.main import main
+from trainrun.errors import ConfigError
 from trainrun.export import export_command, formats
+from trainrun.export.served import outputs_of
 
 SHORT = ["trainer.max_steps=2", "monitor=none", "output_dir=run"]
 NORMALIZE = "+data.augment.normalize={_target_: trainrun.data.augment.normalize.Normalize, mean: [0.5, 0.4, 0.3], std: [1, 2, 3]}"  # noqa: E501
@@ -255,3 +258,11 @@ def test_the_card_has_the_metrics_of_its_checkpoint(workdir: Path) -> None:
         which = f"step-{step:08}"
         assert main(["export", "run", "--to", "huggingface", "--which", which]) == 0
         assert f"| val/loss | {losses[step]:.5g} |" in Path("run-export/huggingface/README.md").read_text()
+
+
+def test_an_output_object_gives_its_logits() -> None:
+    logits = torch.zeros(2, 3)
+    assert outputs_of(SimpleNamespace(logits=logits, hidden=torch.ones(2))) is logits
+    assert len(outputs_of({"a": logits, "b": logits})) == 2
+    with pytest.raises(ConfigError, match="without tensors"):
+        outputs_of(SimpleNamespace(other=logits))

@@ -153,3 +153,9 @@ def test_a_step_whose_gradients_are_marked_changes_nothing_and_others_are_the_us
     found.fill_(0)
     after = [trained(*pair, range(3, 6)) for pair in pairs]
     assert all(torch.equal(one, other) for one, other in zip(*after, strict=True))
+
+
+def test_complex_matrices_are_left_to_adamw() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    model.register_parameter("waves", nn.Parameter(torch.randn(4, 4, dtype=torch.complex64)))
+    assert hidden_matrices(model) == [model[0].weight]

@@ -387,3 +387,13 @@ def test_a_parameter_that_joins_a_group_is_updated_and_cleared_after_another_loo
         update.optimizer_step(optimizer, want_norm=False)
         assert all(param.grad is None for param in model.parameters())
         assert torch.equal(model[1].weight, before) == (number < 2)
+
+
+def test_sixteen_bit_weights_of_the_model_itself_are_told_under_full_precision() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16))
+    _, notes = build_precision(PrecisionOptions(mode="32-true"), model, CPU)
+    assert notes[0].startswith(
+        "precision=32-true: the model makes 2 bfloat16 parameters, trained as they are"
+    )
+    model[1].requires_grad_(False)
+    assert build_precision(PrecisionOptions(mode="32-true"), model, CPU)[1] == []

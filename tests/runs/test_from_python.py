@@ -281,3 +281,10 @@ def test_the_process_is_left_as_it_was(workdir: Path, task: type, state: str) ->
     assert {name for name in before if before[name] != after[name]} == set()
     assert trainrun.load_run("run").status["state"] == state
     assert bool([*Path("run/checkpoints").glob("step-*")]) == (state != "failed")
+
+
+def test_a_network_with_lazy_layers_takes_its_sizes_from_the_data(workdir: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(2))
+    data = (torch.randn(64, 3), torch.randint(0, 2, (64,)))
+    trainrun.train("trainer.max_steps=2", "output_dir=run", model=model, data=data)
+    assert model[0].weight.shape == (5, 3)

@@ -56,6 +56,19 @@ class Counting(Net):
         return super().forward(x) if self.calls < 1000 else super().forward(x) / 2
 
 
+class Moving(Net):
+    """Each forward in training moves a buffer, as spectral norm does, and the output with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale += 0.001
+        return super().forward(x) * self.scale
+
+
 class Clocked(Net):
     """Keeps a time, and what it last saw: neither is lost by a resume."""
 

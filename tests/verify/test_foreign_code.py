@@ -56,6 +56,10 @@ def test_numbers_that_a_model_makes_itself_are_exact_too() -> None:
     assert all("in float64" in found[name].text for name in exact)
 
 
+def test_a_layer_that_moves_in_each_forward_is_not_taken_for_a_mean() -> None:
+    assert table("Moving")["sum of losses"].state == PASS
+
+
 def test_a_model_that_cannot_compute_in_float64_says_so() -> None:
     found = table("Single")
     for name in ("sum of losses", "accumulation", "evaluation"):

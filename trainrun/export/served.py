@@ -63,6 +63,8 @@ def outputs_of(found: Any) -> Any:
     """The tensors of an output: itself, or a tuple of those in a tuple, a dictionary or an output object."""
     if isinstance(found, Tensor):
         return found
+    if isinstance(getattr(found, "logits", None), Tensor):  # what the task takes
+        return found.logits
     parts = found.values() if hasattr(found, "values") else found if isinstance(found, tuple | list) else ()
     tensors = tuple(part for part in parts if isinstance(part, Tensor))
     if not tensors:

@@ -152,7 +152,7 @@ def _sharing(kind: type[Optimizer], groups: list[dict[str, Any]], **keywords: An
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of two dimensions or more, but for embeddings and the weights of the last linear layer."""
+    """Real parameters of two dimensions or more, but for embeddings and the weights of the last linear layer."""
     embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     excluded = {param for module in [*embeddings, *linear[-1:]] for param in module.parameters()}
@@ -160,6 +160,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
         param
         for param in model.parameters()
         if param.requires_grad
+        and param.is_floating_point()
         and param.ndim >= 2
         and min(param.flatten(1).shape) > 1
         and param not in excluded

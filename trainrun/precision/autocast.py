@@ -56,6 +56,10 @@ def build_precision(
 
         refuse(options.mode, model, device)
         notes = type_notes(options.mode, device, options.master_weights)
+    elif any(param.requires_grad and param.dtype.itemsize == 2 for param in model.parameters()):
+        from trainrun.precision.other_types import half_notes
+
+        notes = half_notes(model)
     precision = Update(
         model,
         device,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError
+from trainrun.output import counted
 from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED
 
 # (major, minor) of the GPUs whose float64 units are not a token: P100, V100, A100, H100, B200
@@ -168,3 +169,17 @@ def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
     if device.type == "cpu" and tiny:
         return FULL, "a step this small loses more by casting than it gains"
     return MIXED, f"this {device.type} has bfloat16 arithmetic"
+
+
+def half_notes(model: nn.Module) -> list[str]:
+    """On weights of 16 bits that the model itself makes."""
+    found = [
+        p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)
+    ]
+    if not found:
+        return []
+    kind = str(found[0]).removeprefix("torch.")
+    return [
+        f"precision={FULL}: the model makes {counted(len(found), f'{kind} parameter')}, trained as they are; "
+        "use precision=bf16-true precision.master_weights=true, or .float() in the model"
+    ]

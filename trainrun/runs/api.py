@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parameter import is_lazy
+
 from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
@@ -245,7 +247,8 @@ def about_of(found: Any) -> str:
     if isinstance(found, tuple | list):
         return ", ".join(map(about_of, found[:8])) + (", ..." if len(found) > 8 else "")
     if callable(getattr(found, "named_parameters", None)):
-        return f"{kind}, {sum(p.numel() for p in found.parameters()):,} parameters"
+        sizes = [0 if is_lazy(p) else p.numel() for p in found.parameters()]
+        return f"{kind}, {sum(sizes):,} parameters"
     tensors = getattr(found, "tensors", None)
     if isinstance(tensors, tuple):
         return f"{kind}, {about_of(tensors)}"
@@ -255,7 +258,9 @@ def about_of(found: Any) -> str:
 def take_weights(model: nn.Module, trained: nn.Module) -> None:
     """Give the caller's network the weights of the copy that was trained; a note where it has other names."""
     state, own = trained.state_dict(), model.state_dict()
-    if {name: value.shape for name, value in state.items()} == {name: v.shape for name, v in own.items()}:
+    if state.keys() == own.keys() and all(
+        is_lazy(v) or v.shape == state[name].shape for name, v in own.items()
+    ):
         model.load_state_dict(state)
     else:
         say(

@@ -71,7 +71,7 @@ def lora(
         for name, layer in model.named_modules()
         if type(layer) is nn.Linear and used[id(layer.weight)] == 1
     }
-    for name in matching(layers, target, "target"):
+    for name in matching(layers, target, "target", "linear layer with weights of its own"):
         model = _replaced(model, name, LoraLinear(layers[name], rank, alpha, dropout))
     for param in others:  # a bias beside its layer's matrices too
         param.requires_grad_(True)
