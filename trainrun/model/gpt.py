@@ -130,8 +130,8 @@ class Gpt(nn.Module):
         before = next(iter(cache.values()))[0].shape[2] if cache else 0
         if before + length > self.context:
             raise ValueError(
-                f"context={self.context}: a sequence of the data has {before + length} tokens; raise it, or cut a text into "
-                f"blocks of data.train.block_size={self.context} (data.max_sequence_length drops what is behind)"
+                f"context={self.context}: a sequence of the data has {before + length} tokens; raise it, or cut a text "
+                f"into blocks of data.train.block_size={self.context} (data.max_sequence_length drops what is behind)"
             )
         x = self.tokens(tokens)
         turn: tuple[Tensor, Tensor] | None = None
