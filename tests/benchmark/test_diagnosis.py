@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 
 from trainrun.benchmark import budget
 from trainrun.benchmark.diagnose import diagnosis
-from trainrun.benchmark.diagnose.ablations import useful_ablations
+from trainrun.benchmark.diagnose.ablations import CACHED, useful_ablations
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination, WhatIf
 from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
 from trainrun.benchmark.diagnose.rounds import Rounds
@@ -22,6 +23,7 @@ from trainrun.benchmark.worker_messages import RunInfo, Turn
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.timing.paired import Ratio
+from trainrun.timing.phases import DATA
 
 INFO = RunInfo("samples", "resident", 0, 1, "cpu", 1, 900, 45.0)
 
@@ -151,6 +153,7 @@ def examination(deadline: float, clock: list[float]) -> Examination:
     examined = Examination.__new__(Examination)
     examined._budget, examined._reserved = budget.Budget(deadline, lambda: clock[0]), 0.0
     examined._compiling, examined._untried, examined._say = 0.0, [], lambda about, left: None
+    examined._known = {CACHED: DATA}
     return examined
 
 
@@ -176,6 +179,28 @@ def test_rounds_end_with_the_budget_and_the_last_ones_are_for_what_gains(seconds
     assert len(taken.pairs["cached"]) >= rounds
     assert len(taken.pairs["threads=2"]) <= 3  # what is slower is not asked again
     assert bool(examined._untried) == (seconds < 2)
+
+
+def test_the_base_goes_on_alone_until_a_rare_stall_of_the_data_is_clear() -> None:
+    clock, number = [0.0], count()
+
+    def turn() -> Turn:
+        clock[0] += 1.0
+        stall = 0.9 * (next(number) % 6 == 5)
+        return Turn(1.0 + stall, 1, 10.0, phases={"data": stall})
+
+    def slower() -> Turn:
+        clock[0] += 1.0
+        return Turn(2.0, 1, 10.0, phases={"data": 0.0})
+
+    taken = Rounds(turn, {"threads=2": slower}, 200.0, lambda: clock[0])
+    examined = examination(200.0, clock)
+    examined._measure(taken, ["threads=2"], Turn(11.0, 1, 4.0))
+    found = examined._ratios(taken)[CACHED]
+    assert found.value >= 1.1
+    assert found.low > 1.0
+    assert len(taken.pairs["threads=2"]) == 3
+    assert clock[0] < 100.0  # it is clear long before the time is over
 
 
 @pytest.mark.parametrize(

@@ -179,15 +179,15 @@ class Turns:
         self._rounds = 0
 
     def round(self, names: Sequence[str], found: Comparison, in_any_case: bool) -> bool:
-        """A base turn between each two candidates. Returns whether there was time for all, and the base works.
+        """A base turn between each two candidates, or alone. Returns whether there was time, and the base works.
 
         One that stands alone comes before the base and after it alternately, or the drift of the machine would favor
         one of the two.
         """
         self._rounds += 1
-        for first in range(0, len(names), 2):
+        for first in range(0, len(names) or 1, 2):
             names_here = names[first : first + 2]
-            group = [names_here[0], BASE, *names_here[1:]]
+            group = [*names_here[:1], BASE, *names_here[1:]]
             group = group[::-1] if len(group) == 2 and self._rounds % 2 else group
             if (
                 not in_any_case

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from statistics import median
 from typing import Any, Final
 
@@ -207,23 +208,34 @@ class Examination:
                 yield name, side
 
     def _measure(self, rounds: Rounds, names: list[str], pace: Turn) -> None:
-        """Take rounds until the time is over; the last ones of what gained most, as far as there is time.
+        """Take rounds until it is clear what costs time, or the time is over; the last ones of what gained most.
 
         If finding the pace took all the time, the pace is all that is known.
         """
-        for number in range(MOST_ROUNDS):
-            asked = names if number % 2 == 0 else names[::-1]
+        for number in count():
+            if number >= MOST_ROUNDS and not self._is_unclear(rounds):
+                break
+            went, asked = False, names if number % 2 == 0 else names[::-1]
             if number >= FEW_ROUNDS:  # there may not be time for all of them
                 worth = [name for name in names if rounds.ratio(name).value > SLOWER]
                 asked = sorted(worth, key=lambda name: -rounds.ratio(name).value)
             self._say(f"round {number + 1}", self._left())
-            for first in range(0, len(asked), 2):
+            for first in range(0, len(asked) or 1, 2):  # the account of time needs turns of the base too
                 if self._is_over(1.0) or not rounds.take(asked[first : first + 2], in_any_case=number == 0):
                     break
+                went = True
+            if not went:
+                break
             names = [name for name in names if rounds.pairs[name]]
         if not rounds.own:
             rounds.own.append(pace)
         self._untried += [title_of(name) for name, pairs in rounds.pairs.items() if not pairs]
+
+    def _is_unclear(self, rounds: Rounds) -> bool:
+        """Whether there is no certain cause yet, and something could be one."""
+        ratios = self._ratios(rounds).values()
+        certain = any(ratio.value >= CLEAR and ratio.low > 1.0 for ratio in ratios)
+        return not certain and any(ratio.high > CLEAR for ratio in ratios)
 
     def _result(self, rounds: Rounds, load: Turn) -> Diagnosis:
         info, loop_seconds = self._base.info, rounds.base.seconds / sum(turn.steps for turn in rounds.own)
