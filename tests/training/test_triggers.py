@@ -191,6 +191,26 @@ def test_best_ignores_what_is_not_finite_and_keeps_the_earlier_of_equals() -> No
     assert (state.best_metric, state.best_step) == (0.9, 30)
 
 
+def test_what_is_remembered_of_another_metric_is_forgotten() -> None:
+    acc, loss = (MetricTracker(f"val/{name}", mode, 2) for name, mode in (("acc", "max"), ("loss", "min")))
+    built, _, _ = triggers(watch=acc, best=acc)
+    state = TrainState(step=10, epoch=1)
+    built.start(state)
+    built.note_validation(state, {"val/acc": 0.1, "val/loss": 3.0})
+    state.bad_validations = 1
+    built.start(state)
+    assert (state.best_metric, state.watched_metric, state.bad_validations) == (0.1, 0.1, 1)
+    other, _, _ = triggers(watch=loss, best=loss)
+    other.start(state)  # which was measured at this step
+    assert (state.best_metric, state.best_step) == (3.0, 10)
+    assert (state.watched_metric, state.bad_validations) == (None, 0)
+    state.step, state.epoch = 20, 2
+    other.note_validation(state, {"val/acc": 0.2, "val/loss": 2.0})
+    assert (state.best_metric, state.watched_metric, state.early_stop) == (2.0, 2.0, "")
+    built.start(state, best=(10, 0.1))
+    assert (state.best_metric, state.best_step) == (0.2, 20)
+
+
 def test_an_unknown_metric_is_named_with_those_there_are() -> None:
     built, _, _ = triggers(best=MetricTracker("val/f1", "max"))
     with pytest.raises(ConfigError, match="checkpoint.monitor=val/f1: no such metric; there are val/loss"):

@@ -175,12 +175,6 @@ def committed_metrics(folder: Path, up_to: int | None = None) -> dict[int, Metri
     return found
 
 
-def committed_values(folder: Path, metric: str | None, up_to: int) -> list[tuple[int, float]]:
-    """Step and value of those that were measured by this metric."""
-    found = committed_metrics(folder, up_to)
-    return [(step, one.value) for step, one in found.items() if one.name == metric]
-
-
 def best_checkpoint(folder: Path) -> Path | None:
     """The folder of the best committed step by the manifests; None if none of them was measured.
 

@@ -157,6 +157,11 @@ class CheckpointManager:
             self._go_on_from(loaded)
         return loaded
 
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best so far, by what `checkpoint.monitor` is now."""
+        return next(((one.step, one.value) for one in self._ranking.entries), None)
+
     def _sweep(self) -> None:
         """Only a process that goes on with the run may do that."""
         if self.options.enabled and self._parallel.rank == 0 and self.folder.is_dir():
@@ -282,18 +287,30 @@ class CheckpointManager:
             self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")
 
     def _go_on_from(self, loaded: Loaded) -> None:
-        """Forget what lies beyond the step; the ranking is told from the manifests up to it."""
-        from trainrun.checkpoint.load import committed_values, set_newer_aside
+        """Forget what lies beyond the step; the ranking is told from the manifests up to it.
+
+        What was among the best by another `checkpoint.monitor` stays.
+        """
+        from trainrun.checkpoint.load import committed_metrics, set_newer_aside
 
         step, options = loaded.manifest.step, self.options
 
-        def look() -> list[tuple[int, float]]:
+        def look() -> list[tuple[str, str, int, float]]:
             if options.enabled:
                 set_newer_aside(self.folder, step, self._files, self._note)
-            return committed_values(self.folder, options.monitor, up_to=step)
+            found = committed_metrics(self.folder, up_to=step)
+            return [(one.name, one.mode, at, one.value) for at, one in found.items()]
 
-        entries = [Entry(*one) for one in on_rank_zero(self._parallel, look)]
-        self._ranking, self._waiting = Ranking(options.mode, options.save_top_k, entries), {}
+        found = on_rank_zero(self._parallel, look)
+
+        def ranked(metric: str | None, mode: str) -> Ranking:
+            entries = [Entry(*one) for name, _, *one in found if name == metric]
+            return Ranking(mode, options.save_top_k, entries)
+
+        self._ranking, self._waiting = ranked(options.monitor, options.mode), {}
+        others = {(name, mode) for name, mode, *_ in found if name != options.monitor}
+        former = frozenset[int]().union(*(ranked(*other).steps for other in others))
+        self._retention = replace(self._retention, former=former)
         best = self._ranking.entries
         if options.enabled:  # a kill may have come between the last commit and this
             on_rank_zero(self._parallel, lambda: self._retention.tidy(best, self._files, self._note))

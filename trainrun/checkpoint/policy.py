@@ -12,7 +12,6 @@ from pathlib import Path
 
 from trainrun.checkpoint.files import FileLayer, file_faults
 from trainrun.checkpoint.format import Metric, committed_steps, dumps, folder_name
-from trainrun.errors import ConfigError
 from trainrun.training.state import SAVE_NOW, TrainState
 
 
@@ -105,10 +104,7 @@ def metric_of(options: KeepOptions, state: TrainState) -> Metric | None:
     name = options.monitor
     if name is None or options.save_top_k == 0 or state.validated_step != state.step:
         return None
-    if name not in state.last_metrics:
-        known = ", ".join(sorted(state.last_metrics)) or "nothing"
-        raise ConfigError(f"checkpoint.monitor={name}: validation does not measure it; it measures {known}")
-    value = float(state.last_metrics[name])
+    value = float(state.last_metrics.get(name, math.nan))  # a resume may have added the metric
     return Metric(name, options.mode, value) if math.isfinite(value) else None
 
 
@@ -135,12 +131,14 @@ def write_best(folder: Path, metric: str, mode: str, entries: list[Entry], files
 
 @dataclass(frozen=True)
 class Retention:
-    """newest: how many stay whatever they measured. metric, mode: of `best.json`; no metric, no file."""
+    """newest: how many stay whatever they measured. metric, mode: of `best.json`; no metric, no file. former: steps
+    that stay because they were the best by another metric."""
 
     folder: Path
     newest: int
     metric: str | None
     mode: str
+    former: frozenset[int] = frozenset()
 
     def tidy(self, ranked: list[Entry], files: FileLayer, note: Callable[[str], None]) -> None:
         """ranked: the best, some of which may not be committed. Raises CheckpointError."""
@@ -149,7 +147,7 @@ class Retention:
         if self.metric is not None and entries:
             with file_faults(f"cannot write best.json in {self.folder}", self.folder):
                 write_best(self.folder, self.metric, self.mode, entries, files)
-        kept = {*steps[-self.newest :], *(entry.step for entry in entries)}
+        kept = {*steps[-self.newest :], *self.former, *(entry.step for entry in entries)}
         _delete(self.folder, [step for step in steps if step not in kept], files, note)
 
 

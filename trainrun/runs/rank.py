@@ -113,7 +113,7 @@ def train_once(
         collect_as_usual()
         if config.trainer.python_gc == "between_steps":
             collect_between_steps()
-        run.triggers.start(state)
+        run.triggers.start(state, run.checkpoints.best)
         run.checkpoints.start(run, state)
         run.monitors.on_start(facts, state)
         before = state.step, state.items

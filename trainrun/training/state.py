@@ -35,6 +35,7 @@ class TrainState:
     step: optimizer updates tried; epoch: finished epochs; batches: micro-batches done in this epoch.
     items: what the loss was averaged over so far, on an average rank; step_items: in the last step.
     watched_metric, bad_validations, early_stop: the memory of early stopping.
+    best_by, watched_by: the metric and mode that best_metric and watched_metric are of; empty if nobody knows.
     seconds: training time of all sessions of the run.
     rollbacks: how often the run went back to a checkpoint. bad: the step just made, if its update was left out.
     losses, logged_items: of this rank, since the last log point (0-d tensors, and their items).
@@ -50,7 +51,9 @@ class TrainState:
     saved_step: int = -1
     best_metric: float | None = None
     best_step: int = -1
+    best_by: str = ""
     watched_metric: float | None = None
+    watched_by: str = ""
     bad_validations: int = 0
     early_stop: str = ""
     skipped_steps: int = 0

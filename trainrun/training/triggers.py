@@ -130,6 +130,11 @@ class MetricTracker:
     threshold: float | None = None
     divergence: float | None = None
 
+    @property
+    def name(self) -> str:
+        """As it is remembered."""
+        return f"{self.metric} {self.mode}"
+
     def better(self, value: float, than: float | None) -> bool:
         if not math.isfinite(value):
             return False
@@ -174,11 +179,20 @@ class Triggers:
         self._seconds_before = 0.0
         self._validations = 0.0  # by time, of all sessions
 
-    def start(self, state: TrainState) -> None:
+    def start(self, state: TrainState, best: tuple[int, float] | None = None) -> None:
         """Start the clock of this session; the time of earlier sessions counts.
 
-        An early stop is decided again: the run may go on with other words (more patience, or none).
+        An early stop is decided again: the run may go on with other words (more patience, or none). Where they name
+        another metric, what is remembered of the one before is forgotten. best: the saved step and its value by it.
         """
+        best_by, watched_by = self.best.name, self._watch.name
+        if state.best_by not in ("", best_by):
+            state.best_step, state.best_metric = best or (-1, None)
+            if state.step == state.validated_step:
+                self._note_best(state, state.last_metrics.get(self.best.metric or "", math.nan))
+        if state.watched_by not in ("", watched_by):
+            state.watched_metric, state.bad_validations, state.early_stop = None, 0, ""
+        state.best_by, state.watched_by = best_by, watched_by
         if state.early_stop:
             value = state.last_metrics.get(self._watch.metric or "")
             state.early_stop = "" if value is None else self._early_stop(value, state.bad_validations)
@@ -273,9 +287,7 @@ class Triggers:
         state.validated_step, state.last_metrics = state.step, dict(metrics)
         self._validations = self._by_time()
         if self.best.metric is not None:
-            value = _metric(metrics, self.best.metric, "checkpoint.monitor")
-            if self.best.better(value, state.best_metric):
-                state.best_metric, state.best_step = value, state.step
+            self._note_best(state, _metric(metrics, self.best.metric, "checkpoint.monitor"))
         if not scheduled:
             return False
         self._on_validation(metrics)
@@ -289,6 +301,10 @@ class Triggers:
             state.bad_validations += 1
         state.early_stop = self._early_stop(value, state.bad_validations)
         return True
+
+    def _note_best(self, state: TrainState, value: float) -> None:
+        if self.best.better(value, state.best_metric):
+            state.best_metric, state.best_step = value, state.step
 
     def _early_stop(self, value: float, bad_validations: int) -> str:
         watch, sign = self._watch, 1 if self._watch.mode == "min" else -1
