@@ -54,6 +54,20 @@ def test_a_resume_elsewhere(killed: Path, trainrun: Any) -> None:
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
 
 
+def test_a_new_run_from_one_that_stopped_early_trains_and_has_a_best_of_its_own(tmp_path: Path) -> None:
+    words = [*(word for word in WORDS if "val_check" not in word), "trainer.val_check_interval=2", "seed=1",
+             "trainer.early_stopping={enabled: true, patience: 1, min_delta: 9}"]  # fmt: skip
+    assert main([*words, "trainer.max_steps=20", f"output_dir={tmp_path}/a"]) == 0
+    first = json.loads((tmp_path / "a" / "status.json").read_text())
+    assert (first["step"], first["reason"][:14]) == (4, "early stopping")
+    more = [f"ckpt_path={tmp_path}/a", "optimizer.lr=9", f"output_dir={tmp_path}/b"]
+    assert main([*words, "trainer.max_steps=5", *more]) == 0
+    status = json.loads((tmp_path / "b" / "status.json").read_text())
+    best = json.loads((tmp_path / "b" / "checkpoints" / "best.json").read_text())["entries"]
+    assert (status["step"], status["best_step"]) == (5, 5)
+    assert [one["step"] for one in best] == [5]
+
+
 def test_data_that_changed_between_two_lives(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a file that was cut behind a whole record; a copy elsewhere is no other data."""
     rows = [f"{i / 40},{i % 2}" for i in range(40)]

@@ -55,8 +55,11 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
     state.saved_step = state.step
     if resume:
         tell(run, run_dir, loaded)
-    else:  # a new run has none of the other run's checkpoints, and no best of its own yet
-        state.saved_step, state.best_step, state.best_metric = -1, -1, None
+    else:  # a new run has none of the other run's checkpoints, and no best and no patience of its own yet
+        new = TrainState()
+        for name in ("saved_step", "best_step", "best_metric", "best_by", "watched_metric", "watched_by",
+                     "bad_validations", "early_stop", "last_metrics"):  # fmt: skip
+            setattr(state, name, getattr(new, name))
     return state
 
 
