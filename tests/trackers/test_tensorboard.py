@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trainrun.cli.main import main
 from trainrun.trackers.sender import scalars_of
+from trainrun.trackers.tensorboard import TensorBoard
 
 pytestmark = pytest.mark.process
 
@@ -50,6 +51,19 @@ def test_the_event_file_has_the_rows_of_the_run_and_goes_on_after_a_resume(workd
     assert "plots/loss" in found.Tags()["images"]
     (config, *_) = found.Tensors("config/text_summary")
     assert b'"batch_size": 32' in config.tensor_proto.string_val[0]
+
+
+def test_a_life_before_the_first_checkpoint_and_rows_that_are_sent_again_leave_nothing_double(
+    workdir: Path,
+) -> None:
+    run = {"name": "run", "run_id": "1", "folder": str(workdir), "config": {}}
+    for last in (6, 4, 4):
+        board = TensorBoard()
+        board.open(run, 0)
+        for step in range(last):
+            board.scalars({"loss": 1.0}, step, 1.0)
+        board.finish()
+    assert [event.step for event in curves_of(workdir / "tensorboard").Scalars("loss")] == [0, 1, 2, 3]
 
 
 def test_what_is_no_number_is_no_curve() -> None:

@@ -38,7 +38,8 @@ class TensorBoard:
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
         folder = Path(self._log_dir) if self._log_dir else Path(run["folder"]) / FOLDER
-        self._writer = self._writer_class(str(folder), purge_step=step + 1 if step else None, flush_secs=10)
+        first = None if self._log_dir else 0  # there another run may have curves
+        self._writer = self._writer_class(str(folder), purge_step=step + 1 if step else first, flush_secs=10)
         config = json.dumps(run["config"], indent=2, default=str)
         self._writer.add_text("run", f"{run['name']} ({run['run_id']})", step)
         self._writer.add_text("config", "    " + config.replace("\n", "\n    "), step)  # Markdown's code
