@@ -51,6 +51,22 @@ def test_csv(workdir: Path) -> None:
     assert sorted(Path("run/metrics.csv").read_bytes().split()) == sorted(before.split())
 
 
+def test_a_table_of_another_run_is_left_as_it_is(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS[:-1], "monitor.tracker=csv", "monitor.csv.path=table.csv", "trainer.max_steps=6"]
+    table = workdir / "table.csv"
+    table.write_text("keep,me\n")
+    assert main([*words, "output_dir=own"]) == 0
+    assert table.read_text() == "keep,me\n"
+    assert "table.csv: is there already and not of this run; name another" in capsys.readouterr().out
+    table.unlink()
+    assert main(["report", "own", "--to", "csv"]) == 0
+    told = table.read_bytes()
+    assert main([*words, "output_dir=other"]) == 0
+    assert table.read_bytes() == told
+    assert main(["resume", "own", "trainer.max_steps=8"]) == 0
+    assert b"\n8," in table.read_bytes()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow(workdir: Path) -> None:
     mlflow = pytest.importorskip("mlflow")

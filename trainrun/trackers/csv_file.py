@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainrun.errors import ConfigError
+from trainrun.runs.run_folder import RunDir, read_identity
+
 HEAD = ("step", "time", "name", "value")
 
 
 class CsvFile:
-    """A service: `monitor.tracker=csv`. path: null is `metrics.csv` in the run folder."""
+    """A service: `monitor.tracker=csv`. path: null is `metrics.csv` in the run folder; a table of one run."""
 
     def __init__(self, path: str | None = None) -> None:
         self._path = Path(path) if path else None
@@ -23,16 +26,20 @@ class CsvFile:
         self._step = 0
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
-        """A resumed run writes again what lies behind the step that it begins with, and at that step what is new."""
-        self._path = self._path or Path(run["folder"]) / "metrics.csv"
-        kept: list[list[str]] = []
+        """A resumed run writes again what lies behind the step that it begins with, and at that step what is new.
+
+        Raises ConfigError for a file that is not the table of this run.
+        """
+        inside = Path(run["folder"]) / "metrics.csv"
+        self._path, rows = self._path or inside, []
         if self._path.is_file():
             with self._path.open(newline="", encoding="utf-8") as file:
-                kept = [
-                    row
-                    for row in csv.reader(file)
-                    if len(row) == 4 and row[0].isdecimal() and int(row[0]) <= step
-                ]
+                head, *rows = [*csv.reader(file)] or [[*HEAD]]
+            rows = [row for row in rows if len(row) == 4 and row[0].isdecimal()]  # a kill cuts the last one
+            began = read_identity(RunDir(inside.parent))["created"] if self._path != inside else 0.0
+            if head != [*HEAD] or any(float(row[1]) < began for row in rows):
+                raise ConfigError(f"{self._path}: is there already and not of this run; name another")
+        kept = [row for row in rows if int(row[0]) <= step]
         self._step, self._there = step, {row[2] for row in kept if int(row[0]) == step}
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
