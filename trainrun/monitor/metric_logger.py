@@ -96,7 +96,8 @@ class MetricLogger:
         for monitor in self._monitors:
             monitor.on_step(state.step, self.epoch_of(state), row)
         if self._on_log is not None:
-            self._on_log(state.step)
+            with self.paused():
+                self._on_log(state.step)
         if self._tidy is not None:
             self._tidy(False)
 
