@@ -259,9 +259,16 @@ def test_a_named_folder_is_free_again_after_a_failure_that_saved_nothing(
 
 
 def test_files_that_no_run_made_stay_as_they_are(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("config.yaml", "metrics.jsonl", "environment.json", "report.html"):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "environment.json",
+        "report.html",
+        "plots/loss.png",
+        "unsent.json",
+    ):
         folder = project / name.partition(".")[0]
-        folder.mkdir()
+        (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text("mine: 1\n")
         assert main([f"output_dir={folder}", *QUIET]) == 2
         assert f"holds {name} and no RUN.json" in capsys.readouterr().err

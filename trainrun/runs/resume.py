@@ -84,16 +84,10 @@ def readable_config(run: RunDir) -> dict[str, Any]:
 def check_ours(run: RunDir) -> None:
     """Raises ConfigError if files lie in the place of a run's and no run made them: they are not ours to replace."""
     places = (
-        run.config,
-        run.overrides,
-        run.environment,
-        run.metrics,
-        run.samples,
-        run.status,
-        run.log,
-        run.report,
-    )
-    taken = [path.name for path in places if path.exists()]
+        run.config, run.overrides, run.environment, run.metrics, run.samples, run.pictures, run.tokenizer, run.unsent,
+        run.status, run.log, run.report, *run.plots.glob("*.png"),
+    )  # fmt: skip
+    taken = [str(path.relative_to(run.root)) for path in places if path.exists()]
     if was_saved(run):  # the newest stay, and the first ones of a new run would be the oldest
         taken.append(run.checkpoints.name)
     if taken and not is_there(run):
