@@ -191,3 +191,11 @@ def test_the_rank_that_had_it_is_named_and_all_ranks_write_their_part(
     assert f"rank {owner}: the loss was not" in capfd.readouterr().out
     assert steps_of(project / "run") == list(range(1, 5))
     assert is_finite(last(project / "run"))
+
+
+def test_numbers_that_are_not_finite_leave_the_files_strict_json(project: Path) -> None:
+    assert main([*WORDS, TWO, "data.val.bad=[3]", "output_dir=run"]) == 0
+    assert main(["evaluate", "run", "--which", "last"]) == 0
+    for name in ("status", "evaluation-val"):
+        told = json.loads((project / "run" / f"{name}.json").read_text(), parse_constant=pytest.fail)
+        assert (told | told.get("metrics", {}))["val/loss"] == "nan"

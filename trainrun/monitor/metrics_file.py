@@ -6,7 +6,6 @@ JSON has no word for numbers that are not finite; here they are the strings "nan
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainrun.runs.run_folder import sync_path
+from trainrun.runs.run_folder import strict, sync_path
 
 BLOCK_BYTES = 1 << 16
 
@@ -96,14 +95,4 @@ def _line(row: Mapping[str, Any]) -> str:
     try:
         return json.dumps(row, allow_nan=False) + "\n"
     except ValueError:  # rare, so the common row pays nothing for it
-        return json.dumps(_strict(row), allow_nan=False) + "\n"
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    if isinstance(value, Mapping):
-        return {name: _strict(inner) for name, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(inner) for inner in value]
-    return value
+        return json.dumps(strict(row), allow_nan=False) + "\n"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 import tempfile
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,7 +178,19 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 def write_json(path: Path, value: Any, durable: bool = False) -> None:
     """Strict JSON, one key a line."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable)
+    text = json.dumps(strict(value), indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(path, text + "\n", durable)
+
+
+def strict(value: Any) -> Any:
+    """The value with numbers that are not finite, for which JSON has no word, as "nan", "inf" and "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {name: strict(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(inner) for inner in value]
+    return value
 
 
 def sync_path(path: Path) -> None:
