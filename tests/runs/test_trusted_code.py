@@ -16,6 +16,7 @@ from trainrun.config.saved_values import foreign_parts
 from trainrun.errors import ConfigError
 from trainrun.runs.run_folder import RunDir, read_identity, write_identity
 from trainrun.runs.trusted_code import add_to_list, check_files, list_file, listed
+from trainrun.sweep.run_sweep import job_command
 
 NET = """
 from torch import nn
@@ -63,7 +64,34 @@ def test_where_the_code_is_not_the_run_says_where_it_began(
     assert main(["resume", str(run), "trainer.max_steps=3"]) == 2
     said = capsys.readouterr().err
     assert f"no module own_net (looked in {Path.cwd()}, PYTHONPATH" in said
-    assert f"the run began in {run.parent}: call this from there, or PYTHONPATH={run.parent}" in said
+    began = f"the run began in {run.parent}: call this from there, or PYTHONPATH={run.parent}"
+    assert began in said
+    assert main(["evaluate", str(run)]) == 2
+    assert began in capsys.readouterr().err
+    with pytest.raises(trainrun.TrainrunError, match="no module own_net .*; the run began in"):
+        trainrun.load_model(run)
+
+
+def test_code_beside_config_dir_is_found_again(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(workdir / "home"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (workdir / "project" / "conf" / "model").mkdir(parents=True)
+    (workdir / "project" / "beside_net.py").write_text(NET)
+    (workdir / "project" / "conf" / "model" / "mine.yaml").write_text("_target_: beside_net.Net\n")
+    code, before = "--config-dir=project/conf", [*sys.path]
+    monkeypatch.setattr(sys, "argv", ["trainrun", code])
+    assert main(["model=mine", code, *QUIET, "output_dir=run"]) == 0
+    for words in (["resume", "run", "trainer.max_steps=3"], ["evaluate", "run"], ["again", "run"]):
+        sys.modules.pop("beside_net")
+        sys.path[:] = before
+        assert main(words) == 2
+        assert f"the run began in {workdir}: call this from there with the same" in capsys.readouterr().err
+        assert main([*words, code]) == 0
+    Path("run/checkpoints/step-00000003").mkdir(exist_ok=True)
+    assert job_command([code, "a=1"], Path("run"))[-3:] == ["resume", "run", code]
+    sys.modules.pop("beside_net")
 
 
 def test_a_folder_that_is_refused_stays_as_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,9 @@ def main(argv: list[str]) -> int:
 
         return follow_run()
     run = open_run(words.run_dir)
-    return told(run.root, lambda: resume_run(run, words.overrides, add_import_paths([]), words.trust))
+    return told(
+        run.root, lambda: resume_run(run, words.overrides, add_import_paths(words.config_dir), words.trust)
+    )
 
 
 def again(argv: list[str]) -> int:
@@ -61,4 +63,6 @@ def again(argv: list[str]) -> int:
             say(f"note: the settings of {earlier.root}{changed}", file=sys.stderr)
             typed = ["again", str(earlier.root), *words.overrides]
             run, config, goes_on = held.enter_context(begun(Composition(config, {}, overrides, own), typed))
-        return told(run.root, lambda: start(run, config, LaunchSpec(goes_on, add_import_paths([]))))
+        return told(
+            run.root, lambda: start(run, config, LaunchSpec(goes_on, add_import_paths(words.config_dir)))
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from trainrun.config.argv import conf_dir, groups
@@ -33,8 +34,21 @@ def run_parser(name: str, about: str) -> Parser:
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="single values to change"
     )
+    parser.add_argument(
+        *FOLDER_FLAGS, metavar="FOLDER", type=import_path, action="append", default=[],
+        help="as when the run began: its code is beside this folder",
+    )  # fmt: skip
     add_trust(parser)
     return parser
+
+
+def import_path(config_dir: str) -> str:
+    """The folder beside it, from now on one where modules are found."""
+    from trainrun.cli.main import add_import_paths
+
+    beside = str(Path(config_dir).resolve().parent)
+    add_import_paths([beside])
+    return beside
 
 
 def add_trust(parser: Parser) -> None:

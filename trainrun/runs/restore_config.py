@@ -12,11 +12,12 @@ from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.checkpoint.weights import place_of_base
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, plain, with_values
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run_folder import RunDir, read_identity
+from trainrun.runs.trusted_code import check_found
 from trainrun.runtime.signals import StopFlag
 from trainrun.training.components import Components
 from trainrun.training.recovery.restore import load_task_state
@@ -24,7 +25,9 @@ from trainrun.training.recovery.restore import load_task_state
 
 def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
     """The network alone, with its averaged weights where the run kept them; nothing else is built."""
-    return network_of(run_dir, trusted_config(run_dir, [], trust), which)
+    config = trusted_config(run_dir, [], trust)
+    check_found(run_dir, plain(config))
+    return network_of(run_dir, config, which)
 
 
 def parts_of(
@@ -32,6 +35,7 @@ def parts_of(
 ) -> tuple[Components, RunConfig, Path]:
     """Everything of a saved run on one device, with the weights of a checkpoint in `components.model`."""
     config = trusted_config(run_dir, overrides, trust)
+    check_found(run_dir, plain(config))
     # the averaged weights are loaded into the model itself
     config = with_values(config, {"trainer.ema.enabled": False})
     listed = (

@@ -78,10 +78,13 @@ def check_found(run: RunDir, config: dict[str, Any]) -> None:
         if not isinstance(content, dict) or not module.isidentifier() or module in sys.modules:
             continue
         if find_spec(module) is None:
-            began: Any = None
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                began = read_json(run.environment).get("working_dir")
-            way = f"; the run began in {began}: call this from there, or PYTHONPATH={began}" if began else ""
+            way = ""
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+                told = read_json(run.environment)
+                began, words = told["working_dir"], told["command"]
+                beside = any(word.startswith(("--config-dir", "-cd")) for word in words)
+                more = " with the same --config-dir" if beside else f", or PYTHONPATH={began}"
+                way = f"; the run began in {began}: call this from there{more}"
             raise ConfigError(
                 f"{run.root}: names {value}, and there is no module {module} (looked in {Path.cwd()}, PYTHONPATH and "
                 f"what is installed){way}"

@@ -78,7 +78,8 @@ def end_with_sweep() -> None:
 def job_command(words: list[str], folder: Path) -> list[str]:
     """A new run in the job's folder, or the old one from its newest checkpoint."""
     if has_checkpoint(folder):
-        return module_command("trainrun", "resume", str(folder))
+        code = [word for word in words if word.startswith("--config-dir=")]
+        return module_command("trainrun", "resume", str(folder), *code)
     return module_command("trainrun", *words, f"hydra.run.dir={folder}")
 
 
