@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainrun.parallel.launch import module_command
+from trainrun.sweep.results import read_result
 from trainrun.sweep.run_sweep import job_command, run_sweep
 
 pytestmark = pytest.mark.process
@@ -109,6 +110,14 @@ def test_a_second_try_that_dies_early_does_not_show_the_first_ones_end(tmp_path:
     broken = [sys.executable, "-S", "-c", "raise SystemExit('no memory')"]
     assert run_sweep(["do=fail"], tmp_path, lambda words, folder: broken) == 1
     assert table(tmp_path)[0]["error"] == "no memory"
+
+
+def test_a_job_that_was_stopped_before_it_could_save_has_not_failed(tmp_path: Path):
+    status = '{"state": "stopped", "message": "SIGTERM came twice"}'
+    (tmp_path / "status.json").write_text(status)
+    for exit_code, state in ((143, "stopped"), (1, "failed")):
+        (tmp_path / "status.json").write_text(status.replace("stopped", state))
+        assert read_result(tmp_path, exit_code).state == state
 
 
 class Driver:

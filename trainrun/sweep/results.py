@@ -42,7 +42,7 @@ def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any
     error = ""
     if exit_code == EXIT_DONE and said == "done":
         state = "done"
-    elif exit_code in STOPS:
+    elif exit_code in STOPS or said == "stopped":  # the second: 128 + a signal, where saving took too long
         state, error = "stopped", str(fresh.get("message") or "")
     else:
         state, error = "failed", explain(folder, fresh, exit_code)
