@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainrun.assemble.resumption import differences, last_step
+from trainrun.assemble.resumption import checkpoint_at, differences, last_step
 from trainrun.assemble.run_plan import data_at
 from trainrun.cli.main import main
 
@@ -66,6 +66,7 @@ def test_a_new_run_from_one_that_stopped_early_trains_and_has_a_best_of_its_own(
     best = json.loads((tmp_path / "b" / "checkpoints" / "best.json").read_text())["entries"]
     assert (status["step"], status["best_step"]) == (5, 5)
     assert [one["step"] for one in best] == [5]
+    assert checkpoint_at(f"{tmp_path}/b") == checkpoint_at(f"{tmp_path}/b/checkpoints")
 
 
 def test_data_that_changed_between_two_lives(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

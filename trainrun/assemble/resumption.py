@@ -15,6 +15,7 @@ from torch import nn
 from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.run_plan import DATA, DRAWN
+from trainrun.checkpoint.format import committed_steps
 from trainrun.checkpoint.load import best_checkpoint, resolve
 from trainrun.checkpoint.reading import Loaded, read_checkpoint
 from trainrun.checkpoint.weights import check_tensors, load_initial, place_of_base, tensor_kinds, weights_of
@@ -178,9 +179,9 @@ def last_step(metrics: Path) -> int:
 
 
 def checkpoint_at(ckpt_path: str) -> Path:
-    """A checkpoint's folder, or the newest one of a run's folder. Raises CheckpointError."""
+    """A checkpoint's folder, or the newest one of a run's folder or its `checkpoints`. Raises CheckpointError."""
     path = Path(ckpt_path).expanduser().absolute()
-    inside = RunDir(path).checkpoints
+    inside = path if committed_steps(path) else RunDir(path).checkpoints
     try:
         return resolve(inside, "last") if inside.is_dir() else resolve(path.parent, path)
     except CheckpointError as error:
