@@ -60,6 +60,16 @@ def test_the_word_that_leads_to_the_weights_is_named(weights: dict[str, torch.Te
     assert not Path("out.safetensors").exists()
 
 
+def test_numbers_of_one_byte_are_imported_and_those_of_sixteen_refused(workdir: Path) -> None:
+    narrow = torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)
+    torch.save({"w": narrow}, "narrow.pt")
+    assert convert(Path("narrow.pt"), Path("narrow.safetensors"), [])["not_finite"] == ["w"]
+    assert read_tensors(Path("narrow.safetensors"))["w"].dtype is torch.float8_e4m3fn
+    torch.save({"w": torch.ones(3, dtype=torch.complex128)}, "wide.pt")
+    with pytest.raises(CheckpointError, match="'w' is torch.complex128"):
+        convert(Path("wide.pt"), Path("wide.safetensors"), [])
+
+
 def test_what_does_not_fit_is_refused_by_name(
     weights: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,13 +69,15 @@ def import_parser() -> Parser:
 def convert(source: Path, dest: Path, keys: list[str]) -> dict[str, Any]:
     """Write the tensors by way of a temporary file; what was found. Raises CheckpointError for whatever is wrong."""
     from trainrun.checkpoint.files import FileLayer
-    from trainrun.checkpoint.format import flatten, stream
+    from trainrun.checkpoint.format import DTYPES, flatten, stream
 
     temporary = dest.with_name(f".{dest.name}.{secrets.token_hex(4)}.tmp")
     try:
         tensors = weights_in(load(source), keys)
-        names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         flatten(list(tensors.values()))  # raises TypeError for what a file cannot hold
+        if wide := [name for name, tensor in tensors.items() if tensor.dtype not in DTYPES]:
+            raise TypeError(f"{wide[0][:80]!r} is {tensors[wide[0]].dtype}")
+        names = [name for name, tensor in tensors.items() if not finite(tensor)]
         FileLayer().write(temporary, stream(tensors))
         os.link(temporary, dest)  # unlike a rename it replaces nothing
     except OSError as error:
@@ -89,6 +91,12 @@ def convert(source: Path, dest: Path, keys: list[str]) -> dict[str, Any]:
     finally:
         temporary.unlink(missing_ok=True)
     return {"tensors": len(tensors), "not_finite": names[:SHOWN], "num_not_finite": len(names)}
+
+
+def finite(tensor: Any) -> bool:
+    """Whether all its numbers are; those of one byte have no such function."""
+    narrow = tensor.is_floating_point() and tensor.element_size() == 1
+    return bool((tensor.float() if narrow else tensor).isfinite().all())
 
 
 def load(source: Path) -> Any:
