@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trainrun.cli.main import main
 from trainrun.trackers import sender
+from trainrun.trackers.mlflow_run import MlflowRun
 
 pytestmark = pytest.mark.process
 
@@ -79,6 +81,15 @@ def test_mlflow(workdir: Path) -> None:
     assert found == told
     assert (run.info.status, run.data.params["optimizer.lr"]) == ("FINISHED", "0.001")
     assert run.data.tags["trainrun.run_id"] == run_id()
+
+
+def test_mlflow_keeps_all_notes_of_a_step() -> None:
+    kept: dict[str, str] = {}
+    run = MlflowRun.__new__(MlflowRun)  # without the package
+    run._id, run._client = "", SimpleNamespace(log_text=lambda _, text, file: kept.update({file: text}))
+    for text in ("goes on from step 30", "another torch", "another torch"):
+        run.text("notes", text, 0)
+    assert list(kept.values()) == ["goes on from step 30", "another torch"]
 
 
 def test_wandb_offline(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

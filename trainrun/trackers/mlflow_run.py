@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
+from zlib import crc32
 
 from trainrun.trackers.packages import needed
 
@@ -59,7 +60,8 @@ class MlflowRun:
         self._client.log_batch(self._id, metrics=metrics)
 
     def text(self, name: str, text: str, step: int) -> None:
-        self._client.log_text(self._id, text, f"{name}/step-{step}.txt")
+        mark = crc32(text.encode())  # several texts of a step are several files, and one sent again is one
+        self._client.log_text(self._id, text, f"{name}/step-{step}-{mark:08x}.txt")
 
     def histogram(self, name: str, low: float, high: float, counts: list[int], step: int) -> None: ...
 
