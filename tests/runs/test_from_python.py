@@ -155,6 +155,18 @@ def test_a_run_goes_on_with_the_like_and_says_what_is_another(workdir: Path) -> 
     assert same(found, part)
 
 
+@pytest.mark.parametrize("word", ["trainer.ema=true", "checkpoint.enabled=false"])
+def test_a_run_that_is_finished_gives_the_same_weights_again(
+    workdir: Path, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    first, again = net(), net()
+    for model in (first, again):
+        assert fit(word, "output_dir=run", model=model, data=points(200)).status["state"] == "done"
+    saved = "ema" in word
+    assert same(again, first if saved else net())
+    assert ("without a checkpoint; the network is as it was" in capsys.readouterr().out) is not saved
+
+
 def test_another_process_gives_the_network_again(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = net()
     run = fit("output_dir=run", model=model, data=points(200), val=points(60))

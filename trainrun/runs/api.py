@@ -25,7 +25,7 @@ from trainrun.runs.run_folder import RunDir, read_json
 from trainrun.seeding import kept_random_state
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,9 @@ def train(
     objects = {name: found for name, found in named.items() if found is not None}
     all_words = [*words_of(objects, list(words)), *words]
     composition = compose_run(all_words)
+    from trainrun.checkpoint.format import committed_steps, folder_name
+    from trainrun.checkpoint.reading import read_checkpoint
+
     if objects and composition.config.parallel.mode != "single":
         raise ConfigError(
             f"trainrun.train({next(iter(objects))}=...): an object is in this process alone, ranks are processes of "
@@ -137,8 +140,13 @@ def train(
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
     trained = Run(run.root, objects=objects)
-    if model is not None:  # a run that was finished already builds none
-        take_weights(model, used["model"] if "model" in used else trained.load_model("last"))
+    if model is not None and "model" in used:
+        take_weights(model, used["model"].state_dict())
+    elif model is not None and (steps := committed_steps(run.checkpoints)):  # it was finished already
+        last = read_checkpoint(run.checkpoints / folder_name(steps[-1]))
+        take_weights(model, last.shared["model"])
+    elif model is not None:
+        say(f"note: {run.root}: finished already and without a checkpoint; the network is as it was")
     return trained
 
 
@@ -255,12 +263,10 @@ def about_of(found: Any) -> str:
     return f"{kind}, {len(found):,} samples" if callable(getattr(found, "__len__", None)) else kind
 
 
-def take_weights(model: nn.Module, trained: nn.Module) -> None:
+def take_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Give the caller's network the weights of the copy that was trained; a note where it has other names."""
-    state, own = trained.state_dict(), model.state_dict()
-    if state.keys() == own.keys() and all(
-        is_lazy(v) or v.shape == state[name].shape for name, v in own.items()
-    ):
+    own = model.state_dict()
+    if {name: value.shape for name, value in state.items()} == {name: v.shape for name, v in own.items()}:
         model.load_state_dict(state)
     else:
         say(
