@@ -65,6 +65,10 @@ def test_without_a_folder_it_gets_one_and_a_finished_one_stays(
             "init_from=x: is of the beginning of a run",
         ),
         (
+            ["resume", "first", "ckpt_path=first", "trainer.max_steps=9"],
+            "ckpt_path=first: is of the beginning of a run",
+        ),
+        (
             ["resume", "first", "model.init=xavier", "trainer.max_steps=9"],
             "model.init=xavier: is of the beginning of a run",
         ),

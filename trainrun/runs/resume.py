@@ -157,7 +157,8 @@ def check_same_network(run: RunDir, config: RunConfig) -> None:
             f"{key}={word(here)}: is of the beginning of a run, and this one goes on from a checkpoint; leave it out "
             "or begin another run"
             for key, _, here in changed
-            if here is not None and (key.startswith(("init_from", "init.")) or key == "model.init")
+            if here is not None
+            and (key.startswith(("init_from", "init.")) or key in ("model.init", "ckpt_path"))
         ]
     if faults:
         raise ConfigError(*faults)
