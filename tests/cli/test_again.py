@@ -6,10 +6,13 @@ import json
 import stat
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from trainrun.cli.main import main
+from trainrun.plots.compare import same_until
 from trainrun.runs.exceptional import code_state
 
 SHORT = (
@@ -51,6 +54,17 @@ def test_without_a_folder_it_gets_one_and_a_finished_one_stays(
     assert "finished already" in capsys.readouterr().out
     assert main(["again", "first", "output_dir=first", "lr=1"]) == 2
     assert "holds a run already, which has optimizer.lr=0.001 (here 1)" in capsys.readouterr().err
+
+
+def test_losses_are_compared_where_they_are_means_of_the_same_steps() -> None:
+    def history(**losses: float) -> Any:
+        rows = [{"step": int(name[1:]), "train/loss": value} for name, value in losses.items()]
+        return SimpleNamespace(of=lambda kind: rows)
+
+    resumed = {"whole": history(s4=1.0, s8=2.0, s12=3.0), "resumed": history(s4=1.0, s5=1.1, s8=1.9, s12=3.0)}
+    assert "the same, bit for bit, at all 2 steps" in same_until(resumed)
+    resumed["whole"] = history(s4=1.0, s8=2.0, s12=3.1)
+    assert same_until(resumed) == "train/loss: another from step 12 on"
 
 
 @pytest.mark.parametrize(

@@ -98,14 +98,20 @@ def differences(facts: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[
 
 def same_until(histories: dict[str, History]) -> str:
     """How far the training losses are those of the first run, to the last bit."""
-    losses = [{row["step"]: row.get("train/loss") for row in one.of("train")} for one in histories.values()]
+    losses = []
+    for history in histories.values():
+        rows = history.of("train")
+        begins = [0, *(row["step"] for row in rows)]  # a loss is the mean since the row before
+        losses.append(
+            {(start, row["step"]): row.get("train/loss") for start, row in zip(begins, rows, strict=False)}
+        )
     both = sorted(set.intersection(*map(set, losses)))
     if not both:
         return ""
-    other = [step for step in both if len({one[step] for one in losses}) > 1]
+    other = [steps for steps in both if len({one[steps] for one in losses}) > 1]
     if not other:
         return f"train/loss: the same, bit for bit, at all {len(both)} steps that all have logged"
-    return f"train/loss: another from step {other[0]:,} on"
+    return f"train/loss: another from step {other[0][1]:,} on"
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:
