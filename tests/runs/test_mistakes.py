@@ -258,6 +258,28 @@ def test_a_named_folder_is_free_again_after_a_failure_that_saved_nothing(
     assert "holds a run already" in capsys.readouterr().err
 
 
+def test_a_run_that_trained_without_checkpoints_is_not_taken_away_by_other_words(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*QUIET[:-1], "trainer.max_steps=4", "checkpoint.enabled=false", "output_dir=r"]
+    assert main(words) == 0
+    status = json.loads(Path("r/status.json").read_text())
+    Path("r/status.json").write_text(json.dumps(status | {"state": "stopped"}))
+    Path("r/unsent.json").write_text('{"csv": 1.0}')
+    rows = Path("r/metrics.jsonl").read_bytes()
+    assert main([*words, "optimizer.lr=0.5"]) == 2
+    assert "holds a run already, which has optimizer.lr=0.001 (here 0.5)" in capsys.readouterr().err
+    assert Path("r/metrics.jsonl").read_bytes() == rows
+    assert main(words) == 0
+    assert not Path("r/unsent.json").exists()
+
+
+def test_a_name_with_a_slash_stays_below_outputs(project: Path) -> None:
+    assert main([*QUIET[:-1], "trainer.max_steps=1", "run_name=../../b"]) == 0
+    (folder,) = Path("outputs").glob("*/*/RUN.json")
+    assert "-..-..-b-" in folder.parent.name
+
+
 def test_files_that_no_run_made_stay_as_they_are(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in (
         "config.yaml",

@@ -119,7 +119,7 @@ def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
     check_ours(run)
     check_reachable(run)
     repair(run)
-    if not run.config.exists() or forget_failure(run):
+    if not run.config.exists() or (not has_trained(run) and forget_failure(run)):
         return None
     resume = f"trainrun resume {shlex.quote(str(run.root))}"
     check_files(run.root, trust=False, way=f"{resume} --trust")  # a new run takes no such flag
@@ -138,6 +138,8 @@ def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
             f"output_dir={run.root}: holds a run already, which has {shown}{more}; name another folder, or go on with "
             f"that run: {way}"
         )
+    if forget_failure(run):
+        return None
     restore_config(run)
     return config
 
@@ -200,6 +202,12 @@ def restore_config(run: RunDir) -> None:
         run.config_before.replace(run.config)
 
 
+def has_trained(run: RunDir) -> bool:
+    """Whether its rows or its status tell of a step."""
+    rows = sound_rows(run.metrics)[0] if run.metrics.is_file() else []
+    return read_status(run).get("step", 0) > 0 or any('"kind": "train"' in row for row in rows)
+
+
 def forget_failure(run: RunDir) -> bool:
     """Whether the run here failed or was stopped before it saved anything; what it wrote is taken away, then."""
     state = read_status(run).get("state") if run.status.exists() else "stopped"  # before it could say so
@@ -209,6 +217,7 @@ def forget_failure(run: RunDir) -> bool:
         run.metrics,
         run.log,
         run.status,
+        run.unsent,
         run.config_before,
         run.config,
     ):  # the last: until then it is all forgotten again
