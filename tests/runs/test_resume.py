@@ -298,7 +298,7 @@ def test_words_that_a_run_cannot_go_on_with_are_forgotten(
     assert not (own / "run" / ".config-before.yaml").exists()
 
 
-def test_more_patience_goes_on_behind_an_early_stop(own: Path) -> None:
+def test_more_patience_goes_on_behind_an_early_stop(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         *(word for word in changed(WORDS, "trainer.max_epochs=9") if not word.startswith("scheduler")),
         "trainer.early_stopping.enabled=true", "trainer.early_stopping.min_delta=0.2",
@@ -306,7 +306,10 @@ def test_more_patience_goes_on_behind_an_early_stop(own: Path) -> None:
     for patience, folder in ((2, "run"), (4, "whole")):
         assert main([*words, f"trainer.early_stopping.patience={patience}", f"output_dir={folder}"]) == 0
     assert facts_of(own / "run")[0]["shared"]["train"]["bad_validations"] == 2
+    capsys.readouterr()
     assert main(["resume", "run"]) == 0
+    assert "to go on: trainrun resume" in (said := capsys.readouterr().out)
+    assert "run trainer.early_stopping=false (or trainer.early_stopping.patience=...); its plots" in said
     assert facts_of(own / "run")[0]["shared"]["train"]["bad_validations"] == 2
     assert main(["resume", "run", "trainer.early_stopping.patience=4"]) == 0
     whole, longer = facts_of(own / "whole"), facts_of(own / "run")

@@ -250,10 +250,15 @@ def finished(run: RunDir, config: RunConfig) -> str:
     if not same or (before != config and not any(reached)):
         return ""
     reason, more = str(status.get("reason")), "trainer.max_epochs=... (or trainer.max_steps=...)"
+    for key, way in (
+        ("trainer.max_duration", "trainer.max_duration=..."),
+        ("trainer.max_time", "trainer.max_time=..."),
+        ("early stopping", "trainer.early_stopping=false (or trainer.early_stopping.patience=...)"),
+    ):
+        more = way if reason.startswith(key) else more
     return (
-        f"{run.root}: finished already ({reason}); to go on: trainrun resume {shlex.quote(str(run.root))} "
-        f"{'trainer.max_duration=...' if 'trainer.max_duration' in reason else more}; its plots are "
-        "drawn again by trainrun report"
+        f"{run.root}: finished already ({reason}); to go on: trainrun resume {shlex.quote(str(run.root))} {more}; its "
+        "plots are drawn again by trainrun report"
     )
 
 
