@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -70,6 +71,13 @@ def test_where_the_code_is_not_the_run_says_where_it_began(
     assert began in capsys.readouterr().err
     with pytest.raises(trainrun.TrainrunError, match="no module own_net .*; the run began in"):
         trainrun.load_model(run)
+
+
+def test_a_file_that_a_training_takes_away_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "walk", lambda root: [(str(root), [], ["gone"])])
+    check_files(tmp_path, trust=False)
 
 
 def test_code_beside_config_dir_is_found_again(

@@ -62,8 +62,9 @@ def check_files(root: Path, trust: bool, way: str = "--trust") -> None:
     """
     for folder, _, files in os.walk(root):
         for path in (Path(folder, name) for name in files):
-            if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFLNK):
-                raise ConfigError(f"{path}: neither a plain file nor a folder; take it away")
+            with contextlib.suppress(FileNotFoundError):  # the run may be training
+                if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFLNK):
+                    raise ConfigError(f"{path}: neither a plain file nor a folder; take it away")
     if not trust and (links := unlisted(RunDir(root), [*links_out(root)])):
         path = links[0].value
         raise ConfigError(
