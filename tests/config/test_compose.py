@@ -197,6 +197,7 @@ def test_all_faults_are_listed_at_once() -> None:
         ("checkpoint.monitor=", "checkpoint.monitor=: has no value"),
         ("trainer.fast_dev_run=2.5", "trainer.fast_dev_run=2.5: must be a fraction above 0 up to 1.0"),
         ("output_dir=", "output_dir=: names no folder"),
+        ("output_dir=runs/${seed}", "output_dir=runs/${seed}: ${...} is not filled in here; name a folder"),
         ("hydra.launcher=joblib", "changes nothing here"),
         ("~model.hiden", "Did you mean model.hidden?"),
         ("~model.hidden=3", "as ~model.hidden"),

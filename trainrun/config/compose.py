@@ -53,11 +53,14 @@ def prepare(argv: list[str], working_dir: Path) -> tuple[CommandLine, list[Path]
     folders = [*user_conf_dirs(words.config_dirs, working_dir), conf_dir()]
     known = groups(folders)
     translate(words, lambda group, option: option in options(group, folders), lambda name: name in known)
-    empty = [
-        f"{key}=: names no folder; give one, or leave it out" for key, own in words.own.items() if not own
+    faults = [
+        f"{key}={own}: {'${...} is not filled in here; name a folder' if own else 'names no folder; give one'}, or "
+        "leave it out"
+        for key, own in words.own.items()
+        if not own or "${" in own
     ]
-    if empty:
-        raise ConfigError(*map(words.as_typed, empty))
+    if faults:
+        raise ConfigError(*map(words.as_typed, faults))
     return words, folders
 
 
