@@ -242,7 +242,8 @@ class Down:
 
 
 def test_rows_of_an_earlier_session_stay_to_be_sent(tmp_path: Path) -> None:
-    run, service, told = RunDir(tmp_path), Down(), []
+    (tmp_path / "a b").mkdir()
+    run, service, told = RunDir(tmp_path / "a b"), Down(), []
     for session in range(2):
         listener = Sender(service, "monitor.mine", run)
         listener.on_start(facts(tmp_path), 2 * session)
@@ -253,6 +254,7 @@ def test_rows_of_an_earlier_session_stay_to_be_sent(tmp_path: Path) -> None:
         told.append(listener.close())
         service.up = True
     assert "2 rows not sent" in told[0]
+    assert told[0].endswith(f"trainrun report '{tmp_path}/a b' --to mine")
     assert "of an earlier session" in told[1]
     assert not isinstance(marks(run)["mine"], dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -39,7 +40,10 @@ def conclude(sweep: Sweep) -> None:
         except OSError as error:  # the table is what counts
             say(f"picture: {sweep.folder / 'sweep.png'} cannot be written ({error.strerror})")
     if any(sweep.jobs[num].result.state != "done" for num in sweep.wanted):
-        say(f"the same words with output_dir={sweep.folder} run what is not done", flush=True)
+        say(
+            f"the same words with output_dir={shlex.quote(str(sweep.folder))} run what is not done",
+            flush=True,
+        )
 
 
 def ranked(jobs: list[Job]) -> list[Job]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any, Protocol, runtime_checkable
 
 from trainrun.errors import ANY_FAULT
@@ -132,7 +133,8 @@ class Sender:
         what = f"{counted(lost, 'row')} not sent" if lost else "it is not known whether every row has arrived"
         self._why = self._why or "those of an earlier session"
         return (
-            f"{self._key}: {what} ({self._why}); to send: trainrun report {self._run.root} --to {self._name}"
+            f"{self._key}: {what} ({self._why}); to send: "
+            f"trainrun report {quote(str(self._run.root))} --to {self._name}"
         )
 
     def _lose(self, row: Mapping[str, Any]) -> None:
