@@ -75,6 +75,12 @@ def test_classes_of_whole_numbers_are_in_the_order_of_numbers(tmp_path):
     assert set(train.tensors[1].tolist()) == {0, 1, 2}
 
 
+def test_words_of_one_number_are_numbered_in_the_same_order_by_every_process(tmp_path):
+    words = ["1.5", "1.50", "1.500", "1.5000", "1.50000", "1.500000"]
+    path = written(tmp_path, "x,y\n" + "".join(f"1,{word}\n" for word in words))
+    assert load(path, "train", target_dtype="class", val_path=path).class_names == tuple(words)
+
+
 def test_a_word_with_a_line_under_it_is_no_number(tmp_path):
     path = written(tmp_path, "x,y\n1,1_0\n2,1_1\n")
     assert load(path, "train", val_path=path).class_names == ("1_0", "1_1")

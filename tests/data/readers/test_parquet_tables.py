@@ -201,6 +201,15 @@ def test_missing_and_unfit_targets(path, tmp_path):
     assert "column 'a' is string, but double" in fault(path, "val", inputs="a", target="kind", val_path=other)
 
 
+def test_whole_numbers_above_those_of_int64_stay_what_they_are(tmp_path):
+    path = str(tmp_path / "t.parquet")
+    pq.write_table(pa.table({"x": [1, 2], "y": pa.array([2**63, 2**63 + 2**41], pa.uint64())}), path)
+    assert whole(path).tensors[1].tolist() == [[2.0**63], [2.0**63 + 2**41]]
+    assert whole(path, target_dtype="class").class_names == (str(2**63), str(2**63 + 2**41))
+    message = fault(path, val_path=path, target_dtype="int64")
+    assert "row 0: column 'y' is '9223372036854775808', not a whole number" in message
+
+
 def test_wrong_words(path):
     assert "data.train.target: name the column to predict" in fault(path)
     assert "data.train.target=kin: no such column; did you mean kind?" in fault(path, target="kin")

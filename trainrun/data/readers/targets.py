@@ -74,7 +74,9 @@ def coding_of(cells: Cells, dtype: str, names: Sequence[str] = ()) -> Coding:
     if dtype == "class":
         values = numbers_in(cells)
         kind: Any = None if values is None else float if values.dtype.kind == "f" else int
-        found = sorted(set(words_in(cells)), key=kind)
+        found = sorted(
+            sorted(set(words_in(cells))), key=kind
+        )  # words of one number: in the same order always
         return Coding("class", tuple(found), len(found))
     if dtype == "int64":
         values = numbers_in(cells)
@@ -89,7 +91,8 @@ def numbers_in(cells: Cells) -> np.ndarray[Any, Any] | None:
     if isinstance(cells, np.ndarray):
         if cells.dtype.kind not in "biuf":
             return None
-        return cells.astype(np.float64 if cells.dtype.kind == "f" else np.int64)
+        wide = cells.dtype.kind == "u" and cells.max(initial=0) > np.iinfo(np.int64).max
+        return cells.astype(np.float64 if wide or cells.dtype.kind == "f" else np.int64)
     if "_" in "".join(cells):  # Python reads 1_000 as a number
         return None
     for convert, dtype in ((int, np.int64), (float, np.float64)):
