@@ -1,6 +1,7 @@
 """Where lengths come from, what needs nothing, what is refused, and the verdict against brute force."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,6 +116,16 @@ def test_a_length_that_no_probe_showed_is_padded_all_the_same():
     assert isinstance(found.collate([torch.arange(4)] * 2), torch.Tensor)
     mixed = found.collate([torch.arange(4), torch.arange(2)])
     assert mixed["attention_mask"].tolist() == [[True] * 4, [True, True, False, False]]
+
+
+def test_waves_of_unequal_length_are_padded_in_validation_too():
+    source = Text(lambda length, index: (torch.ones(length), index % 2))
+    training = StreamOptions("data.train", True, 1, 1, padding="bucket")
+    for options in (replace(training, padding="longest"), training, replace(training, training=False)):
+        found = sequence_plan(source, Plan(12, 2), options)
+        batch = found.collate([source[1], source[3]])
+        assert batch["inputs"].tolist() == [[1, 1, 1], [1, 0, 0]]
+        assert batch["attention_mask"].tolist() == [[True] * 3, [True, False, False]]
 
 
 @pytest.mark.parametrize("padding", ["longest", "bucket", "pack", "token_budget"])

@@ -119,12 +119,12 @@ def _of_columns(columns: Columns) -> Measured:
 
 
 def _promising(source: Any, key: str, seed: int) -> bool:
-    """Whether sample 0 may be a sequence: of tokens, or of up to two dimensions; a picture is none."""
+    """Whether sample 0 may be a sequence: a picture is none."""
     try:
         fields = fields_of(_read(source, 0, key, seed))
     except (DataError, TypeError):  # it is read again in the run, and fails there by its own name
         return False
-    return any(form.tokens or fields[name].ndim == 2 for name, form in forms_of(fields).items())
+    return any(fields[name].ndim <= 2 for name in forms_of(fields))
 
 
 def _estimated(source: Any, key: str, seed: int, spread: list[int]) -> Measured:
