@@ -189,6 +189,20 @@ def test_cells_that_cannot_be_used(tmp_path, column, message, memory):
     assert message in fault(path, val_path=path, in_memory=memory)
 
 
+@pytest.mark.parametrize("column", ["a", "tokens", "waves", "picture", "raw"])
+def test_a_missing_cell_leaves_the_other_rows_of_its_row_group_readable(path, tmp_path, column):
+    cells, other = table()[column], str(tmp_path / "other.parquet")
+    gap = pa.concat_arrays([cells.chunk(0)[:5], pa.nulls(1, cells.type), cells.chunk(0)[6:]])
+    pq.write_table(pa.table({column: gap}), other)
+    source, intact = (whole(file, inputs=column, target="none", in_memory=False) for file in (other, path))
+    for i in (4, 6, N - 1):
+        np.testing.assert_array_equal(source[i], intact[i])
+    with pytest.raises(DataError, match=f"other.parquet row 5: column '{column}' is missing"):
+        source[5]
+    if column == "tokens":
+        assert source.lengths.tolist() == [0 if i == 5 else len(tokens) for i, tokens in enumerate(TOKENS)]
+
+
 def test_missing_and_unfit_targets(path, tmp_path):
     other = str(tmp_path / "other.parquet")
     pq.write_table(pa.table({"x": [1, 2], "y": ["a", None]}), other)

@@ -206,12 +206,16 @@ def test_pieces_of_samples_that_are_drawn_anew_are_refused():
 
 def test_a_sample_that_cannot_be_read_is_named_where_all_are_needed():
     def broken(length, index):
-        if index == 6:
+        if index == 3:
             raise KeyError("gone")
         return torch.arange(length)
 
-    refused(Text(broken), "sample 6 of Text cannot be read: KeyError", padding="bucket")
-    assert chosen(Text(broken)) is None or chosen(Text(broken)).line == ""
+    refused(Text(broken), "sample 3 of Text cannot be read: KeyError", padding="bucket")
+    assert "lengths: 2 to 12" in chosen(Text(broken)).line, "the others are sequences all the same"
+    knowing = chosen(Knowing(broken), padding="bucket")
+    assert "lengths: 1 to 12" in knowing.line
+    assert "reading" not in knowing.line
+    assert chosen(Text(lambda length, index: 1 / 0)) is None
 
 
 def test_an_iterable_is_padded_batch_by_batch():

@@ -85,7 +85,7 @@ def sequence_names(samples: Iterable[Mapping[str, FieldForm]]) -> tuple[tuple[st
 
     Those whose lengths differ; where none does, the tokens that are as long as the first tokens.
     """
-    first, *others = samples
+    first, *others = [*samples] or [{}]
     names = [name for name in first if all(name in other for other in others)]
     varying = [name for name in names if any(other[name].length != first[name].length for other in others)]
     if varying:

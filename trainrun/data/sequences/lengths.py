@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -57,15 +58,15 @@ def measured(source: Any, options: StreamOptions, need_all: bool) -> Measured:
     with kept_random_state():
         if isinstance(source, Columns):
             return _of_columns(source)
-        if not need_all and not _promising(source, key, seed):
-            return Measured()
         said = said_lengths(source)
+        if said is None and not need_all and not _promising(source, key, seed):
+            return Measured()
         spread = np.unique(np.linspace(0, count - 1, PROBES).astype(np.int64)).tolist()
         if said is not None:
             probes = {0, int(said.argmin()), int(said.argmax()), *spread}
-            forms = {index: _forms(source, index, key, seed) for index in sorted(probes)}
+            forms = _readable(source, sorted(probes), key, seed)
             names, varies = sequence_names(forms.values())
-            if names and all(_longest(forms[index], names) == said[index] for index in probes):
+            if names and all(_longest(form, names) == said[index] for index, form in forms.items()):
                 return Measured(names, varies, said, said, "", aligned(forms.values(), names))
         if need_all:
             return _once(options, lambda: _read_all(source, key, seed, options.report))
@@ -129,19 +130,25 @@ def _promising(source: Any, key: str, seed: int) -> bool:
 
 def _estimated(source: Any, key: str, seed: int, spread: list[int]) -> Measured:
     """From some samples: which fields are sequences from fixed ones, `seen` from as many as time allows."""
-    try:
-        names, varies = sequence_names([_forms(source, index, key, seed) for index in spread])
-        if not varies:
-            return Measured(names)
-        more = np.unique(np.linspace(0, len(source) - 1, ESTIMATE_SAMPLES).astype(np.int64)).tolist()
-        end, seen = perf_counter() + ESTIMATE_SECONDS, []
-        for index in [*spread, *more]:
-            seen.append(_longest(_forms(source, index, key, seed), names))
-            if perf_counter() > end:
-                break
-    except DataError:  # a sample that cannot be read fails again in the run, where data.on_error decides
-        return Measured()
+    names, varies = sequence_names(_readable(source, spread, key, seed).values())
+    if not varies:
+        return Measured(names)
+    more = np.unique(np.linspace(0, len(source) - 1, ESTIMATE_SAMPLES).astype(np.int64)).tolist()
+    end, seen = perf_counter() + ESTIMATE_SECONDS, []
+    for index in [*spread, *more]:
+        seen += [_longest(form, names) for form in _readable(source, [index], key, seed).values()]
+        if perf_counter() > end:
+            break
     return Measured(names, True, None, np.array(seen), f"estimated from {len(seen)} samples")
+
+
+def _readable(source: Any, indices: list[int], key: str, seed: int) -> dict[int, Forms]:
+    """What can be read; all else fails again in the run, where data.on_error decides."""
+    found = {}
+    for index in indices:
+        with suppress(DataError):
+            found[index] = _forms(source, index, key, seed)
+    return found
 
 
 def _read_all(source: Any, key: str, seed: int, say: Callable[[str], None]) -> Measured:

@@ -22,6 +22,7 @@ from trainrun.data.readers.tables.parquet_columns import (
     block_of,
     class_names_in,
     list_dtype,
+    pyarrow,
     where_in,
 )
 from trainrun.data.readers.tables.parquet_tables import Table, open_file, table_of
@@ -105,10 +106,14 @@ class ParquetReader:
         samples: list[Any] = [None] * len(found)
         for number in sorted(range(len(found)), key=found.__getitem__):
             group, place = found[number]
-            samples[number] = self._sample(indices[number], self._groups[group], place)
+            samples[number] = self._sample(indices[number], group, place)
         return samples
 
-    def _sample(self, index: int, blocks: Sequence[ColumnBlock], place: int) -> Any:
+    def _sample(self, index: int, group: int, place: int) -> Any:
+        blocks, read = self._groups[group]
+        if read is not None:
+            blocks = _blocks(self._table, self._kinds, self._settings, group, read.slice(place, 1), place)
+            place = 0
         cells = [block.cell(place, partial(self._table.where, block.kind.column, index)) for block in blocks]
         inputs: Any = cells[: len(self._inputs)]
         if self._numbers:
@@ -147,21 +152,29 @@ class ParquetReader:
     def _lengths(self) -> np.ndarray[Any, Any]:
         """The lengths of the first input that is a list; reads that column."""
         kind = next(kind for kind in self._inputs if kind.name == "list")
-        parts = [np.diff(_blocks(self._table, [kind], self._settings, group, read)[0].ends)
-                 for group, read in self._table.blocks([kind.column])]  # fmt: skip
+        compute = pyarrow("pyarrow.compute")
+        parts = [compute.fill_null(compute.list_value_length(read[kind.column]), 0)
+                 for _, read in self._table.blocks([kind.column])]  # fmt: skip
         return np.concatenate(parts).astype(np.int64)
 
 
 def _decoded(
     table: Table, kinds: Sequence[Kind], settings: Any, files: Kept, group: int
-) -> list[ColumnBlock]:
+) -> tuple[list[ColumnBlock], Any]:
+    """A row group; where a cell of it is at fault, as it was read, so that its other rows can be decoded alone."""
     read = table.read(group, [kind.column for kind in kinds], files[str(table.file(group))])
-    return _blocks(table, kinds, settings, group, read)
+    try:
+        return _blocks(table, kinds, settings, group, read), None
+    except DataError:
+        return [], read
 
 
-def _blocks(table: Table, kinds: Sequence[Kind], settings: Any, group: int, read: Any) -> list[ColumnBlock]:
+def _blocks(
+    table: Table, kinds: Sequence[Kind], settings: Any, group: int, read: Any, first: int = 0
+) -> list[ColumnBlock]:
+    """first: the place in the row group at which `read` begins."""
     dtype, fill, form = settings
-    path, start = table.file(group), table.starts[group]
+    path, start = table.file(group), table.starts[group] + first
     return [block_of(kind, read[kind.column], dtype, fill, form, where_in(path, kind.column, start))
             for kind in kinds]  # fmt: skip
 
