@@ -84,6 +84,21 @@ def test_folders_for_train_val_and_test(tmp_path):
     assert "0.png: its class is 'cow', which is no class of the training data" in message
 
 
+@pytest.mark.parametrize(("train", "val"), [("train", "valid"), ("train", "dev"), ("training", "validation")])
+def test_other_names_of_the_parts(tmp_path, train, val):
+    written(tmp_path / train)
+    written(tmp_path / val, per_class=2)
+    for split, count in (("train", 10), ("val", 4)):
+        source = load(str(tmp_path), split)
+        assert (len(source), source.class_names) == (count, ("cat", "dog"))
+
+
+def test_folders_of_parts_are_no_classes(tmp_path):
+    written(tmp_path / "Training")
+    written(tmp_path / "Testing")
+    assert "its folders are parts of the data, not classes; name them" in fault(tmp_path)
+
+
 def test_a_table_of_labels(tmp_path):
     for i in range(10):
         picture(colour=(i, 0, 0)).save(tmp_path / f"{i}.png")

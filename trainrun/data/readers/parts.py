@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,11 @@ from trainrun.errors import DataError
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 SPLITS = ("train", "val", "test")
+NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "validation", "valid", "dev"),
+    "test": ("test", "testing"),
+}
 
 
 class RandomRows:
@@ -85,14 +89,15 @@ class Part:
         return train if self.split == "train" else val
 
 
-def parts_inside(path: str, names: Mapping[str, Sequence[str]], val_path: str | None,
-                 test_path: str | None) -> tuple[str, str | None, str | None]:  # fmt: skip
+def parts_inside(path: str, val_path: str | None, test_path: str | None,
+                 ending: str = "") -> tuple[str, str | None, str | None]:  # fmt: skip
     """The paths of train, val and test, where the folder `path` has a place for train by itself.
 
-    names: what the place of each part may be called. What the user names comes first.
+    Places are called as in `NAMES`, perhaps with the ending. What the user names comes first.
     """
-    found = {part: next((str(place) for name in known if (place := Path(path, name)).expanduser().exists()), None)
-             for part, known in names.items()}  # fmt: skip
+    found = {part: next((str(place) for name in known for end in ("", ending)
+                         if (place := Path(path, name + end)).expanduser().exists()), None)
+             for part, known in NAMES.items()}  # fmt: skip
     if found["train"] is None:
         return path, val_path, test_path
     return found["train"], val_path or found["val"], test_path or found["test"]

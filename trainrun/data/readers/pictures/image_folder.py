@@ -1,7 +1,7 @@
 """`data=image_folder`: JPEG and PNG files, a folder for each class; or all in one, with a table of labels.
 
 pictures/cat/1.jpg  pictures/dog/2.png                     a part of it is held out (val_fraction)
-pictures/train/cat/1.jpg  pictures/val/cat/9.jpg           the folders train, val and test
+pictures/train/cat/1.jpg  pictures/val/cat/9.jpg           the folders train, val (or valid, validation, dev) and test
 pictures/1.jpg  pictures/2.png  pictures/labels.csv        data.train.labels=labels.csv
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.readers.parts import Part, parts_inside
+from trainrun.data.readers.parts import NAMES, Part, parts_inside
 from trainrun.data.readers.paths import existing_folder, fingerprint_of
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of
 from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_cells
@@ -27,7 +27,6 @@ from trainrun.data.scale import Scale
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
-PARTS = {part: (part,) for part in ("train", "val", "test")}
 ENDINGS = (".jpg", ".jpeg", ".png")
 EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: data.train.labels=labels.csv"
 
@@ -104,7 +103,7 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     """
     form = form_of(shape, fit, dtype, draft)
     root = existing_folder(path, "data.path")
-    path, val_path, test_path = parts_inside(str(root), PARTS, val_path, test_path)
+    path, val_path, test_path = parts_inside(str(root), val_path, test_path)
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     place, key = part.place
     names, words, where = _listed(existing_folder(place, key), key, labels)
@@ -136,6 +135,11 @@ def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list
         words += [child] * len(found)
     if not names:
         raise DataError(f"{key}={folder}: no folders with pictures in it; {EXAMPLE}")
+    if {word.lower() for word in words} <= {name for known in NAMES.values() for name in known}:
+        raise DataError(
+            f"{key}={folder}: its folders are parts of the data, not classes; name them, as "
+            f"data.path={folder}/... data.train.val_path={folder}/..."
+        )
     return names, words, lambda row: f"{folder / names[row]}: its class"
 
 

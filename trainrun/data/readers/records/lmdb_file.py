@@ -26,7 +26,6 @@ from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, gues
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
-PARTS = {part: (part, f"{part}.lmdb") for part in ("train", "val", "test")}
 DATA_FILE = "data.mdb"  # in an environment that is a folder
 
 
@@ -38,7 +37,7 @@ def load(path: str | None, split: str, val_path: str | None = None, test_path: s
     A folder with train or train.lmdb in it (and val, test) names all parts by itself.
     """
     if path is not None and not Path(path, DATA_FILE).expanduser().exists():
-        path, val_path, test_path = parts_inside(path, PARTS, val_path, test_path)
+        path, val_path, test_path = parts_inside(path, val_path, test_path, ".lmdb")
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
     return dataset_of(LmdbReader(_data_file(*part.place), form), part)

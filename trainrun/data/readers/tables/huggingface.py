@@ -28,7 +28,6 @@ KINDS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json", ".json": "j
          ".json.gz": "json"}  # fmt: skip
 SET_FILE, SETS_FILE = "state.json", "dataset_dict.json"
 MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")  # the package would open files and hosts for them
-PARTS = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
 
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
@@ -41,7 +40,7 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None, val
     """
     if path is not None and Path(path, SETS_FILE).expanduser().is_file():
         whole = path
-        path, val_path, test_path = parts_inside(path, PARTS, val_path, test_path)
+        path, val_path, test_path = parts_inside(path, val_path, test_path)
         if path == whole:
             raise DataError(
                 f"data.path={path}: a set of data sets without a part train; name one, as data.path={path}/..."
