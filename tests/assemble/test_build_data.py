@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from PIL import Image
 
 from trainrun.assemble.data_pipeline import build_sources
 from trainrun.config.compose import compose_run
@@ -40,3 +41,15 @@ def test_a_type_that_was_asked_for_stays(table):
 def test_words_are_no_target_of_a_regression(table):
     with pytest.raises(DataError, match="is 'dog', not a number"):
         targets([*table, "data.train.target=kind", "task=regression", "model.num_classes=1"])
+
+
+def test_pictures_that_are_left_out_are_told(tmp_path):
+    for i in range(4):
+        folder = tmp_path / "cat" if i % 2 else tmp_path / "dog"
+        folder.mkdir(exist_ok=True)
+        Image.new("RGB", (4, 4)).save(folder / f"{i}.png")
+        Image.new("RGB", (4, 4)).save(folder / f"{i}.bmp")
+    notes: list[str] = []
+    words = ["data=image_folder", f"data.path={tmp_path}", "data.train.val_fraction=0.5"]
+    build_sources(compose_run(words).config, notes)
+    assert notes == ["data.train: 4 pictures are no JPEG or PNG and are left out, as cat/1.bmp"]

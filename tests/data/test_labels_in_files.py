@@ -93,6 +93,13 @@ def test_the_ways_out(tmp_path):
     assert numbered.num_classes == 4
 
 
+def test_a_single_class_is_refused_unless_it_is_asked_for(tmp_path):
+    one = as_csv(tmp_path, ["cat"] * 20)
+    assert "data.train: has a single class, 'cat', which leaves nothing to learn" in fault(one)
+    config = compose_run(["data=csv", "data.path=t.csv", "model=mlp", "model.num_classes=1"]).config
+    check_classes(config, facts_of(one), {"train": one})
+
+
 def test_a_label_that_only_the_validation_has(tmp_path):
     train, val = as_csv(tmp_path, labels_with(2)), as_csv(tmp_path, labels_with(7))
     config = compose_run(["data=csv", "data.path=t.csv", "model=mlp"]).config

@@ -14,7 +14,7 @@ from trainrun.data.facts import (
 )
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import Copying, Report, Sizes, SourceStates, StreamOptions, TokenCounter
-from trainrun.errors import ConfigError
+from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import build, named_nodes
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.precision.autocast import data_float_dtype
@@ -43,6 +43,8 @@ def build_sources(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], 
         else None
         for name, node in {**named, **validation, "test": data.test}.items()
     }
+    told = {key_of(name): getattr(source, "notice", "") for name, source in sources.items()}
+    notes += [f"{key}: {notice}" for key, notice in told.items() if notice and isinstance(notice, str)]
     if "train" in named and data.folds is None and data.sampling == "none":
         return sources, None
     from trainrun.data.order.training_set import Asked, training_set
@@ -191,6 +193,12 @@ def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) 
             check_number_of_classes(sources["train"], "data.train", labels_there, facts.num_classes)
         if not is_ours:
             return
+        if facts.num_classes == 1:
+            name = f", {facts.class_names[0]!r}" if facts.class_names else ""
+            raise DataError(
+                f"data.train: has a single class{name}, which leaves nothing to learn; look at data.path, or say "
+                "model.num_classes=1"
+            )
         labels = Labels(facts.num_classes, "", ignored)
     else:
         return

@@ -28,6 +28,7 @@ from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
 ENDINGS = (".jpg", ".jpeg", ".png")
+OTHERS = (".avif", ".bmp", ".gif", ".heic", ".tif", ".tiff", ".webp")
 EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: data.train.labels=labels.csv"
 
 
@@ -35,16 +36,17 @@ class ImageFolder:
     """Samples `(picture, class)`: (C, H, W) uint8 or float32, and a 0-d int64 (or (1,) float32) tensor.
 
     names: of the files below `root`. labels: the class of each sample. Files are opened when they are read, so it can
-    go to any process and be read by any number of threads.
+    go to any process and be read by any number of threads. notice: for the first lines of a run.
     """
 
     thread_safe = True
 
-    def __init__(self, root: Path, names: Sequence[str], labels: Tensor, coding: Coding, form: Form) -> None:
+    def __init__(self, root: Path, names: Sequence[str], labels: Tensor, coding: Coding, form: Form,
+                 notice: str = "") -> None:  # fmt: skip
         self._root = str(root)
         # One block instead of a million strings, which workers would copy page by page as they count references.
         self._names = np.array([os.fsencode(name) for name in names])
-        self.labels, self.form = labels, form
+        self.labels, self.form, self.notice = labels, form, notice
         self.class_names, self.num_classes = coding.names, coding.num_classes
 
     def __len__(self) -> int:
@@ -106,7 +108,7 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     path, val_path, test_path = parts_inside(str(root), val_path, test_path)
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     place, key = part.place
-    names, words, where = _listed(existing_folder(place, key), key, labels)
+    names, words, where, others = _listed(existing_folder(place, key), key, labels)
     known = words if not part.own else _listed(existing_folder(path, "data.path"), "data.path", labels)[1]
     classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
     coding = coding_of(known, "auto") if labels else Coding("class", classes, len(classes))
@@ -114,19 +116,24 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     rows = part.rows(targets)
     if rows is not None:
         names, targets = [names[row] for row in rows], targets[torch.from_numpy(rows)]
-    return ImageFolder(Path(str(place)).expanduser(), names, targets, coding, form)
+    told = others and (part.own or split == "train")
+    notice = f"{len(others)} pictures are no JPEG or PNG and are left out, as {others[0]}" if told else ""
+    return ImageFolder(Path(str(place)).expanduser(), names, targets, coding, form, notice)
 
 
-def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list[str], Any]:
-    """Names of files below the folder, the label of each, and how to name a label in messages."""
+def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list[str], Any, list[str]]:
+    """Names of files below the folder, the label of each, how to name a label in messages, and other pictures."""
     if labels is not None:
-        return _from_table(folder, folder / labels)
+        return *_from_table(folder, folder / labels), []
     names: list[str] = []
     words: list[str] = []
+    others: list[str] = []
     for child in sorted(
         entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."
     ):
-        found = sorted(_below(folder / child, child))
+        pictures = sorted(_below(folder / child, child))
+        found = [name for name in pictures if name.lower().endswith(ENDINGS)]
+        others += [name for name in pictures if name.lower().endswith(OTHERS)]
         if not found:
             raise DataError(
                 f"{key}: the folder {folder / child} has no picture ({', '.join(ENDINGS)}); {EXAMPLE}"
@@ -140,7 +147,7 @@ def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list
             f"{key}={folder}: its folders are parts of the data, not classes; name them, as "
             f"data.path={folder}/... data.train.val_path={folder}/..."
         )
-    return names, words, lambda row: f"{folder / names[row]}: its class"
+    return names, words, lambda row: f"{folder / names[row]}: its class", others
 
 
 def _below(folder: Path, name: str) -> Iterator[str]:
@@ -150,7 +157,9 @@ def _below(folder: Path, name: str) -> Iterator[str]:
             continue
         if entry.is_dir():
             yield from _below(folder / entry.name, f"{name}/{entry.name}")
-        elif entry.name.lower().endswith(ENDINGS) and (entry.is_file() or not os.path.exists(entry.path)):
+        elif entry.name.lower().endswith((*ENDINGS, *OTHERS)) and (
+            entry.is_file() or not os.path.exists(entry.path)
+        ):
             yield f"{name}/{entry.name}"  # also a link that leads nowhere, which is told when it is read
 
 
