@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError, DataError
 from trainrun.runs.api import train
+from trainrun.runs.exceptional.loop_errors import WHOLE_INPUTS
 
 
 def test_an_autoencoder_without_its_task_is_refused_before_anything_starts():
@@ -39,3 +43,22 @@ def test_classes_of_every_token_are_not_looked_for_where_the_tokens_are(words):
     compose_run([*words, "task.class_dim=-1"])
     compose_run([*words, "task=language_modeling"])
     compose_run(["model=lstm", "model.outputs=last"])  # one class of a text
+
+
+def test_bytes_for_a_model_that_computes_with_fractions_are_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x, y = np.zeros((20, 1, 8, 8), np.uint8), np.arange(20) % 2
+    np.savez("x.npz", x_train=x, y_train=y, x_val=x, y_val=y)
+    with pytest.raises(DataError, match="the inputs are whole numbers, but the model computes with fract"):
+        train("data=arrays", "data.path=x.npz", "model=cnn", "trainer.max_steps=1", "data.batch_size=4")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bool, torch.int64])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(8, 2), nn.Conv1d(1, 2, 3), nn.LSTM(8, 2), nn.Conv2d(1, 2, 3, bias=False)]
+)
+def test_what_torch_says_of_whole_inputs_is_known(layer, dtype):
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        layer(torch.zeros([1, 1, 8, 8] if isinstance(layer, nn.Conv2d) else [1, 1, 8], dtype=dtype))
+    found = WHOLE_INPUTS.search(str(caught.value)) is not None
+    assert found == ("scalar type Long" not in str(caught.value)), "which is said of a loss's target too"

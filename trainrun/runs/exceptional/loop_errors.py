@@ -12,9 +12,12 @@ from trainrun.training.state import TrainState
 
 # of a loss with another shape than its gradient
 OF_LOSS = re.compile(r"Mismatch in shape: grad_output|invalid gradient at index 0 - got \[\]")
-# of torch's linear and convolution layers
+# of torch's linear, convolution and recurrent layers; `scalar type Long` may also be said of a target
+WHOLE = r"(Bool|Byte|Char|Short|Int)"
 WHOLE_INPUTS = re.compile(
-    r"got (Byte|Char|Short|Int|Long) and |Input type \((unsigned char|torch.*ByteTensor)\)"
+    rf"got ({WHOLE}|Long) and |Input type \((bool|unsigned char|(short |long )?int|torch.*ByteTensor)\)"
+    rf"|scalar type {WHOLE} but found |\"(batch_norm|slow_conv\w*)\" not implemented for '({WHOLE}|Long)"
+    r"|RNN input dtype \(torch\.(bool|u?int)"
 )
 OF_ANOMALY = re.compile(r"Function '\w+' returned nan values")
 ASSERTED = "device-side assert"  # of a kernel; the device is lost to the process with it
