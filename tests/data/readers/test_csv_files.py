@@ -54,6 +54,13 @@ def test_one_input_and_all_but_the_target(tmp_path):
     assert only.shape == (10, 1)
 
 
+@pytest.mark.parametrize("name", ["", "Unnamed: 0"])
+def test_row_numbers_of_pandas_are_inputs_only_where_they_are_named(tmp_path, name):
+    path = written(tmp_path, f"{name},x,label\n0,5,0\n1,6,1\n")
+    assert load(path, "train", val_path=path).tensors[0].tolist() == [[5], [6]]
+    assert load(path, "train", inputs=[name, "x"], val_path=path).tensors[0].tolist() == [[0, 5], [1, 6]]
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "kind"),
     [("auto", (36,), torch.int64), ("float32", (36, 1), torch.float32), ("class", (36,), torch.int64)],

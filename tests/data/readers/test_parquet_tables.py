@@ -126,6 +126,12 @@ def test_a_sample_that_is_written_to_changes_no_other(path, inputs):
     assert source[5][0].tolist() == before
 
 
+def test_row_numbers_of_pandas_are_no_input(tmp_path):
+    path = str(tmp_path / "t.parquet")
+    pq.write_table(pa.table({"x": [5, 6], "y": [0, 1], "__index_level_0__": [1, 0]}), path)
+    assert whole(path).tensors[0].tolist() == [[5], [6]]
+
+
 def test_a_list_as_target_and_several_inputs(path):
     inputs, target = whole(path, inputs=["tokens", "b"], target="waves")[5]
     assert inputs["tokens"].tolist() == TOKENS[5]

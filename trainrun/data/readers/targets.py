@@ -5,6 +5,7 @@ And which columns are inputs, with their numbers in the type that is asked for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from trainrun.plugin_faults import nearest
 KEY = "data.train.target"
 TARGET_NAMES = ("target", "targets", "label", "labels", "y", "class")
 NO_TARGET = "none"
+ROW_NUMBERS = re.compile(
+    r"|Unnamed: 0|__index_level_\d+__"
+)  # as pandas calls them; a sorted table's tell the class
 Cells = Any  # a NumPy array of numbers (N,), or a sequence of N str
 
 
@@ -140,11 +144,11 @@ def named_columns(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, .
 
 
 def chosen_inputs(inputs: Any, target: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
-    """The named columns, or all that are not the target."""
+    """The named columns, or all that are neither the target nor row numbers."""
     if inputs is not None:
         return named_columns(inputs, columns, "data.train.inputs")
     targets = set(target)
-    names = tuple(name for name in columns if name not in targets)
+    names = tuple(name for name in columns if name not in targets and not ROW_NUMBERS.fullmatch(name))
     if not names:
         raise DataError("data.train.inputs: every column is a target; there is none to predict it from")
     return names
