@@ -221,6 +221,14 @@ def test_missing_and_unfit_targets(path, tmp_path):
     assert "column 'a' is string, but double" in fault(path, "val", inputs="a", target="kind", val_path=other)
 
 
+def test_a_filled_column_keeps_its_large_numbers(tmp_path):
+    path = str(tmp_path / "t.parquet")
+    large = pa.table({"x": pa.array([2**60 + 1, None], pa.int64()), "y": [0, 1]})
+    pq.write_table(large, path)
+    assert whole(path, fill=-1, dtype="int64").tensors[0].tolist() == [[2**60 + 1], [-1]]
+    assert whole(path, fill=0.5, dtype="float64").tensors[0].tolist() == [[2.0**60], [0.5]]
+
+
 def test_whole_numbers_above_those_of_int64_stay_what_they_are(tmp_path):
     path = str(tmp_path / "t.parquet")
     pq.write_table(pa.table({"x": [1, 2], "y": pa.array([2**63, 2**63 + 2**41], pa.uint64())}), path)

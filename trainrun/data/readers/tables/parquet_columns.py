@@ -139,7 +139,13 @@ def where_in(path: Path, column: str, start: int = 0) -> Any:
 
 def _numbers(kind: Kind, array: Any, dtype: str, fill: float | None, where: Any) -> Any:
     if array.null_count:
-        array = array.cast(pyarrow().float64())  # a place for `fill`, whatever it is
+        assert fill is not None
+        assert kind.dtype is not None
+        range_ = np.iinfo(kind.dtype) if kind.dtype.kind in "iu" else None
+        if range_ is not None and float(fill).is_integer() and range_.min <= fill <= range_.max:
+            array = array.fill_null(int(fill))  # large numbers stay whole
+        else:
+            array = array.cast(pyarrow().float64(), safe=False)  # a place for `fill`, whatever it is
     values = array.to_numpy(zero_copy_only=False)
     if values.dtype.kind == "f" and (empty := np.isnan(values)).any():
         if fill is None:
