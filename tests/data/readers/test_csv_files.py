@@ -118,6 +118,10 @@ def test_several_files_in_the_order_of_their_names(tmp_path):
         assert inputs.flatten().tolist() == [1, 2, 3, 4]
     written(tmp_path, "x,z\n3,0\n", "b.csv")
     assert "b.csv: its columns are not those of" in fault(str(tmp_path), target="y")
+    written(tmp_path, "x,z,y\n3,0,0\n", "b.csv")
+    assert "b.csv: its columns are not those of" in fault(str(tmp_path), target="y")
+    named = load(str(tmp_path), "train", inputs="x", target="y", val_path=str(tmp_path))
+    assert named.tensors[0].tolist() == [[1], [2], [3]]
     written(tmp_path, "x,y\n3,0\nno,1\n", "b.csv")
     assert "b.csv line 3: column 'x' is 'no'" in fault(str(tmp_path), target="y")
 

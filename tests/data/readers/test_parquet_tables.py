@@ -167,6 +167,12 @@ def test_several_files_and_a_row_in_an_error(tmp_path):
     assert "c.parquet: column 'x' is double, but int64 in" in fault(str(tmp_path))
     pq.write_table(pa.table({"x": [1], "z": [0]}), tmp_path / "c.parquet")
     assert "c.parquet: has no column 'y', which" in fault(str(tmp_path))
+    pq.write_table(pa.table({"x": [1], "y": [0], "z": [0]}), tmp_path / "c.parquet")
+    assert "c.parquet: has the column 'z', which" in fault(str(tmp_path))
+    named = whole(str(tmp_path), inputs="x", fill=-1)
+    assert len(named.tensors[0]) == 7
+    with pytest.raises(DataError, match=r"c.parquet: has the column 'z', which"):
+        named.column("z")
 
 
 @pytest.mark.parametrize(

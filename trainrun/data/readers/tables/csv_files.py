@@ -71,7 +71,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     own = set(columns_in(files[0], dialect))
     if missing := [name for name in (*names, *goal) if name not in own]:
         raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
-    cells = read_cells(files, dialect, names, goal, np.dtype(dtype), fill)
+    cells = read_cells(files, dialect, names, goal, np.dtype(dtype), fill, alike=inputs is None)
     known = cells
     if files != training and len(goal) == 1:
         known = read_cells(training, dialect, (), goal, np.dtype(np.float32), None)
@@ -154,17 +154,21 @@ def columns_in(file: Path, dialect: Dialect) -> tuple[str, ...]:
 
 
 def read_cells(files: Sequence[Path], dialect: Dialect, numbers: Sequence[str], words: Sequence[str],
-               dtype: np.dtype[Any], fill: float | None) -> Cells:  # fmt: skip
-    """The named columns of all files. DataError names the file, line and column of what is wrong."""
+               dtype: np.dtype[Any], fill: float | None, alike: bool = False) -> Cells:  # fmt: skip
+    """The named columns of all files. alike: the other columns must be the same in all of them too.
+
+    DataError: names the file, line and column of what is wrong.
+    """
     blocks: list[np.ndarray[Any, Any]] = []
     texts: dict[str, list[str]] = {name: [] for name in words}
     ends, lines = [], array("q")
     columns = columns_in(files[0], dialect)
     for file in files:
         own = columns_in(file, dialect)
-        if set(own) != set(columns):
-            differing = ", ".join(sorted(set(own) ^ set(columns)))
-            raise DataError(f"{file}: its columns are not those of {files[0]}: {differing}")
+        if differing := set(own) ^ set(columns) if alike else {*numbers, *words} - set(own):
+            raise DataError(
+                f"{file}: its columns are not those of {files[0]}: {', '.join(sorted(differing))}"
+            )
         place_of = {name: place for place, name in enumerate(own)}
         for rows, places in _blocks(file, dialect, len(own)):
             by_column = list(zip(*rows, strict=True))

@@ -53,6 +53,8 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     goal = chosen_target(target, training.columns)
     names = chosen_inputs(inputs, goal, training.columns)
     table = table_of(files_of(*part.place, ENDINGS)) if part.own else training
+    for one in (training, table):
+        one.check(one.unlike if inputs is None else (*names, *goal))
     _check_like(table, training, (*names, *goal))
     kinds = [table.kinds[name] for name in names]
     for kind in kinds:

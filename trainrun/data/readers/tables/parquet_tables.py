@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +24,7 @@ class Table:
     """Row group g of the table holds the rows `ends[g - 1]` to `ends[g]`.
 
     groups: the file (a place in `files`) and the number in it of each; starts: its first row in that file.
+    kinds: of the columns of the first file; unlike: what is wrong with those that are not the same in all.
     """
 
     files: tuple[Path, ...]
@@ -32,6 +33,7 @@ class Table:
     groups: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
     schema: Any
+    unlike: dict[str, str]
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -79,8 +81,14 @@ class Table:
                 opened = open_file(str(path))
             yield group, self.read(group, columns, opened, threads=True)
 
+    def check(self, names: Iterable[str]) -> None:
+        """DataError: one of the columns is not the same in all files."""
+        if wrong := [self.unlike[name] for name in names if name in self.unlike]:
+            raise DataError(wrong[0])
+
     def column(self, name: str) -> Any:
         """All cells of a column of numbers; None if there is none of that name."""
+        self.check([name])
         if (kind := self.kinds.get(name)) is not None and kind.name != "number":
             raise DataError(f"{self.files[0]}: column {name!r} is {kind.text}, not numbers")
         return None if kind is None else self.target(name)
@@ -95,8 +103,9 @@ class Table:
 
 
 def table_of(files: Sequence[Path]) -> Table:
-    """DataError: one is damaged, or has other columns than the first; or there is no row."""
+    """DataError: one is damaged; or there is no row."""
     kinds: dict[str, Kind] = {}
+    unlike: dict[str, str] = {}
     first, sizes, groups, starts = None, [], [], []
     for place, path in enumerate(files):
         file = open_file(str(path))
@@ -107,7 +116,7 @@ def table_of(files: Sequence[Path]) -> Table:
             if twice is not None:
                 raise DataError(f"{path}: two columns are called {twice!r}; names must differ")
             kinds, first = {kind.column: kind for kind in own}, file.schema_arrow
-        _check_same({kind.column: kind for kind in own}, kinds, path, files[0])
+        unlike = _unlike({kind.column: kind for kind in own}, kinds, path, files[0]) | unlike
         rows = 0
         for number in range(file.metadata.num_row_groups):
             size = file.metadata.row_group(number).num_rows
@@ -118,20 +127,21 @@ def table_of(files: Sequence[Path]) -> Table:
             rows += size
     if not sizes:
         raise DataError(f"{files[0]}: no rows")
-    return Table(tuple(files), kinds, np.cumsum(sizes, dtype=np.int64), tuple(groups), tuple(starts), first)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    return Table(tuple(files), kinds, ends, tuple(groups), tuple(starts), first, unlike)
 
 
-def _check_same(own: dict[str, Kind], kinds: dict[str, Kind], path: Path, first: Path) -> None:
-    for name in [*kinds, *own]:
-        if name not in own:
-            raise DataError(f"{path}: has no column {name!r}, which {first} has")
+def _unlike(own: dict[str, Kind], kinds: dict[str, Kind], path: Path, first: Path) -> dict[str, str]:
+    """What is wrong with the columns of a file that are not those of the first."""
+    found = {name: f"{path}: has no column {name!r}, which {first} has" for name in kinds if name not in own}
+    for name, kind in own.items():
         if name not in kinds:
-            raise DataError(f"{path}: has the column {name!r}, which {first} has not")
-        if own[name] != kinds[name]:
-            raise DataError(
-                f"{path}: column {name!r} is {own[name].text}, but {kinds[name].text} in {first}; "
-                "write them with one type"
+            found[name] = f"{path}: has the column {name!r}, which {first} has not"
+        elif kind != kinds[name]:
+            found[name] = (
+                f"{path}: column {name!r} is {kind.text}, but {kinds[name].text} in {first}; write them with one type"
             )
+    return found
 
 
 def open_file(path: str) -> Any:
