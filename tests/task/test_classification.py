@@ -137,6 +137,14 @@ def test_a_wrong_output_shape_is_named_with_the_right_one(shape: tuple[int, ...]
     assert "\n" not in text
 
 
+@pytest.mark.parametrize("target", [torch.zeros(12, 1).long(), torch.zeros(12, 3, dtype=torch.uint8)])
+def test_labels_that_are_a_column_or_words_are_told(target: Tensor) -> None:
+    with pytest.raises(
+        DataError, match=r"the targets have shape \(12, \d\), but a class is one whole number"
+    ):
+        Classification().step(MODEL, (pairs()[0], target))
+
+
 def test_labels_outside_the_classes_are_found_in_the_first_batch_and_later() -> None:
     x, y = pairs()
     task = Classification()

@@ -227,6 +227,11 @@ def check_shapes(logits: Tensor, target: Tensor) -> None:
             f"data: the targets have one number for each of {target.shape[1]} classes and are {target.dtype}; choose "
             "task=multilabel for several labels of a sample, or give one class a sample"
         )
+    if logits.ndim == target.ndim == 2 and (target.shape[1] == 1 or target.dtype is torch.uint8):
+        raise DataError(
+            f"data: the targets have shape {tuple(target.shape)}, but a class is one whole number a sample: give "
+            "them the shape (N,), as y[:, 0], and the words of records as numbers"
+        )
     needed = ", ".join([str(target.shape[0]), "number of classes", *map(str, target.shape[1:])])
     raise PluginError(
         f"model: the output has shape {tuple(logits.shape)}, but the task needs ({needed}) "
