@@ -117,6 +117,9 @@ def test_floats_are_narrow_and_ragged_or_missing_values_are_named(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"x": [[1], [1, 2]]}')
     with pytest.raises(DataError, match="row 0, column x: lists of unequal lengths"):
         whole(tmp_path / "b.jsonl")[0]
+    (tmp_path / "c.jsonl").write_text('{"x": [1.0, null]}')
+    with pytest.raises(DataError, match="row 0, column x: a number of the list is missing"):
+        whole(tmp_path / "c.jsonl")[0]
 
 
 @pytest.mark.parametrize(
