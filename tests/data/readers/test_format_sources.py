@@ -74,6 +74,7 @@ def test_a_missing_extra_names_itself(tmp_path, monkeypatch, module, load, file,
 def test_numbers_are_divided_at_random_and_classes_in_proportion():
     labels = torch.tensor([0] * 90 + [1] * 10)
     assert labels[held_out(labels, 0.2, 0)[1]].sum() == 2
+    assert held_out(torch.arange(30) % 4, 0.25, 5)[1].tolist() == [1, 7, 10, 15, 17, 20, 26, 28], "as ever"
     train, val = held_out(np.linspace(0, 1, 50), 0.2, 0)
     assert (len(train), len(val)) == (40, 10)
     assert val.tolist() != [*range(10)]
