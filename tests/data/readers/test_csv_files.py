@@ -88,6 +88,11 @@ def test_words_of_one_number_are_numbered_in_the_same_order_by_every_process(tmp
     assert load(path, "train", target_dtype="class", val_path=path).class_names == tuple(words)
 
 
+def test_spaces_around_a_word_make_no_other_class(tmp_path):
+    path = written(tmp_path, "x,label\n1,cat\n2,cat \n3, dog\n")
+    assert load(path, "train", val_path=path).class_names == ("cat", "dog")
+
+
 def test_a_word_with_a_line_under_it_is_no_number(tmp_path):
     path = written(tmp_path, "x,y\n1,1_0\n2,1_1\n")
     assert load(path, "train", val_path=path).class_names == ("1_0", "1_1")

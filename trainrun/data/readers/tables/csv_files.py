@@ -178,7 +178,7 @@ def read_cells(files: Sequence[Path], dialect: Dialect, numbers: Sequence[str], 
                 block[:, k] = _parsed(by_column[place_of[name]], dtype, fill, where)
             blocks.append(block)
             for name in words:
-                texts[name] += by_column[place_of[name]]
+                texts[name] += map(str.strip, by_column[place_of[name]])
             lines.extend(places)
             needed = len(lines) * (len(numbers) * dtype.itemsize + len(words) * WORD_BYTES)
             check_memory(needed, f"{file}: after {len(lines)} rows the table", FEWER)
