@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -49,8 +51,24 @@ def test_bytes_for_a_model_that_computes_with_fractions_are_told(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     x, y = np.zeros((20, 1, 8, 8), np.uint8), np.arange(20) % 2
     np.savez("x.npz", x_train=x, y_train=y, x_val=x, y_val=y)
-    with pytest.raises(DataError, match="the inputs are whole numbers, but the model computes with fract"):
-        train("data=arrays", "data.path=x.npz", "model=cnn", "trainer.max_steps=1", "data.batch_size=4")
+    for model in (
+        ["model=cnn"],
+        ["model._target_=torch.nn.LSTM", "model.input_size=8", "model.hidden_size=2"],
+    ):
+        with pytest.raises(
+            DataError, match="the inputs are whole numbers, but the model computes with fract"
+        ):
+            train("data=arrays", "data.path=x.npz", *model, "trainer.max_steps=1", "data.batch_size=4")
+        x = x[:, 0]
+        np.savez("x.npz", x_train=x, y_train=y, x_val=x, y_val=y)
+
+
+def test_inputs_by_name_for_a_model_of_one_tensor_are_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table({"a": [0.5] * 20, "l": [[1, 2]] * 20, "y": [0, 1] * 10}), "t.parquet")
+    with pytest.raises(DataError, match="the inputs are several by name, but the model takes one tensor"):
+        train("data=parquet", "data.path=t.parquet", "model=mlp", "model.in_shape=[1]", "trainer.max_steps=1",
+              "data.batch_size=4")  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bool, torch.int64])

@@ -216,7 +216,7 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
     run.phases.open(OTHER)  # ours books at once; one that does not is no start-up
     try:
         return fit(run, state)
-    except (MemoryError, RuntimeError, AttributeError) as error:
+    except (MemoryError, RuntimeError, AttributeError, TypeError, ValueError) as error:
         from trainrun.runs.exceptional.loop_errors import explained
 
         if (told := explained(run, state, error)) is not None:

@@ -63,6 +63,11 @@ def explained(run: Components, state: TrainState, error: Exception) -> TrainrunE
             f"data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "
             "data=text task=language_modeling"
         )
+    if "must be Tensor, not dict" in str(error):
+        return DataError(
+            "data: the inputs are several by name, but the model takes one tensor; name inputs of one kind, as "
+            "data.train.inputs=[a,b], or use a model whose forward takes the dict"
+        )
     if WHOLE_INPUTS.search(str(error)):
         return DataError(
             f"data: the inputs are whole numbers, but the model computes with fractions ({error}); "
