@@ -157,7 +157,8 @@ def _folder_of(composition: Composition) -> Path:
     if own:
         return named_folder(own)
     now = datetime.now()
-    name = f"{now:%H-%M-%S}-{composition.config.run_name.replace('/', '-')}-{secrets.token_hex(4)}"
+    called = str(composition.config.run_name).replace("/", "-")
+    name = f"{now:%H-%M-%S}-{called}-{secrets.token_hex(4)}"
     return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name
 
 

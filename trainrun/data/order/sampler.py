@@ -213,7 +213,7 @@ def hold_out(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor
         raise DataError(f"val_fraction={fraction}: must be at least 0 and below 1")
     held = torch.zeros(len(labels), dtype=torch.bool)
     classes, counts = torch.unique(labels, return_counts=True)
-    by_class = labels.argsort(stable=True).split(counts.tolist())
+    by_class = torch.split(labels.argsort(stable=True), counts.tolist())
     for label, members in zip(classes.tolist(), by_class, strict=True):
         order = epoch_order(len(members), seed, int(label), shuffle=True)
         held[members[order[: round(fraction * len(members))]]] = True
