@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainrun.checkpoint.files import FileLayer, file_faults
 from trainrun.checkpoint.format import Metric, committed_steps, dumps, folder_name
-from trainrun.training.state import SAVE_NOW, TrainState
+from trainrun.training.state import SAVE_NOW, TrainState, measured
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def metric_of(options: KeepOptions, state: TrainState) -> Metric | None:
     name = options.monitor
     if name is None or options.save_top_k == 0 or state.validated_step != state.step:
         return None
-    value = float(state.last_metrics.get(name, math.nan))  # a resume may have added the metric
+    value = measured(state.last_metrics, name)  # a resume may have added the metric
     return Metric(name, options.mode, value) if math.isfinite(value) else None
 
 

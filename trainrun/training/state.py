@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -84,8 +86,11 @@ class TrainState:
         self.items += self.step_items
         self.validate_request = report.agreed.validate
         self.stop_request, self.save_request = report.agreed.stop, report.agreed.save
-        self.losses += report.losses
-        self.logged_items += report.items
+        if report.grad.skipped and not all(math.isfinite(loss) for loss in report.losses):
+            self.losses += [torch.zeros_like(loss) for loss in report.losses]  # of no mean
+        else:
+            self.losses += report.losses
+            self.logged_items += report.items
 
     def state_dict(self) -> dict[str, Any]:
         state = {
@@ -94,6 +99,12 @@ class TrainState:
         state["losses"] = torch.stack(self.losses) if self.losses else None
         state["last_metrics"] = dict(self.last_metrics)
         return state
+
+
+def measured(metrics: Mapping[str, float], name: str) -> float:
+    """A metric of a validation; NaN where the loss beside it is not finite, so that it is never the best."""
+    losses = [value for key, value in metrics.items() if key.endswith("/loss") and name.startswith(key[:-4])]
+    return float(metrics.get(name, math.nan)) if all(map(math.isfinite, losses)) else math.nan
 
 
 class RollBack(Exception):

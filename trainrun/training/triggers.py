@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trainrun.errors import ConfigError
 from trainrun.output import counted
 from trainrun.runtime.signals import StopFlag
-from trainrun.training.state import SAVE_NOW, TrainState
+from trainrun.training.state import SAVE_NOW, TrainState, measured
 
 STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the largest wins
 
@@ -189,7 +189,7 @@ class Triggers:
         if state.best_by not in ("", best_by):
             state.best_step, state.best_metric = best or (-1, None)
             if state.step == state.validated_step:
-                self._note_best(state, state.last_metrics.get(self.best.metric or "", math.nan))
+                self._note_best(state, measured(state.last_metrics, self.best.metric or ""))
         if state.watched_by not in ("", watched_by):
             state.watched_metric, state.bad_validations, state.early_stop = None, 0, ""
         state.best_by, state.watched_by = best_by, watched_by
@@ -327,4 +327,4 @@ def _metric(metrics: dict[str, float], name: str, key: str) -> float:
     if name not in metrics:
         known = ", ".join(known for known in metrics if not known.endswith("/seconds"))
         raise ConfigError(f"{key}={name}: no such metric; there are {known}")
-    return metrics[name]
+    return measured(metrics, name)
