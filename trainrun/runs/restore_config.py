@@ -19,6 +19,7 @@ from trainrun.runs.resume import trusted_config
 from trainrun.runs.run_folder import RunDir, read_identity
 from trainrun.runs.trusted_code import check_found
 from trainrun.runtime.signals import StopFlag
+from trainrun.seeding import derive_seed, seed_everything
 from trainrun.training.components import Components
 from trainrun.training.recovery.restore import load_task_state
 
@@ -61,7 +62,10 @@ def parts_of(
         chosen=chosen_before(identity),
         trains=False,
     )
+    seed = config.seed or 0
+    seed_everything(derive_seed(seed))  # data that is drawn as it is built is that of the run
     run, _ = build_components(config, site)
+    seed_everything(derive_seed(seed, 1))
     load_weights(run.model, loaded)
     kept = loaded.shared.get("task")
     if isinstance(kept, dict):

@@ -131,6 +131,7 @@ def own_parts(config: RunConfig, folder: Path) -> Components:
 def built(config: RunConfig, folder: Path, device: torch.device) -> Components:
     assert config.seed is not None
     seed_everything(derive_seed(config.seed))
+    (folder / "parts").mkdir(exist_ok=True)  # for the pictures of a task
     site = RunContext(RunDir(folder / "parts"), "verify", Single(device), StopFlag(), [])
     return build_components(config, site)[0]
 
