@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trainrun.config.pair_rules import pair_faults
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import check
 from trainrun.limits import Duration, parse_distance, parse_interval, parse_saving, parse_seconds, parse_whole
@@ -77,3 +78,32 @@ def test_what_cannot_be_called_is_named_before_anything_starts(field: str, value
     assert f"{key}._target_=my_file.MyClass" in fault
     mine = with_values(RunConfig(), {field: {"_target_": "my_file.MyClass"}})
     assert not [fault for fault in check(mine) if fault.startswith(key)]
+
+
+READER = {
+    "_target_": "trainrun.data.readers.tables.csv_files.load",
+    "path": "a.csv",
+    "val_fraction": 0.1,
+    "seed": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("val", "said"),
+    [
+        ({}, ""),
+        ({"val_fraction": 0.3}, "data.val.val_fraction=0.3: both parts are cut from the same data"),
+        ({"seed": 1}, "data.val.seed=1: both parts are cut"),
+        ({"path": "b.csv"}, "for validation data of its own set data.train.val_path=b.csv"),
+        ({"path": "b.csv", "val_path": "b.csv"}, ""),
+        ({"path": "b.csv", "split": "test"}, ""),
+    ],
+)
+def test_a_validation_part_is_cut_as_the_training_part_is(val: dict[str, Any], said: str) -> None:
+    config = with_values(
+        RunConfig(),
+        {"data.train": {**READER, "split": "train"}, "data.val": {**READER, "split": "val", **val}},
+    )
+    faults = [line for line in pair_faults(config) if line.startswith("data.val")]
+    assert len(faults) == bool(said)
+    assert said in "".join(faults)

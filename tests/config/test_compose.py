@@ -264,7 +264,8 @@ def test_a_path_that_nothing_reads_is_refused_and_a_saved_run_follows_a_new_one(
     data = load_config(path, ["data.path=new.csv"]).data
     assert (data.path, data.train["path"], data.val["path"]) == ("new.csv", "new.csv", "new.csv")
     assert data.train["val_path"] is None
-    assert load_config(path, ["data.path=new.csv", "data.train.path=x"]).data.train["path"] == "x"
+    with pytest.raises(ConfigError, match=r"data\.train\.val_path=new\.csv"):
+        load_config(path, ["data.path=new.csv", "data.train.path=x"])
     path.write_text(save_config(compose_run(["data=text"]).config))
     data = load_config(path, ["data.path=book.txt"]).data
     assert (data.train["path"], data.train["val_path"], data.val["path"]) == ("book.txt", None, "book.txt")

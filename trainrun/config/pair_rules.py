@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from trainrun.config.schema import SAME, RunConfig
+from trainrun.config.schema import SAME, RunConfig, validation_nodes
 from trainrun.instantiate import TARGET, is_node
 from trainrun.limits import EPOCH, Duration, is_finite, parse_interval
 
@@ -14,6 +14,7 @@ VAES = ("trainrun.model.vae.Vae", "trainrun.model.sequence_vae.SequenceVae")
 VAE_TASK, VAE_HEALTH = "trainrun.task.vae.Vae", "trainrun.hook.vae_health.VaeHealth"
 GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
 CLASSIFICATION = "trainrun.task.classification.Classification"
+PARTS = ("path", "val_fraction", "seed")  # which part of the data is held out
 USUAL = ("off", "none", "none")  # compile.scope, gradient_checkpointing, cpu_offload
 Rules = tuple[tuple[Any, str], ...]  # whether a line applies, and the line
 
@@ -27,6 +28,11 @@ def pair_faults(config: RunConfig) -> Iterator[str]:
         from trainrun.config.mistakes.sampling_rules import sampling
 
         yield from (line for applies, line in sampling(config) if applies)
+    train, sets = data.train or {}, validation_nodes(data).values()
+    if any(str(node.get(name)) != str(train.get(name)) for node in sets for name in PARTS if name in node):
+        from trainrun.config.mistakes.sampling_rules import parts
+
+        yield from parts(config)
     techniques = (trainer.cuda_graphs, trainer.activation_offload, trainer.optimizer_in_backward)
     if (
         any(techniques)

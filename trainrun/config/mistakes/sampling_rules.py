@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from trainrun.config.schema import RunConfig
-from trainrun.instantiate import named_nodes
+from trainrun.config.schema import RunConfig, validation_nodes
+from trainrun.instantiate import TARGET, named_nodes
 
+READERS, ARRAYS = "trainrun.data.", "trainrun.data.readers.arrays."
 Rules = tuple[tuple[Any, str], ...]  # whether a line applies, and the line
 
 
@@ -44,3 +46,25 @@ def sampling(config: RunConfig) -> Rules:
          f"data.fold={data.fold}: {folds} are numbered 0 to {(data.folds or 0) - 1}"),
         (data.folds is not None and mix, f"{folds}: {mix} counts whole sets; leave one of them out"),
     )  # fmt: skip
+
+
+def parts(config: RunConfig) -> Iterator[str]:
+    """A validation set that a reader of ours cuts from the training data, but by other settings than that."""
+    train = config.data.train or {}
+    for split, node in validation_nodes(config.data).items():
+        target, key = str(node.get(TARGET)), f"data.{split.replace('/', '.')}"
+        if target != train.get(TARGET) or not target.startswith(READERS) or node.get("split") != "val":
+            continue
+        if node.get("val_path") is not None:  # nothing is cut
+            continue
+        for name in ("val_fraction", "seed"):
+            if str(node.get(name)) != str(train.get(name)):
+                yield (
+                    f"{key}.{name}={node[name]}: both parts are cut from the same data, or samples would be in both; "
+                    f"set data.train.{name}"
+                )
+        if node.get("path") != train.get("path") and not target.startswith(ARRAYS):
+            yield (
+                f"{key}.path={node['path']}: {key} is a part held out of its path; for validation data of its own set "
+                f"data.train.val_path={node['path']}"
+            )
