@@ -40,3 +40,28 @@ def test_without_a_validation_the_last_checkpoint_is_taken_and_said(
     assert "this is of the last" in capsys.readouterr().err
     assert main(["evaluate", *words, "--which", "best"]) == 2
     assert "best: no checkpoint" in capsys.readouterr().err
+
+
+def test_other_classes_than_the_run_has_are_refused(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def table(name: str, *classes: str) -> str:
+        rows = [f"{number},{classes[number % len(classes)]}" for number in range(60)]
+        (workdir / name).write_text("\n".join(["x,label", *rows]))
+        return f"data.path={name}"
+
+    words = [
+        "data=csv",
+        table("old.csv", "cat", "dog", "mouse"),
+        "trainer.max_steps=3",
+        "monitor.plots=false",
+    ]
+    assert main([*words, "output_dir=run"]) == 0
+    assert main(["evaluate", "run", table("same.csv", "dog", "cat", "mouse")]) == 0
+    capsys.readouterr()
+    for command in (["evaluate", "run"], ["resume", "run", "trainer.max_steps=5"]):
+        assert main([*command, table("new.csv", "wolf", "dog", "mouse")]) == 2
+        told = "number 0 and up were cat, dog, mouse; now dog, mouse, wolf"
+        assert told in capsys.readouterr().err
+    assert main(["evaluate", "run", table("fewer.csv", "cat", "dog")]) == 2
+    assert "number 2 and up were mouse; now no more" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from trainrun.runs.trusted_code import check_found
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.training.components import Components
-from trainrun.training.recovery.restore import load_task_state
+from trainrun.training.recovery.restore import check_classes, load_task_state
 
 
 def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
@@ -66,6 +66,7 @@ def parts_of(
     seed_everything(derive_seed(seed))  # data that is drawn as it is built is that of the run
     run, _ = build_components(config, site)
     seed_everything(derive_seed(seed, 1))
+    check_classes(folder.name, loaded.shared, run.data_facts.class_names)
     load_weights(run.model, loaded)
     kept = loaded.shared.get("task")
     if isinstance(kept, dict):

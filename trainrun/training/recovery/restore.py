@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from trainrun.training.task_calls import mapped, saves_itself
 from trainrun.user_code import line_of
 
 KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in OF_THIS_SESSION}
+MOST_CLASSES = 5  # in a message
 ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
 
@@ -46,6 +48,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     if run.base is not None:
         run.base.check(place, shared)
     shared = put_back(place, run.parallel.load_state_dict(shared, live), live)
+    check_classes(place, shared, run.data_facts.class_names)
     check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))
     kept = {**shared, **(own or {})}.get("task", {})
     check_task_state(place, run.task, kept)
@@ -153,6 +156,19 @@ def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: t
             f"checkpoint {place}: {type(owner).__name__}.load_state_dict failed: {type(error).__name__}: {error}"
             f"{line_of(error)}"
         ) from error
+
+
+def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises CheckpointError for data that numbers other classes; names: its classes, empty if it has no names."""
+    before = shared.get("stream", {}).get("classes") or []
+    if not (before and names) or list(before) == list(names):
+        return
+    first = next(i for i, (one, other) in enumerate(zip_longest(before, names)) if one != other)
+    then, now = (", ".join(some[first : first + MOST_CLASSES]) or "no more" for some in (before, names))
+    raise CheckpointError(
+        f"checkpoint {place}: was trained on other classes than this data has: number {first} and up were {then}; now "
+        f"{now}. Give the data of before, or data.train.val_path=... for new samples of the same classes"
+    )
 
 
 def check_task_state(place: str, task: Any, kept: Mapping[str, Any]) -> None:
