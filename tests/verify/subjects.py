@@ -182,3 +182,8 @@ class Single(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x.float())
+
+
+def drawn(count: int = 64) -> tuple[Tensor, Tensor]:
+    x = torch.randn(count, FEATURES)
+    return x, (x[:, 0] > 0).long()

@@ -8,6 +8,7 @@ import pytest
 
 from trainrun.config.compose import compose_run
 from trainrun.verify.certificate import FAIL, NONE, PASS, Certificate
+from trainrun.verify.continuity import engines
 from trainrun.verify.run_checks import certificates
 
 WORDS = (
@@ -66,3 +67,9 @@ def test_a_model_that_cannot_compute_in_float64_says_so() -> None:
         assert found[name].state == NONE
         assert "it does not run in float64 on a CPU" in found[name].text
     assert found["resume"].state == PASS
+
+
+def test_engines_read_the_same_data_where_it_is_drawn_as_it_is_built() -> None:
+    words = ["data.train._target_=subjects.drawn", "data.val._target_=subjects.drawn", "data.num_classes=2"]
+    found = engines(compose_run(["data=custom", *words, "seed=1"]).config)
+    assert (found.state, found.text) == (PASS, "resident, workers, threads read the same bits")

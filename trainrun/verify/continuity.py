@@ -17,6 +17,7 @@ from trainrun.errors import TrainrunError
 from trainrun.interfaces import Batches
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
+from trainrun.seeding import derive_seed, seed_everything
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
 from trainrun.training.without_trace import first_batches
@@ -107,6 +108,7 @@ def engines(config: RunConfig) -> Certificate:
 
 def _batches_of(config: RunConfig, engine: str) -> list[Any]:
     workers = 2 if engine == "workers" else 0
+    seed_everything(derive_seed(config.seed or 0))  # data may be drawn as it is built
     engines = {"data.engine": engine, "data.num_workers": workers, "data.num_threads": 2}
     stream = _opened(with_values(config, engines))
     try:

@@ -30,19 +30,20 @@ from trainrun.verify.trials import Outcome, Trials, in_doubles
 
 MICRO = 2  # samples of the smallest micro-batch
 BOUND = 1e-9  # of a weight, in float64
+MODE = "in float64, without dropout and batch statistics"  # which depend on the parts
 NO_DOUBLES = "it does not run in float64 on a CPU"
 
 
 def accumulation(trials: Trials) -> Certificate:
     """Two micro-batches of 4 samples, four of 2, or one of 8: the same weights after two steps."""
-    text = "1, 2 and 4 micro-batches a step give the same weights, in float64"
+    text = f"1, 2 and 4 micro-batches a step give the same weights, {MODE}"
     return compared("accumulation", _difference_of_parts(trials, 2), BOUND, text)
 
 
 def partial_window(trials: Trials) -> Certificate:
     """Epochs that end in the middle of a window: the last, shorter one weighs its samples alike."""
     worst = _difference_of_parts(trials, 3, samples=2 * 4 * MICRO + 2 * MICRO)
-    text = "a last window of half the size does not depend on its parts, in float64"
+    text = f"a last window of half the size does not depend on its parts, {MODE}"
     return compared("partial window", worst, BOUND, text)
 
 
@@ -74,7 +75,7 @@ def ranks(trials: Trials) -> Certificate:
     one = _weights(trials, "one rank", 2, 2 * MICRO, 1)
     two = _weights(trials, "two ranks", 2, MICRO, 1, num_ranks=2)
     return compared(
-        "ranks", largest_difference(one, two), BOUND, "two ranks give the weights of one, in float64"
+        "ranks", largest_difference(one, two), BOUND, f"two ranks give the weights of one, {MODE}"
     )
 
 
