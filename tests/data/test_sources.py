@@ -1,6 +1,7 @@
 import gzip
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -264,3 +265,20 @@ def test_synthetic_regression():
     error = (val.tensors[0] @ weight - val.tensors[1]).square().mean()
     assert train.tensors[1].shape == (200, 1)
     assert error < 0.05 * val.tensors[1].var()
+
+
+class Table:
+    """As pandas has it."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def to_numpy(self) -> Any: ...
+
+
+@pytest.mark.parametrize("source", [([[1.0], [2.0]], [0, 1]), (Table(), Table())])
+def test_a_pair_of_lists_or_tables_is_no_data_set_of_two_samples(source: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"data\.train: array number 1 is a (list|Table); allowed: torch tensors"
+    ):
+        columns_of(source, "data.train")

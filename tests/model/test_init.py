@@ -1,6 +1,9 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from trainrun.model.cnn import Cnn
 from trainrun.model.layers import Residual, initialize
@@ -96,3 +99,18 @@ def test_zero_gamma_is_for_norms_at_the_end_of_a_residual_branch_alone() -> None
     transposed = nn.ConvTranspose2d(16, 64, 3)
     initialize(transposed, "he")
     assert transposed.weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_computed_weights_are_drawn_too(norm: Any) -> None:
+    layer = nn.Linear(40, 30)
+    torch.manual_seed(1)
+    initialize(layer, "he")
+    wanted = layer.weight.detach().clone()
+    computed = norm(nn.Linear(40, 30))
+    torch.manual_seed(1)
+    initialize(computed, "he")
+    own = (
+        computed.weight if norm is parametrizations.weight_norm else computed.parametrizations.weight.original
+    )
+    assert torch.allclose(own, wanted, atol=1e-6)

@@ -211,10 +211,15 @@ def columns_of(source: Any, key: str) -> Columns | None:
     if isinstance(source, Mapping) and not isinstance(source, Dataset):
         names = tuple(source)
         return _checked(tuple(source.values()), key, partial(_as_dict, names), names)
-    if isinstance(source, tuple | list) and any(isinstance(value, COLUMN_TYPES) for value in source):
+    lists = isinstance(source, tuple) and len(source) > 1 and all(isinstance(value, list) for value in source)
+    if lists or (isinstance(source, tuple | list) and any(map(_is_column, source))):
         container = list if isinstance(source, list) else getattr(type(source), "_make", tuple)
         return _checked(source, key, container)
     return None
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, COLUMN_TYPES) or hasattr(value, "to_numpy")
 
 
 def _as_dict(names: tuple[str, ...], values: list[Any]) -> dict[str, Any]:

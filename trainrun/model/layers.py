@@ -70,12 +70,16 @@ def initialize(model: nn.Module, scheme: str, zero_init_residual: bool = False) 
 def fill(layer: nn.Module, scheme: str) -> None:
     """Draw the weight of one of `WEIGHTED`."""
     assert isinstance(layer, WEIGHTED)
+    is_computed = nn.utils.parametrize.is_parametrized(layer, "weight")  # as by weight_norm
+    weight = layer.weight.detach().clone() if is_computed else layer.weight
     if scheme == "xavier":
-        nn.init.xavier_uniform_(layer.weight)
+        nn.init.xavier_uniform_(weight)
     else:
         mode: Literal["fan_in", "fan_out"] = (
             "fan_in" if isinstance(layer, (nn.Linear, *TRANSPOSED)) else "fan_out"
         )
-        nn.init.kaiming_normal_(layer.weight, mode=mode, nonlinearity="relu")
+        nn.init.kaiming_normal_(weight, mode=mode, nonlinearity="relu")
+    if is_computed:
+        layer.weight = weight
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
