@@ -118,6 +118,8 @@ def test_several_files_in_the_order_of_their_names(tmp_path):
     written(tmp_path, "x,y\n3,0\n4,1\n", "b.csv")
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"y,x\n0,1\n1,2\n"))
     written(tmp_path, "no table", "c.txt")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    written(tmp_path / ".ipynb_checkpoints", "x,y\n3,0\n4,1\n", "b-checkpoint.csv")
     for path in (str(tmp_path), f"{tmp_path}/?.csv*"):
         inputs = load(path, "train", inputs="x", target="y", val_path=path).tensors[0]
         assert inputs.flatten().tolist() == [1, 2, 3, 4]

@@ -21,7 +21,8 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     """The files in the order of their names. key: how the user names the path (`data.path`).
 
     path: a file of any name, a pattern as `parts/*.csv`, a folder, in which files with one of the `endings` are looked
-        for at any depth, or names with braces as in a shell, `shard-{000..009}.tar`, all of which must exist.
+        for at any depth but not in hidden folders, or names with braces as in a shell, `shard-{000..009}.tar`, all of
+        which must exist.
     """
     if path is not None and BRACES.search(path) and not Path(path).expanduser().exists():
         names = list(itertools.islice(expanded(path), MAX_FILES + 1))
@@ -42,7 +43,8 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     if plain_file(place, key):
         return (place,)
     if place.is_dir():
-        found = [file for file in place.rglob("*") if file.name.lower().endswith(tuple(endings))]
+        found = [file for file in place.rglob("*") if file.name.lower().endswith(tuple(endings))
+                 and not any(part[0] == "." for part in file.relative_to(place).parts)]  # fmt: skip
         fault = f"no {kinds} in this folder"
     else:
         found = [Path(name) for name in glob.glob(str(place), recursive=True)]
