@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import IterableDataset, Subset
 
 from trainrun.data.order.sampler import Plan
+from trainrun.data.pipeline import open_batches
 from trainrun.data.sequences.choose import sequence_plan
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
@@ -96,6 +97,23 @@ def test_rows_in_memory_are_cut_on_the_left_and_stay_columns():
     packed = chosen(source, 1, padding="pack", max_sequence_length=10)
     batch = packed.collate([packed.source[0], packed.source[1]])
     assert batch["segment_ids"].tolist() == [[1] * 5 + [2] * 5]
+
+
+@pytest.mark.parametrize("truncate", ["left", "right"])
+@pytest.mark.parametrize("memory", [True, False])
+def test_targets_that_are_no_sequences_are_not_cut(truncate, memory):
+    columns = {"ids": torch.arange(40).view(4, 10), "target": torch.ones(4, 7, dtype=torch.int64)}
+    rows = [{name: value[i] for name, value in columns.items()} for i in range(4)]
+    source = columns if memory else Text(lambda length, index: rows[index], [10] * 4)
+    for padding in ("longest", "max"):
+        batches, _ = open_batches(
+            source,
+            StreamOptions(
+                "data.train", True, 4, 1, padding=padding, truncate=truncate, max_sequence_length=3
+            ),
+        )
+        batch = next(iter(batches.epoch(0))).data
+        assert (batch["ids"].shape, batch["target"].shape) == ((4, 3), (4, 7))
 
 
 def test_all_samples_of_one_length_stay_in_their_container():

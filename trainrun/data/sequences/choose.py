@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from trainrun.data.batch import is_integer
 from trainrun.data.engines.generators import takes
 from trainrun.data.map_style import innermost
 from trainrun.data.order.sampler import Plan, StreamPlan
@@ -143,17 +144,20 @@ def _of_columns(columns: Columns, found: Measured, base: Plan, options: StreamOp
     """Rows of one length: cut once, and often nothing is left to be padded."""
     assert found.lengths is not None
     size, length = options.max_sequence_length, int(found.lengths[0])
+    named = [*zip(fields_of(columns[0]), columns.values, strict=True)]
+    stay = [
+        name for name, value in named if value.ndim == 2 and is_integer(value) and name not in found.names
+    ]
     if size is not None and size < length:
         part = slice(-size, None) if options.truncate == "left" else slice(size)
-        named = zip(fields_of(columns[0]), columns.values, strict=True)
         values = tuple(value[:, part] if name in found.names else value for name, value in named)
         columns, length = replace(columns, values=values, again=None), size
         found = replace(found, lengths=np.minimum(found.lengths, size))
     width = rounded(max(length, size or 0) if options.padding == "max" else length, options.pad_multiple)
     if width != length or options.padding in ("pack", "token_budget"):
         return _composed(columns, found, base, replace(options, truncate="right"))
-    if options.padding == "longest" and options.truncate == "right":
-        return None
+    if options.padding == "longest" and options.truncate == "right" and (size is None or not stay):
+        return None  # `Preparation` cuts every column of integers
     return SequencePlan(columns, fitting(base, len(columns), options.key), options.collate_fn, "")
 
 
@@ -246,7 +250,7 @@ def _padding(found: Measured, options: StreamOptions, widest: int | None) -> Col
     names = found.names if found.varies else ()
     size, cut = options.max_sequence_length, None
     if size is not None and options.truncate in ("left", "right"):
-        cut = Cut(size, options.truncate == "left", found.names if names else ())
+        cut = Cut(size, options.truncate == "left", found.names)
     if options.collate_fn is not None:
         return options.collate_fn if cut is None else CutThen(cut, options.collate_fn)
     if options.padding == "pack":
