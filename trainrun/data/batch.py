@@ -16,24 +16,35 @@ WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 UNSIGNED = "uint64 is not supported; convert it to int64"
 
 
-def map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
+def map_leaves(data: Any, function: Callable[[Any], Any], numbers: bool = False) -> Any:
     """The same containers with `function` applied to all that is no tuple, list or mapping. The lengths of a packed
-    sequence stay what they are: torch wants them on the host."""
+    sequence stay what they are: torch wants them on the host. numbers: lists of plain numbers are tensors."""
+    if numbers and is_numbers(data):
+        data = of_numbers(data)
     if isinstance(data, PackedSequence):
         order = [
             None if part is None else function(part) for part in (data.sorted_indices, data.unsorted_indices)
         ]
         return PackedSequence(function(data.data), data.batch_sizes, *order)
     if isinstance(data, tuple):
-        parts = [map_leaves(part, function) for part in data]
+        parts = [map_leaves(part, function, numbers) for part in data]
         return type(data)._make(parts) if hasattr(data, "_make") else tuple(parts)
     if isinstance(data, list):
-        return [map_leaves(part, function) for part in data]
+        return [map_leaves(part, function, numbers) for part in data]
     if isinstance(data, MutableMapping):
         clone = copy.copy(data)
-        clone.update({key: map_leaves(part, function) for key, part in data.items()})
+        clone.update({key: map_leaves(part, function, numbers) for key, part in data.items()})
         return clone
     return function(data)
+
+
+def is_numbers(value: Any) -> bool:
+    """Whether it is a list of plain numbers, as readers of JSON give token ids."""
+    return isinstance(value, list) and all(type(item) in (int, float) for item in value)
+
+
+def of_numbers(value: list[int] | list[float]) -> Tensor:
+    return torch.tensor(value) if value else torch.zeros(0, dtype=torch.int64)
 
 
 def as_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from trainrun.data.batch import Preparation, is_integer
+from trainrun.data.batch import Preparation, is_integer, map_leaves
 from trainrun.data.engines.batch_reader import BatchReader, Recipe
 from trainrun.data.tensor_dataset import columns_of, length_of
 from trainrun.errors import DataError
@@ -35,7 +35,7 @@ def first_input(source: Any, key: str, transform: Callable[..., Any] | None) -> 
         raise DataError(f"{key}: the data set is empty")
     reader = BatchReader(source, Recipe(Preparation(), 0, key, transform)).copy()
     with kept_random_state():
-        sample = reader.sample(0, 0)
+        sample = map_leaves(reader.sample(0, 0), lambda leaf: leaf, numbers=True)
     while isinstance(sample, tuple | list | dict) and sample:
         sample = next(iter(sample.values() if isinstance(sample, dict) else sample))
     return sample

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, Subset
 
+from trainrun.data.facts import facts_of
 from trainrun.data.order.sampler import Plan
 from trainrun.data.pipeline import open_batches
 from trainrun.data.sequences.choose import sequence_plan
+from trainrun.data.sequences.collate import Padded
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
@@ -114,6 +116,16 @@ def test_targets_that_are_no_sequences_are_not_cut(truncate, memory):
         )
         batch = next(iter(batches.epoch(0))).data
         assert (batch["ids"].shape, batch["target"].shape) == ((4, 3), (4, 7))
+
+
+@pytest.mark.parametrize("numbers", [[1, 2, 3], [0.5, 1.0, 2.0]])
+def test_lists_of_numbers_are_rows_where_they_are_equally_long_too(numbers):
+    equal = Text(lambda length, index: {"x": numbers, "label": index})
+    batches, _ = open_batches(equal, StreamOptions("data.train", True, 4, 1))
+    first = next(iter(batches.epoch(0))).data
+    assert first["x"].tolist() == [numbers] * 4
+    assert facts_of(equal).shape == (3,)
+    assert Padded()([(numbers, 1), (numbers, 0)])[0].tolist() == [numbers] * 2
 
 
 def test_all_samples_of_one_length_stay_in_their_container():

@@ -306,7 +306,7 @@ def collated(samples: list[Any], recipe: Recipe) -> Any:
         samples = [preparation.sample(sample) for sample in samples]
         if recipe.collate is not None:
             return preparation.batch(recipe.collate(samples))
-        batch = default_collate([map_leaves(sample, arrays_to_tensors) for sample in samples])
+        batch = default_collate([map_leaves(sample, arrays_to_tensors, numbers=True) for sample in samples])
         return preparation.batch(tuple(batch) if type(samples[0]) is tuple else batch)
     except GlobalDraw:
         raise

@@ -195,7 +195,7 @@ def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
 
 def as_they_are(samples: list[Any]) -> Any:
     """Samples of one shape in the user's container; tuples stay tuples, unlike torch's own collate."""
-    batch = default_collate([map_leaves(sample, arrays_to_tensors) for sample in samples])
+    batch = default_collate([map_leaves(sample, arrays_to_tensors, numbers=True) for sample in samples])
     return tuple(batch) if type(samples[0]) is tuple else batch
 
 

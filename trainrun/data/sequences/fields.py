@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from trainrun.data.batch import as_tensor, is_integer, map_leaves
+from trainrun.data.batch import as_tensor, is_integer, is_numbers, map_leaves, of_numbers
 from trainrun.data.map_style import thread_safe
 
 Fields = dict[str, Any]
@@ -58,17 +57,10 @@ def fields_of(sample: Any) -> Fields:
     return fields
 
 
-def is_numbers(value: Any) -> bool:
-    """Whether it is a list of plain numbers, as readers of JSON give token ids."""
-    return isinstance(value, list) and all(type(item) in (int, float) for item in value)
-
-
 def leaf(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return as_tensor(value) if value.dtype.kind in "biufc" else value
-    if is_numbers(value):
-        return torch.tensor(value) if len(value) else torch.zeros(0, dtype=torch.int64)
-    return value
+    return of_numbers(value) if is_numbers(value) else value
 
 
 def forms_of(fields: Fields) -> dict[str, FieldForm]:
