@@ -55,9 +55,18 @@ def test_one_number_that_may_be_a_mean_is_refused() -> None:
         Regression(lambda x, y: mse_loss(x, y)).step(MODEL, pair(7, 3))
 
 
+@pytest.mark.parametrize("loss", ["mse", nn.MSELoss()])
+def test_one_number_a_sample_meets_an_output_of_one_column(loss: Any) -> None:
+    x, y = pair(7)
+    wanted = Regression(loss).step(MODEL, (x, y))
+    found = Regression(loss).step(MODEL, (x[:, None], y))
+    torch.testing.assert_close(found.loss_sum, wanted.loss_sum)
+    assert found.sums["mae"]() == wanted.sums["mae"]()  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
     ("output", "target", "hint"),
-    [((7, 1), (7,), "squeeze"), ((7,), (7, 1), "unsqueeze"), ((7, 3), (7, 2), "make the two equal")],
+    [((7,), (7, 1), "unsqueeze"), ((7, 3), (7, 2), "make the two equal")],
 )
 def test_shapes_that_torch_would_broadcast_are_refused_in_every_batch(
     output: tuple[int, ...], target: tuple[int, ...], hint: str

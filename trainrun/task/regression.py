@@ -26,8 +26,8 @@ class Regression:
 
     The loss of a sample is the mean over its own numbers, of a padded sequence (`target_weight` in the
     batch) over its real positions; the forms of a batch are in
-    `trainrun.task.batches`. Outputs and targets must have one shape: (B,) against (B, 1) is refused,
-    because torch would compare every output with every target.
+    `trainrun.task.batches`. Outputs and targets must have one shape, but targets (B,) may meet outputs (B, 1), as of
+    our models. Outputs (B,) for targets (B, 1) are refused: torch would compare every output with every target.
 
     loss: mse, mae, huber, or `(output, target) -> Tensor` of one number per sample or per element. A
         loss of torch is set to `reduction="none"`. One number for the whole batch is taken only from
@@ -60,6 +60,8 @@ class Regression:
         """PluginError: the shapes differ, in this batch or any other."""
         inputs, target = inputs_and_target(batch)
         output = output_tensor(run_model(model, inputs, batch))
+        if output.shape == (*target.shape, 1):
+            target = target.unsqueeze(-1)
         if output.shape != target.shape:
             raise shapes_differ(output, target)
         if not self.checked:
@@ -130,9 +132,7 @@ def mean_by_sample(each: Tensor, weight: Tensor) -> Tensor:
 def shapes_differ(output: Tensor, target: Tensor) -> PluginError:
     found, wanted = tuple(output.shape), tuple(target.shape)
     hint = "make the two equal"
-    if found == (*wanted, 1):
-        hint = "end the model with .squeeze(-1), or give targets of shape (B, 1)"
-    elif wanted == (*found, 1):
+    if wanted == (*found, 1):
         hint = "end the model with .unsqueeze(-1), or give targets of shape (B,)"
     elif len(found) == len(wanted) == 2:
         hint = f"make the two equal; trainrun's own models take model.num_classes={wanted[1]}"
