@@ -136,6 +136,7 @@ def test_facts():
     assert (samples.shape, samples.num_classes, samples.class_names) == ((2, 5), 2, ("a", "b"))
     assert (facts_of(Stream()).shape, facts_of(Stream()).num_classes) == (None, 6)
     assert facts_of([{"image": np.zeros((1, 4))}] * 2).shape == (1, 4)
+    assert facts_of([{"label": 3, "image": np.zeros((1, 4))}] * 2).shape == (1, 4)
     assert facts_of(["text", "more"]).shape is None
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(DataError, match="data set is empty"):

@@ -3,6 +3,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainrun.data.bad_samples import Skips
+from trainrun.data.facts import facts_of
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
@@ -32,6 +33,13 @@ def opened(source, notes=None, **changes):
     fields |= {"num_workers": 0, "on_error": "skip", "max_skipped_fraction": 0.1}
     report = (lambda text: None) if notes is None else notes.append
     return open_batches(source, StreamOptions(**fields | {"report": report} | changes))[0]
+
+
+def test_facts_are_those_of_the_first_sample_that_can_be_read():
+    assert facts_of(Samples(0, 1), skips=True).shape == ()
+    for source, skips in ((Samples(0), False), (Samples(*range(N)), True)):
+        with pytest.raises(DataError, match="damaged"):
+            facts_of(source, skips=skips)
 
 
 @pytest.mark.process

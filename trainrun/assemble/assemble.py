@@ -174,7 +174,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     check_targets(config)
     config = with_text(with_accumulation(config, parallel.world_size), site, notes)
     sources, drawn = build_sources(config, notes)
-    facts = facts_of_all(sources, build_transform(config, "train"))
+    facts = facts_of_all(sources, build_transform(config, "train"), config.data.on_error == "skip")
     check_alike(config, sources)
     task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
     streams = open_streams(config, site, sources, task, tally, notes, drawn, places)

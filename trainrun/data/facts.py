@@ -32,7 +32,8 @@ class Labels:
     ignored: tuple[int, ...] = (IGNORED_LABEL,)
 
 
-def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any] | None = None) -> DataFacts:
+def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any] | None = None,
+             skips: bool = False) -> DataFacts:  # fmt: skip
     """What can be learnt without reading all of it: in-memory data, or its attributes and first sample.
 
     The input is the first element of a sample, as the transform gives it. An IterableDataset is not read:
@@ -53,15 +54,18 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     if not streamed:
         from trainrun.data.first_sample import first_input
 
-        found = first_input(source if columns is None else columns, key, transform)
+        found = first_input(source if columns is None else columns, key, transform, skips)
         shape = tuple(found.shape) if isinstance(found, Tensor | np.ndarray) else None
     return DataFacts(shape, num_classes, names, class_counts=counts)
 
 
-def facts_of_all(sources: Mapping[str, Any], transform: Callable[..., Any] | None) -> DataFacts:
-    """Collect the facts of a run's sources; shape and classes are those of its training data."""
+def facts_of_all(
+    sources: Mapping[str, Any], transform: Callable[..., Any] | None, skips: bool = False
+) -> DataFacts:
+    """Collect the facts of a run's sources; shape and classes are those of its training data. skips: the first sample
+    may be one that cannot be read."""
     per_token = bytes_per_token(sources.values())
-    return replace(facts_of(sources["train"], transform=transform), bytes_per_token=per_token)
+    return replace(facts_of(sources["train"], transform=transform, skips=skips), bytes_per_token=per_token)
 
 
 def bytes_per_token(sources: Iterable[Any]) -> float | None:

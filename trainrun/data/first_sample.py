@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import Preparation, is_integer, map_leaves
-from trainrun.data.engines.batch_reader import BatchReader, Recipe
-from trainrun.data.tensor_dataset import columns_of, length_of
+from trainrun.data.engines.batch_reader import FILLERS_TRIED, BatchReader, Recipe
+from trainrun.data.tensor_dataset import TARGET_NAMES, columns_of, length_of
 from trainrun.errors import DataError
 from trainrun.seeding import kept_random_state
 
@@ -30,12 +30,22 @@ def kind_of_input(source: Any, key: str, transform: Callable[..., Any] | None) -
     return "integers" if is_integer(found) else "floats"
 
 
-def first_input(source: Any, key: str, transform: Callable[..., Any] | None) -> Any:
-    if length_of(source, key) == 0:
+def first_input(source: Any, key: str, transform: Callable[..., Any] | None, skips: bool = False) -> Any:
+    """skips: what cannot be read is left out."""
+    if (count := length_of(source, key)) == 0:
         raise DataError(f"{key}: the data set is empty")
     reader = BatchReader(source, Recipe(Preparation(), 0, key, transform)).copy()
+    last = min(count, FILLERS_TRIED) - 1 if skips else 0
     with kept_random_state():
-        sample = map_leaves(reader.sample(0, 0), lambda leaf: leaf, numbers=True)
+        for index in range(last + 1):
+            try:
+                sample = reader.sample(0, index)
+                break
+            except DataError:
+                if index == last:
+                    raise
+    sample = map_leaves(sample, lambda leaf: leaf, numbers=True)
     while isinstance(sample, tuple | list | dict) and sample:
-        sample = next(iter(sample.values() if isinstance(sample, dict) else sample))
+        fields = sample if isinstance(sample, dict) else dict(enumerate(sample))
+        sample = fields[next((name for name in fields if name not in TARGET_NAMES), next(iter(fields)))]
     return sample
