@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -282,6 +283,14 @@ def test_a_row_group_is_decoded_once_for_a_batch_and_few_are_kept(path, monkeypa
     assert read == [0, 1, 2]
     source.__getitems__([41, 0])
     assert read == [0, 1, 2, 0, 2]
+    pq.write_table(table(), path, row_group_size=6)
+    for free, counts in ((2**40, 10), (0, 20)):
+        monkeypatch.setattr(parquet, "host_memory", lambda free=free: SimpleNamespace(free=free))
+        source = whole(path, inputs="tokens", target="kind", in_memory=False)
+        read.clear()
+        for i in [*range(N), *range(N)]:
+            source[i]
+        assert len(read) == counts
     with pytest.raises(IndexError):
         source[N]
 

@@ -30,15 +30,17 @@ from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, 
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 from trainrun.limits import Auto, BelowOne, Count, Fit, NumberType, TargetType
+from trainrun.runtime.machine import host_memory
 
 ENDINGS = (".parquet", ".pq")
 OPEN_FILES = 16  # of one thread
+LEAST_GROUPS, GROUPS_SHARE = 4, 32  # of the free memory: workers keep their own
 
 
 def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
-         fill: float | None = None, in_memory: bool | Auto = "auto", row_groups: Count = 4,
+         fill: float | None = None, in_memory: bool | Auto = "auto", row_groups: Count | Auto = "auto",
          fit: Fit = "crop", draft: bool = True) -> Any:  # fmt: skip
     """`train`, `val` or `test`: `Arrays`, or samples read on demand for lists, pictures and what does not fit.
 
@@ -46,7 +48,8 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
         one list (int64 where it holds integers) or picture is taken as it is; several inputs with lists
         or pictures among them become a dict by name. A list as target is taken as it is too.
     dtype: of numbers and of lists of floats; pictures are float32 from 0 to 1, or with "uint8" as stored.
-    row_groups: how many decoded ones each process keeps, of data that is read on demand.
+    row_groups: how many decoded ones each process keeps, of data that is read on demand; auto: what fits in a share
+        of the free memory, at least 4.
     """
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     training = table_of(files_of(path, "data.path", ENDINGS))
@@ -68,8 +71,9 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     form = Form()
     if any(kind.name == "picture" for kind in kinds):
         form = form_of(shape, fit, "uint8" if dtype == "uint8" else "float32", draft)
+    fitting = max(LEAST_GROUPS, host_memory().free // GROUPS_SHARE // table.group_bytes)
     reader = ParquetReader(table, kinds + own_target, len(kinds), cells, coding, dtype, fill, form,
-                           _shape_of(shape, kinds), row_groups)  # fmt: skip
+                           _shape_of(shape, kinds), fitting if row_groups == "auto" else row_groups)  # fmt: skip
     dataset = dataset_of(reader, part)
     fits = stays_in_memory(len(dataset) * 8 * sum(kind.size for kind in kinds), in_memory)
     plain = all(kind.name == "number" for kind in kinds) or [kind.name for kind in kinds] == ["fixed"]

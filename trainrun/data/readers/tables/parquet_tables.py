@@ -25,6 +25,7 @@ class Table:
 
     groups: the file (a place in `files`) and the number in it of each; starts: its first row in that file.
     kinds: of the columns of the first file; unlike: what is wrong with those that are not the same in all.
+    group_bytes: of the longest row group, unpacked, with all of its columns; about.
     """
 
     files: tuple[Path, ...]
@@ -34,6 +35,7 @@ class Table:
     starts: tuple[int, ...]
     schema: Any
     unlike: dict[str, str]
+    group_bytes: int
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -106,7 +108,7 @@ def table_of(files: Sequence[Path]) -> Table:
     """DataError: one is damaged; or there is no row."""
     kinds: dict[str, Kind] = {}
     unlike: dict[str, str] = {}
-    first, sizes, groups, starts = None, [], [], []
+    first, sizes, groups, starts, largest = None, [], [], [], None
     for place, path in enumerate(files):
         file = open_file(str(path))
         with reading(path, "its schema"):
@@ -119,16 +121,22 @@ def table_of(files: Sequence[Path]) -> Table:
         unlike = _unlike({kind.column: kind for kind in own}, kinds, path, files[0]) | unlike
         rows = 0
         for number in range(file.metadata.num_row_groups):
-            size = file.metadata.row_group(number).num_rows
+            facts = file.metadata.row_group(number)
+            size = facts.num_rows
+            largest = facts if largest is None or size > largest.num_rows else largest
             if size:
                 groups.append((place, number))
                 sizes.append(size)
                 starts.append(rows)
             rows += size
-    if not sizes:
+    if largest is None or not sizes:
         raise DataError(f"{files[0]}: no rows")
+    num_values = sum(largest.column(place).num_values for place in range(largest.num_columns))
+    unpacked = max(
+        largest.total_byte_size, num_values * LEAST_BYTES
+    )  # few different values are stored as less
     ends = np.cumsum(sizes, dtype=np.int64)
-    return Table(tuple(files), kinds, ends, tuple(groups), tuple(starts), first, unlike)
+    return Table(tuple(files), kinds, ends, tuple(groups), tuple(starts), first, unlike, unpacked)
 
 
 def _unlike(own: dict[str, Kind], kinds: dict[str, Kind], path: Path, first: Path) -> dict[str, str]:
