@@ -26,6 +26,12 @@ class Samples(Dataset):
         return torch.rand(2, 5), index
 
 
+class OfPandas(Samples):
+    """What `DataFrame` says of itself."""
+
+    __module__ = "pandas.core.frame"
+
+
 class Stream(IterableDataset):
     num_classes = 6
 
@@ -92,6 +98,7 @@ def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, here, kind):
         ((X, Y.numpy().astype(np.uint64)), {}, "data.train: array number 2: uint64 is not supported"),
         (7, {}, "data.train: cannot read a int; allowed: a data set with __len__ and __getitem__"),
         ("digits", {}, "data.train: cannot read a str; allowed"),
+        (OfPandas(), {}, "data.train: cannot read a OfPandas; allowed"),
         (iter([1]), {}, "data.train: cannot read a list_iterator; allowed"),
         (Samples, {}, "data.train: Samples is a class, not a data set"),
         (DataLoader(Samples()), {}, "data.train: a DataLoader already makes batches; give its dataset"),

@@ -194,10 +194,9 @@ def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) 
         if not is_ours:
             return
         if facts.num_classes == 1:
-            name = f", {facts.class_names[0]!r}" if facts.class_names else ""
             raise DataError(
-                f"data.train: has a single class{name}, which leaves nothing to learn; look at data.path, or say "
-                "model.num_classes=1"
+                f"data.train: has a single class, {(facts.class_names or (0,))[0]!r}, which leaves nothing to learn; "
+                "look at data.path, or say model.num_classes=1"
             )
         labels = Labels(facts.num_classes, "", ignored)
     else:

@@ -59,11 +59,9 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     return DataFacts(shape, num_classes, names, class_counts=counts)
 
 
-def facts_of_all(
-    sources: Mapping[str, Any], transform: Callable[..., Any] | None, skips: bool = False
-) -> DataFacts:
-    """Collect the facts of a run's sources; shape and classes are those of its training data. skips: the first sample
-    may be one that cannot be read."""
+def facts_of_all(sources: Mapping[str, Any], transform: Callable[..., Any] | None,
+                 skips: bool = False) -> DataFacts:  # fmt: skip
+    """Collect the facts of a run's sources; shape and classes are its training data's. skips: see `first_input`."""
     per_token = bytes_per_token(sources.values())
     return replace(facts_of(sources["train"], transform=transform, skips=skips), bytes_per_token=per_token)
 

@@ -188,7 +188,10 @@ def length_of(source: Any, key: str) -> int:
         raise DataError(f"{key}: a DataLoader already makes batches; give its dataset instead")
     if isinstance(source, type):
         raise DataError(f"{key}: {source.__name__} is a class, not a data set; {ALLOWED}")
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")) or isinstance(source, str | bytes):
+    known = (
+        hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, str | bytes)
+    )
+    if not known or type(source).__module__.startswith("pandas"):  # which reads by label
         raise DataError(f"{key}: cannot read a {type(source).__name__}; {ALLOWED}")
     return len(source)
 
