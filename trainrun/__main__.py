@@ -12,12 +12,15 @@ from trainrun.runtime.streams import guard_streams
 # GNU's OpenMP counts looks, LLVM's and Intel's milliseconds
 WAITING = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}
 
+TRAINING = ("resume", "again")  # and what begins with a setting
+
 
 def entry() -> None:
     """Sees to an early Ctrl-C before the rest is imported, and to what is read when torch is."""
     guard_streams()
     sys.excepthook = complain
-    leave_at_interrupt()
+    word = next(iter(sys.argv[1:]), "")
+    leave_at_interrupt(trains=word in TRAINING or not word.isidentifier())
     rest_while_starting()
     wait_briefly()
     from trainrun.cli.main import main

@@ -132,13 +132,14 @@ def test_ranks_that_still_import_are_not_shown_as_crashed(project: Path, trainru
     assert status_of(project)[0] == "stopped"
 
 
-def test_until_a_run_begins_the_process_leaves_on_the_spot(project: Path) -> None:
-    code = (
-        "import os, signal\nfrom trainrun.runtime.signals import leave_at_interrupt\nleave_at_interrupt()\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    print('goes on')\nexcept BaseException:\n    pass\n"
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
+def test_until_a_run_begins_the_process_leaves_on_the_spot(project: Path, number: str, code: int) -> None:
+    program = (
+        "import os, signal\nfrom trainrun.runtime.signals import leave_at_interrupt\nleave_at_interrupt(True)\n"
+        f"try:\n    os.kill(os.getpid(), signal.{number})\n    print('goes on')\nexcept BaseException:\n    pass\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
-    assert (done.returncode, done.stdout) == (130, "")
+    assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr == "\ntrainrun: interrupted\n"

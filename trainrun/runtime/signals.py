@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from trainrun.errors import EXIT_INTERRUPTED
+from trainrun.errors import EXIT_AGAIN, EXIT_INTERRUPTED
 
 STOP_NONE = 0
 STOP_INTERRUPTED = 1  # Ctrl-C
@@ -92,17 +92,23 @@ def stops_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_at_interrupt() -> None:
-    """Until a run begins, Ctrl-C ends the process on the spot: an exception could be lost in an import."""
+def leave_at_interrupt(trains: bool = False) -> None:
+    """Until a run begins, Ctrl-C ends the process on the spot: an exception could be lost in an import.
+
+    trains: so do the other stop signals, with the exit code that says to run it again.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
+    for number in STOP_SIGNALS if trains else ():
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _leave)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
     try:
         os.write(2, INTERRUPTED)  # say() is not safe in a handler
     finally:
-        os._exit(EXIT_INTERRUPTED)
+        os._exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_AGAIN)
 
 
 @contextmanager
