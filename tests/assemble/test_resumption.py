@@ -69,6 +69,20 @@ def test_a_new_run_from_one_that_stopped_early_trains_and_has_a_best_of_its_own(
     assert checkpoint_at(f"{tmp_path}/b") == checkpoint_at(f"{tmp_path}/b/checkpoints")
 
 
+def test_without_validation_data_the_best_stays_and_none_is_said(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [
+        *(word for word in WORDS if "val_check" not in word),
+        "checkpoint.keep_last=1",
+        f"output_dir={run}",
+    ]
+    assert main([*words, "trainer.max_steps=4", "trainer.val_check_interval=4"]) == 0
+    assert main(["resume", str(run), "trainer.max_steps=6", "data.val=null"]) == 0
+    status = json.loads((run / "status.json").read_text())
+    assert (status["monitor"], status["value"], status["best_step"]) == (None, None, None)
+    assert sorted(path.name for path in run.glob("checkpoints/step-*")) == ["step-00000004", "step-00000006"]
+
+
 def test_data_that_changed_between_two_lives(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a file that was cut behind a whole record; a copy elsewhere is no other data."""
     rows = [f"{i / 40},{i % 2}" for i in range(40)]

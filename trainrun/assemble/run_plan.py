@@ -192,7 +192,7 @@ def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task:
     if keep.monitor is not None and default is None:
         raise ConfigError(f"checkpoint.monitor={keep.monitor}: there is no validation data (data.val)")
     return KeepOptions(
-        keep.enabled, metric, direction(metric or "val/loss", keep.mode), keep.save_top_k if metric else 0,
+        keep.enabled, metric, direction(metric or "val/loss", keep.mode), keep.save_top_k,
         keep.save_last, keep.keep_last, lambda state: any(one.passed(state) for one in distances),
         parse_seconds(keep.train_time_interval), keep.async_save,
     )  # fmt: skip
