@@ -176,6 +176,25 @@ def test_a_process_that_dies_is_an_error_with_a_name(own: Path) -> None:
         Apart({"_target_": "dies.Dies"}).open({"config": {}}, 0)
 
 
+def test_a_process_that_dies_is_started_again(own: Path) -> None:
+    (own / "once.py").write_text(
+        "import os\nfrom pathlib import Path\nimport own\nclass Once(own.Mine):\n"
+        " def scalars(self, values, step, seconds):\n  if step == 2 and not Path('died').exists():\n"
+        "   Path('died').touch()\n   os._exit(9)\n  super().scalars(values, step, seconds)\n"
+    )
+    apart = Apart({"_target_": "once.Once"})
+    apart.open({"config": {}}, 0)
+    apart.scalars({"a": 1.0}, 1, 0.0)
+    with pytest.raises(RuntimeError, match="its process has ended"):
+        apart.scalars({"a": 1.0}, 2, 0.0)
+    apart.scalars({"a": 1.0}, 2, 0.0)
+    with pytest.raises(RuntimeError, match="its process has ended"):  # what it held may be lost
+        apart.finish()
+    assert [call[2] for call in sent("open")] == [0, 2]
+    assert [call[2] for call in sent("scalars")] == [1, 2]
+    assert len(sent("finish")) == 1
+
+
 def test_a_process_that_shall_end_does_what_it_is_at(own: Path) -> None:
     (own / "slow.py").write_text(
         "import time\nfrom pathlib import Path\nclass Slow:\n def open(self, run, step):\n"

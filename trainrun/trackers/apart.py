@@ -21,6 +21,8 @@ from typing import Any
 from trainrun.instantiate import build
 
 PARENT_SECONDS = 2.0  # between looks whether the training is still there
+ENDED = "its process has ended"
+STEP_AT = {"scalars": 2, "text": 3, "histogram": 5, "picture": 3}  # where a call has its step
 GRACE_SECONDS = 60.0  # to end what it is at: of a new database, a killed MLflow leaves half of the tables
 
 
@@ -29,13 +31,19 @@ class ServiceError(RuntimeError):
 
 
 class Apart:
-    """Fills `Service`. node: its `_target_` and arguments."""
+    """Fills `Service`. node: its `_target_` and arguments.
+
+    A process that ends is started again with the next row; `finish` then fails, as what it still held may be lost.
+    """
 
     def __init__(self, node: Mapping[str, Any]) -> None:
         self._node = dict(node)
         self._process: subprocess.Popen[str] | None = None
+        self._run: Mapping[str, Any] = {}
+        self._ended = self._killed = False
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
+        self._run = run
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "trainrun.trackers.apart"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -61,15 +69,24 @@ class Apart:
         self._call("finish")
         assert self._process is not None
         self._process.communicate()  # its own ends too
+        if self._ended:
+            raise ServiceError(ENDED)
 
     def kill(self) -> None:
         """End it soon; from another thread than the one that waits for an answer."""
+        self._killed = True
         if self._process is not None:
             self._process.terminate()
 
     def _call(self, *call: Any) -> None:
         process = self._process
         assert process is not None
+        if process.poll() is not None and call[0] not in ("build", "open"):
+            self._ended = True
+            if self._killed or call[0] not in STEP_AT:
+                raise ServiceError(ENDED)
+            self.open(self._run, call[STEP_AT[call[0]]])
+            process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(call) + "\n")
@@ -78,7 +95,7 @@ class Apart:
         if not answer:
             with suppress(BrokenPipeError):
                 process.communicate()  # closes what led to it
-            raise ServiceError("its process has ended")
+            raise ServiceError(ENDED)
         if answer.strip():
             raise ServiceError(json.loads(answer))
 
