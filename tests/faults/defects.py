@@ -38,9 +38,9 @@ def random_state_before_iter() -> None:
     """Making an iterator of a loader draws a number, as torch's own does, after the states were put back."""
     start = Triggers.start
 
-    def started(self: Triggers, state: Any) -> None:
+    def started(self: Triggers, state: Any, best: Any = None) -> None:
         torch.empty((), dtype=torch.int64).random_()
-        start(self, state)
+        start(self, state, best)
 
     Triggers.start = started  # type: ignore[method-assign]
 

@@ -30,9 +30,9 @@ def keep_history() -> None:
     """Lines of a life's start and of every commit that the runner was told of."""
     start, settle = Triggers.start, saving.Saves.settle
 
-    def started(self: Triggers, state: Any) -> None:
+    def started(self: Triggers, state: Any, best: Any = None) -> None:
         write_line(f"start {state.step}")
-        start(self, state)
+        start(self, state, best)
 
     def settled(self: saving.Saves) -> Any:
         save = settle(self)
