@@ -87,6 +87,7 @@ class Apart:
                 raise ServiceError(ENDED)
             self.open(self._run, call[STEP_AT[call[0]]])
             process = self._process
+        assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(call) + "\n")
