@@ -107,6 +107,14 @@ def test_lengths():
     assert len(list(opened(Sized(), limit=0.5).epoch(0))) == 2
 
 
+def test_a_validation_that_may_have_no_end_is_told_beforehand():
+    endless, way = (
+        StreamOptions("data.val", False, 3, 1),
+        "; trainer.limit_val_batches ends one that is endless",
+    )
+    assert [way in open_batches(source, endless)[1] for source in (Stream(), Sized())] == [True, False]
+
+
 @pytest.mark.parametrize("count", [10, 12])
 def test_a_length_that_is_not_true(count):
     with pytest.raises(DataError, match=f"len.. of Sized says 11 samples, but its iterator gave {count}"):

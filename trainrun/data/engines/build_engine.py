@@ -145,6 +145,8 @@ def open_iterable(
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     if divided:
         reason += f"; each of {parts} readers has a part of its own"
+    if length is most is None and not options.training:
+        reason += f" of unknown length; {limit_key(options)} ends one that is endless"
     return _fed(on_host, options), collate, f"{describe_workers(number)} ({reason})"
 
 
