@@ -7,6 +7,7 @@ import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -91,6 +92,12 @@ def test_other_names_of_the_parts(tmp_path, train, val):
     for split, count in (("train", 10), ("val", 4)):
         source = load(str(tmp_path), split)
         assert (len(source), source.class_names) == (count, ("cat", "dog"))
+
+
+def test_a_class_is_the_same_in_both_forms_of_unicode(tmp_path):
+    written(tmp_path / "train", names=("chat", normalize("NFC", "été")))
+    written(tmp_path / "val", names=("chat", normalize("NFD", "été")))
+    assert load(str(tmp_path), "val").labels.tolist() == [0] * 5 + [1] * 5
 
 
 def test_folders_of_parts_are_no_classes(tmp_path):

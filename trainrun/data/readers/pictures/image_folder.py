@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -109,7 +110,11 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     place, key = part.place
     names, words, where, others = _listed(existing_folder(place, key), key, labels)
-    known = words if not part.own else _listed(existing_folder(path, "data.path"), "data.path", labels)[1]
+    known = words
+    if part.own:
+        known = _listed(existing_folder(path, "data.path"), "data.path", labels)[1]
+        spelled = {normalize("NFC", word): word for word in set(known)}  # macOS takes accents apart
+        words = [spelled.get(normalize("NFC", word), word) for word in words]
     classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
     coding = coding_of(known, "auto") if labels else Coding("class", classes, len(classes))
     targets = coding.encode(words, where)
