@@ -25,7 +25,7 @@ from trainrun.config.schema import RunConfig, with_values
 from trainrun.interfaces import Parallel
 from trainrun.parallel.single import Single
 from trainrun.parallel.worker import run_as_rank
-from trainrun.runs.run_folder import RunDir, write_json
+from trainrun.runs.run_folder import RunDir, write_text
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.timing.phases import PhaseTimer
@@ -166,7 +166,7 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     scenarios = json.loads((folder / "scenarios.json").read_text())
     results = {name: result(tuple(words), parallel) for name, words in scenarios.items()}
     if parallel.rank == 0:
-        write_json(folder / "results.json", results)
+        write_text(folder / "results.json", json.dumps(results))
     return 0
 
 
