@@ -86,7 +86,7 @@ def _text_and_row(line: bytes) -> tuple[str, Row]:
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
     if '"nan"' in text or 'inf"' in text:
-        row = _numbers(row)
+        row = with_numbers(row)
     if wrong := wrong_field(row):
         raise ValueError(f"no run writes such a value of {wrong[:40]!r}")
     return text, row
@@ -96,12 +96,12 @@ def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-def _numbers(row: Row) -> Row:
+def with_numbers(row: Row) -> Row:
     """Non-finite numbers back from their names, in the row itself, its summary, and the metrics of that."""
     out: Row = {}
     for name, value in row.items():
         if name in ("summary", "metrics") and isinstance(value, dict):
-            out[name] = _numbers(value)
+            out[name] = with_numbers(value)
         else:
             known = isinstance(value, str) and name not in NO_NUMBERS
             out[name] = NOT_FINITE.get(value, value) if known else value

@@ -17,7 +17,7 @@ from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.monitor.metric_rows import read_rows
+from trainrun.monitor.metric_rows import read_rows, with_numbers
 from trainrun.output import say
 from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.run import LaunchSpec, begun, start
@@ -50,8 +50,7 @@ class Run:
     @property
     def status(self) -> dict[str, Any]:
         """`status.json`: state, reason, best value, step, seconds."""
-        status: dict[str, Any] = read_json(self.files.status)
-        return status
+        return with_numbers(read_json(self.files.status))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
