@@ -120,9 +120,6 @@ def train(
     objects = {name: found for name, found in named.items() if found is not None}
     all_words = [*words_of(objects, list(words)), *words]
     composition = compose_run(all_words)
-    from trainrun.checkpoint.format import committed_steps, folder_name
-    from trainrun.checkpoint.reading import read_checkpoint
-
     if objects and composition.config.parallel.mode != "single":
         raise ConfigError(
             f"trainrun.train({next(iter(objects))}=...): an object is in this process alone, ranks are processes of "
@@ -138,6 +135,9 @@ def train(
         code = start(run, config, LaunchSpec(again, paths, began))
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
+    from trainrun.checkpoint.format import committed_steps, folder_name
+    from trainrun.checkpoint.reading import read_checkpoint
+
     trained = Run(run.root, objects=objects)
     if model is not None and "model" in used:
         take_weights(model, used["model"].state_dict())
