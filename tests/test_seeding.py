@@ -7,8 +7,16 @@ import random
 import numpy
 import pytest
 import torch
+from torch import nn
 
-from trainrun.seeding import derive_seed, kept_random_state, random_state, seed_everything, set_random_state
+from trainrun.seeding import (
+    derive_seed,
+    evaluating,
+    kept_random_state,
+    random_state,
+    seed_everything,
+    set_random_state,
+)
 
 
 def draw() -> tuple[float, float, float, float]:
@@ -91,3 +99,19 @@ def test_asking_for_the_states_starts_no_gpu(monkeypatch: pytest.MonkeyPatch) ->
     set_random_state(
         state | {"cuda": [torch.zeros(16, dtype=torch.uint8)]}
     )  # of a GPU, and gone on with on a CPU
+
+
+def test_an_evaluation_calls_train_of_the_model_and_keeps_the_mode_of_each_module() -> None:
+    class Merges(nn.Linear):  # as a LoRA layer that adds its matrices to the weight for an evaluation
+        merged = False
+
+        def train(self, mode: bool = True) -> Merges:
+            self.merged = not mode
+            return super().train(mode)
+
+    model = nn.Sequential(Merges(2, 2), nn.Dropout())
+    model[1].eval()
+    with evaluating(model):
+        assert model[0].merged
+        assert not torch.is_grad_enabled()
+    assert (model[0].merged, model[0].training, model[1].training) == (False, True, False)

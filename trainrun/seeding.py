@@ -92,11 +92,12 @@ def kept_random_state() -> Iterator[None]:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, `model` evaluates without gradients; the modes of modules and random numbers are as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
+    whole, modes = model.training, [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad(), kept_random_state():
             yield
     finally:
+        model.train(whole)  # which may do more than set modes
         for module, training in modes:
             module.training = training

@@ -20,6 +20,8 @@ from trainrun.task.metrics.directions import taken_as_larger
         ("val/log_cosh_error", "min"), ("val/cross_entropy", "min"), ("val/soft", "min"),
         ("val/acc", "max"), ("val/f1", "max"), ("val/f1/3", "max"), ("val/top5", "max"), ("val/r2", "max"),
         ("val/exact_match", "max"), ("val/average_precision", "max"), ("val/iou/0", "max"), ("val/mine", "max"),
+        ("val/soft_dice", "max"), ("val/hard_acc", "max"), ("val/reconstruction_accuracy", "max"),
+        ("val/edit_distance_accuracy", "max"), ("val/distance_correlation", "max"), ("val/acc_loss", "min"),
     ],
 )  # fmt: skip
 def test_the_name_of_a_metric_says_which_way_is_better(metric: str, better: str) -> None:

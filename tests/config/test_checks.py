@@ -97,6 +97,7 @@ READER = {
         ({"path": "b.csv"}, "for validation data of its own set data.train.val_path=b.csv"),
         ({"path": "b.csv", "val_path": "b.csv"}, ""),
         ({"path": "b.csv", "split": "test"}, ""),
+        ({"path": "b.csv", "val_fraction": 0.5}, ""),
     ],
 )
 def test_a_validation_part_is_cut_as_the_training_part_is(val: dict[str, Any], said: str) -> None:

@@ -18,24 +18,27 @@ UNSIGNED = "uint64 is not supported; convert it to int64"
 
 def map_leaves(data: Any, function: Callable[[Any], Any], numbers: bool = False) -> Any:
     """The same containers with `function` applied to all that is no tuple, list or mapping. The lengths of a packed
-    sequence stay what they are: torch wants them on the host. numbers: lists of plain numbers are tensors."""
-    if numbers and is_numbers(data):
-        data = of_numbers(data)
+    sequence stay what they are: torch wants them on the host. numbers: lists of plain numbers inside are tensors."""
     if isinstance(data, PackedSequence):
         order = [
             None if part is None else function(part) for part in (data.sorted_indices, data.unsorted_indices)
         ]
         return PackedSequence(function(data.data), data.batch_sizes, *order)
     if isinstance(data, tuple):
-        parts = [map_leaves(part, function, numbers) for part in data]
+        parts = [map_leaves(_row(part) if numbers else part, function, numbers) for part in data]
         return type(data)._make(parts) if hasattr(data, "_make") else tuple(parts)
     if isinstance(data, list):
-        return [map_leaves(part, function, numbers) for part in data]
+        return [map_leaves(_row(part) if numbers else part, function, numbers) for part in data]
     if isinstance(data, MutableMapping):
         clone = copy.copy(data)
-        clone.update({key: map_leaves(part, function, numbers) for key, part in data.items()})
+        rows = {key: _row(part) if numbers else part for key, part in data.items()}
+        clone.update({key: map_leaves(part, function, numbers) for key, part in rows.items()})
         return clone
     return function(data)
+
+
+def _row(part: Any) -> Any:
+    return of_numbers(part) if is_numbers(part) else part
 
 
 def is_numbers(value: Any) -> bool:

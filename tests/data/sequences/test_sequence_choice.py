@@ -128,6 +128,13 @@ def test_lists_of_numbers_are_rows_where_they_are_equally_long_too(numbers):
     assert Padded()([(numbers, 1), (numbers, 0)])[0].tolist() == [numbers] * 2
 
 
+def test_a_sample_that_is_a_list_of_numbers_has_as_many_fields():
+    rating = Text(lambda length, index: [index, 2, 0.5])
+    batches, _ = open_batches(rating, StreamOptions("data.train", False, 4, 1))
+    user, item, value = next(iter(batches.epoch(0))).data
+    assert (user.tolist(), item.tolist(), value.tolist()) == ([0, 1, 2, 3], [2] * 4, [0.5] * 4)
+
+
 def test_all_samples_of_one_length_stay_in_their_container():
     def pair(length, index):
         return torch.arange(4), torch.tensor(index)

@@ -57,13 +57,15 @@ def parts(config: RunConfig) -> Iterator[str]:
             continue
         if node.get("val_path") is not None:  # nothing is cut
             continue
-        for name in ("val_fraction", "seed"):
-            if str(node.get(name)) != str(train.get(name)):
+        alike = node.get("path") == train.get("path")
+        for name in {"val_fraction", "seed"} & node.keys() & train.keys() if alike else ():
+            if str(node[name]) != str(train[name]):
                 yield (
                     f"{key}.{name}={node[name]}: both parts are cut from the same data, or samples would be in both; "
                     f"set data.train.{name}"
                 )
-        if node.get("path") != train.get("path") and not target.startswith(ARRAYS):
+        cut = "val_fraction" in node and str(node["val_fraction"]) == str(train.get("val_fraction"))
+        if not alike and cut and not target.startswith(ARRAYS):
             yield (
                 f"{key}.path={node['path']}: {key} is a part held out of its path; for validation data of its own set "
                 f"data.train.val_path={node['path']}"

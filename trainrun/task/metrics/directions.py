@@ -25,12 +25,15 @@ LARGE_WORDS = {
 
 
 def known_direction(metric: str) -> str | None:
-    """min, max, or None where the name says nothing. `val/mse/0` is the first of several numbers named `mse`."""
+    """min, max, or None where the name does not say. `val/mse/0` is the first of several numbers named `mse`."""
     name = re.sub(r"(/\d+)+$", "", metric).rpartition("/")[2].lower()
-    words = set(re.findall("[a-z]+", name))
-    if words & SMALL_WORDS or any(part in name for part in SMALL):
-        return "min"
-    return "max" if words & LARGE_WORDS or any(part in name for part in LARGE) else None
+    words = re.findall("[a-z]+", name)
+    small = bool(SMALL_WORDS & {*words}) or any(part in name for part in SMALL)
+    large = bool(LARGE_WORDS & {*words}) or any(part in name for part in LARGE)
+    if small and large:  # the last word is what it is: `hard_acc`, `acc_loss`
+        small = words[-1] in SMALL_WORDS or any(part in words[-1] for part in SMALL)
+        large = words[-1] in LARGE_WORDS or any(part in words[-1] for part in LARGE)
+    return None if small == large else "min" if small else "max"
 
 
 def taken_as_larger(config: RunConfig, default: str | None) -> str:
