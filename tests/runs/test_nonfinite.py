@@ -228,6 +228,9 @@ def test_what_has_a_loss_that_is_not_finite_is_never_the_best(project: Path) -> 
     assert all(row["val/loss"] == "nan" for row in rows_of(project / "run", "eval"))
     assert status(project / "run").get("best_step", -1) in (-1, None)
     assert not (project / "run" / "checkpoints" / "best.json").exists()
+    named = [*words[:-1], "output_dir=named", "checkpoint.monitor=val/acc", "trainer.check_task=false"]
+    assert main(named) == 0
+    assert status(project / "named")["value"] > 0.3
 
 
 def given(words: list[str], new: str) -> list[str]:

@@ -143,16 +143,6 @@ def test_ones_own_code_trains_on_two_ranks_through_the_real_command(project: Pat
     assert status_of(project)["value"] > 0.5
 
 
-def test_a_metric_that_an_own_task_misnames_is_told_before_the_training(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = (project / "my_task.py").read_text().replace('monitor = "top2"', 'monitor = "top3"')
-    (project / "my_task.py").write_text(code)
-    assert main(["model=mine", "task._target_=my_task.TopTwo", *QUIET, "output_dir=run"]) == 2
-    told = "TopTwo.monitor=val/top3: no such metric; there are val/loss, val/top2. Did you mean val/top2?"
-    assert told in capsys.readouterr().err
-
-
 def test_data_that_is_drawn_as_it_is_built_is_the_same_in_an_evaluation(project: Path) -> None:
     (project / "my_data.py").write_text(
         "import torch\ndef points(count):\n    x = torch.randn(count, 64)\n    return x, (x.sum(1) > 0).long()\n"

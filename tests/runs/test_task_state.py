@@ -311,5 +311,5 @@ def test_a_copy_of_the_first_weights_that_is_another_after_a_resume_is_told(
     assert main([*words, "trainer.max_steps=2", "output_dir=run"]) == 0
     assert "holds other tensors" not in capsys.readouterr().out
     assert main(["resume", "run", "trainer.max_steps=4", "task.strength=0.2"]) == 0
-    told = "task: Anchored: holds other tensors than before the resume (anchor), so this is not the run"
+    told = "task: Anchored: holds other tensors than before the resume (anchor), so this may not be the run"
     assert (told in " ".join(capsys.readouterr().out.split())) == lazy

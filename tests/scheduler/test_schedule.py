@@ -191,6 +191,7 @@ CHANGED: dict[str, tuple[Callable[..., LRScheduler], dict[str, Any], dict[str, A
     "CosineAnnealingLR": (CosineAnnealingLR, {"T_max": 10}, {"T_max": 20}),
     "OneCycleLR": (OneCycleLR, {"max_lr": 0.5, "total_steps": 12}, {"max_lr": 0.3, "total_steps": 30}),
     "a function": (*TORCH["a function"], {"at": 8}),
+    "chained": (*TORCH["chained"], {"gamma": 0.5}),
 }
 
 

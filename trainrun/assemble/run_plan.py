@@ -194,7 +194,7 @@ def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task:
     return KeepOptions(
         keep.enabled, metric, direction(metric or "val/loss", keep.mode), keep.save_top_k,
         keep.save_last, keep.keep_last, lambda state: any(one.passed(state) for one in distances),
-        parse_seconds(keep.train_time_interval), keep.async_save,
+        parse_seconds(keep.train_time_interval), keep.async_save, keep.monitor is not None,
     )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
         )
     return MetricTracker(
         metric, direction(metric, wanted.mode), wanted.patience, wanted.min_delta,
-        wanted.stopping_threshold, wanted.divergence_threshold,
+        wanted.stopping_threshold, wanted.divergence_threshold, wanted.monitor is not None,
     )  # fmt: skip
 
 
@@ -282,5 +282,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 def best_watch(config: RunConfig, default: str | None) -> MetricTracker:
     """The metric that the summary calls best, the same that `best` checkpoints go by."""
-    metric = config.checkpoint.monitor or default
-    return MetricTracker(metric if default else None, direction(metric or "val/loss", config.checkpoint.mode))
+    keep = config.checkpoint
+    metric = keep.monitor or default
+    mode = direction(metric or "val/loss", keep.mode)
+    return MetricTracker(metric if default else None, mode, named=keep.monitor is not None)

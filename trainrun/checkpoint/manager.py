@@ -168,7 +168,8 @@ class CheckpointManager:
             sweep(self.folder, self._files, self._note)
 
     def _kind(self, state: TrainState) -> str | None:
-        return kind_of(self.options, self._ranking, state)
+        kind = kind_of(self.options, self._ranking, state)
+        return None if kind == "measured" and state.step in self._retention.former else kind
 
     def _record(self, run: HasTree, state: TrainState, kind: str) -> Record:
         facts = Manifest(

@@ -20,7 +20,7 @@ class KeepOptions:
     """monitor: the full name of the metric (`val/acc`), None if there is none; mode: `min` or `max`.
 
     periodic: whether a state is saved by its distance. async_save: while a checkpoint is written, the
-    training goes on.
+    training goes on. named: whether a setting names the metric.
     """
 
     enabled: bool
@@ -32,6 +32,7 @@ class KeepOptions:
     periodic: Callable[[TrainState], bool]
     interval_seconds: float | None
     async_save: bool
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def metric_of(options: KeepOptions, state: TrainState) -> Metric | None:
     name = options.monitor
     if name is None or options.save_top_k == 0 or state.validated_step != state.step:
         return None
-    value = measured(state.last_metrics, name)  # a resume may have added the metric
+    value = measured(state.last_metrics, name, options.named)  # a resume may have added the metric
     return Metric(name, options.mode, value) if math.isfinite(value) else None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -160,15 +161,14 @@ class Update:
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Looks at the optimizer once, not in every step."""
-        before, params = (
-            self._params,
-            [param for group in optimizer.param_groups for param in group["params"]],
-        )
-        if optimizer is not self._optimizer or list(map(id, before)) != list(map(id, params)):
-            self._step = plain_step(optimizer)
-        elif isinstance(self._step, FusedAdam):
-            self._step.look_again()
-        self._optimizer, self._num_groups, self._params = optimizer, len(optimizer.param_groups), params
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        alike = optimizer is self._optimizer and len(params) == len(self._params)
+        self._num_groups = len(optimizer.param_groups)
+        if alike and all(map(is_, params, self._params)):
+            if isinstance(self._step, FusedAdam):
+                self._step.look_again()
+            return
+        self._optimizer, self._params, self._step = optimizer, params, plain_step(optimizer)
         self._cleared = list(dict.fromkeys([*self._params, *self._model.parameters()]))
         self._uniform = is_uniform(self._params)
         self._flag_on_device = self._lazy and takes_flag(optimizer)

@@ -96,8 +96,7 @@ def train_once(
             closing.callback(run.compile_log.listen())
         for stream in (run.train, *run.splits().values()):
             closing.callback(stream.close)
-        names_one = hasattr(run.task, "monitor") and not type(run.task).__module__.startswith("trainrun.")
-        if names_one or names_a_metric(config):
+        if names_a_metric(config):
             from trainrun.training.checks.metric_names import check_monitors
 
             check_monitors(run)

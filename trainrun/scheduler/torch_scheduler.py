@@ -89,7 +89,9 @@ class TorchScheduler:
             return []
         wrapped, first = plain(state["wrapped"]), state.get("first")
         if first not in (None, self._first):
-            steps = wrapped.get("last_epoch")
+            steps = wrapped.get(
+                "last_epoch", wrapped.get("_schedulers", [{}])[0].get("last_epoch")
+            )  # of a chain
             if (
                 isinstance(self._scheduler, ReduceLROnPlateau)
                 or not _is_of_torch(self._scheduler)
@@ -104,9 +106,10 @@ class TorchScheduler:
         return list(state["lrs"])
 
     def _changed(self, before: dict[str, Any]) -> dict[str, Any]:
-        """What a new scheduler begins with that is another than it was."""
+        """What a new scheduler begins with that is another than it was; a mapping in it may hold progress too."""
         now, mine = json.loads(self._first), plain(self._scheduler.state_dict())
-        return {name: mine[name] for name in now.keys() - MOVING if before.get(name) != now[name]}
+        names = [name for name in now.keys() - MOVING if before.get(name) != now[name]]
+        return {name: mine[name] for name in names if not isinstance(mine[name], dict)}
 
     def _replayed(self, steps: int) -> list[float]:
         """The rates behind so many steps of this scheduler, as if it had been there from the beginning."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import ConfigError
-from trainrun.runs.run_folder import RunDir, read_identity
 
 HEAD = ("step", "time", "name", "value")
 
@@ -31,14 +30,16 @@ class CsvFile:
         Raises ConfigError for a file that is not the table of this run.
         """
         inside = Path(run["folder"]) / "metrics.csv"
-        self._path, rows = self._path or inside, []
+        self._path, rows, mark = self._path or inside, [], inside.with_name(".csv-path")
         if self._path.is_file():
             with self._path.open(newline="", encoding="utf-8") as file:
-                head, *rows = [*csv.reader(file)] or [[*HEAD]]
+                _, *rows = [*csv.reader(file)] or [[]]
             rows = [row for row in rows if len(row) == 4 and row[0].isdecimal()]  # a kill cuts the last one
-            began = read_identity(RunDir(inside.parent))["created"] if self._path != inside else 0.0
-            if head != [*HEAD] or any(float(row[1]) < began for row in rows):
+            ours = step > 0 or (mark.is_file() and mark.read_text() == str(self._path.absolute()))
+            if self._path != inside and not ours:
                 raise ConfigError(f"{self._path}: is there already and not of this run; name another")
+        if self._path != inside:
+            mark.write_text(str(self._path.absolute()))
         kept = [row for row in rows if int(row[0]) <= step]
         self._step, self._there = step, {row[2] for row in kept if int(row[0]) == step}
         temporary = self._path.with_name(f".{self._path.name}.tmp")

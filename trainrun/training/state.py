@@ -101,10 +101,13 @@ class TrainState:
         return state
 
 
-def measured(metrics: Mapping[str, float], name: str) -> float:
-    """A metric of a validation; NaN where the loss beside it is not finite, so that it is never the best."""
+def measured(metrics: Mapping[str, float], name: str, named: bool) -> float:
+    """A metric of a validation; NaN where the loss beside it is not finite, so that it is never the best.
+
+    named: by a setting; then it counts whatever the loss is, as some tasks have none in a validation.
+    """
     losses = [value for key, value in metrics.items() if key.endswith("/loss") and name.startswith(key[:-4])]
-    return float(metrics.get(name, math.nan)) if all(map(math.isfinite, losses)) else math.nan
+    return float(metrics.get(name, math.nan)) if named or all(map(math.isfinite, losses)) else math.nan
 
 
 class RollBack(Exception):

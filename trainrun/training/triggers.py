@@ -121,7 +121,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class MetricTracker:
-    """A metric and its direction. threshold, divergence: values at which waiting is pointless."""
+    """A metric and its direction. threshold, divergence: values at which waiting is pointless. named: by a setting."""
 
     metric: str | None
     mode: str
@@ -129,6 +129,7 @@ class MetricTracker:
     min_delta: float = 0.0
     threshold: float | None = None
     divergence: float | None = None
+    named: bool = False
 
     @property
     def name(self) -> str:
@@ -189,7 +190,7 @@ class Triggers:
         if state.best_by not in ("", best_by):
             state.best_step, state.best_metric = best or (-1, None)
             if state.step == state.validated_step:
-                self._note_best(state, measured(state.last_metrics, self.best.metric or ""))
+                self._note_best(state, measured(state.last_metrics, self.best.metric or "", self.best.named))
         if state.watched_by not in ("", watched_by):
             state.watched_metric, state.bad_validations, state.early_stop = None, 0, ""
         state.best_by, state.watched_by = best_by, watched_by
@@ -287,14 +288,14 @@ class Triggers:
         state.validated_step, state.last_metrics = state.step, dict(metrics)
         self._validations = self._by_time()
         if self.best.metric is not None:
-            self._note_best(state, _metric(metrics, self.best.metric, "checkpoint.monitor"))
+            self._note_best(state, _metric(metrics, self.best, "checkpoint.monitor"))
         if not scheduled:
             return False
         self._on_validation(metrics)
         watch = self._watch
         if watch.metric is None:
             return True
-        value = _metric(metrics, watch.metric, "trainer.early_stopping.monitor")
+        value = _metric(metrics, watch, "trainer.early_stopping.monitor")
         if watch.better(value, state.watched_metric):
             state.watched_metric, state.bad_validations = value, 0
         else:
@@ -323,8 +324,8 @@ class Triggers:
         return ""
 
 
-def _metric(metrics: dict[str, float], name: str, key: str) -> float:
-    if name not in metrics:
+def _metric(metrics: dict[str, float], tracker: MetricTracker, key: str) -> float:
+    if (name := tracker.metric or "") not in metrics:
         known = ", ".join(known for known in metrics if not known.endswith("/seconds"))
         raise ConfigError(f"{key}={name}: no such metric; there are {known}")
-    return measured(metrics, name)
+    return measured(metrics, name, tracker.named)

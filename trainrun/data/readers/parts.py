@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,14 @@ class Part:
         return train if self.split == "train" else val
 
 
-def parts_inside(path: str, val_path: str | None, test_path: str | None,
-                 ending: str = "") -> tuple[str, str | None, str | None]:  # fmt: skip
+def parts_inside(path: str, val_path: str | None, test_path: str | None, ending: str = "",
+                 is_part: Callable[[Path], bool] = Path.exists) -> tuple[str, str | None, str | None]:  # fmt: skip
     """The paths of train, val and test, where the folder `path` has a place for train by itself.
 
     Places are called as in `NAMES`, perhaps with the ending. What the user names comes first.
     """
     found = {part: next((str(place) for name in known for end in ("", ending)
-                         if (place := Path(path, name + end)).expanduser().exists()), None)
+                         if is_part((place := Path(path, name + end)).expanduser())), None)
              for part, known in NAMES.items()}  # fmt: skip
     if found["train"] is None:
         return path, val_path, test_path

@@ -22,7 +22,6 @@ def check_monitors(run: Components) -> None:
     stopping = config.trainer.early_stopping
     named = {
         "checkpoint.monitor": config.checkpoint.monitor,
-        f"{type(run.task).__name__}.monitor": run.triggers.best.metric,  # where no setting names one
         "trainer.early_stopping.monitor": stopping.monitor if stopping.enabled else None,
         "scheduler.metric": (config.scheduler or {}).get("metric"),
         **{

@@ -83,8 +83,8 @@ class TaskWatch:
             ):
                 name = type(self._task).__name__
                 self._note(
-                    f"task: {name}: holds other tensors than before the resume ({', '.join(others)}), so this is not "
-                    f"the run that never stopped; give {name} the methods state_dict() and load_state_dict(state)"
+                    f"task: {name}: holds other tensors than before the resume ({', '.join(others)}), so this may not "
+                    f"be the run that never stopped; give {name} the methods state_dict() and load_state_dict(state)"
                 )
             self.held = held
             return False

@@ -106,7 +106,9 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     """
     form = form_of(shape, fit, dtype, draft)
     root = existing_folder(path, "data.path")
-    path, val_path, test_path = parts_inside(str(root), val_path, test_path)
+    path, val_path, test_path = parts_inside(
+        str(root), val_path, test_path, is_part=Path.exists if labels else has_folders
+    )
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     place, key = part.place
     names, words, where, others = _listed(existing_folder(place, key), key, labels)
@@ -147,12 +149,22 @@ def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list
         words += [child] * len(found)
     if not names:
         raise DataError(f"{key}={folder}: no folders with pictures in it; {EXAMPLE}")
-    if {word.lower() for word in words} <= {name for known in NAMES.values() for name in known}:
+    if {word.lower() for word in words} <= {name for known in NAMES.values() for name in known} and all(
+        has_folders(folder / word) for word in set(words)
+    ):
         raise DataError(
             f"{key}={folder}: its folders are parts of the data, not classes; name them, as "
             f"data.path={folder}/... data.train.val_path={folder}/..."
         )
     return names, words, lambda row: f"{folder / names[row]}: its class", others
+
+
+def has_folders(place: Path) -> bool:
+    """As a part of the data has them, and a class has none."""
+    if not place.is_dir():
+        return False
+    with os.scandir(place) as entries:
+        return any(entry.is_dir() and entry.name[0] != "." for entry in entries)
 
 
 def _below(folder: Path, name: str) -> Iterator[str]:
