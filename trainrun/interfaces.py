@@ -36,7 +36,8 @@ class StepOutput:
 
     loss_sum: 0-d, the loss *summed* over the items of the micro-batch; it is divided once, by the
         count over all micro-batches and all ranks of the step.
-    loss_mean: 0-d, in place of `loss_sum`: the loss averaged over `count` items; with no items it may be NaN.
+    loss_mean: 0-d, in place of `loss_sum`: the loss averaged over `count` items. Of no items it may be NaN, but
+        its gradient must not be.
     sums: further sums over the same items (`acc`: how many were right), each a number, a tensor of a fixed
         shape, a pair (sum, count) where it is over other items than the loss, or a function that makes one
         of these, which is called only when somebody looks. Numbers are shown divided by their count; tensors

@@ -308,3 +308,30 @@ def test_a_state_that_a_hook_drops_begins_anew(workdir: Path) -> None:
     steps = [int(state["step"]) for state in tree["state"].values()]
     assert steps[:-1] == [8] * (len(steps) - 1)
     assert steps[-1] == 2  # since the end of the last epoch of three steps
+
+
+OWN_TRAIN = """
+from torch import nn
+
+
+class Net(nn.Module):  # keeps its norm from training, as fine-tuning recipes do
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.body[2].eval()
+        return self
+
+    def forward(self, x):
+        return self.body(x)
+"""
+
+
+def test_an_own_train_holds_from_the_first_step_on(workdir: Path) -> None:
+    (workdir / "my_norm.py").write_text(OWN_TRAIN)
+    words = ["model=my_norm.Net", *CHANGED, "trainer.max_steps=5", "output_dir=run"]
+    assert main(words) == 0
+    state = load_run("run").load_model("last").state_dict()
+    assert int(state["body.2.num_batches_tracked"]) == 0

@@ -113,7 +113,7 @@ def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path)
 def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(project: Path) -> None:
     (project / "only_once").touch()
     words = ["parallel=ddp", "parallel.devices=2", "parallel.max_restarts=2", "trainer.watchdog_seconds=6"]
-    process = ForkedCommand(*WORDS, *words, "output_dir=run", "data.train.at=45", "data.train.rank=1")
+    process = ForkedCommand(*WORDS, *words, "output_dir=run", "data.train.at=46", "data.train.rank=1")
     try:
         _, err = process.communicate(timeout=300)
     finally:

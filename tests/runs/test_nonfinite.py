@@ -209,19 +209,6 @@ def test_numbers_that_are_not_finite_leave_the_files_strict_json(project: Path) 
     assert math.isnan(load_run("run").status["metrics"]["val/loss"])
 
 
-def test_a_step_that_was_left_out_is_in_no_mean_of_the_log(project: Path) -> None:
-    words = [
-        *given(WORDS, "monitor.log_every_n_steps=4"),
-        BAD,
-        TWO,
-        "trainer.nan_policy=skip",
-        "output_dir=run",
-    ]
-    assert main(words) == 0
-    assert status(project / "run")["skipped_steps"] > 0
-    assert all(row["train/loss"] != "nan" for row in rows_of(project / "run", "train"))
-
-
 def test_what_has_a_loss_that_is_not_finite_is_never_the_best(project: Path) -> None:
     words = [*given(WORDS, "checkpoint.save_top_k=1"), "data.val.bad=[3]", TWO, "output_dir=run"]
     assert main([*words, "trainer.check_task=false"]) == 0

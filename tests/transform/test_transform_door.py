@@ -144,7 +144,7 @@ def test_transforms_are_applied_in_the_order_of_the_config_at_a_load_too(base: o
         (["transform.mine=own.forgets"], "transform.mine._target_=own.forgets: gives a NoneType, not"),
         (["transform.mine=own.tagged"], "transform.mine.tag: own.tagged needs it"),
         (["transform.mine=own.tagged", "transform.mine.tga=1"], "did you mean tag?"),
-        ([*LORA[:1], "transform.lora.target=layers.9"], "\ntrainrun: transform.lora.target=layers.9: fits no name"),
+        ([*LORA[:1], "transform.lora.target=layers.9"], "\ntrainrun: transform.lora.target=layers.9: fits no linear"),
         (["transform=lora", "transform.lora.rank=0"], "transform.lora.rank=0: must be a whole number, 1 or more"),
         (["transform=lora", "transform.lora.train=head.*"], "train=head.*: fits no name in the model"),
         (["transform=lara"], "my_file.MyClass, or choose lora, as transform=lora"),

@@ -38,7 +38,8 @@ def step_with_closure(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [param.detach().clone() for param in params]
     state = {
-        param: {name: _kept(value) for name, value in own.items()} for param, own in optimizer.state.items()
+        key: {name: _kept(value) for name, value in own.items()} if isinstance(own, dict) else own
+        for key, own in optimizer.state.items()
     }
     norms: list[Tensor | None] = []
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
@@ -100,6 +101,11 @@ def train_once(
             from trainrun.training.checks.metric_names import check_monitors
 
             check_monitors(run)
+        for module in run.model.modules():
+            if (
+                type(module).train is not nn.Module.train
+            ):  # it may do more than set modes, as keep norms from training
+                module.train(module.training)
         facts = replace(facts, choices=(*facts.choices, *choose_engine(run)))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         if flag.raised:  # and swallowed by foreign code

@@ -33,10 +33,10 @@ class CsvFile:
         self._path, rows, mark = self._path or inside, [], inside.with_name(".csv-path")
         if self._path.is_file():
             with self._path.open(newline="", encoding="utf-8") as file:
-                _, *rows = [*csv.reader(file)] or [[]]
+                head, *rows = [*csv.reader(file)] or [[*HEAD]]
             rows = [row for row in rows if len(row) == 4 and row[0].isdecimal()]  # a kill cuts the last one
-            ours = step > 0 or (mark.is_file() and mark.read_text() == str(self._path.absolute()))
-            if self._path != inside and not ours:
+            marked = mark.is_file() and mark.read_text() == str(self._path.absolute())
+            if self._path != inside and (head != [*HEAD] or not marked):
                 raise ConfigError(f"{self._path}: is there already and not of this run; name another")
         if self._path != inside:
             mark.write_text(str(self._path.absolute()))

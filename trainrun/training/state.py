@@ -86,11 +86,8 @@ class TrainState:
         self.items += self.step_items
         self.validate_request = report.agreed.validate
         self.stop_request, self.save_request = report.agreed.stop, report.agreed.save
-        if report.grad.skipped and not all(math.isfinite(loss) for loss in report.losses):
-            self.losses += [torch.zeros_like(loss) for loss in report.losses]  # of no mean
-        else:
-            self.losses += report.losses
-            self.logged_items += report.items
+        self.losses += report.losses
+        self.logged_items += report.items
 
     def state_dict(self) -> dict[str, Any]:
         state = {

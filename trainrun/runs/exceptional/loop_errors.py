@@ -63,7 +63,7 @@ def explained(run: Components, state: TrainState, error: Exception) -> TrainrunE
             f"data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "
             "data=text task=language_modeling"
         )
-    if "must be Tensor, not dict" in str(error):
+    if "must be Tensor, not dict" in str(error) and type(run.model).__module__.startswith("trainrun."):
         return DataError(
             "data: the inputs are several by name, but the model takes one tensor; name inputs of one kind, as "
             "data.train.inputs=[a,b], or use a model whose forward takes the dict"

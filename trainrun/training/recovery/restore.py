@@ -167,7 +167,8 @@ def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -
     then, now = (", ".join(some[first : first + MOST_CLASSES]) or "no more" for some in (before, names))
     raise CheckpointError(
         f"checkpoint {place}: was trained on other classes than this data has: number {first} and up were {then}; now "
-        f"{now}. Give the data of before, or data.train.val_path=... for new samples of the same classes"
+        f"{now}. Give the data of before, or data.train.val_path=... for new samples of the same classes; a new run "
+        "can begin with these weights alone: init_from=RUN_DIR"
     )
 
 

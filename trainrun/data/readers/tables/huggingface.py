@@ -107,8 +107,8 @@ class HuggingfaceReader:
                 array = np.asarray(value)
             except ValueError as error:
                 raise DataError(f"{where}: lists of unequal lengths inside a list") from error
-            if array.dtype == object:
-                raise DataError(f"{where}: a number of the list is missing (null), or it is none")
+            if array.dtype == object and None in value:
+                raise DataError(f"{where}: a number of the list is missing (null)")
             if len(value) == 0:
                 return np.empty(0, np.int64)
             return array.astype(np.float32) if array.dtype == np.float64 else array

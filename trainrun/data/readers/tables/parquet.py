@@ -149,7 +149,9 @@ class ParquetReader:
             blocks = _blocks(self._table, self._kinds, self._settings, group, read)
             for block, right in zip(blocks, np.cumsum(sizes), strict=True):
                 values = block.values[rows[low:high] - begin]
-                inputs[low:high, right - block.kind.size : right] = values.reshape(high - low, -1)
+                inputs[low:high, right - block.kind.size : right] = values.reshape(
+                    high - low, block.kind.size
+                )
         tensor = torch.from_numpy(inputs)
         if self._shape is not None:
             tensor = tensor.view(-1, *self._shape)
