@@ -40,6 +40,12 @@ def test_a_training_that_waits_for_nothing_is_healthy() -> None:
     assert verdict(found(data=1.05, logging=1.0, threads=0.8, update=1.4, dispatch=1.2)).first == "healthy"
 
 
+def test_padding_that_was_not_tried_is_no_health() -> None:
+    told = verdict(replace(found(data=1.05), untried=("data.batch_size=32", "data.padding=bucket")))
+    assert told.first == "unclear"
+    assert "there is padding, which may cost something. No time was left for" in told.text
+
+
 @pytest.mark.parametrize("name", CAUSES)
 def test_each_cause_can_be_the_first(name: str) -> None:
     told = verdict(found(fused=False, **{name: 1.8}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from trainrun.benchmark.diagnose.ablations import BUCKET
 from trainrun.benchmark.diagnose.diagnosis import CLEAR, GRAPHS, Diagnosis, WhatIf
 
 LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below it is not worth a word
@@ -74,6 +75,8 @@ def verdict(found: Diagnosis) -> Verdict:
         return Verdict((), unclear_text(found, worth[0]), "unclear")
     if not causes and found.untried and all(each.gain.pairs < 2 for each in found.what_ifs):
         return Verdict((), "unclear: nothing was taken away often enough" + tried, "unclear")
+    if not causes and f"data.padding={BUCKET}" in found.untried:
+        return Verdict((), f"unclear: there is padding, which may cost something{tried}", "unclear")
     if not causes:
         text = "healthy: nothing around the step costs a tenth of the time (the update is part of it)"
         return Verdict((), text + tried, "healthy")
