@@ -211,8 +211,8 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
         best = config.checkpoint.monitor or f"{default_metric} (the default, as of early stopping)"
         notes.append(f"validation: {', '.join(validation)}; best is by {best}")
     trainer, keep = config.trainer, keep_options(config, default_metric, lengths, task)
-    watched = f"{keep.monitor}", trainer.early_stopping.monitor or "/loss"
-    if not all(name.endswith(("/loss", "/acc", "None")) for name in watched):
+    watched = {keep.monitor, trainer.early_stopping.monitor} - {None}
+    if not all(str(name).endswith(("/loss", "/acc")) for name in watched):
         from trainrun.task.metrics.directions import taken_as_larger
 
         notes += filter(None, [taken_as_larger(config, default_metric)])

@@ -67,10 +67,6 @@ def step_with_closure(
 
 def _kept(value: Any) -> Any:
     """The history of L-BFGS is a list, which only gets other members."""
-    return (
-        value.detach().clone()
-        if isinstance(value, Tensor)
-        else list(value)
-        if isinstance(value, list)
-        else value
-    )
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value

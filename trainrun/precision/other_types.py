@@ -172,12 +172,8 @@ def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
 
 
 def half_notes(model: nn.Module) -> list[str]:
-    """On weights of 16 bits that the model itself makes."""
-    found = [
-        p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)
-    ]
-    if not found:
-        return []
+    """On weights of 16 bits that the model itself makes; there is one."""
+    found = [param.dtype for param in model.parameters() if param.requires_grad and param.dtype.itemsize == 2]
     kind = str(found[0]).removeprefix("torch.")
     return [
         f"precision={FULL}: the model makes {counted(len(found), f'{kind} parameter')}, trained as they are; "

@@ -89,17 +89,12 @@ class TorchScheduler:
             return []
         wrapped, first = plain(state["wrapped"]), state.get("first")
         if first not in (None, self._first):
-            steps = wrapped.get(
-                "last_epoch", wrapped.get("_schedulers", [{}])[0].get("last_epoch")
-            )  # of a chain
-            if (
-                isinstance(self._scheduler, ReduceLROnPlateau)
-                or not _is_of_torch(self._scheduler)
-                or steps is None
-            ):
-                wrapped |= self._changed(json.loads(first))
-            else:
+            member = wrapped.get("_schedulers", [wrapped])[0]  # of a chain, which does not count itself
+            steps = wrapped.get("last_epoch", member.get("last_epoch"))
+            replays = _is_of_torch(self._scheduler) and not isinstance(self._scheduler, ReduceLROnPlateau)
+            if replays and steps is not None:
                 return self._replayed(steps)
+            wrapped |= self._changed(json.loads(first))
         elif first is None:  # of a version that did not keep it
             wrapped |= {name: getattr(self._scheduler, name) for name in LENGTHS & wrapped.keys()}
         self._scheduler.load_state_dict(wrapped)
