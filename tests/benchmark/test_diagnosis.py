@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -96,6 +97,7 @@ def test_a_large_batch_explains_what_nothing_else_does() -> None:
     assert verdict(found(dispatch=1.3, logging=1.4)).first == "logging"
     assert verdict(found(dispatch=1.9, data=1.4)).first == "dispatch"
     assert verdict(found(dispatch=1.9, threads=1.4)).first == "threads"
+    assert verdict(found(dispatch=4.7, threads=1.3, data=2.0)).first == "dispatch"
     assert verdict(found(dispatch=1.2)).first == "healthy"
 
 
@@ -159,7 +161,7 @@ def examination(deadline: float, clock: list[float]) -> Examination:
     examined = Examination.__new__(Examination)
     examined._budget, examined._reserved = budget.Budget(deadline, lambda: clock[0]), 0.0
     examined._compiling, examined._untried, examined._say = 0.0, [], lambda about, left: None
-    examined._known = {CACHED: DATA}
+    examined._known, examined._base = {CACHED: DATA}, cast(Any, SimpleNamespace(info=INFO))
     return examined
 
 

@@ -47,7 +47,7 @@ class World:
     def __init__(self, costs: Costs, noise: float, seed: int) -> None:
         self.costs, self.noise, self.now, self.draw = costs, noise, 0.0, random.Random(seed)
 
-    def start(self, config: RunConfig) -> Run:
+    def start(self, config: RunConfig, limit: float = math.inf) -> Run:
         self.now += 0.7
         return Run(self, config)
 
@@ -58,7 +58,7 @@ class Run:
     def __init__(self, world: World, config: RunConfig) -> None:
         self.world, self.batch, self.bucket = world, config.data.batch_size, config.data.padding == "bucket"
         padded, ahead = world.costs.bucket < 1, world.costs.reads_ahead
-        self.info = RunInfo("samples", "", 0, 1, "cpu", 1, 9000, 450.0, memory_bytes=2**34, has_padding=padded,
+        self.info = RunInfo("samples", "", 0, 1, "cpu", 1, 9000, 450.0, memory_bytes=2**34, padded=2.0 * padded,
                             reads_ahead=ahead)  # fmt: skip
         self.start_seconds = 0.7
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from trainrun.benchmark.budget import PacedTurns
-from trainrun.benchmark.diagnose.ablations import NUM_CACHED, CachedBatches
+from trainrun.benchmark.diagnose.ablations import CACHED, CachedBatches
 from trainrun.benchmark.diagnose.rounds import Rounds
+from trainrun.benchmark.pacing import OpenStream
 from trainrun.benchmark.worker_messages import Turn
 from trainrun.interfaces import MicroBatch
 from trainrun.timing.phases import DATA, LOGGING
@@ -77,24 +78,82 @@ def test_compilation_is_no_part_of_a_comparison() -> None:
     assert rounds.compile_seconds(1000) == pytest.approx(0.02)
 
 
-def window(*batches: tuple[bool, bool]) -> list[MicroBatch]:
-    return [MicroBatch(None, last=last, real=real) for last, real in batches]
+class FourBatches:
+    """Fills `Batches`: epochs of four, of which the last is real only where the rank has samples."""
+
+    def __init__(self, last_is_real: bool = True) -> None:
+        self._last_is_real = last_is_real
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        for number in range(start, 4):
+            yield MicroBatch((epoch, number), last=number == 3, real=number < 3 or self._last_is_real)
+
+    def close(self) -> None:
+        pass
 
 
-def test_cached_batches_are_real_ones_up_to_the_end_of_an_epoch() -> None:
-    def cached(*windows: list[MicroBatch]) -> tuple[int, list[MicroBatch]]:
-        batches = CachedBatches(SimpleNamespace(train=None))
-        return batches.fill(iter(windows)), list(islice(batches.epoch(0), 2))
+def test_cached_batches_are_those_of_the_last_turn() -> None:
+    stream = OpenStream(cast(Any, FourBatches()))
+    cached = CachedBatches(stream)
+    assert len(list(islice(stream.epoch(0), 2))) == 2
+    with pytest.raises(RuntimeError, match="kept"):
+        next(iter(cached.epoch(0)))
+    stream.keep(12)
+    assert [batch.data for batch in islice(stream.epoch(0, 2), 2)] == [(0, 2), (0, 3)]
+    handed = list(islice(cached.epoch(0), 5))
+    assert [batch.data for batch in handed] == [(0, 2), (0, 3), (0, 2), (0, 3), (0, 2)]
+    assert not any(batch.last for batch in handed), "an epoch of them has no end"
+    stream.keep(3)
+    list(stream.epoch(1))
+    assert [batch.data for batch in islice(cached.epoch(0), 3)] == [(1, 1), (1, 2), (1, 3)]
 
-    usual, last, empty = window((False, True)), window((True, True)), window((True, False))
-    assert cached(usual, usual, last, usual)[0] == 3
-    assert cached(last, usual)[0] == 1
-    assert cached(*[usual] * (NUM_CACHED + 5))[0] == NUM_CACHED
-    for windows, number in (((empty, usual, usual, last), 4), ((empty, empty, usual), 2)):
-        read, handed = cached(*windows)
-        assert read == number
-        assert not any(batch.last for batch in handed)
-    assert [batch.real for batch in cached(empty, usual, last)[1]] == [True, True]
+
+def test_cached_batches_are_real_ones_where_there_are_any() -> None:
+    stream = OpenStream(cast(Any, FourBatches(last_is_real=False)))
+    cached = CachedBatches(stream)
+    stream.keep(2)
+    list(stream.epoch(0))
+    assert [batch.data for batch in islice(cached.epoch(0), 2)] == [(0, 2), (0, 2)]
+    stream.keep(1)
+    list(stream.epoch(1))
+    assert [batch.real for batch in islice(cached.epoch(0), 2)] == [False, False]
+
+
+def test_batches_of_other_lengths_are_no_gain_of_reading() -> None:
+    """A step takes as long as its batch is, and nothing waits for the data."""
+    lengths = iter([1.0, 5.0, 2.0, 9.0, 3.0, 7.0, 4.0])
+    newest = [0.0]
+
+    def base() -> Turn:
+        newest[0] = next(lengths)
+        return Turn(newest[0], 1, 1)
+
+    rounds = Rounds(base, {CACHED: lambda: Turn(newest[0], 1, 1), "other": lambda: Turn(3.0, 1, 1)}, 1e12)
+    rounds.take([], in_any_case=True)
+    for names in ([CACHED, "other"], ["other", CACHED], [CACHED], [CACHED]):
+        rounds.take(names, in_any_case=True)
+    ratio = rounds.ratio(CACHED)
+    assert (ratio.value, ratio.low, ratio.high) == (pytest.approx(1.0),) * 3
+    assert ratio.pairs == 4
+
+
+def test_shorter_batches_are_judged_by_what_a_position_takes() -> None:
+    """Batches of 8 sequences; a position takes 1 s padded to the longest, and 2 s where lengths are alike."""
+    longest, alike = iter([40, 90, 70, 50, 60, 80]), iter([5, 60, 9, 7, 30, 11])
+
+    def of(lengths: Iterator[int], seconds: float) -> Callable[[], Turn]:
+        def turn() -> Turn:
+            positions = 8 * next(lengths)
+            return Turn(seconds * positions, 1, 8, positions=positions)
+
+        return turn
+
+    rounds = taken(3, of(longest, 1.0), b=of(alike, 2.0))
+    assert rounds.ratio("b").high > 100
+    found = rounds.ratio("b", fewer=3.0)
+    assert (found.value, found.low, found.high) == (pytest.approx(1.5),) * 3
+    unknown = taken(3, side(10), b=side(20))
+    assert unknown.ratio("b", fewer=3.0) == unknown.ratio("b")
 
 
 def test_turns_take_about_so_long_whatever_the_speed() -> None:

@@ -115,7 +115,7 @@ def test_steps_that_start_again_start_from_the_same_numbers(
 @pytest.mark.parametrize("variant", ["", "no_update", "one_type", "cached", "threads=2"])
 def test_every_turn_starts_from_the_first(started: Callable[..., UnderTest], variant: str) -> None:
     run = started("model=cnn", "model.width=2", "data.batch_size=8", "precision=bf16-mixed")
-    run.train()
+    run.train("keeping")
     first = run.found()
     run.worker.reply(Train(1, 0, variant))  # the first keeps what it begins with
     run.train("no_logging")

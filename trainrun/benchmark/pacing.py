@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from trainrun.data.engines.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
+from trainrun.summary.throughput_limits import real_positions
 from trainrun.training.state import TrainState
 from trainrun.training.triggers import Due
 
@@ -69,12 +71,21 @@ def running(state: TrainState) -> Iterator[None]:
 
 
 class OpenStream(Around):
-    """Fills `Batches`: a stream that stays open between two turns, so that nothing is read again."""
+    """Fills `Batches`: a stream that stays open between two turns, so that nothing is read again.
+
+    kept: the newest batches, if it was asked to keep some. positions: so many were read, padding included.
+    """
 
     def __init__(self, train: Batches) -> None:
         super().__init__(train)
         self._open: Iterator[MicroBatch] | None = None
         self._epoch, self._at = -1, 0
+        self.positions = 0
+        self.kept: deque[MicroBatch] = deque(maxlen=0)
+
+    def keep(self, most: int) -> None:
+        """Keep the batches that come from now on, in the place of those of before."""
+        self.kept = deque(maxlen=most)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         if self._open is None or (self._epoch, self._at) != (epoch, start):
@@ -85,6 +96,9 @@ class OpenStream(Around):
     def _counted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
             self._at += 1
+            self.kept.append(batch)
+            mask = real_positions(batch.data)
+            self.positions += 0 if mask is None else mask.numel()
             yield batch
 
     def _end(self) -> None:

@@ -22,6 +22,7 @@ from trainrun.benchmark.diagnose.profile import profiled
 from trainrun.benchmark.pacing import FirstBatches, OpenStream, PacedCheckpoints, PacedTriggers
 from trainrun.benchmark.snapshot import StateSnapshot
 from trainrun.benchmark.worker_messages import (
+    KEEPING,
     SAVING,
     WHOLE,
     FirstSteps,
@@ -51,7 +52,7 @@ from trainrun.training.evaluate import evaluate
 from trainrun.training.state import SAVE_NOW, TrainState
 
 VALIDATION_SECONDS: Final = 3.0
-PADDED: Final = 1.05  # times the positions of batches of like length
+MOST_KEPT: Final = 12  # batches
 
 
 class RemoteLoop:
@@ -114,8 +115,7 @@ def info_of(run: Components) -> RunInfo:
         precision=config.precision.mode,
         thread_safe=thread_safe(auto.source) if auto else own_threads,
         reads_ahead=ahead(run) > 0,
-        has_padding=run.positions.get(config.data.padding, 0)
-        > PADDED * run.positions.get("bucket", math.inf),
+        padded=run.positions.get(config.data.padding, 0.0) / run.positions.get("bucket", math.inf),
         one_graph=not task_obstacle(run.task, run.task_calls.informed),
     )
 
@@ -125,8 +125,9 @@ class Worker:
 
     def __init__(self, run: Components, state: TrainState, folder: Path) -> None:
         self._own, self._state, self._folder = run, state, folder
-        self._components = replace(run, train=OpenStream(run.train))
-        self._cached, self._snapshot = CachedBatches(self._components), StateSnapshot(run)
+        self._stream = OpenStream(run.train)
+        self._components = replace(run, train=self._stream)
+        self._cached, self._snapshot = CachedBatches(self._stream), StateSnapshot(run)
         self._variants: dict[str, tuple[Components, TrainState]] = {}
         self._steps_ahead = -(-ahead(run) // run.config.trainer.accumulate_grad_batches)
         self._refilled = False  # readers had time to read ahead while nobody asked them
@@ -154,8 +155,7 @@ class Worker:
                 )
 
     def close(self) -> None:
-        self._cached.close()
-        self._components.train.close()
+        self._stream.close()
 
     def _train(self, message: Train) -> Turn:
         run, state = self._variant(message.variant)
@@ -172,10 +172,6 @@ class Worker:
         return turn
 
     def _train_cached(self, message: Train, run: Components, state: TrainState) -> Turn:
-        windows = self._windows()
-        taken = self._cached.fill(windows)
-        for _ in range(max(self._own.parallel.gather(taken)) - taken):
-            next(windows)  # or the ranks would go on with batches of different steps
         workers = psutil.Process().children(recursive=True)
         self._refilled = not workers
         with suspended(workers):
@@ -187,7 +183,10 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._run(run, state, warm, message.variant, until)
+        if message.variant == KEEPING:
+            self._stream.keep(MOST_KEPT)
         step, items, spent = state.step, state.items, run.phases.read()
+        positions = self._stream.positions
         settle(self._device)
         began = time.perf_counter()
         self._run(run, state, message.steps, message.variant, until)
@@ -197,6 +196,7 @@ class Worker:
             seconds=seconds,
             steps=state.step - step,
             items=(state.items - items) * ranks,
+            positions=self._stream.positions - positions,
             peak_bytes=self._snapshot.peak_bytes(self._device),
             phases={name: value - spent.get(name, 0.0) for name, value in now.items()},
             compile_seconds=now.get(ACCOUNTS[COMPILE], 0.0),
@@ -204,7 +204,7 @@ class Worker:
 
     def _variant(self, name: str) -> tuple[Components, TrainState]:
         """Return the components of a variant; ablations have a state of their own: the run goes on where it was."""
-        if name in ("", WHOLE, SAVING):
+        if name in ("", WHOLE, SAVING, KEEPING):
             return self._components, self._state
         if name not in self._variants:
             state = copy.copy(self._state)

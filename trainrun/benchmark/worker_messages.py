@@ -10,15 +10,16 @@ from trainrun.timing.phases import ACCOUNTS, COMPILE
 
 WHOLE: Final = "whole"  # a variant: validations and checkpoints come as in the run
 SAVING: Final = "saving"  # a variant: only checkpoints do
+KEEPING: Final = "keeping"  # a variant: its last batches are kept, to be trained on again without reading
 
 
 @dataclass(frozen=True)
 class Train:
     """Ask for some steps of the run, after `warm` steps that are not timed.
 
-    variant: an ablation (see `diagnose.ablations`), WHOLE or SAVING. restart: begin with the weights and averages of
-    the first such message, of which a copy is kept. most_seconds: the steps end after it, at least one is done; for a
-    single rank only.
+    variant: an ablation (see `diagnose.ablations`), WHOLE, SAVING or KEEPING. restart: begin with the weights and
+    averages of the first such message, of which a copy is kept. most_seconds: the steps end after it, at least one is
+    done; for a single rank only.
     """
 
     steps: int
@@ -76,8 +77,9 @@ class RunInfo:
 
     unit: of an item (`samples`, `tokens`). engine, number: how `data.engine=auto` reads, with how many readers.
     total_steps, val_every: None without an end or without validations. layers: class names of all modules.
-    thread_safe: threads may read the data. reads_ahead: batches are read during the training. has_padding: batches are
-    sequences of several lengths. one_graph: a step of its task can be one graph.
+    thread_safe: threads may read the data. reads_ahead: batches are read during the training. padded: times the
+    positions that batches of like length would have; 0 where no lengths are known. one_graph: a step of its task can be
+    one graph.
     """
 
     unit: str
@@ -93,13 +95,14 @@ class RunInfo:
     precision: str = ""
     thread_safe: bool = False
     reads_ahead: bool = False
-    has_padding: bool = False
+    padded: float = 0.0
     one_graph: bool = False
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one message took. seconds: wall clock, the device's work included. items: of all ranks.
+    """What one message took. seconds: wall clock, the device's work included. items: of all ranks. positions: of the
+    batches that rank 0 read, padding included; 0 where no batch says it.
 
     phases: seconds by name, of rank 0. cpu_seconds: of loading, rank 0 and its workers. peak_bytes: of the device, or
     of the process on a CPU. compile_seconds: since the run began.
@@ -112,6 +115,7 @@ class Turn:
     peak_bytes: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
+    positions: int = 0
 
     @property
     def items_per_second(self) -> float:

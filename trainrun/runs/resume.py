@@ -70,8 +70,9 @@ def readable_config(run: RunDir) -> dict[str, Any]:
         seed = ""
         with contextlib.suppress(ConfigError, KeyError):  # the second: of an older run
             seed = f"seed={read_identity(run)[SEED]} "
+        again = shlex.quote(f"ckpt_path={run.root}")
         raise ConfigError(
-            f"{error}; go on in another folder with the words of {run.overrides.name} and {seed}ckpt_path={run.root}"
+            f"{error}; go on in another folder with the words of {run.overrides.name} and {seed}{again}"
         ) from error
     if not is_as_saved(path):
         say(

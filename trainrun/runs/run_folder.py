@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import stat
 import tempfile
 import threading
@@ -233,7 +234,7 @@ def read_identity(run: RunDir) -> dict[str, Any]:
             return told
     raise ConfigError(
         f"{run.identity}: {'damaged' if os.path.lexists(run.identity) else 'missing'}, so this is no whole run folder; "
-        f"start the run anew (ckpt_path={run.root} takes over a checkpoint)"
+        f"start the run anew ({shlex.quote(f'ckpt_path={run.root}')} takes over a checkpoint)"
     )
 
 

@@ -114,7 +114,7 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
                 mask = real_positions(next(batches).data)
                 if mask is None:
                     return 0.0
-                useful, positions = useful + int(mask.sum()), positions + mask.numel()
+                useful, positions = useful + int(mask.count_nonzero()), positions + mask.numel()
     # Whatever the user's data does when it is asked again, a finished run is not lost to a figure.
     except Exception:
         return 0.0
@@ -122,8 +122,8 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
 
 
 def real_positions(batch: Any) -> Tensor | None:
-    """(B, T) bool, False at padding; None if nothing says so."""
+    """(B, T), 0 at padding; None if nothing says so."""
     if not isinstance(batch, dict):
         return None
     found = batch.get("attention_mask", batch.get("segment_ids"))
-    return found.bool() if isinstance(found, Tensor) else None
+    return found if isinstance(found, Tensor) else None

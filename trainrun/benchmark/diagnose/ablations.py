@@ -6,7 +6,6 @@ Each ablation replaces a part of the run for a few steps whose outcome is thrown
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from trainrun.benchmark.pacing import OpenStream
 from trainrun.benchmark.worker_messages import SAVING, RunInfo
 from trainrun.config.schema import RunConfig
 from trainrun.data.engines.stream import Around
@@ -21,37 +21,24 @@ from trainrun.interfaces import GradReport, MicroBatch, StepReport
 from trainrun.timing.phases import OPTIMIZER, RUNNER
 from trainrun.training.components import Components
 
-NUM_CACHED: Final = 12  # batches
-FILL_SECONDS: Final = 1.0  # after which those that are there are enough
-
 
 class CachedBatches(Around):
-    """Fills `Batches`: a few batches that are on the device already, forever. A model must not write into them."""
+    """Fills `Batches`: those of the last turn of the unchanged run, which are on the device already, forever.
 
-    def __init__(self, run: Components) -> None:
-        super().__init__(run.train)
-        self._batches_kept: list[MicroBatch] = []
+    The same ones, for batches of other shapes take another time. A model must not write into them.
+    """
+
+    def __init__(self, train: OpenStream) -> None:
+        super().__init__(train)
+        self._stream = train
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        kept = [batch._replace(last=False) for batch in self._stream.kept]
+        batches = [batch for batch in kept if batch.real] or kept
+        if not batches:
+            raise RuntimeError("no turn of the run kept its batches")
         while True:
-            yield from self._batches_kept
-
-    def fill(self, windows: Iterator[list[MicroBatch]]) -> int:
-        """Keep the batches that come next, once; return how many windows were read."""
-        kept, until, epochs = self._batches_kept, time.monotonic() + FILL_SECONDS, 0
-        if kept:
-            return 0
-        for number, window in enumerate(windows, 1):
-            epochs += window[-1].last
-            for batch in window:  # the last of an epoch may be smaller
-                if (batch.real and not (batch.last and kept)) or (epochs > 1 and not kept):
-                    kept.append(batch._replace(last=False))
-            if kept and (window[-1].last or len(kept) >= NUM_CACHED or time.monotonic() > until):
-                return number
-        return 0
-
-    def close(self) -> None:
-        self._batches_kept.clear()
+            yield from batches
 
 
 class NoLogging:
@@ -123,6 +110,7 @@ THREADS: Final = "threads="
 LARGER: Final = "larger_batch"  # without logging, which is another cause
 BUCKET: Final = "bucket"
 # Read other data than the base, or while something else goes on.
+OTHER_RUNS: Final = (BUCKET, LARGER)  # with a setting of their own
 OTHER_READING: Final = (SAVING, BUCKET, LARGER)
 ABLATIONS: Final[dict[str, Callable[[Components], Any]]] = {
     NO_LOGGING: lambda run: replace(run, triggers=NoLogging(run.triggers)),  # type: ignore[arg-type]

@@ -22,13 +22,24 @@ from trainrun.benchmark.diagnose.ablations import (
     LARGER,
     NO_LOGGING,
     OTHER_READING,
+    OTHER_RUNS,
     THREADS,
     title_of,
     useful_ablations,
 )
 from trainrun.benchmark.diagnose.rounds import Rounds, Side, freed
 from trainrun.benchmark.run_overrides import config_of, own_choices, replaced
-from trainrun.benchmark.worker_messages import SAVING, Load, Profile, Profiled, RunInfo, Save, Turn, Validate
+from trainrun.benchmark.worker_messages import (
+    KEEPING,
+    SAVING,
+    Load,
+    Profile,
+    Profiled,
+    RunInfo,
+    Save,
+    Turn,
+    Validate,
+)
 from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
 from trainrun.errors import ConfigError, TrainrunError
 from trainrun.limits import parse_seconds
@@ -40,9 +51,11 @@ END_SECONDS, TRACE_SECONDS = 2.0, 2.0  # for what comes after the rounds
 LEAST_TURN: Final = 0.1
 LONG_STEP: Final = 0.5  # seconds; what the first steps of a turn take longer is nothing compared with it
 MOST_SIDES: Final = 10
-FEWEST_ROUNDS, FEW_ROUNDS, MOST_ROUNDS = 2, 3, 12
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 SLOWER: Final = 0.9  # an ablation below it is not worth more turns
 MOST_PACING, MOST_STARTING = 0.6, 0.5  # of the time: to find the pace, and to start another run
+QUICK_START: Final = 1.0  # second; what the base chose by trials at its start is given to the others
+PADDED: Final = 1.05  # times the positions of batches of like length
 TINY_BATCH: Final = 8
 GRAPHS: Final = "trainer.cuda_graphs=true"
 LOG_SECONDS: Final = 1.0  # from one log point to the next, at most
@@ -112,6 +125,7 @@ class Examination:
         self._known = {NO_LOGGING: LOGGING, CACHED: DATA} if base.info.device == "cpu" else {}
         if base.info.reads_ahead:
             self._known.pop(CACHED, None)
+        self._own = "" if CACHED in self._known else KEEPING
 
     def _left(self) -> float:
         return self._budget.left() - self._reserved
@@ -121,18 +135,17 @@ class Examination:
         return self._left() + grace <= self._compiling
 
     def diagnosis(self) -> Diagnosis:
-        starting = self._budget.spent
         pace = self._find_pace()
-        starting = self._budget.spent - starting + self._base.start_seconds
         load: Turn = self._base.ask(Load(max(2, min(self._steps, 50)) if self._warm else 1, self._warm))
-        sides = {name: self._side(self._base, name) for name in self._affordable()}
+        names = self._affordable()
+        sides = {name: self._side(self._base, name) for name in names if name not in OTHER_RUNS}
         for (
             name,
             side,
         ) in sides.items():  # their first steps are the slowest, and those without loading far shorter
             if (self._steps > 1 or name == CACHED) and not self._is_over(1.0):
                 side()
-        sides |= dict(self._other_runs(pace, starting))
+        sides |= dict(self._other_runs([name for name in names if name in OTHER_RUNS], pace))
         rounds = Rounds(self._own_turn, sides, self._budget.deadline() - self._reserved, self._budget.clock)
         self._measure(rounds, list(sides), pace)
         return self._result(rounds, load)
@@ -143,7 +156,7 @@ class Examination:
         turns: list[Turn] = []
 
         def take(steps: int) -> Turn:
-            turns.append(self._train(self._base, steps, warm_for(steps), "", MOST_PACING))
+            turns.append(self._train(self._base, steps, warm_for(steps), self._own, MOST_PACING))
             return turns[-1]
 
         steps = steps_for(take, self._seconds)
@@ -159,7 +172,7 @@ class Examination:
         return turn
 
     def _own_turn(self) -> Turn:
-        return self._train(self._base, self._steps, self._warm, "")
+        return self._train(self._base, self._steps, self._warm, self._own)
 
     def _side(self, run: WorkerProcess, variant: str) -> Side:
         if variant == SAVING:  # a turn that is cut may save nothing
@@ -175,48 +188,55 @@ class Examination:
 
     def _affordable(self) -> list[str]:
         """Choose the most telling ablations that fit into the time, one at least; note the others."""
-        names = [
-            name
-            for name in useful_ablations(self._config, self._base.info, self._steps)
-            if name not in self._known
-        ]
+        info, config = self._base.info, self._config
+        names = [name for name in useful_ablations(config, info, self._steps) if name not in self._known]
+        if info.padded > PADDED and config.data.padding in ("longest", "max"):
+            names.insert(0, BUCKET)
+        names.append(LARGER)
         turn = (self._warm + self._steps) * self._step_seconds
         most = max(1, int(self._left() / (FEWEST_ROUNDS * turn * 1.5)) - 1)
         self._untried += [title_of(name) for name in names[most:]]
         return names[:most]
 
-    def _other_runs(self, pace: Turn, starting: float) -> Iterator[tuple[str, Side]]:
-        """Start the same run with a larger batch, and with sequences of like length together."""
+    def _other_runs(self, names: Sequence[str], pace: Turn) -> Iterator[tuple[str, Side]]:
+        """Start the same run with sequences of like length together, and with a larger batch.
+
+        Either may take half of the time that is left, with its first turn.
+        """
         batch, self._times = self._config.data.batch_size, 2
         # Twice a tiny batch says little: products of a few rows take other kernels than those of some more.
         if batch <= TINY_BATCH and TINY_BATCH * self._step_seconds <= TURN_SECONDS:
             self._times = TINY_BATCH if 2 * TINY_BATCH * pace.peak_bytes < self._base.info.memory_bytes else 2
-        wanted = {LARGER: f"data.batch_size={self._times * batch}"}
-        if self._base.info.has_padding and self._config.data.padding in ("longest", "max"):
-            wanted[BUCKET] = "data.padding=bucket"
-        for name, override in wanted.items():
-            turns = 2 * (self._warm + 1) * self._step_seconds * (self._times if name == LARGER else 1)
-            if starting + turns > MOST_STARTING * self._left():
+        overrides = {BUCKET: "data.padding=bucket", LARGER: f"data.batch_size={self._times * batch}"}
+        for name in names:
+            override, batches = overrides[name], self._times if name == LARGER else 1
+            turns = 2 * (self._warm + 1) * self._step_seconds * batches
+            limit = MOST_STARTING * self._left() - self._compiling - turns
+            if limit < QUICK_START:
                 self._untried.append(override)
                 continue
             self._say(f"starting it with {override}", self._left())
-            own = own_choices(self._config, self._base.info)
-            with suppress(TrainrunError):  # too few samples, or no memory: then it tells nothing
-                run = self._pool.start(config_of(replaced(replaced(self._overrides, own), [override])))
+            own, until = own_choices(self._config, self._base.info), self._left() - limit
+            try:
+                run = self._pool.start(config_of(replaced(replaced(self._overrides, own), [override])), limit)
                 side = self._side(run, NO_LOGGING if name == LARGER else "")
                 side()
                 yield name, side
+            except TrainrunError:  # too few samples, or no memory: then it tells nothing
+                self._untried += [override] * (self._left() <= until)
 
     def _measure(self, rounds: Rounds, names: list[str], pace: Turn) -> None:
         """Take rounds until it is clear what costs time, or the time is over; the last ones of what gained most.
 
         If finding the pace took all the time, the pace is all that is known.
         """
+        if CACHED in names:  # which trains on the batches of such a turn
+            rounds.take([], in_any_case=True)
         for number in count():
             if number >= MOST_ROUNDS and not self._is_unclear(rounds):
                 break
             went, asked = False, names if number % 2 == 0 else names[::-1]
-            if number >= FEW_ROUNDS:  # there may not be time for all of them
+            if number >= FEWEST_ROUNDS:  # there may not be time for all of them
                 worth = [name for name in names if rounds.ratio(name).value > SLOWER]
                 asked = sorted(worth, key=lambda name: -rounds.ratio(name).value)
             self._say(f"round {number + 1}", self._left())
@@ -282,7 +302,8 @@ class Examination:
         for name, pairs in rounds.pairs.items():
             if pairs:
                 same = [LOGGING] if name == LARGER else [] if name in OTHER_READING else read
-                ratios[name] = rounds.ratio(name, same)
+                fewer = {BUCKET: self._base.info.padded, LARGER: 0.0}.get(name, 1.0)
+                ratios[name] = rounds.ratio(name, same, fewer)
         return ratios
 
     def _rare_costs(self, loop_seconds: float, saving: Ratio | None) -> Iterator[tuple[str, float]]:

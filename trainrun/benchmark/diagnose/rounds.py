@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from trainrun.benchmark.diagnose.ablations import CACHED
 from trainrun.benchmark.worker_messages import Turn
 from trainrun.timing.paired import BASE, Comparison, Ratio, Spent, Turns, ratio_of_totals, total
 
@@ -26,6 +27,7 @@ class Rounds:
         self.own: list[Turn] = []
         self.turns: dict[str, list[Turn]] = {name: [] for name in sides}
         self.pairs: dict[str, list[tuple[Turn, Turn]]] = {name: [] for name in sides}
+        self._owns: dict[str, int] = {}  # turns of the base before the newest turn of each
         named = {BASE: base, **sides}
         self._turns = Turns(
             {name: self._recorded(name, side) for name, side in named.items()}, clock, deadline
@@ -35,6 +37,7 @@ class Rounds:
         def take() -> float:
             turn = side()
             (self.turns[name] if name else self.own).append(turn)
+            self._owns[name] = len(self.own)
             return turn.running_seconds / turn.items if turn.items else math.inf
 
         return take
@@ -45,7 +48,9 @@ class Rounds:
         went = self._turns.round(names, found, in_any_case)
         for number, name in enumerate(names):
             if found.pairs[name]:
-                self.pairs[name].append((self.own[before + number // 2], self.turns[name][-1]))
+                # Batches that are there already are those of the base before it.
+                beside = before + number // 2 if name != CACHED else max(self._owns[name] - 1, 0)
+                self.pairs[name].append((self.own[beside], self.turns[name][-1]))
         return went
 
     @property
@@ -56,12 +61,18 @@ class Rounds:
         """Seconds of these phases in an item of the unchanged loop."""
         return sum(turn.phase(phase) for turn in self.own for phase in phases) / self.base.items
 
-    def ratio(self, name: str, without: Sequence[int] = ()) -> Ratio:
+    def ratio(self, name: str, without: Sequence[int] = (), fewer: float = 0.0) -> Ratio:
         """Return how many times as fast an ablation is. without: phases whose time is the same for both: they are
-        taken off both sides, and their mean is added again."""
-        found = ratio_of_totals(
-            [(spent(own, without), spent(turn, without)) for own, turn in self.pairs[name]]
-        )
+        taken off both sides, and their mean is added again. fewer: of so many times fewer positions are its batches,
+        with as many items: then turns say what a position takes, for those of a few batches have other lengths.
+        """
+        pairs = self.pairs[name]
+        by_position = fewer > 0 and all(turn.positions for pair in pairs for turn in pair)
+        found = ratio_of_totals([
+            (spent(own, without, by_position), spent(turn, without, by_position)) for own, turn in pairs
+        ])  # fmt: skip
+        if by_position:
+            found = Ratio(fewer * found.value, fewer * found.low, fewer * found.high, found.pairs)
         rest = self.seconds_of(without)
         return freed(found, self.base.each, self.base.each - rest) if rest else found
 
@@ -81,8 +92,9 @@ class Rounds:
         )
 
 
-def spent(turn: Turn, without: Sequence[int] = ()) -> Spent:
-    return Spent(turn.running_seconds - sum(turn.phase(phase) for phase in without), turn.items)
+def spent(turn: Turn, without: Sequence[int] = (), by_position: bool = False) -> Spent:
+    seconds = turn.running_seconds - sum(turn.phase(phase) for phase in without)
+    return Spent(seconds, turn.positions if by_position else turn.items)
 
 
 def freed(ratio: Ratio, whole: float, part: float) -> Ratio:

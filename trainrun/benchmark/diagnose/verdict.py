@@ -90,15 +90,19 @@ def verdict(found: Diagnosis) -> Verdict:
 
 def worth_naming(found: Diagnosis) -> list[WhatIf]:
     """Return what seems to gain, the most first: the update only if there is a faster one; a larger batch only if it
-    gains much, and after what else in a step costs time."""
+    gains much, and after what explains most of that: parts of a step of which a larger batch has fewer, too."""
     clear = [
         each
         for each in found.what_ifs
         if each.gain.value >= (LARGE if each.name == "dispatch" else CLEAR)
         and not (each.name == "update" and found.fused)
     ]
-    explained = any(each.name in INSIDE for each in clear)
-    return sorted(clear, key=lambda each: (explained and each.name == "dispatch", -each.gain.value))
+    inside = max((each.gain.value for each in clear if each.name in INSIDE), default=1.0)
+
+    def order(each: WhatIf) -> tuple[bool, float]:
+        return each.name == "dispatch" and inside > each.gain.value**0.5, -each.gain.value
+
+    return sorted(clear, key=order)
 
 
 def is_certain(what_if: WhatIf) -> bool:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def not_writable(run: RunDir, error: OSError) -> ConfigError:
     """Build the error for a run folder that cannot be written: a resumed run cannot move to another folder."""
     return ConfigError(
         f"{run.root}: cannot write there ({error.strerror}), and a run goes on in its own folder; make that writable, "
-        f"or begin another run from its newest checkpoint: ckpt_path={run.root}"
+        f"or begin another run from its newest checkpoint: {shlex.quote(f'ckpt_path={run.root}')}"
     )
 
 
