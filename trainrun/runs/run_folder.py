@@ -30,7 +30,7 @@ SEED = "seed"  # in RUN.json
 DIGEST = "sha256"  # in RUN.json: of the rest
 IDENTITY_KINDS: dict[str, type | tuple[type, ...]] = {
     "run_id": str, "created": (int, float), SEED_DRAWN: bool, SEED: int, SAVED: bool, "num_threads": int,
-    "precision": str, "seals": list, "data": dict,
+    "precision": str, "data": dict,
 }  # fmt: skip
 
 
