@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -204,7 +205,50 @@ def test_layers_that_would_save_nothing_are_left_alone() -> None:
     assert gradient_checkpointing(Mlp([6], 3, hidden=[8, 8]), "full") == 0
     assert gradient_checkpointing(Lstm(5), "full") == 0
     runs = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
-    assert [block.layers for block in blocks_of(runs)] == [[runs[1], runs[2]]]
+    assert [block.layers for block in blocks_of(runs)] == [(runs[1], runs[2])]
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def shared_activation() -> nn.Module:
+    act = nn.GELU()
+    return nn.Sequential(act, nn.Linear(8, 8), act, nn.Linear(8, 8), act, nn.Dropout(0.5), nn.Linear(8, 8))
+
+
+def shared_layers() -> nn.Module:
+    a, b = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+    return nn.Sequential(a, b, a, b, b, nn.Linear(8, 8))
+
+
+def shared_part() -> nn.Module:
+    part = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.BatchNorm1d(8))
+    return nn.Sequential(part, nn.Linear(8, 8), Residual(part))
+
+
+@pytest.mark.parametrize(
+    ("build", "number"),
+    [
+        (shared_activation, 2),
+        (shared_layers, 5),
+        (shared_part, 1),
+        (lambda: Residual(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), 0),
+    ],
+)
+def test_layers_that_stand_twice_are_called_twice(build: Callable[[], nn.Module], number: int) -> None:
+    torch.manual_seed(0)
+    plain = build()
+    on = copy.deepcopy(plain)
+    assert gradient_checkpointing(on, "full") == number
+    x, found = torch.randn(4, 8), []
+    for model in (plain, on):
+        torch.manual_seed(1)
+        out = model(x)
+        out.square().sum().backward()
+        found.append([out, *(parameter.grad for parameter in model.parameters()), *model.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_model_that_walks_through_its_layers_is_told() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -13,19 +13,27 @@ SAVE_NOTHING_MORE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Flatten, nn.Unflatten, nn.
 
 
 class ModelBlock(NamedTuple):
-    """owner: what is called. layers: None for its whole forward, else a run of layers of this Sequential."""
+    """owner: what is called. layers: none for its whole forward, else a run of layers of this Sequential.
+
+    start: where the run begins in the Sequential.
+    """
 
     owner: nn.Module
-    layers: list[nn.Module] | None = None
+    layers: tuple[nn.Module, ...] = ()
+    start: int = 0
 
 
-def blocks_of(module: nn.Module) -> Iterator[ModelBlock]:
-    """In the order of the model; none inside of another.
+def blocks_of(model: nn.Module) -> list[ModelBlock]:
+    """In the order of the model; none twice, and none inside of another.
 
     Children of a ModuleList or a Sequential that have layers of their own and are not the only ones of their
     class; and in a Sequential, a layer with weights together with the simple ones that follow it.
     """
-    if isinstance(module, nn.Sequential):
+    return list(dict.fromkeys(_blocks(model)))
+
+
+def _blocks(module: nn.Module) -> Iterator[ModelBlock]:
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         yield from _runs(module)
         return
     repeated = _repeated(module) if isinstance(module, nn.ModuleList) else set()
@@ -33,39 +41,32 @@ def blocks_of(module: nn.Module) -> Iterator[ModelBlock]:
         if type(child) in repeated:
             yield ModelBlock(child)
         else:
-            yield from blocks_of(child)
+            yield from _blocks(child)
 
 
 Forward = Callable[..., Any]
 
 
-def wrap_blocks(blocks: list[ModelBlock], wrap: Callable[[Forward, list[nn.Module]], Forward]) -> None:
+def wrap_blocks(blocks: list[ModelBlock], wrap: Callable[[Forward, tuple[nn.Module, ...]], Forward]) -> None:
     """Replace the forward of every block, in place; names and modules stay.
 
     wrap: given the forward, and the modules it uses.
     """
-    runs: dict[nn.Module, dict[int, tuple[Forward, list[nn.Module]]]] = {}
-    for block in blocks:
-        if block.layers is None:
-            block.owner.forward = wrap(block.owner.forward, [block.owner])
+    chains: dict[nn.Module, list[Forward]] = {}
+    for owner, layers, start in reversed(blocks):
+        if layers:
+            steps = chains.setdefault(owner, list(cast(nn.Sequential, owner)))
+            steps[start : start + len(layers)] = [wrap(Chain(layers), layers)]
         else:
-            wrapped = wrap(Chain(list(block.layers)), block.layers)
-            runs.setdefault(block.owner, {})[id(block.layers[0])] = wrapped, block.layers
-    for sequential, starts in runs.items():
-        inside = {id(layer) for _, layers in starts.values() for layer in layers}
-        sequential.forward = Chain(
-            [
-                starts[id(layer)][0] if id(layer) in starts else layer
-                for layer in sequential.children()
-                if id(layer) in starts or id(layer) not in inside
-            ]
-        )
+            owner.forward = wrap(owner.forward, (owner,))
+    for sequential, steps in chains.items():
+        sequential.forward = Chain(steps)
 
 
 class Chain:
     """One after the other, as torch.nn.Sequential does it."""
 
-    def __init__(self, steps: list[Forward]) -> None:
+    def __init__(self, steps: Sequence[Forward]) -> None:
         self._steps = steps
 
     def __call__(self, input: Any) -> Any:
@@ -77,28 +78,28 @@ class Chain:
 def _runs(sequential: nn.Sequential) -> Iterator[ModelBlock]:
     repeated = _repeated(sequential)
     run: list[nn.Module] = []
-    for layer in sequential:
+    for place, layer in enumerate(sequential):
         composite = next(layer.children(), None) is not None
         if composite or _has_weights(layer):
-            yield from _worthy(sequential, run)
+            yield from _worthy(sequential, run, place)
             run = []
         if composite and type(layer) not in repeated:
-            yield from blocks_of(layer)
+            yield from _blocks(layer)
         elif composite or run or _has_weights(layer):
             run.append(layer)  # else: a simple layer before any with weights, left as it is
-    yield from _worthy(sequential, run)
+    yield from _worthy(sequential, run, len(sequential))
 
 
-def _worthy(sequential: nn.Sequential, run: list[nn.Module]) -> Iterator[ModelBlock]:
+def _worthy(sequential: nn.Sequential, run: list[nn.Module], end: int) -> Iterator[ModelBlock]:
     """The run, where computing it again forgets more than its own input and output."""
     more = [layer for layer in run[1:] if not isinstance(layer, SAVE_NOTHING_MORE)]
     if more or (run and next(run[0].children(), None) is not None):
-        yield ModelBlock(sequential, run)
+        yield ModelBlock(sequential, tuple(run), end - len(run))
 
 
-def _repeated(container: nn.Module) -> set[type[nn.Module]]:
-    """Classes of several children that have layers of their own."""
-    kinds = Counter(type(child) for child in container.children() if next(child.children(), None) is not None)
+def _repeated(container: nn.Sequential | nn.ModuleList) -> set[type[nn.Module]]:
+    """Classes of several children that have layers of their own; one that stands twice counts twice."""
+    kinds = Counter(type(child) for child in container if next(child.children(), None) is not None)
     return {kind for kind, number in kinds.items() if number > 1}
 
 

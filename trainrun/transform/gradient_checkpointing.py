@@ -13,7 +13,7 @@ gain: GPT of 3M parameters, 8,192 tokens, float32, one of 2 busy Xeon cores: pea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from trainrun.transform.blocks import ModelBlock, blocks_of, wrap_blocks
 from trainrun.transform.recompute import Recompute
 
-Around = Callable[[Callable[..., Any], list[nn.Module]], Callable[..., Any]]
+Around = Callable[[Callable[..., Any], Sequence[nn.Module]], Callable[..., Any]]
 
 
 def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
@@ -31,7 +31,7 @@ def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
     mode: full, selective, or the share of the blocks that is left alone, above 0 and below 1: the last ones,
     whose activations are the first to go in the backward.
     """
-    blocks = list(blocks_of(model))
+    blocks = blocks_of(model)
     if not isinstance(mode, str):
         blocks = blocks[: len(blocks) - int(mode * len(blocks))]
     recompute_blocks(model, blocks, selective=mode == "selective")
@@ -44,7 +44,7 @@ def recompute_blocks(
     """Has the blocks computed again, in place. around: makes of a forward the one that is called both times."""
     calls: list[Recompute] = []
 
-    def wrap(forward: Callable[..., Any], modules: list[nn.Module]) -> Recompute:
+    def wrap(forward: Callable[..., Any], modules: Sequence[nn.Module]) -> Recompute:
         inner = forward if around is None else around(forward, modules)
         calls.append(Recompute(inner, modules, selective))
         return calls[-1]

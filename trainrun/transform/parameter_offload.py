@@ -11,7 +11,7 @@ gain: not measured
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ def parameter_offload(model: nn.Module, device: torch.device) -> int:
 
     Parameters outside of blocks, or shared with what is outside, and all buffers stay on the device.
     """
-    blocks = list(blocks_of(model))
+    blocks = blocks_of(model)
     for param in own_parameters(model, blocks):
         param.data = param.data.cpu().pin_memory()
     fetch_blocks(model, blocks, partial(on_device, device=device))
@@ -48,7 +48,9 @@ def on_device(param: Tensor, device: torch.device) -> Tensor:
 
 def own_parameters(model: nn.Module, blocks: list[ModelBlock]) -> list[nn.Parameter]:
     """Those that only modules inside of blocks use."""
-    inside = {id(part) for block in blocks for top in block.layers or [block.owner] for part in top.modules()}
+    inside = {
+        id(part) for block in blocks for top in block.layers or (block.owner,) for part in top.modules()
+    }
     outside = {
         id(param)
         for module in model.modules()
@@ -61,7 +63,7 @@ def own_parameters(model: nn.Module, blocks: list[ModelBlock]) -> list[nn.Parame
 class Fetching:
     """Called as the forward of a block is."""
 
-    def __init__(self, forward: Callable[..., Any], modules: list[nn.Module], fetch: Fetch) -> None:
+    def __init__(self, forward: Callable[..., Any], modules: Sequence[nn.Module], fetch: Fetch) -> None:
         self._forward = forward
         self._modules = modules
         self._fetch = fetch

@@ -7,7 +7,7 @@ once; and an input or a weight that was changed in place before the backward wou
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,7 +35,7 @@ class Recompute:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], modules: list[nn.Module], selective: bool = False
+        self, forward: Callable[..., Any], modules: Sequence[nn.Module], selective: bool = False
     ) -> None:
         self._forward = forward
         self._modules = modules
@@ -61,7 +61,7 @@ class Recompute:
 class _Call:
     """One call of a block: what must be in its second run as in the first."""
 
-    def __init__(self, needed: list[Tensor], modules: list[nn.Module], selective: bool) -> None:
+    def __init__(self, needed: list[Tensor], modules: Sequence[nn.Module], selective: bool) -> None:
         self._needed = [(tensor, tensor._version) for tensor in needed]
         self._products: list[tuple[Tensor, int]] = []
         self._selective = selective
