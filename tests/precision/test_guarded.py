@@ -306,6 +306,20 @@ def test_float16_and_complex_parameters_are_refused() -> None:
         ConfigError, match=r"precision=16-mixed: torch scales no gradients of complex parameters"
     ):
         build_precision(PrecisionOptions("16-mixed"), model, CPU)
+    part = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"16-mixed: the model makes 2 float16 parameters.*bf16-true"):
+        build_precision(PrecisionOptions("16-mixed"), part, CPU)
+    part[0].requires_grad_(False)
+    build_precision(PrecisionOptions("16-mixed"), part, CPU)
+
+
+def test_autocast_inside_autocast_ends_with_the_outer_one() -> None:
+    precision, _ = build_precision(PrecisionOptions("bf16-mixed"), network(), CPU)
+    with precision.autocast():
+        with precision.autocast():
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_overflows_are_normal_until_there_are_too_many() -> None:

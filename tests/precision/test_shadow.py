@@ -84,6 +84,15 @@ def test_master_weights_are_float32_and_the_model_holds_them_rounded(kind: str) 
     assert {value.dtype for value in states} == {torch.float32}
 
 
+def test_complex_weights_keep_their_imaginary_part() -> None:
+    model = nn.ParameterList([torch.tensor([1 + 2j]), torch.ones(1)])
+    shadow, optimizer = shadowed(prepare_model(model, "bf16-true"), "sgd", torch.float32)
+    shadow.backward((model[0].abs().square() + model[1]).sum(), 0.01)
+    shadow.optimizer_step(optimizer, want_norm=False)
+    assert model[0].item() == pytest.approx((1 + 2j) * (1 - 0.1 * 0.02))
+    assert model[1].dtype == torch.bfloat16
+
+
 def test_small_updates_add_up() -> None:
     """0.001 is lost in a bfloat16 of 1.0, a thousand times."""
 

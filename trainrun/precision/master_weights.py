@@ -29,7 +29,7 @@ from trainrun.runtime.foreach_copy import copy_
 class Shadow:
     """Fills `Precision` around another.
 
-    dtype: of the copies, None for that of the weights. device: where they lie, None for the device of the weights.
+    dtype: of the copies at least, None for that of the weights. device: where they lie, None for where the weights do.
     The copies are parameters of their own. (With a parameter's `data` of another type or place, torch forgets
     where its gradient is summed up, and with that the hook by which DDP learns of it: torch 2.13.)
     """
@@ -182,8 +182,9 @@ def exchange(optimizer: Optimizer, other_of: Mapping[Tensor, Tensor]) -> None:
 
 
 def _copied(weight: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
-    """In page-locked memory where that speeds up the way back to the weight."""
-    copy = torch.empty_like(weight, dtype=dtype or weight.dtype, device=device or weight.device)
+    """In page-locked memory where that speeds up the way back to the weight. Complex and wider weights stay so."""
+    dtype = torch.promote_types(weight.dtype, dtype or weight.dtype)
+    copy = torch.empty_like(weight, dtype=dtype, device=device or weight.device)
     if weight.is_cuda and not copy.is_cuda:
         copy = copy.pin_memory()
     return copy.copy_(weight)

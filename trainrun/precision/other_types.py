@@ -24,6 +24,12 @@ def refuse(mode: str, model: nn.Module, device: torch.device) -> None:
         raise ConfigError(
             "precision=16-mixed: torch scales no gradients of complex parameters; use precision=bf16-mixed or 32-true"
         )
+    half = [param for param in model.parameters() if param.requires_grad and param.dtype is torch.float16]
+    if mode == "16-mixed" and half:
+        raise ConfigError(
+            f"precision=16-mixed: the model makes {counted(len(half), 'float16 parameter')}, whose gradients torch "
+            "does not scale; use .float() in the model, or precision=bf16-true"
+        )
     short = AUTOCAST_TYPES.get(mode)
     has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
     if device.type != "cpu" or short is None or not has_lstm or computes_lstm(short):

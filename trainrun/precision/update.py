@@ -95,7 +95,10 @@ class Update:
         self._updated_once = False
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return self._context
+        context = self._context
+        if isinstance(context, torch.autocast) and torch.is_autocast_enabled(context.device):
+            return nullcontext()  # one object entered inside itself would stay on when it is left
+        return context
 
     def backward(self, loss_sum: Tensor, share: float, params: Sequence[Tensor] = ()) -> None:
         """params: the only ones that get a gradient; empty: all that the loss depends on."""
