@@ -145,12 +145,19 @@ class Fixed(nn.Module):
         self.weight = nn.Parameter(torch.ones(2), requires_grad=False)
 
 
+class Graph(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("edges", torch.eye(2).to_sparse(), persistent=False)
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (nn.Identity(), "has no parameters"),
         (Fixed(), "no parameter of Fixed needs a gradient"),
+        (Graph(), "Graph has sparse buffers"),
         (nn.LazyLinear(3), "shape is not known yet"),
     ],
 )

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from trainrun.config.schema import ParallelConfig, RunConfig
 from trainrun.config.validate import fault_of_value
-from trainrun.errors import ConfigError, DataError, told_of_a_setting
+from trainrun.errors import ConfigError, DataError, PluginError, told_of_a_setting
 from trainrun.instantiate import TARGET, build, locate, parameters_of
 from trainrun.interfaces import DataFacts, Parallel
 from trainrun.model.choices import WORDS
@@ -75,6 +75,12 @@ def build_changed(
         initial = load_initial(model, init_from, parallel, config.init)
         notes += initial.lines
     model = apply_transforms(config, model, parallel.device, notes)
+    for name, tensor in model.state_dict().items():
+        if tensor.layout is not torch.strided:
+            raise PluginError(
+                f"model: {name} is sparse, which no checkpoint holds; say "
+                f"register_buffer({name.rpartition('.')[2]!r}, ..., persistent=False) where the model makes it itself"
+            )
     if not all(layer.training for layer in model.modules()):
         from trainrun.hook.unfreeze import begin_training
 

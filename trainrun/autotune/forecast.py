@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 from trainrun.data.split_batch import num_rows, rows_of, tensors_in
 from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
+from trainrun.training.recovery.step_snapshot import numbers_in
 
 Forecast = tuple[int, int, int]  # bytes: gradients, what the forward keeps, the optimizer's state
 ROWS = 4  # of the small batch
@@ -36,7 +37,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
 
     def keep(tensor: Tensor) -> Tensor:
         if start_of(tensor) not in there:
-            kept[start_of(tensor)] = tensor.untyped_storage().nbytes()
+            kept[start_of(tensor)] = numbers_in(tensor).untyped_storage().nbytes()
         return tensor
 
     try:
@@ -56,7 +57,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
 
 
 def start_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return numbers_in(tensor).untyped_storage().data_ptr()
 
 
 def memory_forecast(run: Components, rough: float) -> tuple[str, float]:

@@ -218,6 +218,11 @@ def check_parameters(model: nn.Module) -> None:
             f"model: {name} has parameters whose shape is not known yet; parallel=ddp needs the shapes, "
             "so name the sizes of its lazy layers, or use parallel=single"
         )
+    if any(buffer.layout is not torch.strided for buffer in model.buffers()):
+        raise PluginError(
+            f"model: {name} has sparse buffers, which the ranks cannot exchange; keep their indices and values as "
+            "plain buffers, or use parallel=single"
+        )
     if not any(parameter.requires_grad for parameter in parameters):
         raise PluginError(f"model: no parameter of {name} needs a gradient, so there is nothing to train")
 

@@ -38,11 +38,12 @@ class Offloading:
         weights = {
             tensor.untyped_storage().data_ptr()
             for tensor in (*self._model.parameters(), *self._model.buffers())
+            if tensor.layout is torch.strided
         }
 
         def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-            storage = tensor.untyped_storage()
-            if tensor.numel() * tensor.element_size() < LARGE_BYTES or storage.data_ptr() in weights:
+            small = tensor.numel() * tensor.element_size() < LARGE_BYTES or tensor.layout is not torch.strided
+            if small or tensor.untyped_storage().data_ptr() in weights:
                 return tensor
             return tensor.device, to_host(tensor.detach())
 

@@ -19,9 +19,10 @@ from trainrun.data.split_batch import cut, num_rows
 from trainrun.interfaces import MicroBatch, StepOutput
 from trainrun.parallel.single import Single
 from trainrun.training.evaluate import sums_of
+from trainrun.training.recovery.nonfinite import num_nonfinite
 from trainrun.training.recovery.oom import OomRetry, no_memory
 from trainrun.training.recovery.put_back import restore
-from trainrun.training.recovery.step_snapshot import StepSnapshot
+from trainrun.training.recovery.step_snapshot import StepSnapshot, not_finite
 
 SINGLE = Single(torch.device("cpu"))
 NO_MEMORY = (
@@ -66,6 +67,7 @@ class Writes(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("sum", torch.zeros(3))
         self.register_buffer("table", torch.ones(3))
+        self.register_buffer("links", torch.eye(3).to_sparse(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -133,6 +135,17 @@ def test_buffers_are_as_at_the_start_of_the_window(quiet_windows: int) -> None:
     assert torch.equal(model.sum, before + windows()[0].data.sum(0))
     assert torch.equal(model.table, torch.ones(3))
     assert list(model.state_dict()) == ["count", "sum", "table", "layer.weight", "layer.bias"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_sparse_buffer_may_be_not_finite() -> None:
+    model = Writes()
+    assert not_finite(model) == []
+    model.links = torch.tensor([[0.0, float("nan")]]).to_sparse()
+    assert not_finite(model) == ["links"]
+    model.links = model.links.to_sparse_csr()
+    assert not_finite(model) == ["links"]
+    assert num_nonfinite(model.links) == 1
 
 
 def test_a_buffer_that_only_a_later_window_writes_into_is_said() -> None:

@@ -31,6 +31,7 @@ from trainrun.interfaces import Batches, Parallel, Precision
 from trainrun.output import counted
 from trainrun.runs.run_folder import write_json
 from trainrun.training.recovery.oom import OomRetry
+from trainrun.training.recovery.step_snapshot import numbers_in
 from trainrun.training.state import BadStep, RollBack, TrainState
 
 MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look
@@ -210,7 +211,7 @@ def named_tensors(data: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 def num_nonfinite(tensor: Tensor) -> int:
     """The host waits for the device: asked after a bad step only."""
     floating = tensor.is_floating_point() or tensor.is_complex()
-    return int((~torch.isfinite(tensor)).sum()) if floating else 0
+    return int((~torch.isfinite(numbers_in(tensor))).sum()) if floating else 0
 
 
 def likely_cause(model: nn.Module, batches: Batches) -> str:

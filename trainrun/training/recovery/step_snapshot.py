@@ -65,7 +65,8 @@ class StepSnapshot:
             moved = [
                 name
                 for name, buffer in buffers.items()
-                if not self.is_still(name, buffer) or not torch.equal(buffer, self.copies[name][1])
+                if not self.is_still(name, buffer)
+                or (buffer.layout is torch.strided and not torch.equal(buffer, self.copies[name][1]))
             ]
             self._still = {name: kept for name, kept in self._still.items() if name not in moved}
             self._copy(moved)
@@ -98,7 +99,14 @@ def not_finite(model: nn.Module) -> list[str]:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+    return not tensor.is_floating_point() or bool(numbers_in(tensor).isfinite().all())
+
+
+def numbers_in(tensor: Tensor) -> Tensor:
+    """Itself; of a sparse one, whose zeros torch asks for no more than its sum, those that it holds."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
 def same(states: list[Tensor], others: list[Tensor]) -> bool:
