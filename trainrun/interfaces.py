@@ -290,6 +290,9 @@ class Parallel(Protocol):
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         """Surrounds forward and backward of a micro-batch; ranks exchange gradients in the last only."""
 
+    def exchange(self) -> None:
+        """Average the gradients that are there over the ranks; once more changes nothing."""
+
     def agree(self, items: int, stop: int, save: int) -> Agreed:
         """One exchange per step, on the host: the device is not waited for."""
 

@@ -39,6 +39,12 @@ SERIES = [
     "data.train._target_=my_series.Waves", "data.val._target_=my_series.Waves", "data.val.seed=1", "data.batch_size=8",
     "data.shuffle=false", "model=my_series.Recurrent", "task=my_series.NextValue", "step._target_=my_series.Truncated",
 ]  # fmt: skip
+LBFGS = [
+    "step._target_=my_lbfgs.step", "optimizer=custom", "optimizer._target_=torch.optim.LBFGS", "optimizer.lr=1",
+    "optimizer.line_search_fn=strong_wolfe", "optimizer.max_iter=5", "precision=64", "data.shuffle=false",
+    "data=custom", "data.train._target_=exact_parts.samples", "data.train.count=64", "model=exact_parts.Net",
+    "task.class_dim=-1",
+]  # fmt: skip
 
 
 def given(words: list[str], new: str) -> list[str]:
@@ -117,6 +123,17 @@ def test_one_of_several_optimizers_has_groups(own: Path) -> None:
     assert {name for name in moved if name.startswith("generator")} == {"generator.0"}
 
 
+@pytest.mark.parametrize("words", [SERIES, LBFGS], ids=["truncated", "lbfgs"])
+def test_two_ranks_train_what_one_does(own: Path, words: list[str]) -> None:
+    words = given([*words, *QUIET, "trainer.max_steps=3"], "precision=64")
+    ranks = ["parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=2", "output_dir=two"]
+    assert main([*given(words, "data.batch_size=8"), "output_dir=one"]) == 0
+    assert main([*given(words, "data.batch_size=4"), *ranks]) == 0
+    one, two = (package.load_run(name).load_model("last").state_dict() for name in ("one", "two"))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-9, atol=1e-12)
+
+
 def test_the_hidden_state_is_carried_and_dropped_at_the_end_of_an_epoch(own: Path) -> None:
     run = package.train(*SERIES, *QUIET, "trainer.max_steps=7", "output_dir=middle")
     hidden = read_checkpoint(resolve(run.files.checkpoints, "last")).shared["step"]["state"]["hidden"]
@@ -126,12 +143,7 @@ def test_the_hidden_state_is_carried_and_dropped_at_the_end_of_an_epoch(own: Pat
 
 
 def test_lbfgs_with_a_line_search_ends_where_torch_alone_does(own: Path) -> None:
-    words = [
-        "step._target_=my_lbfgs.step", "optimizer=custom", "optimizer._target_=torch.optim.LBFGS", "optimizer.lr=1",
-        "optimizer.line_search_fn=strong_wolfe", "optimizer.max_iter=5", "precision=64", "data.shuffle=false",
-        "data=custom", "data.train._target_=exact_parts.samples", "data.train.count=64", "model=exact_parts.Net",
-        "task.class_dim=-1", "data.batch_size=32", "trainer.accumulate_grad_batches=2", *QUIET,
-    ]  # fmt: skip
+    words = [*LBFGS, "data.batch_size=32", "trainer.accumulate_grad_batches=2", *QUIET]
     run = package.train(*words, "trainer.max_steps=4", "output_dir=run")
     model = package.train(*words, "trainer.max_steps=0", "output_dir=start").load_model("last").train()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1, line_search_fn="strong_wolfe", max_iter=5)
@@ -162,6 +174,7 @@ def test_lbfgs_with_a_line_search_ends_where_torch_alone_does(own: Path) -> None
         ([*GAN, "scheduler=custom", "scheduler.gen._target_=math.sin"], "scheduler.gen: no optimizer has this name"),
         ([*GAN, "parallel=ddp"], "parallel=ddp: does not go with optimizers by name"),
         (given(GAN, "optimizer=adamw"), "optimizers by name stand beside torch.optim.AdamW; add optimizer=custom"),
+        (["step._target_=my_series.Truncated", "parallel.static_graph=true"], "a step of your own makes its own"),
         ([*GAN, "trainer.compile=step"], "a step of your own is not traced"),
         (["step._target_=my_series.Waves"], "must be a function (run, micro_batches) -> StepReport"),
         (["step._target_=my_gan.told_apart"], "step.fake: my_gan.told_apart needs it"),

@@ -72,6 +72,9 @@ def _general(config: RunConfig) -> Rules:
          f"parallel.devices={devices}: must name one GPU or several, each once, as [0,1]"),
         (config.parallel.mode == "single" and _several(devices),
          f"parallel.devices={devices}: parallel=single is one device; use parallel=ddp"),
+        (config.step and config.parallel.static_graph,
+         "parallel.static_graph=true: learns from the default step when gradients come; a step of your own makes its "
+         "own; leave it out"),
         (trainer.deterministic and trainer.benchmark,
          "trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out"),
         (trainer.detect_anomaly and precision.mode == "16-mixed",

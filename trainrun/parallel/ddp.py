@@ -35,6 +35,11 @@ TORCH_BUCKET_MB = 25.0
 NEW_WORD = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
 OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if NEW_WORD else "broadcast_buffers": False}
 
+WITHOUT_GRADIENT = (
+    "model: some of its parameters got no gradient in the last step, and the ranks wait for them; use them all, or say "
+    "parallel.find_unused_parameters=true"
+)
+
 
 class Ddp:
     """Fills `Parallel`; the arguments are those of the config's section `parallel`."""
@@ -130,8 +135,12 @@ class Ddp:
 
     def exchange(self) -> None:
         assert self._ddp is not None, "wrap comes first"
+        trained = [param for param in self._ddp.module.parameters() if param.requires_grad]
+        there = [param for param in trained if param.grad is not None]
+        if len(there) < len(trained) and not self._options["find_unused_parameters"]:
+            raise PluginError(WITHOUT_GRADIENT)
         with self._exchange():
-            backward_of_zeros(self._ddp)
+            backward_of_zeros(self._ddp, there)
             self._spread_buffers()
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
@@ -181,10 +190,7 @@ class Ddp:
             if is_lost_contact(error):
                 raise exchange_failure(error) from error
             if "Expected to have finished reduction in the prior iteration" in str(error):
-                raise PluginError(
-                    "model: some of its parameters got no gradient in the last step, and the ranks wait for "
-                    "them; use them all, or say parallel.find_unused_parameters=true"
-                ) from error
+                raise PluginError(WITHOUT_GRADIENT) from error
             raise
 
     def _spread_buffers(self) -> None:
@@ -236,17 +242,16 @@ def fix_buckets(ddp: DistributedDataParallel) -> None:
     rebuilds; with `static_graph` it must learn the graph from the first real step, and a resume
     with three ranks or more then rounds differently.
     """
-    backward_of_zeros(ddp)
+    backward_of_zeros(ddp, [parameter for parameter in ddp.module.parameters() if parameter.requires_grad])
     for parameter in ddp.module.parameters():
         parameter.grad = None
 
 
-def backward_of_zeros(ddp: DistributedDataParallel) -> None:
-    """Add 0 to every gradient, after which DDP averages what is there."""
-    parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-    total = torch.zeros((), device=parameters[0].device)
+def backward_of_zeros(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
+    """Add 0 to their gradients, after which DDP averages what is there."""
+    total = torch.zeros((), device=next(ddp.module.parameters()).device, requires_grad=True)
     for parameter in parameters:  # backward visits them from the last to the first
         total = total + parameter.sum().real.to(total) * 0.0
     ddp.reducer.prepare_for_forward()
-    ddp.reducer.prepare_for_backward([])
+    ddp.reducer.prepare_for_backward([total])
     total.backward()  # type: ignore[no-untyped-call]

@@ -45,6 +45,8 @@ class Single:
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         return NO_EXCHANGE
 
+    def exchange(self) -> None: ...
+
     def agree(self, items: int, stop: int, save: int) -> Agreed:
         return Agreed(float(items), stop, save)
 

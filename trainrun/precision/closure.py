@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainrun.errors import PluginError
-from trainrun.interfaces import GradReport, Precision
+from trainrun.interfaces import GradReport, Parallel, Precision
 from trainrun.precision.update import Update
 
 
@@ -27,7 +27,7 @@ class NotFinite(Exception):
 
 
 def step_with_closure(
-    precision: Precision, optimizer: Optimizer, closure: Callable[[], Tensor]
+    precision: Precision, optimizer: Optimizer, closure: Callable[[], Tensor], parallel: Parallel
 ) -> GradReport:
     """Raises PluginError where the precision cannot check several evaluations."""
     if not isinstance(precision, Update) or precision.scales:
@@ -45,6 +45,9 @@ def step_with_closure(
 
     def checked() -> Tensor:
         loss = closure()
+        if parallel.world_size > 1:  # the ranks see one loss, or each would search along another line
+            parallel.exchange()
+            loss = loss.new_tensor(parallel.sum_over_ranks([loss.item()])[0] / parallel.world_size)
         usable, norm = precision.check_and_clip(optimizer, want_norm=True)
         norms.append(norm)
         if not usable:

@@ -101,6 +101,8 @@ class Components:
         closure: of an optimizer that computes the loss several times in a step; it clears the gradients, adds up new
         ones and returns the loss.
         """
+        if self.own_step is not None and self.parallel.world_size > 1 and closure is None:
+            self.parallel.exchange()
         for look in self.hooks.on_gradients:
             look(self)
             self.precision.look_again()
@@ -114,7 +116,7 @@ class Components:
         else:
             from trainrun.precision.closure import step_with_closure
 
-            grad = step_with_closure(self.precision, self.optimizer, closure)
+            grad = step_with_closure(self.precision, self.optimizer, closure, self.parallel)
         if not grad.skipped:
             self.schedule.step()
             if self.ema is not None:
