@@ -32,6 +32,15 @@ def test_what_is_not_finite_or_all_alike_or_empty() -> None:
     assert histograms({"d": torch.zeros(0)}) == {}
 
 
+def test_rows_of_sparse_gradients_and_both_parts_of_complex_numbers() -> None:
+    rows = torch.tensor([[0.0, 0.0], [2.0, 3.0], [0.0, 0.0], [3.0, 2.0]]).to_sparse(1)
+    found = histograms({"a": rows, "b": torch.zeros(9, 2).to_sparse(1), "c": torch.tensor([1 - 2j])})
+    assert [(name, low, high, sum(counts)) for name, (low, high, counts) in found.items()] == [
+        ("a", 2.0, 3.0, 4),
+        ("c", -2.0, 1.0, 2),
+    ]
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("more", [[], ["precision=16-mixed"], ["trainer.accumulate_grad_batches=2"]])
 def test_the_run_is_the_same_and_the_gradients_are_clipped(workdir: Path, more: list[str]) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
+from trainrun.checkpoint.format import flatten
 from trainrun.errors import PluginError
-from trainrun.optimizer.build_optimizer import build_optimizer
+from trainrun.optimizer.build_optimizer import build_optimizer, named_optimizer_state
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -85,6 +86,14 @@ def test_an_open_switch_takes_parameters_that_join_later(dampening: float) -> No
         ends.append(copy.deepcopy(model.state_dict()))
     for name in ends[0]:
         torch.testing.assert_close(ends[0][name], ends[1][name])
+
+
+def test_a_momentum_of_sparse_gradients_is_dense_as_checkpoints_hold_it() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer, _ = build_optimizer(SGD, {"lr": 0.1, "momentum": 0.9}, model)
+    model(torch.tensor([1, 1, 3])).sum().backward()
+    optimizer.step()
+    flatten(named_optimizer_state(optimizer, model))
 
 
 def test_sparse_gradients_are_not_fused() -> None:

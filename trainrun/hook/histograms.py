@@ -3,7 +3,8 @@
 When: to see layers that do not learn, weights that grow, gradients that vanish. When not: small steps of large models
 without a tracker that shows them. How: `monitor.histograms_every_n_steps=N`; counted on the device, from at most 2^20
 values of each tensor at even distances, and fetched together, so the host waits for the device once. Gradients are
-those that the optimizer got: averaged over the ranks, unscaled, clipped. Source: TensorBoard's histogram dashboard.
+those that the optimizer got: averaged over the ranks, unscaled, clipped; of a sparse one the rows that it has, of a
+complex tensor real and imaginary parts. Source: TensorBoard's histogram dashboard.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Histograms:
 @torch.no_grad()
 def histograms(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """`[low, high, counts]` of the finite values of each tensor; one without any is left out."""
-    counted = {name: _counts(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    real = {name: _real_values(tensor) for name, tensor in tensors.items()}
+    counted = {name: _counts(values) for name, values in real.items() if values.numel()}
     if not counted:
         return {}
     found = torch.stack(list(counted.values())).tolist()  # the host waits for the device here
@@ -54,6 +56,11 @@ def histograms(tensors: dict[str, Tensor]) -> dict[str, Any]:
         for name, (low, high, *counts) in zip(counted, found, strict=True)
     }
     return {name: [low, high, counts] for name, (low, high, counts) in rows.items() if sum(counts)}
+
+
+def _real_values(tensor: Tensor) -> Tensor:
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def _counts(tensor: Tensor) -> Tensor:

@@ -145,14 +145,15 @@ def is_wrong(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> b
 
 
 def start_momentum(optimizer: Optimizer) -> None:
-    """Let torch's fused SGD begin with a momentum of 0 instead of none, which gives the same numbers.
+    """Let torch's SGD begin with a momentum of 0 instead of none, which gives the same numbers.
 
-    Without it, it leaves the momentum uninitialised where the first update is skipped, and fails where a
-    parameter gets its first gradient later than others (torch 2.13). Only without dampening: with it,
-    the first update of torch is another one.
+    Without it, the fused one leaves the momentum uninitialised where the first update is skipped, and fails where a
+    parameter gets its first gradient later than others (torch 2.13); and that of sparse gradients is sparse, grows
+    with every step, and no checkpoint can hold it. Only without dampening: with it, the first update of torch is
+    another one.
     """
     for group in optimizer.param_groups if type(optimizer) is SGD else []:
-        if group["fused"] and group["momentum"] != 0 and group["dampening"] == 0:
+        if group["momentum"] != 0 and group["dampening"] == 0:
             for param in group["params"]:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
 
