@@ -274,6 +274,9 @@ class Parallel(Protocol):
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module to call in training: it averages gradients over the ranks."""
 
+    def check_trained(self, model: nn.Module) -> None:
+        """PluginError: a parameter wants a gradient that this backend does not average, as it wanted none before."""
+
     def grad_norm(self, norm: Tensor) -> Tensor:
         """The 2-norm of all gradients (0-d), from that of the gradients of this rank after their exchange."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainrun.errors import PluginError
 from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.group import Group
@@ -175,6 +176,30 @@ def leave_parameters_unused(parallel: Ddp, seen: dict[str, Any]) -> None:
             seen["unused"] = [type(error).__name__, str(error), finished]
 
 
+def look_up_sparsely(parallel: Ddp, seen: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(9, 2, sparse=True), nn.Flatten(), nn.Linear(4, 1))
+    wrapped = (again := another(parallel)).wrap(model)
+    with again.sync_gradients(last=True):
+        wrapped(torch.tensor([[1, 2 + parallel.rank]])).sum().backward()
+    seen["sparse"] = model[0].weight.grad.to_dense().tolist()
+
+
+def train_what_was_frozen(parallel: Ddp, seen: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+    (again := another(parallel)).wrap(model)
+    update, optimizer = (
+        Update(model, parallel.device, parallel=again),
+        torch.optim.SGD(model[1].parameters(), lr=0.1),
+    )
+    update.optimizer_step(optimizer, want_norm=False)
+    optimizer.add_param_group({"params": model[0].requires_grad_(True).parameters()})
+    try:
+        update.optimizer_step(optimizer, want_norm=False)
+    except PluginError as error:
+        seen["frozen_before"] = str(error)
+
+
 def work(parallel: Parallel, flag: StopFlag) -> int:
     assert isinstance(parallel, Ddp)
     seen: dict[str, Any] = {}
@@ -188,6 +213,8 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     wrap_quietly(parallel, seen)
     update_copies(parallel, seen)
     leave_parameters_unused(parallel, seen)
+    look_up_sparsely(parallel, seen)
+    train_what_was_frozen(parallel, seen)
     write_json(Path(sys.argv[1], f"seen{parallel.rank}.json"), seen)
     return 0
 

@@ -139,6 +139,16 @@ def test_unused_parameters_name_the_key(results: list[dict[str, Any]]) -> None:
         assert seen["unused_allowed"] is True
 
 
+def test_sparse_gradients_are_exchanged(results: list[dict[str, Any]]) -> None:
+    rows = [number for number, row in enumerate(results[0]["sparse"]) if any(row)]
+    assert rows == list(range(1, 2 + len(results)))
+    assert all(seen["sparse"] == results[0]["sparse"] for seen in results)
+
+
+def test_a_parameter_that_was_frozen_at_the_start_is_refused(results: list[dict[str, Any]]) -> None:
+    assert all("model.freeze with model.unfreeze_at" in seen["frozen_before"] for seen in results)
+
+
 class Fixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -70,6 +71,7 @@ class Ddp:
             "bucket_cap_mb": None if bucket_cap_mb == TORCH_BUCKET_MB else bucket_cap_mb,
         }
         self._ddp: DistributedDataParallel | None = None
+        self._trained: set[nn.Parameter] = set()
         self._has_buffers = False
         self._learns_graph = static_graph
         self._asks = False
@@ -90,10 +92,18 @@ class Ddp:
             ddp = DistributedDataParallel(model, device_ids=device_ids, **OWN_BUFFERS, **self._options)
             self._has_buffers = any(True for _ in model.buffers())
             self._ddp = ddp
+            self._trained = {param for param in ddp.module.parameters() if param.requires_grad}
             self._spread_buffers()
             if not (self._options["find_unused_parameters"] or self._options["static_graph"]):
                 fix_buckets(ddp)
         return ddp
+
+    def check_trained(self, model: nn.Module) -> None:
+        if any(param.requires_grad and param not in self._trained for param in model.parameters()):
+            raise PluginError(
+                "hook: a parameter is trained that was frozen at the start, and parallel=ddp exchanges the gradients "
+                "of those of the start alone; use model.freeze with model.unfreeze_at, or parallel=single"
+            )
 
     # after the exchange every rank holds the same gradients, and all of the state
     def grad_norm(self, norm: Tensor) -> Tensor:
@@ -250,8 +260,13 @@ def fix_buckets(ddp: DistributedDataParallel) -> None:
 def backward_of_zeros(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
     """Add 0 to their gradients, after which DDP averages what is there."""
     total = torch.zeros((), device=next(ddp.module.parameters()).device, requires_grad=True)
+    sparse = {module.weight for module in ddp.module.modules() if getattr(module, "sparse", False) is True}
     for parameter in parameters:  # backward visits them from the last to the first
-        total = total + parameter.sum().real.to(total) * 0.0
+        if parameter in sparse:  # of an embedding, of which DDP wants such a gradient
+            some = embedding(torch.zeros(1, dtype=torch.long, device=total.device), parameter, sparse=True)
+        else:
+            some = parameter
+        total = total + some.sum().real.to(total) * 0.0
     ddp.reducer.prepare_for_forward()
     ddp.reducer.prepare_for_backward([total])
     total.backward()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from trainrun.precision.gradients import (
 )
 from trainrun.timing.phases import CHECK, CLIP, OPTIMIZER, PhaseTimer
 
+T = TypeVar("T")
 AUTOCAST_TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 FULL, MIXED = "32-true", "bf16-mixed"
 MAX_SKIPS_IN_A_ROW = 100
@@ -62,6 +63,7 @@ class Update:
         gradients_on: torch.device | None = None,
         parallel: Parallel | None = None,
     ) -> None:
+        self._check_trained = parallel.check_trained if parallel else _as_it_is
         self._grad_norm = parallel.grad_norm if parallel else _as_it_is
         self._any_rank = parallel.any_rank if parallel else _as_it_is
         self._model = model
@@ -164,6 +166,7 @@ class Update:
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Looks at the optimizer once, not in every step."""
+        self._check_trained(self._model)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         alike = optimizer is self._optimizer and len(params) == len(self._params)
         self._num_groups = len(optimizer.param_groups)
@@ -250,7 +253,7 @@ def build_context(dtype: torch.dtype | None, device: torch.device) -> AbstractCo
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
-def _as_it_is(value: Tensor) -> Tensor:
+def _as_it_is(value: T) -> T:
     return value
 
 
