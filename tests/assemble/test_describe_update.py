@@ -5,6 +5,7 @@ from torch import nn
 
 from trainrun.assemble.optimizer_and_schedule import build_optimizer_of, build_schedule_of, describe_update
 from trainrun.config.compose import compose_run
+from trainrun.errors import ConfigError
 from trainrun.training.triggers import Intervals, Lengths
 
 pytestmark = pytest.mark.train
@@ -23,7 +24,33 @@ pytestmark = pytest.mark.train
 )
 def test_the_line_says_what_was_built(words, line):
     config = compose_run(words).config
+    assert describe_update(config, schedule_of(config)) == line
+
+
+def schedule_of(config):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     optimizer = build_optimizer_of(config, model, 1, [])
-    rhythm = Intervals(Lengths(20), None, 1, 50, 200)
-    assert describe_update(config, build_schedule_of(config, optimizer, rhythm)) == line
+    return build_schedule_of(config, optimizer, Intervals(Lengths(20), None, 1, 50, 200))
+
+
+PLATEAU = ["scheduler=plateau", "scheduler.patience=0", "scheduler.metric=val/acc"]
+BY_CLASS = ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", *PLATEAU[1:]]
+
+
+@pytest.mark.parametrize("words", [PLATEAU, BY_CLASS])
+def test_a_plateau_knows_which_way_its_metric_is_better(words):
+    schedule = schedule_of(compose_run(words).config)
+    for accuracy, lr in ((0.5, 1e-3), (0.6, 1e-3), (0.55, 1e-4)):
+        schedule.on_validation({"val/loss": 1.0, "val/acc": accuracy})
+        assert schedule.lr == pytest.approx(lr)
+    said = schedule_of(compose_run([*words, "scheduler.mode=min"]).config)
+    for accuracy, lr in ((0.5, 1e-3), (0.6, 1e-4)):
+        said.on_validation({"val/acc": accuracy})
+        assert said.lr == pytest.approx(lr)
+
+
+def test_a_plateau_is_told_the_way_of_a_metric_whose_name_says_nothing():
+    words = ["scheduler=plateau", "scheduler.metric=val/mine"]
+    with pytest.raises(ConfigError, match=r"scheduler\.mode=auto: the name val/mine .* set it to min or max"):
+        schedule_of(compose_run(words).config)
+    assert schedule_of(compose_run([*words, "scheduler.mode=max"]).config).lr == 1e-3

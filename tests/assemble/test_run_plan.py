@@ -21,6 +21,8 @@ from trainrun.task.metrics.directions import taken_as_larger
         ("val/acc", "max"), ("val/f1", "max"), ("val/f1/3", "max"), ("val/top5", "max"), ("val/r2", "max"),
         ("val/exact_match", "max"), ("val/average_precision", "max"), ("val/iou/0", "max"), ("val/mine", "max"),
         ("val/soft_dice", "max"), ("val/hard_acc", "max"), ("val/reconstruction_accuracy", "max"),
+        ("val/brier_score", "min"), ("val/fid_score", "min"), ("val/wer_score", "min"), ("val/top_1_err", "min"),
+        ("val/f1_score", "max"), ("val/soft_score", "max"), ("val/hidden", "min"), ("val/fpr", "min"),
         ("val/edit_distance_accuracy", "max"), ("val/distance_correlation", "max"), ("val/acc_loss", "min"),
     ],
 )  # fmt: skip
@@ -35,6 +37,7 @@ def test_a_name_that_says_nothing_is_told_where_nobody_says_more() -> None:
     assert taken_as_larger(config, "val/mine") == (
         "checkpoint.mode=auto: val/mine is taken as better when larger; if it is not, set checkpoint.mode=min"
     )
+    assert "val/mismatch_rate is taken as better when larger" in taken_as_larger(config, "val/mismatch_rate")
     said = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, mode="min"))
     assert taken_as_larger(said, "val/mine") == ""
     assert taken_as_larger(config, None) == ""

@@ -83,7 +83,7 @@ def test_every_number_flag_and_list_of_an_option_is_looked_at(group: str, option
         ("optimizer=muon optimizer.ns_steps=100", "must be a whole number, 1 or more and at most 99"),
         ("optimizer=sgd optimizer.dampening=x", "must be a number"),
         ("scheduler=plateau scheduler.factor=1", "must be a number, 0 or more and below 1"),
-        ("scheduler=plateau scheduler.mode=up", "must be one of min, max"),
+        ("scheduler=plateau scheduler.mode=up", "must be one of auto, min, max"),
         ("scheduler=onecycle scheduler.pct_start=2", "must be a number, 0 or more and at most 1"),
         ("scheduler=onecycle scheduler.total_steps=1e3", "must be a whole number, 1 or more, or null"),
         ("scheduler=onecycle scheduler.div_factor=0", "must be a number, more than 0"),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainrun.config.schema import RunConfig
+from trainrun.errors import ConfigError
 from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes
 from trainrun.interfaces import Precision
 from trainrun.optimizer.build_optimizer import build_optimizer
@@ -130,6 +131,15 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
         from trainrun.optimizer.groups import peaks_of_groups
 
         keywords |= peaks_of_groups(keywords, optimizer)
+    if str(node["_target_"]).endswith(".ReduceLROnPlateau") and keywords.get("mode", "auto") == "auto":
+        from trainrun.task.metrics.directions import known_direction
+
+        metric = node.get("metric") or "val/loss"
+        keywords["mode"] = known_direction(metric)
+        if keywords["mode"] is None:
+            raise ConfigError(
+                f"scheduler.mode=auto: the name {metric} does not say which way is better; set it to min or max"
+            )
     return build_schedule(
         optimizer, locate(node["_target_"], "scheduler"), keywords, steps, rhythm.total_steps, node.get("metric"),
         rhythm.steps_per_epoch, node.get("interval") == "epoch",

@@ -65,7 +65,7 @@ TORCH: dict[str, Any] = {  # torch's signatures name no limits, so those of the 
     "momentum": NotNegative, "dampening": limits.Number, "gamma": NotNegative, "step_size": Steps,
     "milestones": list[NotNegativeInt], "T_0": Count, "T_mult": Count, "eta_min": NotNegative,
     "total_steps": Count | None, "max_lr": Rates, "pct_start": Fraction, "div_factor": Positive,
-    "final_div_factor": Positive, "mode": Literal["min", "max"], "factor": BelowOne, "patience": NotNegativeInt,
+    "final_div_factor": Positive, "mode": Literal["auto", "min", "max"], "factor": BelowOne, "patience": NotNegativeInt,
     "threshold": NotNegative, "min_lr": Rates,
 }  # fmt: skip
 

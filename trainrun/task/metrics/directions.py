@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainrun.config.schema import RunConfig
 
-# Parts of a name, and whole words of it without their digits.
+# Parts of a name, and whole words of it without their digits. `score` says nothing: a brier_score is better when small.
 SMALL = (
     "loss", "error", "mae", "mse", "mape", "perplexity", "bits", "nats", "distance", "divergence", "entropy",
     "reconstruction", "seconds", "deviation", "brier",
 )  # fmt: skip
 SMALL_WORDS = {
     "kl", "kld", "nll", "ppl", "bpb", "bpc", "bpd", "wer", "cer", "ece", "fid", "kid", "lpips",
-    "soft", "hard", "hidden",
+    "cost", "crps", "eer", "err", "fnr", "fpr", "inaccuracy", "mismatch", "regret", "std",
 }  # fmt: skip
-LARGE = ("acc", "precision", "recall", "auc", "auroc", "dice", "score", "correlation", "similarity", "match")
+PARTS_OF_LOSS = ("soft", "hard", "hidden")  # whole names, of task=distillation
+LARGE = ("acc", "precision", "recall", "auc", "auroc", "dice", "correlation", "similarity", "match")
 LARGE_WORDS = {
     "f", "r", "top", "iou", "miou", "jaccard", "map", "ap", "mcc", "kappa", "psnr", "ssim", "bleu", "rouge",
     "ndcg", "mrr", "reward",
@@ -28,7 +29,7 @@ def known_direction(metric: str) -> str | None:
     """min, max, or None where the name does not say. `val/mse/0` is the first of several numbers named `mse`."""
     name = re.sub(r"(/\d+)+$", "", metric).rpartition("/")[2].lower()
     words = re.findall("[a-z]+", name)
-    small = bool(SMALL_WORDS & {*words}) or any(part in name for part in SMALL)
+    small = bool(SMALL_WORDS & {*words}) or any(part in name for part in SMALL) or name in PARTS_OF_LOSS
     large = bool(LARGE_WORDS & {*words}) or any(part in name for part in LARGE)
     if small and large:  # the last word is what it is: `hard_acc`, `acc_loss`
         small = words[-1] in SMALL_WORDS or any(part in words[-1] for part in SMALL)
