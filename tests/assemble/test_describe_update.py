@@ -3,8 +3,10 @@
 import pytest
 from torch import nn
 
+from trainrun.assemble.assemble import check_targets
 from trainrun.assemble.optimizer_and_schedule import build_optimizer_of, build_schedule_of, describe_update
 from trainrun.config.compose import compose_run
+from trainrun.config.validate import check
 from trainrun.errors import ConfigError
 from trainrun.training.triggers import Intervals, Lengths
 
@@ -18,6 +20,10 @@ pytestmark = pytest.mark.train
         (["optimizer=sgd", "scheduler=cosine"], "SGD, lr 0.1, schedule cosine"),
         (["scheduler=warmup_cosine"], "AdamW, lr 0.001, schedule cosine, 10 warmup steps"),
         (["scheduler=onecycle", "optimizer.lr=0.02"], "AdamW, lr 0.02, schedule OneCycleLR"),
+        (
+            ["scheduler=onecycle", "scheduler.lr_scaling=linear", "data.batch_size=512"],
+            "AdamW, lr 0.002, schedule OneCycleLR",
+        ),
         (["optimizer=muon", "optimizer.adamw_lr=0.003"], "Muon, lr 0.001 and 0.003, schedule constant"),
         (["scheduler.lr_scaling=linear", "data.batch_size=512"], "AdamW, lr 0.002, schedule constant"),
     ],
@@ -54,3 +60,38 @@ def test_a_plateau_is_told_the_way_of_a_metric_whose_name_says_nothing():
     with pytest.raises(ConfigError, match=r"scheduler\.mode=auto: the name val/mine .* set it to min or max"):
         schedule_of(compose_run(words).config)
     assert schedule_of(compose_run([*words, "scheduler.mode=max"]).config).lr == 1e-3
+
+
+LAMBDA = "scheduler._target_=torch.optim.lr_scheduler.LambdaLR"
+
+
+def test_an_argument_of_a_schedule_may_be_a_node():
+    words = [
+        "scheduler=custom",
+        LAMBDA,
+        "scheduler.lr_lambda._target_=trainrun.scheduler.curves.inverse_sqrt",
+    ]
+    config = compose_run(
+        [*words, "scheduler.lr_lambda._partial_=true", "scheduler.lr_lambda.timescale=1"]
+    ).config
+    assert not check(config)
+    check_targets(config)
+    schedule = schedule_of(config)
+    schedule._optimizer.step()
+    for steps in range(1, 4):
+        schedule.step()
+        assert schedule.lr == pytest.approx(1e-3 * (1 + steps) ** -0.5)
+
+
+def test_a_schedule_of_schedules_is_told_to_be_a_function():
+    inner = "{_target_: torch.optim.lr_scheduler.LinearLR}"
+    words = [
+        "scheduler._target_=torch.optim.lr_scheduler.ChainedScheduler",
+        f"scheduler.schedulers=[{inner},{inner}]",
+    ]
+    with pytest.raises(ConfigError) as error:
+        check_targets(compose_run(words).config)
+    assert str(error.value) == (
+        "scheduler: a schedule of schedules is built by a function (optimizer) of your own; name it, as "
+        "scheduler._target_=my_file.my_schedule"
+    )

@@ -155,6 +155,11 @@ def check_targets(config: RunConfig) -> None:
 
             filled = tuple(f"{key}.{name}: {own['_target_']} needs it" for name in LENGTHS)  # in, by the run
             found = bind_faults(own, key, ["optimizer"], SCHEDULE_KEYS)
+            if any(".optimizer: torch." in fault for fault in found):
+                found = [
+                    f"{key}: a schedule of schedules is built by a function (optimizer) of your own; name it, as "
+                    f"{key}._target_=my_file.my_schedule"
+                ]
             faults += [fault for fault in found if not fault.startswith(filled)]
     for name, node in config.transform.items():
         faults += bind_faults(node, f"transform.{name}", ["model"])

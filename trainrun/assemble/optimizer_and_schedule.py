@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
-from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes
+from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes, rebuilt
 from trainrun.interfaces import Precision
 from trainrun.optimizer.build_optimizer import build_optimizer
 from trainrun.output import counted
@@ -55,24 +55,29 @@ def optimizer_of_node(
     left_out = ("params", CHECK, *GROUP_KEYS)
     rules = group_rules(node, key)
     node = {name: copy.copy(value) for name, value in node.items() if name not in left_out}
-    rule = scheduler.get("lr_scaling", "none")
-    if "lr" in node and rule != "none":
-        from trainrun.scheduler.build_schedule import scaled_lr
-
-        batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
-        base = scheduler["base_batch_size"]
-        node["lr"], note = scaled_lr(node["lr"], rule, batch, base)
+    if "lr" in node and scheduler.get("lr_scaling", "none") != "none":
+        scaled = scaling(config, scheduler, world_size)
+        node["lr"], note = scaled(node["lr"])
         notes.append(note)
         if node.get("adamw_lr") is not None:  # the other half of Muon
-            node["adamw_lr"], _ = scaled_lr(node["adamw_lr"], rule, batch, base)
+            node["adamw_lr"], _ = scaled(node["adamw_lr"])
         for group in rules.groups if rules else ():
             if "lr" in group:
-                group["lr"] = scaled_lr(group["lr"], rule, batch, base)[0]
+                group["lr"] = scaled(group["lr"])[0]
     factory = locate(node.pop("_target_"), key)
     optimizer, note = build_optimizer(factory, node, model, params, bool(config.step), rules)
     note = note.replace("optimizer:", f"{key}:", 1)
     notes += note.split("\n") if rules else [note]
     return optimizer
+
+
+def scaling(config: RunConfig, scheduler: Any, world_size: int) -> Callable[[float], tuple[float, str]]:
+    """What `lr_scaling` makes of a rate, with a note."""
+    from trainrun.scheduler.build_schedule import scaled_lr
+
+    batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
+    rule, base = scheduler["lr_scaling"], scheduler.get("base_batch_size", 256)
+    return lambda lr: scaled_lr(lr, rule, batch, base)
 
 
 def group_rules(node: dict[str, Any], key: str) -> GroupRules | None:
@@ -126,7 +131,14 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
     from trainrun.scheduler.build_schedule import build_schedule
 
     left_out = (*SCHEDULE_KEYS, CHECK, "_target_")
-    keywords = {name: value for name, value in node.items() if name not in left_out}
+    keywords = rebuilt({name: value for name, value in node.items() if name not in left_out}, "scheduler")
+    if node.get("lr_scaling", "none") != "none" and (peaks := keywords.keys() & {"max_lr", "base_lr"}):
+        scaled = scaling(config, node, rhythm.lengths.world_size)
+        for name in peaks:
+            value = keywords[name]
+            keywords[name] = (
+                [scaled(one)[0] for one in value] if isinstance(value, list) else scaled(value)[0]
+            )
     if len(optimizer.param_groups) > 1 and str(node["_target_"]).startswith("torch."):
         from trainrun.optimizer.groups import peaks_of_groups
 

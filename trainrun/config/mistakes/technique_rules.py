@@ -150,8 +150,9 @@ def _in_backward(config: RunConfig) -> Rules:
 def by_name(config: RunConfig) -> Iterator[str]:
     """What a step of one's own, and several optimizers by name, do not go with."""
     named = named_nodes(config.optimizer)
+    optimizers = [name for name, value in (config.optimizer or {}).items() if is_node(value)]
     for key, node in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
-        inner = [name for name, value in node.items() if is_node(value)] if isinstance(node, dict) else []
+        inner = [name for name in node if name in optimizers] if isinstance(node, dict) else []
         if inner and node.get(TARGET) and (key == "scheduler" or "params" in node[inner[0]]):
             yield f"{key}.{inner[0]}: {key}s by name stand beside {node[TARGET]}; add {key}=custom"
     for name in named_nodes(config.scheduler):
