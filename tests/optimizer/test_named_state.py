@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from trainrun.errors import CheckpointError
 from trainrun.optimizer.build_optimizer import named_optimizer_state, start_momentum
@@ -237,3 +237,32 @@ def test_a_state_without_what_the_next_step_reads_is_refused() -> None:
         del tree["state"]["weight"][key]
         with pytest.raises(CheckpointError, match=f"the state of weight in the checkpoint has no {key}"):
             load_named_optimizer_state(torch.optim.AdamW(model.parameters()), model, tree)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "lacking"),
+    [(AdamW, {"amsgrad": True}, "max_exp_avg_sq"), (RMSprop, {"momentum": 0.9}, "momentum_buffer"),
+     (RMSprop, {"centered": True}, "grad_avg")],
+)  # fmt: skip
+def test_an_option_that_asks_for_more_state_than_there_is_is_refused(
+    kind: Any, option: dict[str, Any], lacking: str
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = stepped(model, kind)
+    tree = named_optimizer_state(optimizer, model)
+    with pytest.raises(
+        CheckpointError, match=f"of weight in the checkpoint has no {lacking}, .* those of before"
+    ):
+        load_named_optimizer_state(kind(model.parameters(), **option), model, tree, {*option})
+    same = kind(model.parameters())
+    load_named_optimizer_state(same, model, tree)
+    same.step()
+
+
+def test_the_state_of_adam_leaves_adamw_what_it_is() -> None:
+    for before, after in ((Adam, AdamW), (AdamW, Adam)):
+        model = nn.Linear(2, 2)
+        optimizer = stepped(model, before)
+        new = after(model.parameters(), weight_decay=0.1)
+        load_named_optimizer_state(new, model, named_optimizer_state(optimizer, model), {"weight_decay"})
+        assert new.param_groups[0]["decoupled_weight_decay"] is (after is AdamW)

@@ -238,6 +238,48 @@ def test_changed_arguments_of_a_plateau_hold_and_what_it_has_seen_stays() -> Non
     assert [group["lr"] for group in again.param_groups] == pytest.approx([base * 0.5 for base in BASES])
 
 
+def test_a_changed_rate_of_a_plateau_holds_after_a_resume() -> None:
+    schedule = plateau(new_optimizer(), 0, patience=0)
+    for _ in range(2):
+        schedule.on_validation({"val/loss": 1.0})
+    assert schedule.lrs == pytest.approx([base * 0.1 for base in BASES])
+    again = new_optimizer()
+    for group in again.param_groups:
+        group["lr"] *= 2
+    resumed = plateau(again, 0, patience=0)
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    assert resumed.lrs == pytest.approx([base * 0.2 for base in BASES])
+
+
+@pytest.mark.parametrize("warmup", [0, 3, 15])
+@pytest.mark.parametrize("before", ["a curve", "a plateau", "StepLR"])
+def test_a_scheduler_of_torch_that_is_taken_up_on_the_way_stands_where_it_would(
+    before: str, warmup: int
+) -> None:
+    optimizer = new_optimizer()
+    target, keywords = {"a plateau": (ReduceLROnPlateau, {}), "StepLR": (StepLR, {"step_size": 2})}.get(
+        before, (curves.linear, {})
+    )
+    schedule = build_schedule(optimizer, target, keywords, warmup, TOTAL)
+    trace(optimizer, schedule, 10)
+    schedule.on_validation({"val/loss": 1.0})
+
+    whole, later = new_optimizer(), new_optimizer()
+    wanted = trace(whole, build_schedule(whole, CosineAnnealingLR, {}, warmup, TOTAL), 20)[10:]
+    resumed = build_schedule(later, CosineAnnealingLR, {}, warmup, TOTAL)
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    assert trace(later, resumed, 10) == wanted
+
+
+def test_a_plateau_that_is_taken_up_on_the_way_begins_with_the_whole_rate() -> None:
+    optimizer = new_optimizer()
+    schedule = build_schedule(optimizer, StepLR, {"step_size": 2}, 0, TOTAL)
+    trace(optimizer, schedule, 10)
+    resumed = plateau(new_optimizer(), 0)
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    assert resumed.lrs == list(BASES)
+
+
 def test_what_torch_cannot_compute_later_names_the_scheduler() -> None:
     optimizer = new_optimizer()
     schedule = build_schedule(optimizer, StepLR, {"step_size": 0}, 0, None)

@@ -18,7 +18,10 @@ MAX_FAULTS_SHOWN = 5
 LONGEST = 200  # letters of a name that a file may have made up
 UNCOUNTED = ("SGD", "LBFGS", "Muon")  # of torch.optim; the others keep a `step` for every parameter
 AVERAGES = {"Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
-KERNEL_CHOICES = ("fused", "foreach")  # belong to this machine, not to the training
+# options of a group, and the state that each asks for
+OPTIONS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+# belong to this machine, or to the class (which is all that parts AdamW from Adam), not to the training
+OF_THIS_RUN = ("fused", "foreach", "decoupled_weight_decay")
 
 
 def configured_fields(node: Mapping[str, Any]) -> set[str]:
@@ -42,7 +45,7 @@ def load_named_optimizer_state(
     """
     params = {name: param for param, name in names_of(optimizer, model).items()}
     _check_same(params, optimizer, tree)
-    _check_fields(optimizer, tree["state"])
+    _check_fields(optimizer, tree)
     if tree["own"]:
         optimizer.load_state_dict(optimizer.state_dict() | tree["own"])
     for group, stored in zip(optimizer.param_groups, tree["groups"], strict=True):
@@ -80,25 +83,29 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
         )
 
 
-def _check_fields(optimizer: Optimizer, state: dict[str, Any]) -> None:
+def _check_fields(optimizer: Optimizer, tree: dict[str, Any]) -> None:
     """Raises CheckpointError if the state lacks what an optimizer of torch reads in its next step."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or kind.__name__ in UNCOUNTED:
         return
-    needed = ("step", *AVERAGES.get(kind.__name__, ()))
-    for name, stored in state.items():
-        lacking = [key for key in needed if not isinstance(stored.get(key), Tensor | int | float)]
-        if lacking:
-            raise CheckpointError(
-                f"optimizer: the state of {name[:LONGEST]} in the checkpoint has no {' and no '.join(lacking)}, "
-                f"which torch.optim.{kind.__name__} needs"
-            )
+    always = ("step", *AVERAGES.get(kind.__name__, ()))
+    for group, before in zip(optimizer.param_groups, tree["groups"], strict=True):
+        needed = (*always, *(key for option, key in OPTIONS.items() if group.get(option)))
+        for name in before["params"]:
+            stored = tree["state"].get(name, dict.fromkeys(needed, 0))
+            lacking = [key for key in needed if not isinstance(stored.get(key), Tensor | int | float)]
+            if lacking:
+                raise CheckpointError(
+                    f"optimizer: the state of {name[:LONGEST]} in the checkpoint has no {' and no '.join(lacking)}, "
+                    f"which torch.optim.{kind.__name__} needs with these options; go on with those of before, or begin "
+                    "a new run with its weights: init_from=RUN_DIR"
+                )
 
 
 def _load_fields(group: dict[str, Any], stored: dict[str, Any], kept: Collection[str]) -> None:
     """Group fields as stored, but for those kept; a tuple that became a list on disk is a tuple again."""
     for key, value in stored.items():
-        if key == "params" or key in KERNEL_CHOICES or key in kept:
+        if key == "params" or key in OF_THIS_RUN or key in kept:
             continue
         fresh = group.get(key)
         if isinstance(fresh, Tensor):

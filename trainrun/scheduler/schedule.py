@@ -96,7 +96,7 @@ class Schedule:
 
         The warmup and the curves are computed again from the count, so a rate or a length that was
         changed for a resume holds; torch's schedulers go on from the rates they had, or take their steps again
-        where their arguments changed.
+        where their arguments changed, or another schedule was there.
         """
         if len(state["lrs"]) != len(self.lrs):
             raise CheckpointError(
@@ -107,7 +107,7 @@ class Schedule:
         rates = []
         if self._wrapped is not None:
             self._set(self._base_lrs)
-            rates = self._wrapped.load_state_dict(state)
+            rates = self._wrapped.load_state_dict(state, max(self._count - self.warmup_steps, 0))
         self._follow()
         self._set(rates)
 

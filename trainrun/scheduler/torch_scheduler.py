@@ -73,32 +73,37 @@ class TorchScheduler:
     def _interval(self) -> str:
         return "epoch" if self._by_epoch else "step"
 
-    def load_state_dict(self, state: dict[str, Any]) -> list[float]:
-        """state: of the schedule. Returns the rates to go on from; none where it was another kind of schedule.
+    def load_state_dict(self, state: dict[str, Any], steps: int) -> list[float]:
+        """state: of the schedule. steps: updates so far behind the warmup. Returns the rates to go on from; none where
+        it begins.
 
-        The optimizer has the rates that the scheduler begins with. Where an argument or a rate is another than in the
-        run before, one of torch's takes all its steps again.
+        The optimizer has the rates that the scheduler begins with. Where an argument, a rate or the kind of schedule is
+        another than in the run before, one of torch's takes all its steps again; the rates of a plateau, and of a class
+        of the user's, change with those that it begins with.
         """
-        before = state.get("interval", "step")
-        if before != self._interval:
+        interval = state.get("interval", "step")
+        if interval != self._interval:
             raise CheckpointError(
-                f"scheduler.interval={self._interval}: the checkpoint's schedule was counted by {before}; use "
-                f"scheduler.interval={before}"
+                f"scheduler.interval={self._interval}: the checkpoint's schedule was counted by {interval}; use "
+                f"scheduler.interval={interval}"
             )
-        if state["wrapped"] is None:
+        wrapped, first, rates = plain(state["wrapped"] or {}), state.get("first"), list(state["lrs"])
+        plateau = isinstance(self._scheduler, ReduceLROnPlateau)
+        if plateau and "num_bad_epochs" not in wrapped:
             return []
-        wrapped, first = plain(state["wrapped"]), state.get("first")
-        if first not in (None, self._first):
-            member = wrapped.get("_schedulers", [wrapped])[0]  # of a chain, which does not count itself
-            steps = wrapped.get("last_epoch", member.get("last_epoch"))
-            replays = _is_of_torch(self._scheduler) and not isinstance(self._scheduler, ReduceLROnPlateau)
-            if replays and steps is not None:
-                return self._replayed(steps)
-            wrapped |= self._changed(json.loads(first))
+        if not wrapped or first not in (None, self._first):
+            if not plateau and (not wrapped or _is_of_torch(self._scheduler)):
+                member = wrapped.get("_schedulers", [wrapped])[0]  # of a chain, which does not count itself
+                epochs = wrapped.get("last_epoch", member.get("last_epoch", 0))
+                return self._replayed(epochs if self._by_epoch else steps)
+            old, new = json.loads(first or "{}"), json.loads(self._first)
+            wrapped |= self._changed(old)
+            pairs = zip(rates, old.get("_last_lr", rates), new.get("_last_lr", rates), strict=False)
+            rates = [lr * now / before if before else lr for lr, before, now in pairs]
         elif first is None:  # of a version that did not keep it
             wrapped |= {name: getattr(self._scheduler, name) for name in LENGTHS & wrapped.keys()}
         self._scheduler.load_state_dict(wrapped)
-        return list(state["lrs"])
+        return rates
 
     def _changed(self, before: dict[str, Any]) -> dict[str, Any]:
         """What a new scheduler begins with that is another than it was; a mapping in it may hold progress too."""
