@@ -65,3 +65,18 @@ def test_other_classes_than_the_run_has_are_refused(
         assert told in capsys.readouterr().err
     assert main(["evaluate", "run", table("fewer.csv", "cat", "dog")]) == 2
     assert "number 2 and up were mouse; now no more" in capsys.readouterr().err
+
+
+def test_every_sample_is_read_whatever_the_limit_of_the_run(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = ["trainer.limit_val_batches=0.1", "trainer.limit_test_batches=1"]
+    assert main(["trainer.max_steps=2", "monitor=none", *limits, "hydra.run.dir=run"]) == 0
+    capsys.readouterr()
+    assert main(["predict", "run"]) == 0
+    assert capsys.readouterr().out.startswith("359 predictions")
+    assert main(["predict", "run", limits[0]]) == 0
+    assert capsys.readouterr().out.startswith("35 predictions")
+    assert main(["evaluate", "run"]) == main(["evaluate", "run", limits[0]]) == 0
+    all_of_them, some = capsys.readouterr().out.splitlines()
+    assert all_of_them != some

@@ -55,7 +55,7 @@ def predictions(
     """Columns of equal length: `index`, the number of the sample in the data, then the task's."""
     from trainrun.runs.restore_config import parts_of
 
-    run, _, _ = parts_of(run_dir, which, overrides, trust)
+    run, _, _ = parts_of(run_dir, which, whole(overrides), trust)
     if split not in run.splits():
         raise no_split(run.splits(), split)
     columns: dict[str, list[Any]] = {}
@@ -67,6 +67,12 @@ def predictions(
             columns |= {f"{name}_{i}": flat[:, i].tolist() for i in range(flat.shape[1])}
     count = len(next(iter(columns.values())))
     return {"index": list(range(count))} | columns
+
+
+def whole(words: list[str]) -> list[str]:
+    """The words, and that every sample is read: a limit is of the run's validations, unless it is typed here."""
+    limits = ("limit_val_batches", "limit_test_batches")
+    return [*words, *(f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words))]
 
 
 def predict_split(run: Components, split: str) -> dict[str, Tensor]:
@@ -131,7 +137,7 @@ def evaluate(argv: list[str]) -> int:
     from trainrun.training import evaluate as evaluation
 
     which = checkpoint_of(run_dir, words.which)
-    run, _, folder = parts_of(run_dir, which, words.overrides, words.trust)
+    run, _, folder = parts_of(run_dir, which, whole(words.overrides), words.trust)
     splits = [name for name in run.splits() if name == words.split or name.startswith(f"{words.split}/")]
     if not splits:
         raise no_split(run.splits(), words.split)
