@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 SHOWN = 8
+COMPUTED = re.compile(r"\bparametrizations\.(\w+)\.original$")
 Patterns = str | int | Sequence[str | int]  # a layer of a Sequential is called by a number
 
 
@@ -22,11 +24,17 @@ def matching(
     texts = [str(pattern) for pattern in given]
     faults = []
     for pattern in texts:
-        if not any(fnmatchcase(name, pattern) for name in known):
+        if not any(fits(name, pattern) for name in known):
             near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
             guess = f"; did you mean {near[0]}?" if near else "."
             shown = ", ".join(known[:SHOWN]) + (", ..." if len(known) > SHOWN else "")
             faults.append(f"{key}={pattern}: fits no {things}{guess} There are: {shown or 'none'}")
     if faults:
         raise ValueError("; ".join(faults))
-    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in texts)]
+    return [name for name in known if any(fits(name, pattern) for pattern in texts)]
+
+
+def fits(name: str, pattern: str) -> bool:
+    """A weight that `torch.nn.utils.parametrize` computes, as by a mask, has the name of before too."""
+    before = COMPUTED.sub(r"\1", name)
+    return fnmatchcase(name, pattern) or (before != name and fnmatchcase(before, pattern))

@@ -228,8 +228,9 @@ def test_a_quantized_run(workdir: Path, mode: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("words", [["--structured"], []], ids=["channels", "weights"])
 def test_a_pruned_run_goes_on(workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(SHORT) == 0
+    assert main(["trainer.ema=true", *SHORT]) == 0
     assert main(["prune", "run", *words, "--finetune", "4step", "--out", "small"]) == 0
+    assert load_run("small").config.trainer.ema.enabled
     assert main(["prune", "run", *words, "--finetune", "2step", "--out", "twice"]) == 0
     assert main(["resume", "twice", "trainer.max_steps=4"]) == 0
     pair = [load_run(name).load_model("last").state_dict() for name in ("small", "twice")]
@@ -240,6 +241,74 @@ def test_a_pruned_run_goes_on(workdir: Path, words: list[str], capsys: pytest.Ca
     capsys.readouterr()
     assert main(["prune", "small", "--out", "third"]) == 2
     assert "has transform.pruned already" in capsys.readouterr().err
+
+
+OWN = """
+import torch
+from torch import nn
+from trainrun.interfaces import StepOutput
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 16), nn.Linear(16, 10)
+    def encode(self, x):
+        return self.a(x.flatten(1)).relu()
+    def forward(self, x):
+        return self.b(self.encode(x))
+class Shifted:
+    def __init__(self):
+        self.offset = torch.zeros(())
+    def count(self, batch):
+        return len(batch[1])
+    def on_epoch_end(self, model, info):
+        self.offset = torch.tensor(3.0)
+    def step(self, model, batch):  # calls a part of the model alone
+        out = model.b(model.encode(batch[0]))
+        return StepOutput((out[:, 0] + self.offset - batch[1]).square().sum())
+    def state_dict(self):
+        return {"offset": self.offset}
+    def load_state_dict(self, state):
+        self.offset = state["offset"]
+"""
+
+
+def test_what_a_run_began_with_and_learned_beside_its_weights(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "own_smaller.py").write_text(OWN)
+    short, own = (
+        ["trainer.max_epochs=1", "monitor=none"],
+        ["model=own_smaller.Net", "task=own_smaller.Shifted"],
+    )
+    assert main([*short, *own, "output_dir=first"]) == 0
+    begun = ["init_from=first", "init.skip=b.*", "model.freeze=[a.weight]"]
+    groups = 'optimizer.groups=[{params: "*.weight", lr: 1e-4}]'
+    assert main([*short, *own, *begun, groups, "output_dir=run"]) == 0
+    for command in (
+        ["prune", "run", "--amount", "0.01", "--finetune", "1epoch"],
+        ["quantize", "run", "--to", "int8-weight-only"],
+    ):
+        capsys.readouterr()
+        assert main([*command, "--which", "last", "--out", command[0]]) == 0
+        told = capsys.readouterr().out
+        before, after = next(line.split()[1:3] for line in told.splitlines() if line.startswith("val/loss"))
+        assert abs(float(before) - float(after)) < 0.2 * float(before)
+        assert "without speeds: task: its step does not call the model" in told
+    whole, pruned = (load_run(name).load_model("last") for name in ("run", "prune"))
+    kept = pruned.a.weight != 0
+    assert torch.equal(pruned.a.weight[kept], whole.a.weight[kept])
+
+
+def test_a_tokenizer_goes_along(workdir: Path) -> None:
+    for name, letters in (("one", "abcdefgh"), ("two", "ijklmnop")):
+        words = ["".join(letters[i * j % 8] for j in range(2 + i % 5)) for i in range(40)]
+        Path(f"{name}.txt").write_text(" ".join(words * 20))
+    text = "data=text model=gpt model.width=16 model.heads=2 model.layers=1 model.context=16 task=language_modeling"
+    words = [*text.split(), "data.train.block_size=16", "data.tokenizer=bpe:270", *SHORT[:2]]
+    assert main([*words, "data.path=one.txt", "output_dir=base"]) == 0
+    assert main([*words, "data.path=two.txt", "init_from=base", "output_dir=run"]) == 0
+    assert main(["quantize", "run", "--to", "int8-weight-only", "--out", "small"]) == 0
+    assert Path("small/tokenizer.json").read_bytes() == Path("base/tokenizer.json").read_bytes()
 
 
 def test_a_student_is_pruned(workdir: Path) -> None:

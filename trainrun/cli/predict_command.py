@@ -55,7 +55,7 @@ def predictions(
     """Columns of equal length: `index`, the number of the sample in the data, then the task's."""
     from trainrun.runs.restore_config import parts_of
 
-    run, _, _ = parts_of(run_dir, which, whole(overrides), trust)
+    run, _ = parts_of(run_dir, which, whole(overrides), trust)
     if split not in run.splits():
         raise no_split(run.splits(), split)
     columns: dict[str, list[Any]] = {}
@@ -137,7 +137,7 @@ def evaluate(argv: list[str]) -> int:
     from trainrun.training import evaluate as evaluation
 
     which = checkpoint_of(run_dir, words.which)
-    run, _, folder = parts_of(run_dir, which, whole(words.overrides), words.trust)
+    run, folder = parts_of(run_dir, which, whole(words.overrides), words.trust)
     splits = [name for name in run.splits() if name == words.split or name.startswith(f"{words.split}/")]
     if not splits:
         raise no_split(run.splits(), words.split)

@@ -10,7 +10,7 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.resumption import load_weights, network_of
 from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.reading import Loaded, read_checkpoint
 from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.schema import RunConfig, plain, with_values
 from trainrun.parallel.devices import choose_device
@@ -33,8 +33,8 @@ def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
 
 def parts_of(
     run_dir: RunDir, which: str, overrides: list[str], trust: bool = False
-) -> tuple[Components, RunConfig, Path]:
-    """Everything of a saved run on one device, with the weights of a checkpoint in `components.model`."""
+) -> tuple[Components, Path]:
+    """Everything of a saved run on one device, with the weights of a checkpoint in it, and where that lies."""
     config = trusted_config(run_dir, overrides, trust)
     check_found(run_dir, plain(config))
     # the averaged weights are loaded into the model itself
@@ -45,11 +45,8 @@ def parts_of(
     device = choose_device(
         config.parallel.accelerator, devices=listed
     )  # the saved ones may be of another machine
-    if device.type != "cuda":  # what only a GPU's training has
-        config = with_values(config, {
-            "trainer.cuda_graphs": False, "trainer.activation_offload": False, "monitor.sync_debug": False,
-            "trainer.cpu_offload": "none",
-        })  # fmt: skip
+    if device.type != "cuda":
+        config = without_gpu(config)
     identity, folder = read_identity(run_dir), resolve(run_dir.checkpoints, which)
     loaded = read_checkpoint(folder)
     site = RunContext(
@@ -68,7 +65,18 @@ def parts_of(
     seed_everything(derive_seed(seed, 1))
     check_classes(folder.name, loaded.shared, run.data_facts.class_names)
     load_weights(run.model, loaded)
-    kept = loaded.shared.get("task")
-    if isinstance(kept, dict):
-        load_task_state(folder.name, run.task, kept, device)
-    return run, config, folder
+    give_task_state(run, loaded)
+    return run, folder
+
+
+def give_task_state(run: Components, loaded: Loaded) -> None:
+    if isinstance(kept := loaded.shared.get("task"), dict):
+        load_task_state(loaded.folder.name, run.task, kept, run.parallel.device)
+
+
+def without_gpu(config: RunConfig) -> RunConfig:
+    """Without what only a GPU's training has."""
+    return with_values(config, {
+        "trainer.cuda_graphs": False, "trainer.activation_offload": False, "monitor.sync_debug": False,
+        "trainer.cpu_offload": "none",
+    })  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +17,18 @@ from torch import Tensor, nn
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.start_choices import chosen_before
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import plain_config
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import InitConfig, RunConfig, with_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
 from trainrun.export.served import call_of, outputs_of
 from trainrun.output import quantity, say
 from trainrun.parallel.single import Single
 from trainrun.plots.compare import text_table
 from trainrun.runs.lock import only_writer
-from trainrun.runs.restore_config import parts_of
+from trainrun.runs.restore_config import give_task_state, parts_of, without_gpu
 from trainrun.runs.run import new_run
 from trainrun.runs.run_folder import (
     RunDir,
@@ -39,6 +41,7 @@ from trainrun.runs.run_folder import (
 from trainrun.runs.status import write_status
 from trainrun.runs.trusted_code import add_to_list
 from trainrun.runtime.signals import StopFlag
+from trainrun.sampling.run_tokenizer import SEAL
 from trainrun.timing.paired import Rules, compare, turn_of
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
@@ -47,6 +50,7 @@ from trainrun.training.without_trace import first_batches
 
 SECONDS = 3.0  # of each comparison of speeds
 BATCH = 64
+AS_IT_IS = ["trainer.compile.scope=off"]  # the network, whose layers are changed and timed
 GIVEN: dict[str, Tensor] = {}
 GIVE = "trainrun-weights"  # of the transform that is there while the folder is written
 
@@ -87,14 +91,22 @@ def whole(run: RunDir) -> Iterator[RunDir]:
         raise
 
 
-def write_run(run: RunDir, source: RunDir, config: RunConfig, model: nn.Module, words: str) -> None:
-    """A run at step 0 that begins with these weights; `config` has the transforms that they fit."""
+def write_run(
+    run: RunDir, source: RunDir, checkpoint: Path, config: RunConfig, model: nn.Module, words: str
+) -> None:
+    """A run at step 0 that begins with these weights, and with the state of the task and the tokenizer of `source`.
+
+    checkpoint: of source. config: has the transforms that the weights fit."""
     weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-    config = with_values(config, {"init_from": None, "ckpt_path": None, "checkpoint.adapter_only": False})
+    config = with_values(config, {
+        "init_from": None, "init": InitConfig(), "ckpt_path": None, "checkpoint.adapter_only": False
+    })  # fmt: skip
     told = read_identity(source)
     with whole(run) as part, only_writer(part):
         new_run(Composition(config, {}, [], {}), [f"# {words}"], part)
-        names = ("data", "precision", "num_threads")
+        if source.tokenizer.is_file():
+            shutil.copyfile(source.tokenizer, part.tokenizer)
+        names = ("data", "precision", "num_threads", SEAL)
         write_identity(part, read_identity(part) | {name: told[name] for name in names if name in told})
         identity = read_identity(part)
         site = RunContext(
@@ -108,11 +120,11 @@ def write_run(run: RunDir, source: RunDir, config: RunConfig, model: nn.Module, 
         node = {"_target_": f"{__name__}.{given_weights.__name__}"}
         GIVEN.update(weights)
         try:
-            parts, _ = build_components(
-                with_values(config, {"transform": {**config.transform, GIVE: node}}), site
-            )
+            changes = {"transform": {**config.transform, GIVE: node}, "trainer.compile.scope": "off"}
+            parts, _ = build_components(with_values(without_gpu(config), changes), site)
         finally:
             GIVEN.clear()
+        give_task_state(parts, read_checkpoint(checkpoint))
         state = TrainState(stop_reason=words)
         if parts.validation:
             found: dict[str, float] = {}
@@ -157,25 +169,38 @@ def measured(parts: Components) -> CostAndWorth:
 
 def compare_with(run: RunDir, before: CostAndWorth, parts: Components) -> int:
     """Load the new run, and say what it costs and gives beside the old one."""
-    again, _, _ = parts_of(run, checkpoint_of(run, None), [], trust=True)
+    again, _ = parts_of(run, checkpoint_of(run, None), AS_IT_IS, trust=True)
     say_both(before, measured(again), parts)
     close(parts)
     close(again)
     return EXIT_DONE
 
 
-@torch.no_grad()
 def say_both(before: CostAndWorth, after: CostAndWorth, parts: Components) -> None:
     """The lines before and after: metrics, size, latency of one sample, throughput of a batch."""
-    (batch,) = first_batches(parts.val or parts.train)
-    args, names = call_of(before.model, parts.task, batch)
     rows = [
         (name, f"{value:.5g}", f"{after.metrics[name]:.5g}", "") for name, value in before.metrics.items()
     ]
     share = f"{after.num_bytes / before.num_bytes:.2f}x"
     rows.append(("weights", f"{before.num_bytes / 1e3:,.1f} kB", f"{after.num_bytes / 1e3:,.1f} kB", share))
+    untimed = ""
+    try:
+        rows += speeds(before, after, parts)
+    except Exception as error:  # of the task, or of the model, which may take no other batches than those
+        untimed = " ".join(str(error).split())[:200]
+    say(text_table(("", "before", "after", ""), rows))
+    if untimed:
+        say(f"without speeds: {untimed}")
+
+
+@torch.no_grad()
+def speeds(
+    before: CostAndWorth, after: CostAndWorth, parts: Components
+) -> Iterator[tuple[str, str, str, str]]:
+    (batch,) = first_batches(parts.val or parts.train)
+    args, names = call_of(before.model, parts.task, batch)
     for name, count in (("latency of 1", 1), ("throughput", BATCH)):
-        given = [one[:count] for one in args]
+        given = [one[:count] if one.ndim else one for one in args]
         positional = len(given) - len(names)
         named = dict(zip(names, given[positional:], strict=True))
 
@@ -186,10 +211,9 @@ def say_both(before: CostAndWorth, after: CostAndWorth, parts: Components) -> No
             turn_of(partial(run, before.model)), {"after": turn_of(partial(run, after.model))},
             Rules(deadline=time.perf_counter() + SECONDS),
         )  # fmt: skip
-        speeds = found.speeds("before")
+        size = next(len(one) for one in given if one.ndim)
         shown = {
-            side: f"{1e3 / speed:.3f} ms" if count == 1 else f"{quantity(speed * len(given[0]))} a second"
-            for side, speed in speeds.items()
+            side: f"{1e3 / speed:.3f} ms" if count == 1 else f"{quantity(speed * size)} a second"
+            for side, speed in found.speeds("before").items()
         }
-        rows.append((name, shown["before"], shown["after"], f"{found.ratio('after')} as fast"))
-    say(text_table(("", "before", "after", ""), rows))
+        yield name, shown["before"], shown["after"], f"{found.ratio('after')} as fast"

@@ -14,8 +14,9 @@ from trainrun.limits import EPOCH, STEP, parse_duration
 from trainrun.output import counted, say
 from trainrun.runs.exceptional.go_on import open_run, resume_run
 from trainrun.runs.restore_config import parts_of
+from trainrun.runs.resume import trusted_config
 from trainrun.smaller.channels import by_reason
-from trainrun.smaller.new_run import compare_with, measured, new_folder, write_run
+from trainrun.smaller.new_run import AS_IT_IS, compare_with, measured, new_folder, write_run
 from trainrun.smaller.prune import Mask, masked, narrowed, unmasked, without_channels
 from trainrun.training.without_trace import first_batches
 from trainrun.transform.lora import LoraLinear
@@ -40,7 +41,8 @@ def main(argv: list[str]) -> int:
     source = open_run(words.run_dir)
     run = new_folder(words.out, source, NAME)
     which = checkpoint_of(source, words.which)
-    parts, config, _ = parts_of(source, which, ["trainer.compile.scope=off", *words.overrides], words.trust)
+    parts, checkpoint = parts_of(source, which, [*AS_IT_IS, *words.overrides], words.trust)
+    config = trusted_config(source, words.overrides, words.trust)
     if NAME in config.transform or "int8" in config.transform:
         name = NAME if NAME in config.transform else "int8"
         raise ConfigError(f"{source.root}: has transform.{name} already; prune the run that it was made from")
@@ -71,7 +73,9 @@ def main(argv: list[str]) -> int:
         way = f"; or merge LoRA first: trainrun export {words.run_dir} --to huggingface --merge, and init_from that"
         raise ConfigError(f"--amount {words.amount:g}: {error}{way if adapted else ''}") from error
     config = with_values(config, {"transform": {**config.transform, NAME: node}, **limits})
-    write_run(run, source, config, model, f"pruned: --amount {words.amount:g}, of {source.root.name}")
+    write_run(
+        run, source, checkpoint, config, model, f"pruned: --amount {words.amount:g}, of {source.root.name}"
+    )
     say(f"{run.root}: {what}")
     if words.finetune and (code := resume_run(run, [], add_import_paths([]), trust=True)) != EXIT_DONE:
         return code

@@ -7,15 +7,17 @@ from itertools import islice
 
 import torch
 
+from trainrun.assemble.model_and_transforms import split_words
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.config.schema import with_values
 from trainrun.errors import ConfigError
 from trainrun.output import counted, say
 from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.restore_config import parts_of
+from trainrun.runs.resume import trusted_config
 from trainrun.smaller.channels import by_reason
 from trainrun.smaller.int8 import MODES, Int8Layer, in_floats, int8, measuring
-from trainrun.smaller.new_run import compare_with, measured, new_folder, write_run
+from trainrun.smaller.new_run import AS_IT_IS, compare_with, measured, new_folder, write_run
 
 STEP = "int8"  # its name in `transform`
 CALIBRATION_BATCHES = 16
@@ -30,9 +32,9 @@ def main(argv: list[str]) -> int:
     words = parse(parser, argv)
     source = open_run(words.run_dir)
     run = new_folder(words.out, source, words.to)
-    overrides = ["trainer.compile.scope=off", *words.overrides]
     which = checkpoint_of(source, words.which)
-    parts, config, _ = parts_of(source, which, overrides, words.trust)
+    parts, checkpoint = parts_of(source, which, [*AS_IT_IS, *words.overrides], words.trust)
+    config = trusted_config(source, words.overrides, words.trust)
     if STEP in config.transform:
         raise ConfigError(
             f"{source.root}: has transform.{STEP} already; quantize the run that it was made from"
@@ -51,11 +53,12 @@ def main(argv: list[str]) -> int:
             for batch in islice(parts.train.epoch(0), CALIBRATION_BATCHES):
                 parts.task.step(model, batch.data)
     config = with_values(config, {
+        "model": split_words(config.model)[0],  # nothing is frozen where nothing is trained
         "transform": {**config.transform, STEP: {"_target_": f"{int8.__module__}.int8", "to": words.to}},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0}, "scheduler": None, "hook": {},
         "trainer.ema.enabled": False, "trainer.max_steps": 0, "precision.master_weights": False,
     })  # fmt: skip
-    write_run(run, source, config, model, f"quantized: --to {words.to}, of {source.root.name}")
+    write_run(run, source, checkpoint, config, model, f"quantized: --to {words.to}, of {source.root.name}")
     in_bytes = sum(one.numel() for one in model.buffers() if one.dtype == torch.int8)
     share = in_bytes / sum(p.numel() for p in before.model.parameters())
     stays = f"; in floating point: {by_reason(left)}" if left else ""
