@@ -80,3 +80,34 @@ def test_every_sample_is_read_whatever_the_limit_of_the_run(
     assert main(["evaluate", "run"]) == main(["evaluate", "run", limits[0]]) == 0
     all_of_them, some = capsys.readouterr().out.splitlines()
     assert all_of_them != some
+
+
+BARE = """
+import torch
+from torch import nn
+from trainrun.interfaces import StepOutput
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return torch.full((8,), float(index))
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+class Task:
+    def count(self, batch):
+        return len(batch)
+    def step(self, model, batch):
+        return StepOutput((model(batch) - batch).square().sum())
+"""
+
+
+def test_a_sample_that_is_a_bare_tensor_is_one_row(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "own_bare.py").write_text(BARE)
+    data = [f"data.{split}._target_=own_bare.Samples" for split in ("train", "val")]
+    words = [*data, "model=own_bare.Net", "task=own_bare.Task", "trainer.max_steps=2", "monitor=none"]
+    assert main([*words, "output_dir=run"]) == 0
+    assert main(["predict", "run"]) == 0
+    rows = (workdir / "run/predictions-val.csv").read_text().splitlines()
+    assert rows[0] == ",".join(["index", *(f"output_{i}" for i in range(8))])
+    assert len(rows) == 41

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +101,7 @@ def raw_output(model: Any, batch: Any) -> Tensor:
     """The model's tensor for the inputs of a batch; a dict is passed by the names of its `forward`."""
     from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
 
-    inputs = inputs_and_maybe_target(batch)[0] if isinstance(batch, Mapping) else batch[0]
+    inputs = batch[0] if isinstance(batch, tuple | list) else inputs_and_maybe_target(batch)[0]
     return output_tensor(run_model(model, inputs, batch))
 
 
