@@ -221,6 +221,16 @@ def test_a_lost_sample(tmp_path, monkeypatch):
     assert verdict(tmp_path, "every sample once") == FAIL
 
 
+def test_samples_that_repeat_are_not_certified_to_be_there_once(tmp_path):
+    assert verdict(tmp_path, "every sample once", "data.sampling=balanced") == NONE
+
+
+def test_a_run_is_stopped_before_its_own_end(tmp_path):
+    short = ("model=subjects.Counting", "data.batch_size=61")
+    assert verdict(tmp_path, "resume", *short, "trainer.max_steps=3") == FAIL
+    assert verdict(tmp_path, "resume", *short, "trainer.max_steps=1") == NONE
+
+
 @pytest.mark.parametrize(
     ("check", "words"),
     [
@@ -305,7 +315,7 @@ def test_trees_and_tensors_are_compared_bit_by_bit():
 )
 def test_a_gpu_that_does_not_repeat_a_run_is_not_blamed_on_the_resume(monkeypatch, device, noise, state):
     def outcome(weight):
-        return Outcome({"weight": torch.tensor(weight)}, {}, [], {}, 1.0)
+        return Outcome({"weight": torch.tensor(weight), "train": {"step": 6}}, {}, [], {}, 1.0)
 
     found = {0: [outcome(1.0), outcome(1.0 + noise)], 1: [outcome(2.0)]}  # without a stop, and resumed
     trials = SimpleNamespace(config=compose_run([]).config, pilot=outcome(1.0))

@@ -40,8 +40,11 @@ def resumed(trials: Trials) -> Certificate:
     As many steps as fit into LAP_SECONDS. What no checkpoint holds is compared too: it may act later than that.
     """
     steps = max(STEPS, min(MOST_STEPS, int(LAP_SECONDS / trials.pilot.step_seconds)))
-    at = random.Random(trials.config.seed).randrange(1, steps)
     straight = trials.pilot if steps == STEPS else trials.stopped("a run without a stop", steps)
+    steps = min(steps, straight.shared["train"]["step"])  # the run may be shorter
+    if steps < 2:
+        raise NotApplicable("the run has one step, so it cannot stop on its way")
+    at = random.Random(trials.config.seed).randrange(1, steps)
     stopped = trials.stopped(f"the same, stopped at step {at} and resumed", at, then=steps - at)
     places = different_leaves(straight.shared, stopped.shared, "shared")
     places += different_leaves(straight.own, stopped.own, "own")
@@ -130,6 +133,11 @@ def each_once(config: RunConfig, num_samples: int | None) -> Certificate:
     """The indices of an epoch, on one, two and three ranks, with the user's batch size."""
     if num_samples is None:
         raise NotApplicable("the number of samples is not known")
+    data = config.data
+    if data.sampling != "none" or data.mix or data.truncate == "drop":
+        raise NotApplicable(
+            "data.sampling, data.mix and data.truncate=drop repeat samples of an epoch, or leave some out"
+        )
     count = min(num_samples, MOST_INDICES)
     batch = min(config.data.batch_size, count)
     kept = count - count % batch if config.data.drop_last else count
