@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from trainrun.interfaces import MicroBatch, Parallel, Task
 from trainrun.training.recovery.step_snapshot import StepSnapshot
-
-if TYPE_CHECKING:
-    from trainrun.training.recovery.smaller_pieces import DeferredSync
 
 T = TypeVar("T")
 Compute = Callable[[list[MicroBatch]], T]
@@ -46,12 +43,9 @@ class OomRetry:
         self.pieces = 1
         self.mode, self.model, self.task, self.parallel, self.note = mode, model, task, parallel, note
         self._start = StepSnapshot(model, parallel.device)
-        self._ranks: DeferredSync | None = None
-        self.refusal = ""
-        if parallel.world_size > 1 and mode != "stop":
-            from trainrun.training.recovery.smaller_pieces import deferring
-
-            self._ranks, self.refusal = deferring(parallel)
+        self._together = parallel.world_size > 1 and mode != "stop"
+        ranks: Any = parallel  # every backend of several fills `smaller_pieces.DeferredSync`
+        self.refusal: str = ranks.cannot_wait if self._together else ""
         self._off = mode == "stop" or bool(self.refusal)
         self._marked = False
         self.largest, self._val_pieces = 0, 1
@@ -66,10 +60,10 @@ class OomRetry:
         self._marked = True
         if self._off:
             return compute(window)
-        if self._ranks is not None:
+        if self._together:
             from trainrun.training.recovery.smaller_pieces import run_together
 
-            return run_together(self, self._ranks, window, compute)
+            return run_together(self, window, compute)
         found, fault = self.attempt(window, compute)
         if not fault:
             return found  # type: ignore[return-value]

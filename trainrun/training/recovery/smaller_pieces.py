@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -37,7 +37,6 @@ COUPLED = 0.02  # of the loss: far above rounding, also of bfloat16
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-@runtime_checkable
 class DeferredSync(Protocol):
     """A backend whose ranks can wait with the exchange until every one of them has its gradients.
 
@@ -58,13 +57,6 @@ class DeferredSync(Protocol):
         """The exchange of a window that waited, equal to that of the last micro-batch of any other."""
 
 
-def deferring(parallel: Parallel) -> tuple[DeferredSync | None, str]:
-    """The backend as one whose ranks can wait for each other; and why nothing runs again here, "" if it does."""
-    if not isinstance(parallel, DeferredSync):
-        return None, "these ranks cannot wait for each other before they exchange gradients"
-    return parallel, parallel.cannot_wait
-
-
 class Retry(Protocol):
     """What `OomRetry` is to the functions here."""
 
@@ -82,8 +74,9 @@ class Retry(Protocol):
     def tell(self, window: list[MicroBatch], fault: str) -> None: ...
 
 
-def run_together(retry: Retry, ranks: DeferredSync, window: list[MicroBatch], compute: Compute[T]) -> T:
+def run_together(retry: Retry, window: list[MicroBatch], compute: Compute[T]) -> T:
     """Several ranks: those that computed all their gradients wait for those that could not."""
+    ranks = cast(DeferredSync, retry.parallel)
     size = sum(leaf.numel() for batch in window for leaf in tensors_in(batch.data))
     ranks.ask_to_wait(size > retry.largest)
     retry.largest = max(size, retry.largest)
