@@ -71,13 +71,16 @@ def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
     """Behind its cache (`options.cache`), with the plan of its batches."""
     given, options, notes = source, with_limit_in_samples(options), []
     source, scale = as_bytes(source)
+    columns = None
     if options.cache != "none":
         from trainrun.data.cache.cached import Cached, cached
 
         gather = options.gather if options.world_size > 1 else None
         source = cached(source, options.cache, options.key, options.report, gather)
-        notes += [f"{options.key}: {source.note}"] if isinstance(source, Cached) else []
-    columns = columns_of(source, options.key)
+        if isinstance(source, Cached):
+            columns = source.as_columns()
+            notes += [f"{options.key}: {source.note}"]
+    columns = columns_of(source, options.key) if columns is None else columns
     dataset = source if columns is None else columns
     if options.may_grow and columns is not None:
         size = roomy_batch_size(columns, options.batch_size, scale is not None)

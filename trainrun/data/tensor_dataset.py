@@ -124,14 +124,6 @@ class KeepsBytes(Protocol):
         """The same data set with its pictures as bytes, and what makes its own samples of those."""
 
 
-@runtime_checkable
-class MayBeColumns(Protocol):
-    """A map-style source that may be in memory, such as a full cache."""
-
-    def as_columns(self) -> Columns | None:
-        """None while it is not."""
-
-
 def rows_in_memory(source: Any) -> Columns | None:
     """Return the rows of one of this package's sources that can tell where its samples lie, else None.
 
@@ -202,8 +194,6 @@ def columns_of(source: Any, key: str) -> Columns | None:
     In memory are: a tensor or array, a tuple, list or mapping of them, a plain `TensorDataset`, and
     `Arrays`. A list of tensors is a list of columns, not of samples.
     """
-    if isinstance(source, MayBeColumns):
-        return source.as_columns()
     if isinstance(source, Arrays | TensorDataset):
         if isinstance(source, TensorDataset) and type(source) is not TensorDataset:
             return None  # a subclass may do more than index

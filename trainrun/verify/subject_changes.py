@@ -13,7 +13,7 @@ from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import DataError
 
 MAKERS = (torch.randn, torch.rand, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace)
-HIDDEN = ("as_columns", "columns", "__getitems__")  # they would give all samples
+HIDDEN = ("columns", "__getitems__")  # they would give all samples
 
 
 class Doubles(TorchFunctionMode):

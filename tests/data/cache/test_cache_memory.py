@@ -16,7 +16,7 @@ from trainrun.data.cache.cached import cached
 from trainrun.data.cache.probe import look_at
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import Columns, columns_of
+from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 
 pytestmark = pytest.mark.process
@@ -167,7 +167,7 @@ def test_what_cannot_be_kept():
 def test_a_full_cache_is_columns(kind):
     source = Made(kind)
     kept = cached(source, "memory", "data.train")
-    columns = columns_of(kept, "data.train")
+    columns = kept.as_columns()
     assert isinstance(columns, Columns)
     assert len(columns) == 40
     for index in range(40):
