@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from trainrun.checkpoint.state_copy import num_bytes
 from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
 
@@ -118,10 +119,6 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 def alike(copy: Tensor | None, tensor: Tensor) -> TypeGuard[Tensor]:
     return copy is not None and (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
-
-
-def num_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def peak_rss() -> int:

@@ -114,9 +114,9 @@ def _in_pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def set_aside(folder: Path, files: FileLayer, prefix: str = ".bad") -> Path:
-    """Rename a folder so that it is never taken for a checkpoint again, and never deleted either."""
+    """Rename a folder or file so that it is never taken for a sound one again, and never deleted either."""
     number = 1
-    while os.path.lexists(target := folder.with_name(f"{prefix}-{folder.name}-{number}")):
+    while os.path.lexists(target := folder.with_name(f"{prefix}-{folder.name.lstrip('.')}-{number}")):
         number += 1
     files.rename(folder, target)
     return target

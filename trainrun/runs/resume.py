@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from trainrun.checkpoint.files import FileLayer, set_aside
 from trainrun.checkpoint.format import committed_steps
 from trainrun.config.saved_config import is_as_saved, load_config, plain_config, with_overrides
 from trainrun.config.saved_values import leaves_of, public, resolved
@@ -383,8 +384,5 @@ def _repair_rows(run: RunDir, note: Callable[[str], None]) -> None:
 
 
 def _set_aside(path: Path, why: str, note: Callable[[str], None]) -> None:
-    number = 1
-    while os.path.lexists(target := path.with_name(f".bad-{path.name.lstrip('.')}-{number}")):
-        number += 1
-    path.rename(target)
+    target = set_aside(path, FileLayer())
     note(f"{path}: {why}; set aside as {target.name}, the run goes on without it")

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
-import random
 import time
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
 from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, take_apart
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, Layout, kind_of, record_of
-from trainrun.data.engines.generators import takes
+from trainrun.data.engines.generators import states, takes
 from trainrun.data.map_style import innermost
 from trainrun.errors import DataError
 from trainrun.seeding import kept_random_state
@@ -116,16 +111,12 @@ def _refuse_random(source: Any, row: int, look: Look, where: str) -> None:
 
     The first may draw: to prepare something once, or because it seeds the generators itself.
     """
-    before = _generators()
+    before = states()
     again = _look(source[row])
     if again.digest != look.digest:
         why = f"sample {row} is another one each time it is read"
-    elif _generators() != before:
+    elif states() != before:
         why = f"random numbers are drawn while sample {row} is read"
     else:
         return
     raise DataError(f"{where}: {why} (by {type(source).__name__}), {RANDOM}")
-
-
-def _generators() -> bytes:
-    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))
