@@ -45,7 +45,8 @@ def test_the_line_names_the_side_that_limits():
 
 def masked(mask):
     """Components of which every batch says what of it is padding."""
-    batches = [SimpleNamespace(data={"attention_mask": mask} if mask is not None else (1, 2))]
+    data = (1, 2) if mask is None else {"attention_mask": mask}
+    batches = [SimpleNamespace(data=data, last=False)]
     stream = SimpleNamespace(epoch=lambda epoch, start: iter(batches))
     run = exact_parts.parts_of((), batch_size=BATCH, engine="resident")
     return dataclasses.replace(run, train=stream)

@@ -30,8 +30,8 @@ from trainrun.autotune.timed_step import (
     obstacle,
     run_seconds,
 )
-from trainrun.data.batch import map_leaves
 from trainrun.data.engines.auto_stream import AutoStream, Option, simplicity
+from trainrun.data.split_batch import tensors_in
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.output import duration, quantity
 from trainrun.runtime.machine import usable_cores
@@ -179,23 +179,16 @@ class EngineTrial:
         self.run, self.stream = run, stream
         self.step = TimedStep(run.model, run.task, run.parallel, clock)
         self._first: Any = None
-        self._epoch, self._position = 0, 0
+        self._place = [0, 0]  # epoch, batch
 
     def train(self, data: Any) -> None:
         self.step(data, self.run.precision.autocast)
 
     def batches(self, stream: Batches) -> Generator[MicroBatch, None, None]:
         """Batches without an end, from where the last measurement ended."""
-        while True:
-            epoch = stream.epoch(self._epoch, self._position)
-            try:
-                for batch in epoch:
-                    self._position += 1
-                    if batch.last:
-                        self._epoch, self._position = self._epoch + 1, 0
-                    yield batch
-            finally:
-                getattr(epoch, "close", lambda: None)()
+        from trainrun.training.without_trace import endless
+
+        return endless(stream, self._place)
 
     def alone(self, option: Option) -> Alone:
         """Load a few batches with nothing else to do, then train on them with nothing else to do."""
@@ -229,10 +222,10 @@ class EngineTrial:
 
     def reads_the_same(self, name: str) -> bool:
         """Whether its first batch has the bits of the first that was read at all."""
-        self._epoch = self._position = 0
+        self._place = [0, 0]
         try:
             with contextlib.closing(self.batches(self.stream.stream(name))) as batches:
-                pairs = zip(leaves_of(next(batches).data), leaves_of(self._first), strict=True)
+                pairs = zip(tensors_in(next(batches).data), tensors_in(self._first), strict=True)
                 return all(torch.equal(own, its) for own, its in pairs)
         # It cannot read this data, or gives another number of tensors: no run depends on it.
         except Exception:
@@ -309,9 +302,3 @@ def samples_per_batch(run: Components) -> float:
     if train.num_batches and train.num_samples:
         return train.num_samples / train.num_batches
     return run.config.data.batch_size * run.parallel.world_size
-
-
-def leaves_of(data: Any) -> list[torch.Tensor]:
-    found: list[Any] = []
-    map_leaves(data, found.append)
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]

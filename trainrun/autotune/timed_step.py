@@ -20,6 +20,7 @@ from trainrun.data.batch import map_leaves
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.interfaces import Batches, Parallel
 from trainrun.limits import SECOND, parse_seconds, parse_whole
+from trainrun.runtime.machine import settle
 
 if TYPE_CHECKING:
     from trainrun.timing.paired import Turn
@@ -80,10 +81,7 @@ class TimedStep:
 
     def now(self) -> float:
         """Seconds, once the device has done all that it was given."""
-        if self.parallel.device.type == "cuda":
-            torch.cuda.synchronize(self.parallel.device)
-        elif self.parallel.device.type == "mps":
-            torch.mps.synchronize()
+        settle(self.parallel.device)
         return self.clock()
 
 

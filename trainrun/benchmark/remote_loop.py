@@ -43,8 +43,9 @@ from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.map_style import thread_safe
 from trainrun.errors import PluginError, TrainingError
 from trainrun.interfaces import MicroBatch, StepReport, counts_before
+from trainrun.runtime.machine import settle
 from trainrun.step.whole import task_obstacle
-from trainrun.summary.throughput_limits import ahead, settle
+from trainrun.summary.throughput_limits import ahead
 from trainrun.timing.phases import ACCOUNTS, COMPILE
 from trainrun.training import loop
 from trainrun.training.components import Components

@@ -109,6 +109,16 @@ def free_bytes(device: torch.device) -> int:
     return host_memory().free
 
 
+def settle(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def _number(file: Path) -> int | None:
     try:
         text = file.read_text().strip()

@@ -9,15 +9,12 @@ source: max(load, train) as in the data stalls of https://arxiv.org/abs/2007.067
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from trainrun.data.engines.auto_stream import AutoStream, num_ahead
-from trainrun.interfaces import MicroBatch
 from trainrun.seeding import kept_random_state
 from trainrun.timing.phases import Session
 from trainrun.training.components import Components
@@ -77,26 +74,6 @@ def start_seconds(run: Components) -> float:
     return 0.0 if engine_of(run) == "threads" else WORKER_START * readers(run)
 
 
-def batches_from(run: Components, state: TrainState) -> Generator[MicroBatch, None, None]:
-    """Those that would come next."""
-    epoch, start = state.epoch, state.batches
-    while True:
-        found: Iterator[MicroBatch] = run.train.epoch(epoch, start)
-        try:
-            yield from found
-        finally:
-            getattr(found, "close", lambda: None)()
-        epoch, start = epoch + 1, 0
-
-
-def settle(device: torch.device) -> None:
-    """Until the device has done all that it was given; the training is over."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
 def padding_fraction(run: Components, state: TrainState, session: Session) -> float:
     """The share of padding in the next batches; 0 if they do not say it, or if reading some would take too long."""
     if not session.steps:
@@ -107,9 +84,11 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
     needed = (ahead(run) + BATCHES) * usual + start_seconds(run)
     if needed > MOST_SHARE * session.loop_seconds:
         return 0.0
+    from trainrun.training.without_trace import endless
+
     useful = positions = 0
     try:
-        with kept_random_state(), contextlib.closing(batches_from(run, state)) as batches:
+        with kept_random_state(), closing(endless(run.train, [state.epoch, state.batches])) as batches:
             for _ in range(BATCHES):
                 mask = real_positions(next(batches).data)
                 if mask is None:

@@ -8,16 +8,15 @@ when: `stand_ins` where weights' worth of memory is free and Python attributes m
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from trainrun.interfaces import Batches
+from trainrun.interfaces import Batches, MicroBatch
 from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
 from trainrun.training.recovery.put_back import put_back
@@ -34,57 +33,31 @@ def first_batches(batches: Batches, count: int = 1, epoch: int = 0, start: int =
         getattr(opened, "close", lambda: None)()
 
 
+def endless(batches: Batches, place: list[int]) -> Generator[MicroBatch]:
+    """Those from `place` on, an epoch and the number of a batch, which moves along; as above, closed at the end."""
+    while True:
+        epoch, start = place
+        found = batches.epoch(epoch, start)
+        try:
+            for number, batch in enumerate(found, start + 1):
+                place[:] = (epoch + 1, 0) if batch.last else (epoch, number)
+                yield batch
+        finally:
+            getattr(found, "close", lambda: None)()
+        place[:] = epoch + 1, 0
+
+
 @contextmanager
-def snapshot(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
-    """Put back buffers and the random states of this process at the end; with an optimizer, also the weights that it
-    changes and its own state. Tensors keep their memory."""
-    weights = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
-    kept = [(weight, weight.detach().clone()) for weight in weights]
+def snapshot(model: nn.Module) -> Iterator[None]:
+    """Put back buffers and the random states of this process at the end. Tensors keep their memory."""
     buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
-    state = None if optimizer is None else copy_of_state(optimizer)
     with kept_random_state():
         try:
             yield
         finally:
             with torch.no_grad():
-                for weight, contents in kept:
-                    weight.copy_(contents)
                 for name, buffer, contents in buffers:
                     put_back(model, name, buffer, contents)
-                if optimizer is not None and state is not None:
-                    restore_state(optimizer, *state)
-
-
-State = tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]
-
-
-def copy_of_state(optimizer: Optimizer) -> State:
-    """The entries of each weight, a tensor with a copy of its contents; the options of each group."""
-    entries = {
-        weight: {
-            key: (value, value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value))
-            for key, value in own.items()
-        }
-        for weight, own in optimizer.state.items()
-    }
-    options = [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
-    return entries, copy.deepcopy(options)
-
-
-def restore_state(
-    optimizer: Optimizer, entries: dict[Any, dict[str, Any]], options: list[dict[str, Any]]
-) -> None:
-    """Undo all changes since `copy_of_state`; entries that were made since are removed."""
-    optimizer.state.clear()
-    for weight, own in entries.items():
-        optimizer.state[weight] = {
-            key: value.copy_(contents) if isinstance(value, Tensor) else contents
-            for key, (value, contents) in own.items()
-        }
-    for group, before in zip(optimizer.param_groups, options, strict=True):
-        group.update(before)
 
 
 def copy_obstacle(model: nn.Module, device: torch.device) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainrun.benchmark.worker_messages import Profiled
+from trainrun.runtime.machine import settle
 
 STEPS: Final = 5
 MOST_OPERATIONS: Final = 12
@@ -25,8 +26,7 @@ def profiled(run: Callable[[int], None], device: torch.device, file: Path) -> Pr
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with profile(activities=activities, acc_events=True) as found:
         run(STEPS)
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        settle(device)
     found.export_chrome_trace(str(file))
     own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     table = found.key_averages().table(own, MOST_OPERATIONS, max_name_column_width=46)

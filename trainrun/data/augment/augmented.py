@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
 from trainrun.data.engines.stream import Around
+from trainrun.data.split_batch import tensors_in
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import Batches, MicroBatch
 
@@ -57,9 +57,8 @@ class Augmented(Around):
     def _augment(self, batch: MicroBatch, epoch: int) -> Any:
         assert batch.indices is not None, "every engine says which samples are in a batch"
         data = batch.data
-        draws = Draws(
-            self._seed, epoch, batch.indices, device_of(data), self._float_dtype, number=self._number
-        )
+        device = next((tensor.device for tensor in tensors_in(data)), None)
+        draws = Draws(self._seed, epoch, batch.indices, device, self._float_dtype, number=self._number)
         for key, apply, _ in self._augmentations:
             try:
                 data = apply(data, draws.named(key))
@@ -68,11 +67,3 @@ class Augmented(Around):
             if data is None:
                 raise PluginError(f"{key}: returned nothing; an augmentation returns the batch")
         return data
-
-
-def device_of(data: Any) -> torch.device | None:
-    """Return the device of the first tensor in a batch; None without tensors."""
-    if isinstance(data, Tensor):
-        return data.device
-    parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple | list) else ()
-    return next((device for device in map(device_of, parts) if device is not None), None)
