@@ -168,11 +168,33 @@ def test_predictions_have_confidence_and_the_target_where_there_is_one() -> None
     assert list(task.predict(MODEL, x)) == ["prediction", "confidence"]
 
 
+class Unmasked(nn.CrossEntropyLoss):
+    """As the losses of segmentation_models_pytorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignore_index = None  # type: ignore[assignment]
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(logits, target, reduction=self.reduction)
+
+
+def test_a_loss_that_ignores_nothing_takes_null() -> None:
+    x, y = pairs()
+    found = Classification(loss=Unmasked(), ignore_index=None).step(MODEL, (x, y))
+    assert torch.equal(found.loss_sum, Classification().step(MODEL, (x, y)).loss_sum)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"label_smoothing": 0.1, "loss": own_sum}, r"task\.label_smoothing=0\.1: has no effect"),
-        ({"loss": nn.CrossEntropyLoss(ignore_index=0)}, r"task\.ignore_index=-100: but task\.loss ignores 0"),
+        ({"loss": nn.CrossEntropyLoss(ignore_index=0)}, r"set task\.ignore_index=0"),
+        (
+            {"loss": Unmasked()},
+            r"task\.ignore_index=-100: but .* ignore_index=null; set task\.ignore_index=null",
+        ),
+        ({"loss": Unmasked(), "ignore_index": 0}, r"set task\.ignore_index=null"),
         ({"loss": 3}, r"task\.loss=3: must be a node"),
     ],
 )

@@ -67,10 +67,10 @@ class Classification:
             )
         ignored = TORCH_IGNORES if ignore_index is None else ignore_index
         ignored_by_loss = getattr(loss, "ignore_index", ignored)
-        if ignored_by_loss != ignored:
+        if ignored_by_loss not in (ignored, ignore_index):  # None: it ignores nothing
+            own, other = ("null" if index is None else index for index in (ignore_index, ignored_by_loss))
             raise ConfigError(
-                f"task.ignore_index={ignore_index}: but task.loss ignores {ignored_by_loss}; "
-                f"set task.ignore_index={ignored_by_loss}"
+                f"task.ignore_index={own}: but task.loss has ignore_index={other}; set task.ignore_index={other}"
             )
         how: dict[str, Any] = {
             "ignore_index": ignored,
