@@ -153,7 +153,7 @@ def parts_with(task: Any, rows: int = 16, **more: Any) -> tuple[Components, Any,
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 16])
-@pytest.mark.parametrize("kind", [Sum, NoisySum, Wild, OneItem, Contrastive, AllPairs, Zero])
+@pytest.mark.parametrize("kind", [Sum, NoisySum, Wild, Contrastive, AllPairs, Zero])
 def test_what_is_no_clear_mean_passes_and_leaves_no_trace(kind: type[Sum], rows: int) -> None:
     task = kind()
     run, data, notes = parts_with(task, rows)
@@ -197,6 +197,13 @@ def test_a_mean_over_pairs_is_told() -> None:
     (told,) = notes
     assert "the loss of ContrastiveMean.step() does not double where a batch is given twice" in told
     assert "return StepOutput(loss_mean=loss, count=" in told
+
+
+def test_a_count_that_does_not_grow_is_told() -> None:
+    run, data, notes = parts_with(OneItem())
+    check_task(run, data)
+    (told,) = notes
+    assert "the count of OneItem is 1 where a batch is given once, and where it is given twice" in told
 
 
 @pytest.mark.parametrize(("kind", "name"), [(MeanInSums, "acc"), (MeanVector, "probabilities")])

@@ -1,10 +1,10 @@
 """At the first step of a run: a task of the user's own that returns means where sums are wanted is refused.
 
 what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a sum
-    doubles, a mean stays. Only what clearly stays, while its count doubles, is refused; a loss that grows, but by
-    less than half (a mean over pairs of the batch, a penalty that knows no count), is told. A step that draws random
-    numbers is repeated, and decided only where its noise allows it. All runs on copies of model and task, in
-    evaluation mode, and random states are put back, so nothing of it remains.
+    doubles, a mean stays. Only what clearly stays, while its count doubles, is refused; a count that stays is told,
+    and a loss that grows, but by less than half (a mean over pairs of the batch, a penalty that knows no count). A
+    step that draws random numbers is repeated, and decided only where its noise allows it. All runs on copies of
+    model and task, in evaluation mode, and random states are put back, so nothing of it remains.
 when: every new run with a task that is not ours; `trainer.check_task=false` leaves it out.
 when not: batches that cannot be cut, models that cannot be copied: one line says so, and the run goes on.
 source: the loss contract of `trainrun.interfaces`
@@ -82,6 +82,12 @@ def check_task(run: Components, data: Any) -> None:
         raise PluginError(
             f"task: {names} of {name}.step() is a mean: it stays the same where a batch is given twice, and it is "
             f"divided by the count once more. Give the sum, or the pair (sum, its own count). {way_out}"
+        )
+    once, doubled = (float(seen[0][LOSS][1]) for seen in looks)
+    if 0 < once == doubled:
+        run.monitors.note(
+            f"task: the count of {name} is {once:g} where a batch is given once, and where it is given twice: a small "
+            "last batch weighs as much as a full one; let it be the number of items, and the loss their sum"
         )
     if found_of(looks, LOSS) == UNCLEAR:
         run.monitors.note(
