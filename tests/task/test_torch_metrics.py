@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -57,6 +58,9 @@ def test_two_classes_labels_and_numbers() -> None:
     for name, metric in own.items():
         metric.reset()
         assert found[name] == pytest.approx(float(metric(scores[:, 0].double(), (scores[:, 1] + 3).double())))
+    kendall = tm.KendallRankCorrCoef()
+    found = evaluated(Regression(metrics=kendall), scores[:, :1], scores[:, 1], 7, 9)
+    assert found["kendall_rank_corr_coef"] == pytest.approx(float(kendall(scores[:, 0], scores[:, 1])))
 
 
 @pytest.mark.parametrize("name", ["R2Score", "ExplainedVariance"])
@@ -91,6 +95,23 @@ class Curve:
 
     def compute(self) -> Any:
         return torch.zeros(3), torch.zeros(3)
+
+
+class Found(Curve):
+    """A metric that gives this."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def compute(self) -> Any:
+        return self.found
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    logits, target = of_classes(0)
+    given = {"a": np.float32(0.5), "b": np.int64(2), "c": np.array(3.0), "d": np.array([1, 2])}
+    found = evaluated(Classification(metrics={k: Found(v) for k, v in given.items()}), logits, target)
+    assert {"a": 0.5, "b": 2, "c": 3, "d/0": 1, "d/1": 2}.items() <= found.items()
 
 
 @pytest.mark.parametrize(

@@ -180,14 +180,14 @@ class NumberMetrics:
                 "several lengths; use rmse"
             )
         if self._own is not None:
-            self._own.check(output.detach().double(), target.double())
+            self._own.check(*flat(output.detach(), target))
 
     def measure(self, output: Tensor, target: Tensor, squares: Tensor | None = None) -> Measured:
         """Both (B, ...). squares: 0-d, the sum over samples of mean squared errors, for sequences with padding."""
         sums: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         if self._own is not None:
-            sums, rows = self._own.measure(output.double(), target.double())
+            sums, rows = self._own.measure(*flat(output, target))
         if not {"mse", "rmse", "r2"} & set(self._names):
             return sums, rows
         if squares is not None:
@@ -210,6 +210,13 @@ class NumberMetrics:
             explained = 1 - errors / torch.where(varies, spread, 1.0)
             found["r2"] = float(torch.where(varies, explained, (errors == 0).double()).mean())
         return {name: found[name] for name in self._names if name in found} | more
+
+
+def flat(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, ...) in float64; (N,) for (N, 1), of which `torchmetrics.KendallRankCorrCoef` makes one item (1.9)."""
+    if output.ndim == 2 and output.shape[1] == 1:
+        output, target = output[:, 0], target[:, 0]
+    return output.double(), target.double()
 
 
 def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:

@@ -182,7 +182,8 @@ def numbers(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         found = [numbers(f"{name}/{key}", item) for key, item in value.items()]
         return {key: number for item in found for key, number in item.items()}
-    if isinstance(value, Tensor | float | int) and (tensor := torch.as_tensor(value)).ndim < 2:
+    is_numeric = isinstance(value, float | int) or hasattr(value, "__array__")  # a tensor, or of NumPy
+    if is_numeric and (tensor := torch.as_tensor(value)).ndim < 2:
         return (
             {f"{name}/{i}": float(one) for i, one in enumerate(tensor)}
             if tensor.ndim
