@@ -339,7 +339,7 @@ class Counting(Protocol):
 class StepReport:
     """Facts of one optimizer step. Tensors stay on the device until a monitor asks.
 
-    losses: per micro-batch, 0-d and detached, summed over the items of this rank.
+    losses: per micro-batch, 0-d and detached, or a float, summed over the items of this rank.
     items: items of this rank; agreed: what all ranks agreed on, by `run.agree`; asked after the step if it did not.
     sums: the task's sums over the step on this rank; empty unless `run.triggers.log` asks for them.
     """

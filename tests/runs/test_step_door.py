@@ -142,6 +142,20 @@ def test_the_hidden_state_is_carried_and_dropped_at_the_end_of_an_epoch(own: Pat
     assert read_checkpoint(resolve(run.files.checkpoints, "last")).shared["step"]["state"]["hidden"] is None
 
 
+def test_losses_may_be_floats_and_are_a_list(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = (own / "my_gan.py").read_text(encoding="utf-8")
+    (own / "floats.py").write_text(code.replace("loss.detach()", "loss.item()"), encoding="utf-8")
+    (own / "one.py").write_text(code.replace("(losses, items", "(sum(losses), items"), encoding="utf-8")
+    words = [*GAN, *QUIET, "trainer.max_steps=2"]
+    tensors, floats = (
+        package.train(*given(words, f"step._target_={name}.step"), f"output_dir={name}").metrics
+        for name in ("my_gan", "floats")
+    )
+    assert [row.get("train/loss") for row in tensors] == [row.get("train/loss") for row in floats]
+    assert main([*given(words, "step._target_=one.step"), "output_dir=one"]) == 2
+    assert "step gave losses as a Tensor and items=" in capsys.readouterr().err
+
+
 def test_lbfgs_with_a_line_search_ends_where_torch_alone_does(own: Path) -> None:
     words = [*LBFGS, "data.batch_size=32", "trainer.accumulate_grad_batches=2", *QUIET]
     run = package.train(*words, "trainer.max_steps=4", "output_dir=run")

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, locate
 from trainrun.interfaces import NOT_AGREED, MicroBatch, StepReport
@@ -52,14 +54,20 @@ class OwnStep:
         run.precision.look_again()  # at what the step before has done behind its update
         report: Any = self._step(run, micro_batches)
         run.phases.open(RUNNER)
-        if not isinstance(report, StepReport) or type(report.items) is not int or report.items < 0:
-            given = (
-                f"items={report.items!r}" if isinstance(report, StepReport) else f"a {type(report).__name__}"
-            )
+        if (
+            not isinstance(report, StepReport)
+            or not isinstance(report.losses, list | tuple)
+            or type(report.items) is not int
+            or report.items < 0
+        ):
+            given = f"a {type(report).__name__}"
+            if isinstance(report, StepReport):
+                given = f"losses as a {type(report.losses).__name__} and items={report.items!r}"
             raise PluginError(
                 f"step: {self._name} gave {given}; it must return trainrun.interfaces.StepReport(losses, items) with "
-                "the summed loss of each micro-batch and the number of items that they are over"
+                "a list of the summed loss of each micro-batch and the number of items that they are over"
             )
+        report.losses = [torch.as_tensor(loss).detach() for loss in report.losses]  # loss.item() too
         if report.agreed is NOT_AGREED:
             report.agreed = run.agree(report.items)
         if run.optimizers:
