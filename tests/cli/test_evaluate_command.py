@@ -130,11 +130,37 @@ def test_other_data_of_the_same_name_is_not_read(
         name, *more = command.split()
         assert main([name, run, *more]) == 2
         told = capsys.readouterr().err
-        assert (
-            f"data.path=table.csv: of {run}, which began in {workdir}/a; that is another place" in told
-        )
+        assert f"data.path=table.csv: of {run}, which began in {workdir}/a; that is another place" in told
     assert main(["evaluate", run, f"data.path={workdir}/a/table.csv"]) == 0
     monkeypatch.chdir(workdir)
     (workdir / "a").rename("c")  # as a whole
     monkeypatch.chdir(workdir / "c")
     assert main(["evaluate", "run"]) == 0
+
+
+ENDLESS = """
+import itertools
+import torch
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return ((torch.full((3,), number % 7.0), number % 2) for number in itertools.count())
+"""
+
+
+def test_a_stream_of_unknown_length_is_read_as_far_as_the_run_read_it(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("endless_data.py").write_text(ENDLESS)
+    data = [f"data.{part}._target_=endless_data.Endless" for part in ("train", "val")]
+    words = [
+        "data.num_classes=2",
+        "data.shape=[3]",
+        "trainer.max_steps=2",
+        "trainer.limit_val_batches=3",
+        "monitor=none",
+    ]
+    assert main([*data, *words, "data.batch_size=8", "hydra.run.dir=run"]) == 0
+    capsys.readouterr()
+    assert main(["predict", "run"]) == 0
+    assert capsys.readouterr().out.startswith("24 predictions")

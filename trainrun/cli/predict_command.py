@@ -52,9 +52,7 @@ def predictions(
     run_dir: RunDir, which: str, split: str, overrides: list[str], trust: bool = False
 ) -> dict[str, list[Any]]:
     """Columns of equal length: `index`, the number of the sample in the data, then the task's."""
-    from trainrun.runs.restore_config import parts_of
-
-    run, _ = parts_of(run_dir, which, whole(overrides), trust)
+    run, _ = with_all_samples(run_dir, which, overrides, trust)
     if split not in run.splits():
         raise no_split(run.splits(), split)
     columns: dict[str, list[Any]] = {}
@@ -68,10 +66,17 @@ def predictions(
     return {"index": list(range(count))} | columns
 
 
-def whole(words: list[str]) -> list[str]:
-    """The words, and that every sample is read: a limit is of the run's validations, unless it is typed here."""
+def with_all_samples(run_dir: RunDir, which: str, words: list[str], trust: bool) -> tuple[Components, Path]:
+    """As `parts_of`, with every sample: a limit is of the run's validations. It stays where it is typed here, and where
+    the data says no length, for it may have no end."""
+    from trainrun.runs.restore_config import parts_of
+
     limits = ("limit_val_batches", "limit_test_batches")
-    return [*words, *(f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words))]
+    lifted = [f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words)]
+    run, folder = parts_of(run_dir, which, [*words, *lifted], trust)
+    if any(stream.num_samples is None for name, stream in run.splits().items() if name != "train"):
+        return parts_of(run_dir, which, words, trust)
+    return run, folder
 
 
 def predict_split(run: Components, split: str) -> dict[str, Tensor]:
@@ -132,11 +137,10 @@ def evaluate(argv: list[str]) -> int:
     words = parse(parser, argv)
     run_dir = open_run(words.run_dir)
 
-    from trainrun.runs.restore_config import parts_of
     from trainrun.training import evaluate as evaluation
 
     which = checkpoint_of(run_dir, words.which)
-    run, folder = parts_of(run_dir, which, whole(words.overrides), words.trust)
+    run, folder = with_all_samples(run_dir, which, words.overrides, words.trust)
     splits = [name for name in run.splits() if name == words.split or name.startswith(f"{words.split}/")]
     if not splits:
         raise no_split(run.splits(), words.split)
