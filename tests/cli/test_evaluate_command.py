@@ -113,31 +113,6 @@ def test_a_sample_that_is_a_bare_tensor_is_one_row(workdir: Path, capsys: pytest
     assert len(rows) == 41
 
 
-def test_other_data_of_the_same_name_is_not_read(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for folder in ("a", "b"):
-        (workdir / folder).mkdir()
-        rows = [f"{number},{number % 2}" for number in range(60)]
-        (workdir / folder / "table.csv").write_text("\n".join(["x,label", *rows]))
-    monkeypatch.chdir(workdir / "a")
-    words = ["data=csv", "data.path=table.csv", "trainer.max_steps=2", "monitor=none"]
-    assert main([*words, "output_dir=run"]) == 0
-    monkeypatch.chdir(workdir / "b")
-    run = str(workdir / "a/run")
-    capsys.readouterr()
-    for command in ("evaluate", "predict", "resume", "again", "export --to safetensors", "embed --out x.npy"):
-        name, *more = command.split()
-        assert main([name, run, *more]) == 2
-        told = capsys.readouterr().err
-        assert f"data.path=table.csv: of {run}, which began in {workdir}/a; that is another place" in told
-    assert main(["evaluate", run, f"data.path={workdir}/a/table.csv"]) == 0
-    monkeypatch.chdir(workdir)
-    (workdir / "a").rename("c")  # as a whole
-    monkeypatch.chdir(workdir / "c")
-    assert main(["evaluate", "run"]) == 0
-
-
 ENDLESS = """
 import itertools
 import torch

@@ -43,7 +43,7 @@ def again(argv: list[str]) -> int:
         from trainrun.runs.torchrun import follow_run
 
         return follow_run()
-    from trainrun.runs.resume import check_same_files, differences, trusted_config, word
+    from trainrun.runs.resume import differences, trusted_config, word
     from trainrun.runs.trusted_code import check_found
 
     earlier, folder = open_run(words.run_dir), "hydra.run.dir"
@@ -56,7 +56,6 @@ def again(argv: list[str]) -> int:
             before = trusted_config(earlier, [], words.trust)
             config = trusted_config(earlier, overrides, words.trust) if overrides else before
             check_found(earlier, plain(config))
-            check_same_files(earlier, config)
             changed = "".join(
                 f"; {key}={word(here)} (was {word(there)})"
                 for key, there, here in differences(before, config)

@@ -42,11 +42,9 @@ def main(argv: list[str]) -> int:
 
     from trainrun.checkpoint.load import resolve
     from trainrun.convert.conversion import convert
-    from trainrun.runs.resume import check_same_files
 
     checkpoint = resolve(run_dir.checkpoints, which)
     config = _quiet(_config(run_dir, asked.overrides, asked.trust))
-    check_same_files(run_dir, config)
     size = config.data.val_batch_size
     assert size is not None
     arguments = [str(run_dir.root), checkpoint.name, f"--layer={asked.layer or ''}", *asked.overrides]

@@ -26,7 +26,7 @@ from trainrun.export.served import RealSamples, as_tuple, half, served_samples
 from trainrun.output import say
 from trainrun.precision.other_types import cast_inputs
 from trainrun.runs.exceptional.go_on import open_run
-from trainrun.runs.resume import check_same_files, trusted_config
+from trainrun.runs.resume import trusted_config
 from trainrun.timing.paired import Rules, compare, turn_of
 
 TOLERANCE = 1e-4
@@ -60,7 +60,6 @@ def main(argv: list[str]) -> int:
             f"--out {words.out}: lies in the folder of the run, which holds nothing else; name another"
         )
     config = trusted_config(run, words.overrides, words.trust)
-    check_same_files(run, config)
     which = checkpoint_of(run, words.which)
     model = exported_model(network_of(run, config, which), words.merge)
     samples = served_samples(config, model, words.split)

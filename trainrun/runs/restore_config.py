@@ -15,7 +15,7 @@ from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.schema import RunConfig, plain, with_values
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.resume import check_same_files, trusted_config
+from trainrun.runs.resume import trusted_config
 from trainrun.runs.run_folder import RunDir, read_identity
 from trainrun.runs.trusted_code import check_found
 from trainrun.runtime.signals import StopFlag
@@ -37,7 +37,6 @@ def parts_of(
     """Everything of a saved run on one device, with the weights of a checkpoint in it, and where that lies."""
     config = trusted_config(run_dir, overrides, trust)
     check_found(run_dir, plain(config))
-    check_same_files(run_dir, config)
     # the averaged weights are loaded into the model itself
     config = with_values(config, {"trainer.ema.enabled": False})
     listed = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import shlex
 import stat
 import sys
@@ -19,7 +18,7 @@ import yaml
 from trainrun.checkpoint.files import FileLayer, set_aside
 from trainrun.checkpoint.format import committed_steps
 from trainrun.config.saved_config import is_as_saved, load_config, plain_config, with_overrides
-from trainrun.config.saved_values import leaves_of, public, resolved
+from trainrun.config.saved_values import public, resolved
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.monitor.metric_rows import sound_rows
@@ -33,7 +32,6 @@ from trainrun.runs.run_folder import (
     is_there,
     read_bytes,
     read_identity,
-    read_json,
     sound_identity,
     was_saved,
     write_identity,
@@ -46,8 +44,6 @@ from trainrun.runs.trusted_code import check_files, check_run
 MAX_WORDS_BYTES = 2**22
 SHOWN = 8
 KILLED = "ended without a word: killed, or its machine went down"
-PLACE = re.compile(r"(path|file|folder|dir|root)s?$")  # settings that name one
-WILD = re.compile(r"[*?\[{]")
 ABSENT = object()  # of a key that only the other config has
 
 
@@ -85,27 +81,6 @@ def readable_config(run: RunDir) -> dict[str, Any]:
             file=sys.stderr,
         )
     return found
-
-
-def check_same_files(run: RunDir, config: RunConfig) -> None:
-    """Raises ConfigError if a relative path to the run's data leads elsewhere than where the run began."""
-    here, began = Path.cwd(), None
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        began = Path(read_json(run.environment)["working_dir"])
-    if began is None or (
-        here in run.root.parents and began not in run.root.parents
-    ):  # a project that moved as a whole
-        return
-    saved = dict(leaves_of({"data": plain_config(run.config_that_holds).get("data")}))
-    for key, value in leaves_of({"data": plain(config)["data"]}):
-        if not (isinstance(value, str) and PLACE.search(key) and saved.get(key) == value):
-            continue
-        there, found = (folder / WILD.split(value)[0] for folder in (began, here))
-        if there.exists() and not (found.exists() and found.samefile(there)):
-            raise ConfigError(
-                f"{key}={value}: of {run.root}, which began in {began}; that is another place than here: call this "
-                "from there, or name the data by its whole path"
-            )
 
 
 def check_ours(run: RunDir) -> None:

@@ -33,7 +33,6 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
     resume.check_reachable(run)
     resume.repair(run)
     check_found(run, plain(config))
-    resume.check_same_files(run, config)
     resume.check_same_network(run, config)
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
