@@ -89,6 +89,41 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     assert len(said.splitlines()) == 1
 
 
+def test_a_relative_data_path_is_that_of_where_the_run_began(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not a file of the same name in another directory; where it began is gone, the run has moved with its data."""
+    for name, slope in (("a", 1), ("b", -1)):
+        (workdir / name).mkdir()
+        rows = "".join(f"{i / 40},{slope * i / 20}\n" for i in range(40))
+        (workdir / name / "table-1.csv").write_text("x,price\n" + rows)
+    words = [
+        *WORDS, "data=csv", "data.path=table-{1..1}.csv", "data.train.target=price", "task=regression",
+        "output_dir=run", "model.num_classes=1",
+    ]  # fmt: skip
+
+    def evaluated(place: str, run: str, *more: str) -> str:
+        monkeypatch.chdir(workdir / place)
+        capsys.readouterr()
+        assert main(["evaluate", run, *more]) == 0
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(workdir / "a")
+    assert main(words) == 0
+    told = evaluated("a", "run")
+    assert evaluated("b", "../a/run") == told
+    assert evaluated("b", "../a/run", "data.path=table-1.csv") != told  # typed here
+    os.rename(workdir / "a", workdir / "moved")
+    assert evaluated("moved", "run") == told
+    os.rename(workdir / "moved", workdir / "a")
+    monkeypatch.chdir(workdir / "b")
+    assert main(["resume", "../a/run", "trainer.max_steps=8"]) == 0
+    assert "the checkpoint was saved with another" not in RunDir(workdir / "a/run").log.read_text()
+    monkeypatch.chdir(workdir / "a")
+    again = [word.replace("max_steps=6", "max_steps=8") for word in words]
+    assert main(again) == 0  # the same run still
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize(
     "words", [["resume", "{}/run"], ["evaluate", "{}/run"], ["init_from={}/run"], ["ckpt_path={}"]]

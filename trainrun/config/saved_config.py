@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import glob
 import hashlib
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from trainrun.config.overrides import (
     read_override,
     schema_node,
 )
-from trainrun.config.saved_values import changed, is_environment, leaves_of, read_yaml_text, remember
+from trainrun.config.saved_values import Any_, changed, is_environment, leaves_of, read_yaml_text, remember
 from trainrun.config.schema import SAME, RunConfig, open_nodes, settings, with_values
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
@@ -63,6 +66,31 @@ def follow_path(config: RunConfig, before: str | None) -> RunConfig:
     return with_values(config, {f"data.{name}": changed(getattr(config.data, name), follow) for name in sets})
 
 
+PATH_KEY = re.compile(r"(path|root|dir|folder|file|from|teacher|tokenizer)$")
+
+
+def began_elsewhere(run: RunDir) -> Path | None:
+    """The directory where a run began, if that is another than this one."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        began = Path(read_json(run.environment)["working_dir"])
+        return began if began != Path.cwd() else None
+    return None
+
+
+def placed(values: Any_, base: Path) -> Any_:
+    """A copy in which relative paths are absolute, as far as they lead somewhere from a directory."""
+
+    def place(key: str, value: Any) -> Any:
+        if type(value) is not str or not (PATH_KEY.search(key) or os.sep in value or Path(value).suffix):
+            return value
+        pattern = re.sub(r"\{.*?\}", "*", value)  # names with braces, as `shard-{0..9}.tar`
+        there = os.path.join(base, value)  # itself where it is absolute
+        is_there = value and (os.path.exists(there) or any(glob.iglob(pattern, root_dir=base)))
+        return there if is_there else value
+
+    return changed(values, place)  # type: ignore[no-any-return]
+
+
 def is_as_saved(path: Path) -> bool:
     """Whether a saved config has the hash that its last line names; one that names none may be by hand."""
     text, seal, digest = read_yaml_text(path).rpartition(SEAL)
@@ -95,6 +123,8 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 
 def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> RunConfig:
     """The config that `path` holds as plain values, with the overrides of a command line."""
+    began = began_elsewhere(RunDir(path.parent))
+    found = placed(found, began) if began is not None else found
     try:
         kept: Any = None
         with contextlib.suppress(OSError, ValueError):
@@ -123,6 +153,10 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
     assert isinstance(config, RunConfig)
     config = remember(cfg, of_today(config))
     config = follow_path(config, OmegaConf.select(saved, "data.path"))
+    if began is not None and began.is_dir():
+        config = placed(config, Path.cwd())
+    elif began is not None and placed(config, Path.cwd()) != config:
+        say_once(f"the run began in {began}, which is not here: its relative paths lead from this directory")
     faults += check(config)
     faults += untold(idle_settings(config, words.overrides), faults)
     # With its other values it has trained.

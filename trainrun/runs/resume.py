@@ -17,7 +17,7 @@ import yaml
 
 from trainrun.checkpoint.files import FileLayer, set_aside
 from trainrun.checkpoint.format import committed_steps
-from trainrun.config.saved_config import is_as_saved, load_config, plain_config, with_overrides
+from trainrun.config.saved_config import is_as_saved, load_config, placed, plain_config, with_overrides
 from trainrun.config.saved_values import public, resolved
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
@@ -128,7 +128,7 @@ def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
     before = with_overrides(readable_config(run), run.config_that_holds, [])
     if config.seed is None and read_identity(run).get(SEED_DRAWN, True):
         config = replace(config, seed=before.seed)
-    if found := differences(before, config):
+    if found := differences(placed(before, Path.cwd()), placed(config, Path.cwd())):
         there, here = (values_of(public(item)[0]) for item in (before, config))  # without secrets
         changed = [Difference(key, there.get(key, ABSENT), here.get(key, ABSENT)) for key, _, _ in found]
         shown = ", ".join(f"{key}={word(old)} (here {word(new)})" for key, old, new in changed[:SHOWN])
