@@ -136,6 +136,13 @@ def test_a_forgotten_loss_scale(tmp_path, monkeypatch):
     assert verdict(tmp_path, "resume", "precision=16-mixed") == FAIL
 
 
+def test_a_run_that_ends_before_the_trial_is_resumed_too(tmp_path, monkeypatch):
+    """Of two steps, where a longer one would be stopped at a later step; one of a single step cannot be resumed."""
+    plant(monkeypatch, load_named_state, "load_named_optimizer_state", lambda real: lambda *args: None)
+    assert verdict(tmp_path, "resume", "trainer.max_steps=2") == FAIL
+    assert verdict(tmp_path, "resume", "trainer.max_steps=1") == NONE
+
+
 def test_a_clock_in_an_attribute_is_no_failure(tmp_path):
     assert verdict(tmp_path, "resume", "model=subjects.Clocked", "data.val=null") == PASS
 
@@ -157,6 +164,13 @@ def test_clipping_before_unscaling(tmp_path, monkeypatch):
 def test_a_parameter_that_the_optimizer_does_not_have(tmp_path):
     words = ("optimizer._target_=subjects.without_the_first", "optimizer.lr=0.1")
     assert verdict(tmp_path, "parameters", *words) == FAIL
+
+
+def test_a_bias_before_a_batch_norm_may_stay_as_it_is(tmp_path):
+    words = ("model.norm=true", "optimizer=sgd", "optimizer.lr=0.001", "optimizer.momentum=0")
+    found = table_of(tmp_path, *words)["parameters"]()
+    assert found.state == PASS
+    assert "no fault: layers.0.bias" in found.text
 
 
 def test_words_that_no_run_can_have_are_refused_before_the_table(capsys):

@@ -37,21 +37,21 @@ CPU = torch.device("cpu")
 def resumed(trials: Trials) -> Certificate:
     """The user's own training stopped at a step drawn from the seed, and resumed; against one never stopped.
 
-    As many steps as fit into LAP_SECONDS. What no checkpoint holds is compared too: it may act later than that.
+    As many steps as fit into LAP_SECONDS, or the run has. What no checkpoint holds is compared too: it may act later.
     """
-    steps = max(STEPS, min(MOST_STEPS, int(LAP_SECONDS / trials.pilot.step_seconds)))
-    straight = trials.pilot if steps == STEPS else trials.stopped("a run without a stop", steps)
-    steps = min(steps, straight.shared["train"]["step"])  # the run may be shorter
+    most = max(STEPS, min(MOST_STEPS, int(LAP_SECONDS / trials.pilot.step_seconds)))
+    straight = trials.pilot if most == STEPS else trials.stopped("a run without a stop", most)
+    steps = straight.shared["train"]["step"]
     if steps < 2:
-        raise NotApplicable("the run has one step, so it cannot stop on its way")
+        raise NotApplicable("a run of one step has no middle to be resumed from")
     at = random.Random(trials.config.seed).randrange(1, steps)
-    stopped = trials.stopped(f"the same, stopped at step {at} and resumed", at, then=steps - at)
+    stopped = trials.stopped(f"the same, stopped at step {at} and resumed", at, then=most - at)
     places = different_leaves(straight.shared, stopped.shared, "shared")
     places += different_leaves(straight.own, stopped.own, "own")
     places += [] if straight.rows == stopped.rows else ["metrics.jsonl"]
-    lost = lost_attributes(trials, straight, stopped, steps)
+    lost = lost_attributes(trials, straight, stopped, most)
     text = f"stopped at step {at} of {steps}, every bit the same"
-    if places and on_gpu(trials.config) and not repeats(trials, straight, steps):
+    if places and on_gpu(trials.config) and not repeats(trials, straight, most):
         raise NotApplicable(
             "a run without a stop does not repeat either: kernels of this GPU add up in any order; "
             "trainer.deterministic=true takes others"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -190,11 +191,32 @@ def _rows(size: int, rows: slice, leaf: Any) -> Any:
     return leaf[rows] if getattr(leaf, "ndim", 0) and len(leaf) == size else leaf
 
 
-def every_parameter(components: Components, fit: Callable[[Components], None]) -> Certificate:
-    """After a few steps of the user's own training."""
+def every_parameter(
+    components: Components, fit: Callable[[Components], None], gradients: Callable[[], dict[str, float]]
+) -> Certificate:
+    """After a few steps of the user's own training. gradients: asked for where a parameter stays as it is.
+
+    What has no effect on the loss, as a bias before a batch norm, has gradients of mere rounding, and moves by chance.
+    """
     before = {name: p.detach().clone() for name, p in components.model.named_parameters() if p.requires_grad}
     fit(components)
     after = dict(components.model.named_parameters())
     still = [name for name, value in before.items() if not different_leaves(value, after[name].detach())]
+    largest: dict[str, float] = {}
+    with suppress(NotApplicable, RuntimeError):  # where the model has no float64
+        largest = gradients() if still else {}
+    idle = [name for name in still if 0 < largest.get(name, 0) < BOUND * max(largest.values())]
+    still = [name for name in still if name not in idle]
     text = f"do not change: {', '.join(still[:5])}" if still else "all parameters that can be trained change"
+    if idle:
+        text += f"; without effect on the loss, so no fault: {', '.join(idle[:5])}"
     return Certificate("parameters", FAIL if still else PASS, f"{len(still)} of {len(before)}", text)
+
+
+def gradients(components: Components, batch: Any) -> dict[str, float]:
+    """The largest number in each parameter's gradient, in float64, in training mode."""
+    components.wrapped.train()
+    with Doubles(), components.precision.autocast():
+        components.task.step(components.wrapped, batch).loss_sum.backward()  # type: ignore[no-untyped-call]
+    named = components.model.named_parameters()
+    return {name: float(p.grad.to_dense().abs().max()) for name, p in named if p.grad is not None}

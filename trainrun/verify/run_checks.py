@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import torch
 
@@ -32,6 +33,7 @@ CHANGING_STEPS = 10
 FEW_SAMPLES = 50
 OF_TYPES = re.compile(r"\b(dtype|scalar type|Double|double)\b")  # what torch says where types are mixed
 Check = Callable[[], Certificate]
+Found = TypeVar("Found")
 
 
 def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Certificate]:
@@ -71,7 +73,7 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         finally:
             run.train.close()
 
-    def on_first_batch(check: Callable[[Components, object], Certificate]) -> Certificate:
+    def on_first_batch(check: Callable[[Components, object], Found]) -> Found:
         run = exact()
         return check(run, first_batch(run))
 
@@ -100,7 +102,9 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         "engines": lambda: continuity.engines(config),
         "padding": cut(lambda: on_first_batch(mathematics.padding)),
         "evaluation": lambda: continuity.evaluation(exact),
-        "parameters": lambda: mathematics.every_parameter(own_parts(config, folder), short_fit),
+        "parameters": lambda: mathematics.every_parameter(
+            own_parts(config, folder), short_fit, lambda: on_first_batch(mathematics.gradients)
+        ),
         "rounding": lambda: continuity.drift(trials),
         "resume": lambda: continuity.resumed(trials),
     }

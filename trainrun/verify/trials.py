@@ -116,6 +116,7 @@ class Trials:
             run = new_run(Composition(config, {}, [], own), [])
             order = LaunchSpec(resume=False, paths=self._paths, began=time.perf_counter())
             code = execute(run, config, order)
+            assert not then or code != EXIT_DONE, "nothing is left of it to resume"
             if then and code == EXIT_AGAIN:
                 code = resume_run(run, [f"loop.steps={then}"], self._paths)
         asked = config.loop.get("steps", math.inf) if then == 0 else then
