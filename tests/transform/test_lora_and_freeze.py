@@ -66,6 +66,19 @@ def test_merging_gives_the_plain_network_with_the_same_outputs() -> None:
     assert type(merge_lora(single)) is nn.Linear
 
 
+def test_torchs_transformer_has_the_correction_where_it_reads_the_weights() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model, x = lora(nn.TransformerEncoder(layer, 2), rank=2, alpha=4.0).eval(), torch.randn(3, 5, 8)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    slow = model(x)
+    with torch.no_grad():  # torch takes its fused kernel
+        fast = model(x)
+    torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(merge_lora(model)(x), slow, rtol=1e-4, atol=1e-4)
+
+
 def test_a_weight_that_is_an_embeddings_too_is_left_alone() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
     model[2].weight = model[0].weight

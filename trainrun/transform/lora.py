@@ -38,6 +38,15 @@ class LoraLinear(nn.Module):
             x = dropped(x, self.dropout, self.training)
         return out + self.scale * linear(linear(x, self.lora_a), self.lora_b)
 
+    @property
+    def weight(self) -> Tensor:
+        """With the correction: torch.nn.TransformerEncoderLayer reads it in evaluation, and calls no layer."""
+        return self.base.weight + self.scale * (self.lora_b @ self.lora_a)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
     @torch.no_grad()
     def merged(self) -> nn.Linear:
         """The layer alone, with the correction added to its weight."""
