@@ -2,9 +2,28 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from trainrun.checkpoint.weights import check_tensors, tensor_kinds
+from trainrun.checkpoint.weights import check_tensors, fit_buffers, tensor_kinds
 from trainrun.errors import CheckpointError
+
+
+def test_buffers_take_the_shape_that_a_forward_gave_them() -> None:
+    def model(**buffers: torch.Tensor | None) -> nn.Module:
+        inner = nn.Linear(2, 2)
+        for name, buffer in buffers.items():
+            inner.register_buffer(name, buffer)
+        return nn.Sequential(inner)
+
+    there = model(
+        mask=torch.ones(3), empty=torch.ones(2, 2), table=torch.ones(5, 2), short=torch.ones(2)
+    ).state_dict()
+    here = model(mask=None, empty=torch.empty(0), table=torch.ones(3, 2), short=torch.ones(4))
+    assert fit_buffers(here, there, torch.device("cpu")) == ["0.table"]
+    with pytest.raises(
+        CheckpointError, match=r"1 of 6 tensors differ: 0\.short is \(2,\) there and \(4,\) here"
+    ):
+        check_tensors("step-00000001", "this model", tensor_kinds(here.state_dict()), tensor_kinds(there))
 
 
 def test_the_differences_are_named_with_counts() -> None:

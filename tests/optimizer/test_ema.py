@@ -41,6 +41,46 @@ def fit(model: nn.Module, ema: Ema | None, steps: range, dtype: torch.dtype = to
     return path
 
 
+class Growing(Net):
+    """Makes a buffer in its first forward, and makes another longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor
+        self.register_buffer("mask", None)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = torch.ones(3) if self.mask is None else self.mask
+        self.table = torch.cat([self.table, self.table[-1:] + 1])
+        return super().forward(x) * self.mask
+
+
+def test_buffers_that_a_forward_makes_or_lengthens_are_copied_and_loaded() -> None:
+    model = Growing()
+    ema = Ema(model, decay=0.9, every=2)
+    fit(model, ema, range(3))
+    assert ema.module.table.tolist() == [0, 1, 2]
+    state = ema.state_dict()
+    assert list(ema.module.state_dict()) == list(model.state_dict())
+    again = Growing()
+    again.mask = torch.zeros(3)  # as it is after the load of the model
+    loaded = Ema(again, decay=0.9, every=2)
+    loaded.load_state_dict(state)
+    assert torch.equal(loaded.module.mask, torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_a_model_that_keeps_a_computed_weight_has_an_average() -> None:
+    model = Net()
+    nn.utils.weight_norm(model.linear)
+    ema = Ema(model, decay=0.0, every=1)
+    fit(model, ema, range(3))
+    x = torch.randn(4, 3)
+    assert torch.equal(ema.module(x), model.eval()(x))
+    assert "weight" not in dict(ema.module.linear.named_parameters())
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.9])
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_average_is_the_closed_form(decay: float, every: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import trainrun as trainrun_of_python
 from trainrun.cli.main import main
 
 pytestmark = pytest.mark.process
@@ -26,6 +27,21 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.layers(x)
+"""
+LAZY_NET = """
+import torch
+from torch import nn
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", None)
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(64)
+        return self.last(x.flatten(1) * self.mask)
 """
 DATA = """
 import torch
@@ -153,3 +169,12 @@ def test_data_that_is_drawn_as_it_is_built_is_the_same_in_an_evaluation(project:
     assert main(["evaluate", "run", "--which", "last"]) == 0
     found = json.loads((project / "run" / "evaluation-val.json").read_text())
     assert found["val/loss"] == status_of(project)["metrics"]["val/loss"]
+
+
+def test_a_buffer_that_the_first_forward_makes_is_resumed_and_loaded(project: Path) -> None:
+    (project / "my_net.py").write_text(LAZY_NET)
+    words = ["model=my_net.Lazy", "trainer.ema=true", *QUIET, "output_dir=run"]
+    assert main(words) == 0
+    assert main(["resume", "run", "trainer.max_epochs=3"]) == 0
+    assert main(["evaluate", "run", "--which", "last"]) == 0
+    assert trainrun_of_python.load_run("run").load_model("last").mask.tolist() == [1] * 64

@@ -239,12 +239,6 @@ def test_samples_that_repeat_are_not_certified_to_be_there_once(tmp_path):
     assert verdict(tmp_path, "every sample once", "data.sampling=balanced") == NONE
 
 
-def test_a_run_is_stopped_before_its_own_end(tmp_path):
-    short = ("model=subjects.Counting", "data.batch_size=61")
-    assert verdict(tmp_path, "resume", *short, "trainer.max_steps=3") == FAIL
-    assert verdict(tmp_path, "resume", *short, "trainer.max_steps=1") == NONE
-
-
 @pytest.mark.parametrize(
     ("check", "words"),
     [

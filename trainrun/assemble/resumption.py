@@ -18,7 +18,14 @@ from trainrun.assemble.run_plan import DATA, DRAWN
 from trainrun.checkpoint.format import committed_steps
 from trainrun.checkpoint.load import best_checkpoint, resolve
 from trainrun.checkpoint.reading import Loaded, read_checkpoint
-from trainrun.checkpoint.weights import check_tensors, load_initial, place_of_base, tensor_kinds, weights_of
+from trainrun.checkpoint.weights import (
+    check_tensors,
+    fit_buffers,
+    load_initial,
+    place_of_base,
+    tensor_kinds,
+    weights_of,
+)
 from trainrun.config.saved_config import plain_config, with_overrides
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.pipeline import open_batches
@@ -76,15 +83,16 @@ def network_of(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
     if (base := place_of_base(config.init_from, loaded)) is not None:
         load_initial(model, base, Single(device), config.init)
     model = apply_transforms(config, model, device)
-    load_weights(model, loaded)
+    load_weights(model, loaded, device)
     return model.eval()
 
 
-def load_weights(model: nn.Module, loaded: Loaded) -> None:
+def load_weights(model: nn.Module, loaded: Loaded, device: torch.device) -> None:
     """The averaged weights where there are any, else the trained ones."""
-    live = model.state_dict()
-    weights, _ = weights_of(loaded, live)
-    check_tensors(loaded.folder.name, "this model", tensor_kinds(live), tensor_kinds(weights))
+    weights, _ = weights_of(loaded, model.state_dict())
+    fit_buffers(model, weights, device)
+    kinds = tensor_kinds(model.state_dict())
+    check_tensors(loaded.folder.name, "this model", kinds, tensor_kinds(weights))
     model.load_state_dict(weights)
 
 

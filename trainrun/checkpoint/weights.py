@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping
+from operator import ge
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -355,6 +356,25 @@ def tensor_kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
 
 def kind_of(tensor: Tensor) -> Kind:
     return tuple(tensor.shape), tensor.dtype
+
+
+def fit_buffers(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> list[str]:
+    """Buffers that a forward makes or lengthens get room for what they are there; the names of the lengthened ones."""
+    longer = []
+    for prefix, module in model.named_modules():
+        for name, here in [*module._buffers.items()]:
+            there = weights.get(place := f"{prefix}.{name}".lstrip("."))
+            if there is None or (here is not None and here.numel() and not is_longer(there, here)):
+                continue
+            if here is not None and here.numel():
+                longer.append(place)
+            setattr(module, name, torch.empty_like(there, device=device))
+    return longer
+
+
+def is_longer(there: Tensor, here: Tensor) -> bool:
+    more = there.dim() == here.dim() and all(map(ge, there.shape, here.shape))
+    return more and there.shape != here.shape and there.dtype == here.dtype
 
 
 def check_tensors(

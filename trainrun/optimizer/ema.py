@@ -10,7 +10,6 @@ Source: Polyak and Juditsky 1992; the correction is that of Adam (Kingma and Ba 
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainrun.errors import CheckpointError
 from trainrun.runtime.foreach_copy import by_type, copy_
+from trainrun.runtime.model_copy import copied
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -34,7 +34,7 @@ class Ema:
         self._decay = decay
         self._every = every
         self._count = 0  # calls of update
-        self.module = copy.deepcopy(model).requires_grad_(False).eval()
+        self.module = copied(model, model).requires_grad_(False).eval()
         # of the parameters, in their order, at least float32
         self._averages = [_roomy(param) for param in self.module.parameters()]
 
@@ -51,12 +51,23 @@ class Ema:
         average: Any = get_ema_multi_avg_fn(1 - newest)  # type: ignore[no-untyped-call]
         average(self._averages, [_roomy(param) for param in self._model.parameters()], None)
         rounded = zip(self.module.parameters(), self._averages, strict=True)
+        self._fit_buffers()
         # asked again each time: a model may replace a buffer instead of writing into it
         buffers = zip(self.module.buffers(), self._model.buffers(), strict=True)
         for targets, sources in by_type([*(pair for pair in rounded if pair[0] is not pair[1]), *buffers]):
             copy_(targets, sources)
 
+    def _fit_buffers(self) -> None:
+        """A forward may make buffers, and make them longer."""
+        if [one.shape for one in self.module.buffers()] == [one.shape for one in self._model.buffers()]:
+            return
+        for own, other in zip(self.module.modules(), self._model.modules(), strict=True):
+            for name, buffer in other._buffers.items():
+                persistent = name not in other._non_persistent_buffers_set
+                own.register_buffer(name, None if buffer is None else buffer.detach().clone(), persistent)
+
     def state_dict(self) -> dict[str, Any]:
+        self._fit_buffers()
         averages = {
             name: average
             for (name, shown), average in zip(self.module.named_parameters(), self._averages, strict=True)
@@ -67,6 +78,7 @@ class Ema:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """To be called after the model has its weights: without a stored average, it starts from them."""
+        self._fit_buffers()
         try:
             self.module.load_state_dict(state["module"] if state else self._model.state_dict())
         except RuntimeError as error:

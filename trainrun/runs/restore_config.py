@@ -64,7 +64,7 @@ def parts_of(
     run, _ = build_components(config, site)
     seed_everything(derive_seed(seed, 1))
     check_classes(folder.name, loaded.shared, run.data_facts.class_names)
-    load_weights(run.model, loaded)
+    load_weights(run.model, loaded, device)
     give_task_state(run, loaded)
     return run, folder
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.runtime.machine import free_bytes
+from trainrun.runtime.model_copy import copied
 from trainrun.seeding import kept_random_state
 from trainrun.training.recovery.put_back import put_back
 
@@ -73,7 +74,7 @@ def copy_obstacle(model: nn.Module, device: torch.device) -> str:
 
 def stand_ins(model: nn.Module, task: Any) -> tuple[nn.Module, Any]:
     """Copies of model and task, sharing what those share. A compiled model's copy is not compiled."""
-    model, task = copy.deepcopy((model, task))
+    model, task = copied((model, task), model)
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.eval()  # or it would wait for the other ranks in every forward

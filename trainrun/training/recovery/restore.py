@@ -42,8 +42,12 @@ def load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str
 
 
 def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
-    from trainrun.checkpoint.weights import check_tensors, put_back, tensor_kinds
+    from trainrun.checkpoint.weights import check_tensors, fit_buffers, put_back, tensor_kinds
 
+    if longer := fit_buffers(run.model, shared["model"], run.parallel.device):
+        run.monitors.note(
+            f"checkpoint {place}: longer than the model makes them at first: {', '.join(longer)}"
+        )
     live = run.model.state_dict()
     if run.base is not None:
         run.base.check(place, shared)
