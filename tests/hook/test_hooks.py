@@ -234,9 +234,11 @@ def test_two_ranks_freeze_and_unfreeze_as_one_does() -> None:
         ([*THAW[:1], "model.freeze_norm=true"], "model.freeze_norm=true: no batch norm is frozen"),
         ([*THAW, "parallel.static_graph=true"], "model.unfreeze_at trains other parameters later"),
         ([*THAW, "trainer.compile=step"], "does not go with model.unfreeze_at"),
+        (["trainer.optimizer_in_backward=true", "trainer.nan_policy=ignore", "trainer.out_of_memory=stop",
+          "monitor.histograms_every_n_steps=1"], "and monitor.histograms_every_n_steps looks at them before"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_frozen_is_refused(
+def test_what_cannot_be_frozen_or_seen_is_refused(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SHORT, *words]) == 2

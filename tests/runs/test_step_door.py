@@ -45,6 +45,10 @@ LBFGS = [
     "data=custom", "data.train._target_=exact_parts.samples", "data.train.count=64", "model=exact_parts.Net",
     "task.class_dim=-1",
 ]  # fmt: skip
+TIED = [
+    "model=tied.Tied", "step._target_=my_gan.step", "optimizer=custom", "optimizer.a._target_=torch.optim.Adam",
+    "optimizer.a.params=a.*", "optimizer.b._target_=torch.optim.Adam",
+]  # fmt: skip
 
 
 def given(words: list[str], new: str) -> list[str]:
@@ -58,6 +62,14 @@ def own(workdir: Path) -> Path:
         body = files_of(PAGES["your_own"])[name]
         (workdir / name).write_text(body, encoding="utf-8")
     (workdir / "own.py").write_text(USER_CODE, encoding="utf-8")
+    (workdir / "tied.py").write_text(
+        "from torch import nn\n"
+        "class Tied(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = nn.Embedding(4, 4), nn.Linear(4, 4)\n"
+        "        self.b.weight = self.a.weight\n"
+    )
     return workdir
 
 
@@ -189,6 +201,7 @@ def test_lbfgs_with_a_line_search_ends_where_torch_alone_does(own: Path) -> None
         ([*GAN, "parallel=ddp"], "parallel=ddp: does not go with optimizers by name"),
         (given(GAN, "optimizer=adamw"), "optimizers by name stand beside torch.optim.AdamW; add optimizer=custom"),
         (["step._target_=my_series.Truncated", "parallel.static_graph=true"], "a step of your own makes its own"),
+        (given(TIED, "optimizer.b.params=b.*"), "optimizer.b.params: b.weight is in optimizer.a already"),
         ([*GAN, "trainer.compile=step"], "a step of your own is not traced"),
         (["step._target_=my_series.Waves"], "must be a function (run, micro_batches) -> StepReport"),
         (["step._target_=my_gan.told_apart"], "step.fake: my_gan.told_apart needs it"),
@@ -267,6 +280,28 @@ def test_an_update_that_one_of_several_optimizers_leaves_out_is_counted(own: Pat
     assert run.status["skipped_steps"] == 1
     rows = [row for row in run.metrics if row["kind"] == "train"]
     assert [row["lr/discriminator"] for row in rows][1:4] == pytest.approx([0.01, 0.01, 0.0075])
+
+
+def test_hooks_see_the_gradients_and_the_state_of_each_of_several_optimizers(own: Path) -> None:
+    (own / "look.py").write_text(
+        "def tell(*words):\n"
+        "    with open('seen', 'a') as file:\n"
+        "        print(*words, file=file)\n"
+        "class Look:\n"
+        "    def on_gradients(self, run):\n"
+        "        found = [name for name, param in run.model.named_parameters() if param.grad is not None]\n"
+        "        tell('look', *sorted({name.split('.')[0] for name in found}))\n"
+        "    def on_step_end(self, run, state):\n"
+        "        keys = {key for param in run.model.parameters() for key in run.optimizer.state[param]}\n"
+        "        tell(*sorted(keys))\n"
+    )
+    hooks = ["hook.look._target_=look.Look", "monitor.histograms_every_n_steps=1"]
+    run = package.train(*GAN, *QUIET, *hooks, "trainer.max_steps=1", "output_dir=run")
+    assert (own / "seen").read_text().splitlines() == [
+        "look discriminator", "look generator", "exp_avg exp_avg_sq momentum_buffer step",
+    ]  # fmt: skip
+    (row,) = [row for row in run.metrics if row["kind"] == "histogram"]
+    assert sum(name.startswith("gradients/") for name in row["histograms"]) == 8
 
 
 def test_schedules_count_steps_of_the_run_and_understand_a_warmup_in_epochs(own: Path) -> None:

@@ -247,6 +247,8 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
         compile_log=compile_log, counting=counting, hooks=hooks, positions=tally.planned, optimizers=optimizers,
         own_step=own_step, places=places, order=order_facts(config, parallel.world_size, drawn), base=base,
     )  # fmt: skip
+    for one in optimizers.values():
+        one.show = run.show_gradients
     return run, run_facts(run, site, rhythm, notes)
 
 
@@ -329,6 +331,12 @@ def build_hooks(config: RunConfig, site: RunContext, frozen: Unfreeze | None) ->
         from trainrun.hook.histograms import Histograms
 
         hooks["monitor.histograms_every_n_steps"] = Histograms(every)
+    looking = [key for key, hook in hooks.items() if callable(getattr(hook, "on_gradients", None))]
+    if looking and config.trainer.optimizer_in_backward:
+        raise ConfigError(
+            f"trainer.optimizer_in_backward=true: frees each gradient in the backward, and {looking[0]} looks at them "
+            "before the update; leave one of them out"
+        )
     return Hooks(hooks)
 
 

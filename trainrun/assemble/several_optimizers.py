@@ -23,18 +23,20 @@ def build_named(
 ) -> dict[str, NamedOptimizer]:  # fmt: skip
     """guard: the guarded update of some parameters. Raises ConfigError for parameters that none of them has, or two."""
     nodes = named_nodes(config.optimizer)
-    known = dict(model.named_parameters())
-    faults, owners, built = [], dict[str, str](), {}
+    known = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
+    faults, owners, built = [], dict[nn.Parameter, str](), {}
     for name, node in nodes.items():
         try:
             names = matching(known, node["params"], f"optimizer.{name}.params")
         except ValueError as error:
             faults.append(str(error))
             continue
-        if twice := [one for one in names if one in owners]:
-            faults.append(f"optimizer.{name}.params: {twice[0]} is in optimizer.{owners[twice[0]]} already")
-        owners |= dict.fromkeys(names, name)
-    left = [name for name, param in known.items() if param.requires_grad and name not in owners]
+        if twice := [one for one in names if known[one] in owners]:
+            faults.append(
+                f"optimizer.{name}.params: {twice[0]} is in optimizer.{owners[known[twice[0]]]} already"
+            )
+        owners |= dict.fromkeys((known[one] for one in names), name)
+    left = [name for name, param in known.items() if param.requires_grad and param not in owners]
     if left and not faults:
         faults.append(
             f"optimizer.{next(iter(nodes))}.params: {counted(len(left), 'parameter')} of the model would never be "
@@ -43,7 +45,7 @@ def build_named(
     if faults:
         raise ConfigError(*faults)
     for name, node in nodes.items():
-        params = [param for one, param in known.items() if owners.get(one) == name]
+        params = [param for param in model.parameters() if owners.get(param) == name]
         scheduler = schedule_node(config, name)
         optimizer = optimizer_of_node(config, node, scheduler, f"optimizer.{name}", model, 1, notes, params)
         schedule = schedule_of_node(config, optimizer, scheduler, rhythm)

@@ -33,7 +33,7 @@ class Histograms:
         """Keep them over the update, which uses and clears them."""
         if (run.monitors.step + 1) % self._every == 0 and run.parallel.rank == 0:
             found = {name: param.grad for name, param in run.model.named_parameters()}
-            self._gradients = {f"gradients/{name}": grad for name, grad in found.items() if grad is not None}
+            self._gradients |= {f"gradients/{name}": grad for name, grad in found.items() if grad is not None}
 
     def on_step_end(self, run: Components, state: TrainState) -> None:
         if state.step % self._every or run.parallel.rank:

@@ -103,9 +103,7 @@ class Components:
         """
         if self.own_step is not None and self.parallel.world_size > 1 and closure is None:
             self.parallel.exchange()
-        for look in self.hooks.on_gradients:
-            look(self)
-            self.precision.look_again()
+        self.show_gradients()
         self.phases.open(OPTIMIZER)
         if self.optimizers:
             from trainrun.training.named_optimizers import refuse
@@ -123,6 +121,12 @@ class Components:
                 self.ema.update()
         self.phases.open(RUNNER)
         return grad
+
+    def show_gradients(self) -> None:
+        """To the hooks, before each update."""
+        for look in self.hooks.on_gradients:
+            look(self)
+            self.precision.look_again()
 
     def splits(self) -> dict[str, Batches]:
         """The streams that can be evaluated, by name."""

@@ -10,8 +10,8 @@ gain: their states, scales and schedules are in the checkpoint, so a resume is e
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -27,12 +27,13 @@ from trainrun.scheduler.schedule import Schedule
 
 
 class NamedOptimizer:
-    """One of them. optimizer: torch's; schedule: of its learning rates."""
+    """One of them. optimizer: torch's; schedule: of its learning rates. show: its gradients, before each update."""
 
     def __init__(self, optimizer: Optimizer, guarded: Update, schedule: Schedule) -> None:
         self.optimizer, self.schedule, self.guarded = optimizer, schedule, guarded
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
         self._skipped = False
+        self.show: Callable[[], None] = nobody_looks
 
     def backward(self, loss_sum: Tensor, share: float) -> None:
         """Add the gradient of `share * loss_sum` to its own parameters; no other parameter gets one."""
@@ -40,6 +41,7 @@ class NamedOptimizer:
 
     def update(self, want_norm: bool = False) -> GradReport:
         """Unscale, check, clip, update, clear its gradients."""
+        self.show()
         report = self.guarded.optimizer_step(self.optimizer, want_norm)
         self._skipped |= report.skipped
         return report
@@ -74,7 +76,8 @@ class JoinedOptimizers(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return ChainMap(*(one.optimizer.state for one in self._named.values()))
+        states = (one.optimizer.state for one in self._named.values())
+        return defaultdict(dict, {key: own for state in states for key, own in state.items()})
 
     def step(self, closure: Any = None) -> NoReturn:
         refuse(self._named)
@@ -168,6 +171,10 @@ def load_optimizer_states(
         raise CheckpointError(f"checkpoint {place}: its optimizers are {known}; now {', '.join(named)}")
     for name, one in named.items():
         load_named_optimizer_state(one.optimizer, model, stored[name], configured_fields(config[name]))
+
+
+def nobody_looks() -> None:
+    """Before there is a run with hooks."""
 
 
 def refuse(named: Named) -> NoReturn:
