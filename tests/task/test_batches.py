@@ -118,3 +118,43 @@ class Own(nn.Linear):
 def test_errors_of_other_kinds_stay_as_they_are(model: nn.Module, inputs: Tensor, said: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=said):
         run_model(model, inputs, None)
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor, bonus: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return x, bonus
+
+
+class ByPlace(Named):
+    def forward(self, x: Tensor, **others: Any) -> Any:
+        return super().forward(x, **others)
+
+
+class ByName(Named):
+    def forward(self, **batch: Any) -> Any:
+        return super().forward(**batch)
+
+
+class OnlyByName(Named):
+    def forward(self, *, x: Tensor, bonus: Tensor | None = None) -> Any:
+        return super().forward(x, bonus)
+
+
+class AnyHow(Named):
+    def forward(self, *args: Any, **others: Any) -> Any:
+        return super().forward(*args, **others)
+
+
+@pytest.mark.parametrize("kind", [Named, ByPlace, ByName, OnlyByName, AnyHow])
+def test_a_dict_reaches_a_forward_whole_but_for_the_target(kind: type[nn.Module]) -> None:
+    batch = {
+        "x": torch.ones(2),
+        "bonus": torch.zeros(2),
+        "label": torch.tensor([0, 1]),
+        "target_weight": torch.ones(2),
+    }
+    if kind in (Named, OnlyByName):  # only what they name
+        batch["number"] = torch.arange(2)
+    x, bonus = run_model(kind(), batch["x"], batch)
+    assert x is batch["x"]
+    assert bonus is batch["bonus"]

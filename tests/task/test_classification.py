@@ -121,7 +121,14 @@ def own_mean(logits: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(logits, target)
 
 
-@pytest.mark.parametrize("loss", [own_mean, partial(cross_entropy, label_smoothing=0.1)])
+class Deaf(nn.modules.loss._Loss):
+    """It has torch's attribute `reduction`, and reads it too early or never."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(logits, target)
+
+
+@pytest.mark.parametrize("loss", [own_mean, partial(cross_entropy, label_smoothing=0.1), Deaf()])
 def test_one_number_that_may_be_a_mean_is_refused(loss: Any) -> None:
     with pytest.raises(PluginError, match=r'one number, which may be a mean.*reduction = "sum"'):
         Classification(loss=loss).step(MODEL, pairs())

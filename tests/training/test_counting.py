@@ -13,6 +13,8 @@ from torch import nn
 from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.training.evaluate import evaluate
+from trainrun.training.recovery.restore import load_train_state
+from trainrun.training.state import TrainState
 
 TOKENS = ("data.train._target_=exact_parts.tokens", "data.train.count=29", "data.batch_size=4")
 CLIPPED = ("trainer.gradient_clip_val=0.05",)
@@ -177,3 +179,11 @@ def test_a_mean_over_no_items_adds_nothing(count: Any) -> None:
     assert out.loss_sum.item() == 0
     assert logits.grad is not None
     assert logits.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("count", [torch.tensor(12), 12.0])
+def test_a_run_whose_task_counts_with_tensors_or_fractions_goes_on(count: Any) -> None:
+    state, resumed = TrainState(), TrainState()
+    state.logged_items += count
+    load_train_state(resumed, state.state_dict())
+    assert resumed.logged_items == 12

@@ -5,7 +5,8 @@ A batch is a tuple or list `(inputs, target)`, or a dict with one key of each li
     target: target, targets, y, label, labels
 
 A dict is passed by the names of the model's `forward`: the inputs by their key where it names that, else by position,
-and every other field that it names (attention_mask, token_type_ids, noise, ...), but for the target.
+and every other field that it names (attention_mask, token_type_ids, noise, ...; any, if it takes **kwargs), but for the
+target.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ class Classification:
             self.loss = nn.CrossEntropyLoss(checked_weights(class_weights, loss), **how)
         self.weighted = 0 if class_weights is None else len(class_weights)
         if loss is not None:
-            from trainrun.task.losses import is_summed, with_reduction
+            from trainrun.task.losses import is_summed, without_reduction
 
-            self.loss = with_reduction(loss, "sum")
+            self.loss = without_reduction(loss)
             self.is_summed = is_summed(self.loss)
         self.class_dim = class_dim
         self.ignore_index = ignore_index

@@ -14,9 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainrun.errors import PluginError
 from trainrun.user_code import is_of_torch
 
-MODEL_KEYS = (  # also to a forward that takes any
-    "attention_mask", "segment_ids", "position_ids", "noise", "word_dropout",
-)  # fmt: skip
+OF_LOSS = "target_weight"  # also not to a forward that takes any
 OF_SHAPES = re.compile(
     r"shapes cannot be multiplied|size mismatch|to have \d+ channels|xpected \dD|Dimension out of range"
 )
@@ -36,7 +34,7 @@ def asked_for(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a model gets of a dict: by position, and by name."""
     bare = bare_model(model)
-    taken, takes_all = keywords_of(bare.__class__.forward)
+    taken, takes_all, by_place = keywords_of(bare.__class__.forward)
     if "segment_ids" in batch and "segment_ids" not in taken:
         raise PluginError(
             f"model: data.padding=pack puts several sequences into a row, and {type(bare).__name__}.forward has no "
@@ -47,9 +45,9 @@ def asked_for(
     asked = {
         key: value
         for key, value in batch.items()
-        if key not in (*target_keys, own) and (key in taken or (takes_all and key in MODEL_KEYS))
+        if key not in (*target_keys, own) and (key in taken or (takes_all and key != OF_LOSS))
     }
-    if own in taken[2:]:  # after self and the first
+    if own in taken[2:] or not by_place:  # after self and the first
         return (), {own: inputs, **asked}
     return (inputs,), asked
 
@@ -75,8 +73,10 @@ def misfit(model: nn.Module, inputs: Any, error: Exception) -> str:
 
 
 @lru_cache(maxsize=16)
-def keywords_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
-    """The arguments that a `forward` names, and whether it takes any others by keyword."""
+def keywords_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool]:
+    """The arguments that a `forward` names, whether it takes any others by keyword, and whether one by its place."""
     parameters = inspect.signature(forward).parameters.values()
     named = tuple(item.name for item in parameters if item.kind is not item.VAR_KEYWORD)
-    return named, any(item.kind is item.VAR_KEYWORD for item in parameters)
+    by_keyword = [item for item in parameters if item.kind in (item.KEYWORD_ONLY, item.VAR_KEYWORD)]
+    takes_all = any(item.kind is item.VAR_KEYWORD for item in by_keyword)
+    return named, takes_all, len(parameters) - len(by_keyword) > 1  # the first is self

@@ -17,10 +17,10 @@ from trainrun.task.batches import IGNORED, check_target_type
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def with_reduction(loss: Any, reduction: str) -> Any:
-    """The loss, told to reduce its items in this way where it can be told.
+def without_reduction(loss: Any) -> Any:
+    """The loss, told to give one number an item where it can be told; whether it does is seen in what it gives.
 
-    A module with an attribute `reduction` (every loss of torch) has it *set*, and a `functools.partial`
+    A module with an attribute `reduction` (every loss of torch) has it *set* to "none", and a `functools.partial`
     with that keyword gets it again, unless the user asked for "sum". Anything else stays as it is.
     ConfigError: not callable. PluginError: it has parameters, which no optimizer would train.
     """
@@ -37,9 +37,9 @@ def with_reduction(loss: Any, reduction: str) -> Any:
     if is_summed(loss):
         return loss
     if isinstance(loss, partial) and "reduction" in loss.keywords:
-        return partial(loss, reduction=reduction)
+        return partial(loss, reduction="none")
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
-        loss.reduction = reduction  # type: ignore[assignment]
+        loss.reduction = "none"  # type: ignore[assignment]
     return loss
 
 
@@ -51,11 +51,13 @@ def is_summed(loss: Any) -> bool:
 
 def no_sum(loss: Any) -> PluginError:
     """The fault of a loss whose single number may be a mean."""
+    loss = loss.func if isinstance(loss, partial) else loss
     name = getattr(loss, "__name__", type(loss).__name__)
     return PluginError(
         f"task.loss: {name} gives one number, which may be a mean; trainrun adds up sums over micro-batches "
-        'and ranks, and divides once. Return one number per item (reduction="none"), or the sum, '
-        f'and say so with an attribute: {name}.reduction = "sum"'
+        "and ranks, and divides once. Return one number per item (task.loss.reduction=none, where it takes that), or "
+        f'the sum, and say so with an attribute: {name}.reduction = "sum". A mean over a whole batch, as of Dice, is '
+        "for a task of your own: StepOutput(loss_mean=loss, count=...)"
     )
 
 

@@ -55,15 +55,15 @@ class ModelLoss:
 def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """0-d."""
     bare = bare_model(model)
-    named, _ = keywords_of(type(bare).forward)
-    output = model(**{key: value for key, value in batch.items() if key in named})
+    named, takes_all, _ = keywords_of(type(bare).forward)
+    given = {key: value for key, value in batch.items() if takes_all or key in named}
+    output = model(**given)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = ", ".join(key for key in batch if key in named) or "nothing"
         raise PluginError(
-            f"model: {type(bare).__name__} was given {given} of a batch with {', '.join(map(str, batch))}, and "
-            f"returned {form_of(output)} without a .loss of one number; name the fields as its forward does, or "
-            "choose another task"
+            f"model: {type(bare).__name__} was given {', '.join(given) or 'nothing'} of a batch with "
+            f"{', '.join(map(str, batch))}, and returned {form_of(output)} without a .loss of one number; name the "
+            "fields as its forward does, or choose another task"
         )
     return loss.reshape(())
 

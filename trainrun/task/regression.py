@@ -13,7 +13,7 @@ from torch.nn.functional import huber_loss, l1_loss, mse_loss
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput, Sums
 from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
-from trainrun.task.losses import is_summed, no_sum, with_reduction
+from trainrun.task.losses import is_summed, no_sum, without_reduction
 
 if TYPE_CHECKING:
     from trainrun.task.metrics.by_name import NumberMetrics
@@ -43,7 +43,7 @@ class Regression:
             self.elementwise: Any = partial(LOSSES[loss], reduction="none")
             self.sums_elements = True
         else:
-            self.loss = self.elementwise = with_reduction(loss, "none")
+            self.loss = self.elementwise = without_reduction(loss)
             self.sums_elements = False
         self.checked = False
         self.metrics: NumberMetrics | None = None

@@ -95,6 +95,7 @@ class TrainState:
         }
         state["losses"] = torch.stack(self.losses) if self.losses else None
         state["last_metrics"] = dict(self.last_metrics)
+        state["logged_items"] = int(self.logged_items)  # a task may count with tensors
         return state
 
 

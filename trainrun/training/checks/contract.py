@@ -148,6 +148,8 @@ def values_of(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, P
     except PluginError as error:
         raise BadOutput(str(error)) from error
     count = torch.as_tensor(task.count(data) if counts_before(task) else late, dtype=torch.float64)
+    if count.numel() != 1 or float(count) % 1:
+        raise BadOutput(f"task: {name}.count(batch) gave {count.tolist()}; it must be a whole number")
     return {
         key: (value.cpu(), sums.get(OWN + key, count).cpu())
         for key, value in sums.items()
