@@ -11,7 +11,7 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.trackers import sender
-from trainrun.trackers.mlflow_run import MlflowRun
+from trainrun.trackers.mlflow_run import MlflowRun, accepted
 
 pytestmark = pytest.mark.process
 
@@ -67,6 +67,13 @@ def test_a_table_of_another_run_is_left_as_it_is(workdir: Path, capsys: pytest.C
     assert table.read_bytes() == told
     assert main(["resume", "own", "trainer.max_steps=8"]) == 0
     assert b"\n8," in table.read_bytes()
+
+
+def test_a_name_becomes_one_that_mlflow_takes() -> None:
+    names = ["train/hit@1", "val/mAP@0.5", "val/acc(%)", "val/iou: road", "optimizer.lr"]
+    assert [accepted(name) for name in names] == [
+        "train/hit_1", "val/mAP_0.5", "val/acc___", "val/iou: road", "optimizer.lr"
+    ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")

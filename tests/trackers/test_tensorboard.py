@@ -66,6 +66,20 @@ def test_a_life_before_the_first_checkpoint_and_rows_that_are_sent_again_leave_n
     assert [event.step for event in curves_of(workdir / "tensorboard").Scalars("loss")] == [0, 1, 2, 3]
 
 
+def test_runs_that_share_a_place_have_a_folder_each(workdir: Path) -> None:
+    for number, start in (("1", 0), ("2", 0), ("1", 3)):
+        board = TensorBoard(str(workdir / "boards"))
+        board.open({"name": "run", "run_id": number, "folder": str(workdir), "config": {}}, start)
+        for step in range(start + 1, start + 6):
+            board.scalars({"loss": float(number)}, step, 1.0)
+        board.finish()
+    for number, last in (("1", 8), ("2", 5)):
+        found = curves_of(workdir / "boards" / f"run-{number}").Scalars("loss")
+        assert [(event.step, event.value) for event in found] == [
+            (step, float(number)) for step in range(1, last + 1)
+        ]
+
+
 def test_what_is_no_number_is_no_curve() -> None:
     assert list(scalars_of({"kind": "end", "step": 1, "time": 0.0, "summary": {"value": 1.0}})) == []
     assert dict(scalars_of({"kind": "eval", "step": 1, "time": 0.0, "val/loss": 2.0})) == {"val/loss": 2.0}

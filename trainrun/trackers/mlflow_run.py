@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 from zlib import crc32
@@ -48,7 +49,7 @@ class MlflowRun:
             return  # parameters cannot be written twice with other values
         tags = {RUN_ID: run["run_id"], "trainrun.folder": run["folder"]}
         self._id = client.create_run(place, tags=tags, run_name=run["name"]).info.run_id
-        params = [Param(name, str(value)[:LONGEST]) for name, value in flat(run["config"]) if name]
+        params = [Param(accepted(name), str(value)[:LONGEST]) for name, value in flat(run["config"]) if name]
         for start in range(0, len(params), AT_ONCE):
             client.log_batch(self._id, params=params[start : start + AT_ONCE])
 
@@ -56,7 +57,8 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         at = int(1000 * seconds)
-        metrics = [Metric(name, value, at, step) for name, value in values.items() if math.isfinite(value)]
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        metrics = [Metric(accepted(name), value, at, step) for name, value in finite.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def text(self, name: str, text: str, step: int) -> None:
@@ -70,6 +72,11 @@ class MlflowRun:
 
     def finish(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def accepted(name: str) -> str:
+    """`hit@1` -> `hit_1`: of a name that MLflow does not take, it refuses the whole row."""
+    return re.sub(r"[^\w./: -]", "_", name)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,8 +19,8 @@ FOLDER = "tensorboard"
 class TensorBoard:
     """A service: `monitor.tracker=tensorboard`.
 
-    log_dir: where the event files go; null is `tensorboard/` in the run folder. A resumed run goes on in the same
-    place: what lies behind the step that it begins with is taken away.
+    log_dir: where each run gets a folder for its event files, of its name and id; null is `tensorboard/` in the run
+    folder. A resumed run goes on in the same place: what lies behind the step that it begins with is taken away.
     Raises ConfigError without the package `tensorboard`.
     """
 
@@ -37,9 +37,9 @@ class TensorBoard:
         self._writer: Any = None
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
-        folder = Path(self._log_dir) if self._log_dir else Path(run["folder"]) / FOLDER
-        first = None if self._log_dir else 0  # there another run may have curves
-        self._writer = self._writer_class(str(folder), purge_step=step + 1 if step else first, flush_secs=10)
+        own = f"{run['name']}-{run['run_id']}"
+        folder = Path(self._log_dir, own) if self._log_dir else Path(run["folder"], FOLDER)
+        self._writer = self._writer_class(str(folder), purge_step=step + 1 if step else 0, flush_secs=10)
         config = json.dumps(run["config"], indent=2, default=str)
         self._writer.add_text("run", f"{run['name']} ({run['run_id']})", step)
         self._writer.add_text("config", "    " + config.replace("\n", "\n    "), step)  # Markdown's code
