@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from trainrun.interfaces import StepReport
+from trainrun.interfaces import Agreed, GradReport, MicroBatch, StepReport
 from trainrun.monitor import metric_logger
 from trainrun.parallel.single import Single
 from trainrun.timing.phases import PhaseTimer
@@ -33,3 +34,13 @@ def test_pictures_drawn_on_the_way_are_no_training_time(monkeypatch: pytest.Monk
         state = TrainState(step=step, items=8.0 * step, losses=[torch.ones(())], logged_items=8)
         logger.on_step(state, StepReport(state.losses, 8))
     assert [(row["samples_per_second"], row["step_seconds"]) for row in rows] == [(4.0, 2.0)] * 2
+
+
+def test_the_loss_of_a_step_that_was_left_out_is_in_no_row() -> None:
+    state, batch = TrainState(), MicroBatch(None)
+    for loss, skipped in ((2.0, False), (math.nan, True), (4.0, False)):
+        state.advance(
+            [batch], StepReport([torch.tensor(loss)], 2, Agreed(2.0, 0, 0), grad=GradReport(None, skipped))
+        )
+    assert [loss.item() for loss in state.losses] == [2.0, 4.0]
+    assert (state.logged_items, state.step, state.skipped_steps) == (4, 3, 1)

@@ -113,6 +113,18 @@ def test_rows_behind_the_step_of_a_resume_are_cut(path: Path) -> None:
     assert [row["step"] for row in read_rows(path)] == [0, 2, 2, 4, 4, 5]
 
 
+def test_notes_of_what_is_done_again_stay_at_the_step_it_goes_on_from(path: Path) -> None:
+    file = Bus(MetricsFile(path))
+    for step in (2, 4, 6):
+        file.on_step(step, step / 4, {"train/loss": 1.0})
+        file.on_note(f"step {step}: so it is")
+    file.close()
+    cut_rows_after(path, 4)
+    assert [(row["step"], row.get("text", "")) for row in read_rows(path)] == [
+        (2, ""), (2, "step 2: so it is"), (4, ""), (4, "step 4: so it is"), (4, "step 6: so it is")
+    ]  # fmt: skip
+
+
 def test_what_an_ended_session_wrote_at_its_end_is_cut(path: Path) -> None:
     file = Bus(MetricsFile(path))
     file.on_eval(4, 1.0, {"val/loss": 1.0})

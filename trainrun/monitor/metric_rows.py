@@ -28,16 +28,16 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
-    """Drop the rows behind `step`, ends of earlier sessions, a line that was cut off.
+    """Drop the rows behind `step`, ends of earlier sessions, a line that was cut off; notes from there move to `step`.
 
     validated: whether the validation of that very step is part of what the run goes on from; else it is done again.
     """
     last = step if validated else step - 1
     kept = [
-        line
+        line if row.get("step", 0) <= step else json.dumps(row | {"step": step})
         for line, row in _numbered_rows(path)
         if row.get("kind") not in OF_THE_END
-        and row.get("step", 0) <= (last if row.get("kind") == "eval" else step)
+        and (row.get("kind") == "note" or row.get("step", 0) <= (last if row.get("kind") == "eval" else step))
     ]
     write_text(path, "".join(f"{line}\n" for line in kept), durable=True)
 

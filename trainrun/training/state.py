@@ -78,6 +78,8 @@ class TrainState:
             self.skipped_in_a_row += 1
         else:
             self.skipped_in_a_row = 0
+            self.losses += report.losses
+            self.logged_items += report.items
         self.step += 1
         self.batches += len(window)
         if window[-1].last:
@@ -86,8 +88,6 @@ class TrainState:
         self.items += self.step_items
         self.validate_request = report.agreed.validate
         self.stop_request, self.save_request = report.agreed.stop, report.agreed.save
-        self.losses += report.losses
-        self.logged_items += report.items
 
     def state_dict(self) -> dict[str, Any]:
         state = {
