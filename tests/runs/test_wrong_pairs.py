@@ -63,6 +63,22 @@ def test_bytes_for_a_model_that_computes_with_fractions_are_told(tmp_path, monke
         np.savez("x.npz", x_train=x, y_train=y, x_val=x, y_val=y)
 
 
+def test_a_last_batch_of_one_sample_for_a_batch_norm_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x, y = np.zeros((9, 1, 8, 8), np.float32), np.arange(9) % 2
+    np.savez("x.npz", x_train=x, y_train=y, x_val=x, y_val=y)
+    words = (
+        "data=arrays",
+        "data.path=x.npz",
+        "model=mlp",
+        "model.norm=batch",
+        "data.batch_size=4",
+        "trainer.max_epochs=1",
+    )
+    with pytest.raises(DataError, match=r"at step 3 a batch has one sample, .* data\.drop_last=true"):
+        train(*words)
+
+
 def test_inputs_by_name_for_a_model_of_one_tensor_are_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table({"a": [0.5] * 20, "l": [[1, 2]] * 20, "y": [0, 1] * 10}), "t.parquet")

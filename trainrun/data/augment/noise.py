@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
-from trainrun.errors import ConfigError, DataError
+from trainrun.errors import DataError
 from trainrun.limits import Count, Fraction
 
 
@@ -17,20 +17,16 @@ class LatentNoise:
 
     A model that draws from torch's generator itself draws other numbers when a batch is divided into
     micro-batches or among ranks; these stay. In evaluation a sample has the same noise every time.
-    ConfigError: size not given (its default is the model's `latent_dim`).
+    size: null, the default for a model without `latent_dim`, leaves the batch as it is.
     """
 
     random = False  # a bound that is validated needs its noise too
 
     def __init__(self, size: Count | None) -> None:
-        if size is None:
-            raise ConfigError(
-                "size=null: the model has no latent_dim; use model=vae, or say how many numbers it draws"
-            )
         self.size = size
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        return by_name(batch) | {"noise": draws.normal("noise", self.size)}
+        return batch if self.size is None else by_name(batch) | {"noise": draws.normal("noise", self.size)}
 
 
 class SampleNumbers:

@@ -68,6 +68,11 @@ def explained(run: Components, state: TrainState, error: Exception) -> TrainrunE
             "data: the inputs are several by name, but the model takes one tensor; name inputs of one kind, as "
             "data.train.inputs=[a,b], or use a model whose forward takes the dict"
         )
+    if "Expected more than 1 value per channel" in str(error):
+        return DataError(
+            f"data: at step {state.step + 1} a batch has one sample, of which a BatchNorm knows nothing; leave such "
+            "a last batch out with data.drop_last=true (also by trainrun resume), or take another data.batch_size"
+        )
     if WHOLE_INPUTS.search(str(error)):
         return DataError(
             f"data: the inputs are whole numbers, but the model computes with fractions ({error}); "

@@ -1,10 +1,11 @@
 """At the first step of a run: a task of the user's own that returns means where sums are wanted is refused.
 
 what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a sum
-    doubles, a mean stays. Only what clearly stays, while its count doubles, is refused; a count that stays is told,
-    and a loss that grows, but by less than half (a mean over pairs of the batch, a penalty that knows no count). A
-    step that draws random numbers is repeated, and decided only where its noise allows it. All runs on copies of
-    model and task, in evaluation mode, and random states are put back, so nothing of it remains.
+    doubles, a mean stays. Only what clearly stays, while its count doubles, is refused. A count that stays is told, a
+    loss that grows, but by less than half (a mean over pairs of the batch, a penalty that knows no count), and whole
+    numbers that stay (hits among the samples of a batch). A step that draws random numbers is repeated, and decided
+    only where its noise allows it. All runs on copies of model and task, in evaluation mode, and random states are put
+    back, so nothing of it remains.
 when: every new run with a task that is not ours; `trainer.check_task=false` leaves it out.
 when not: batches that cannot be cut, models that cannot be copied: one line says so, and the run goes on.
 source: the loss contract of `trainrun.interfaces`
@@ -70,6 +71,12 @@ def check_task(run: Components, data: Any) -> None:
         return
     name = type(run.task).__name__
     means = [key for key in looks.once[0] if found_of(looks, key) == MEAN]
+    if hits := [key for key in means if key != LOSS and are_hits(looks, key)]:
+        means = [key for key in means if key not in hits]
+        run.monitors.note(
+            f"task: {', '.join(hits)} of {name}.step() stays the same where a batch is given twice, and it is divided "
+            "by the count: right for hits among the samples of a batch (of a contrastive loss), wrong for a mean"
+        )
     way_out = "If that is meant, say trainer.check_task=false"
     if LOSS in means:
         raise PluginError(
@@ -155,6 +162,13 @@ def values_of(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, P
         for key, value in sums.items()
         if not key.startswith(OWN)
     }
+
+
+def are_hits(looks: Looks, key: str) -> bool:
+    """Whether each number is whole and from 1 to its count, as of samples found among the others of their batch: of
+    two alike the first is taken, so that as many are found in a batch given twice."""
+    pairs = [seen[key] for seen in (*looks.once, *looks.twice)]
+    return all(bool(((value % 1 == 0) & (value >= 1) & (value <= count)).all()) for value, count in pairs)
 
 
 def same(left: Tensor, right: Tensor) -> bool:
