@@ -319,3 +319,12 @@ def test_the_user_may_know_better() -> None:
     assert bind_faults(node("plug_doubtful.Narrow", width=2, _check_="no"), "model") == [
         "model._check_=no: must be true or false"
     ]
+
+
+def test_a_list_in_the_place_of_a_tensor_is_told_how_to_write_one() -> None:
+    node = {"_target_": "torch.nn.CrossEntropyLoss", "weight": [1.0, 2.0]}
+    with pytest.raises(
+        PluginError, match=r"weight=\[1\.0, 2\.0\]; give a tensor, as \{_target_: torch\.tensor"
+    ):
+        build(node, "task.loss")
+    build({**node, "weight": {"_target_": "torch.tensor", "data": [1.0, 2.0]}}, "task.loss")

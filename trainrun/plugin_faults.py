@@ -46,7 +46,10 @@ def not_built(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -
     given = f"its arguments: {shown(args, keywords)}" if args or keywords else "it got no arguments"
     refused = isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
     what = "does not take its arguments" if refused else "failed"
-    return f"{what}: {place(error)}; {given}"
+    tensor = "; give a tensor, as {_target_: torch.tensor, data: [1, 2]}" * (
+        "'list' object to buffer" in str(error)
+    )
+    return f"{what}: {place(error)}; {given}{tensor}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, ctc_loss
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import Predicts, Sums
 from trainrun.task.classification import Classification
+from trainrun.task.regression import Regression
 
 
 def value(sums: Sums, name: str) -> float:
@@ -105,8 +106,10 @@ LOSSES: list[Callable[[], Any]] = [
     lambda: nn.CrossEntropyLoss(reduction="none"),
     lambda: partial(cross_entropy, reduction="mean"),
     lambda: partial(cross_entropy, reduction="none"),
+    lambda: partial(cross_entropy, label_smoothing=0.0),
     OwnModule,
     lambda: own_sum,
+    lambda: partial(own_sum),
 ]
 
 
@@ -128,10 +131,19 @@ class Deaf(nn.modules.loss._Loss):
         return cross_entropy(logits, target)
 
 
-@pytest.mark.parametrize("loss", [own_mean, partial(cross_entropy, label_smoothing=0.1), Deaf()])
+@pytest.mark.parametrize("loss", [own_mean, partial(own_mean), Deaf()])
 def test_one_number_that_may_be_a_mean_is_refused(loss: Any) -> None:
     with pytest.raises(PluginError, match=r'one number, which may be a mean.*reduction = "sum"'):
         Classification(loss=loss).step(MODEL, pairs())
+
+
+@pytest.mark.parametrize("loss", [nn.GaussianNLLLoss(), nn.CTCLoss(), partial(ctc_loss), nn.Softmax()])
+@pytest.mark.parametrize("task", [Classification, Regression])
+def test_a_loss_that_is_called_otherwise_is_refused(loss: Any, task: Any) -> None:
+    with pytest.raises(
+        PluginError, match=r"task\.loss: \w+ is called with \(output, target\): .* write a task of"
+    ):
+        task(loss=loss)
 
 
 @pytest.mark.parametrize("shape", [(12,), (12, 5, 1), (11, 5), (5, 12)])

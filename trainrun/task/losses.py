@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def without_reduction(loss: Any) -> Any:
     """The loss, told to give one number an item where it can be told; whether it does is seen in what it gives.
 
-    A module with an attribute `reduction` (every loss of torch) has it *set* to "none", and a `functools.partial`
-    with that keyword gets it again, unless the user asked for "sum". Anything else stays as it is.
-    ConfigError: not callable. PluginError: it has parameters, which no optimizer would train.
+    A module with an attribute `reduction` (every loss of torch) has it *set* to "none", and the function of a
+    `functools.partial` gets it as a keyword if it takes it, unless the user asked for "sum". Anything else stays as
+    it is. ConfigError: not callable. PluginError: it has parameters, which no optimizer would train, or it cannot be
+    called with (output, target).
     """
     if not callable(loss):
         raise ConfigError(
@@ -34,25 +36,46 @@ def without_reduction(loss: Any) -> Any:
             f"task.loss: {type(loss).__name__} has parameters of its own, which the optimizer would not see; "
             "put them into the model, or write a task of your own (task._target_=...)"
         )
+    takes = arguments(loss)
     if is_summed(loss):
         return loss
-    if isinstance(loss, partial) and "reduction" in loss.keywords:
+    if isinstance(loss, partial) and "reduction" in takes:
         return partial(loss, reduction="none")
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         loss.reduction = "none"  # type: ignore[assignment]
     return loss
 
 
+def arguments(loss: Any) -> Mapping[str, Any]:
+    """By name, none of what is not written in Python. PluginError: it does not take two tensors."""
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except ValueError:
+        return {}
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise PluginError(
+            f"task.loss: {name_of(loss)} is called with (output, target): {error}; for another call write a task of "
+            "your own (task._target_=...)"
+        ) from error
+    return signature.parameters
+
+
+def name_of(loss: Any) -> str:
+    inner = loss.func if isinstance(loss, partial) else loss
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
 def is_summed(loss: Any) -> bool:
     """Whether a 0-d result of this loss is known to be a sum."""
-    keywords = loss.keywords if isinstance(loss, partial) else {}
-    return keywords.get("reduction", getattr(loss, "reduction", None)) == "sum"
+    inner, keywords = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
+    return keywords.get("reduction", getattr(inner, "reduction", None)) == "sum"
 
 
 def no_sum(loss: Any) -> PluginError:
     """The fault of a loss whose single number may be a mean."""
-    loss = loss.func if isinstance(loss, partial) else loss
-    name = getattr(loss, "__name__", type(loss).__name__)
+    name = name_of(loss)
     return PluginError(
         f"task.loss: {name} gives one number, which may be a mean; trainrun adds up sums over micro-batches "
         "and ranks, and divides once. Return one number per item (task.loss.reduction=none, where it takes that), or "
