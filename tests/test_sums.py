@@ -108,6 +108,13 @@ def test_a_summary_that_is_no_numbers_by_name_is_refused(given: Any) -> None:
         metrics_of(added({"a": 1}), 1.0, Scores(lambda sums, count: given))
 
 
+def test_the_name_of_what_a_validation_takes_is_refused() -> None:
+    with pytest.raises(PluginError, match='task: Mine has a metric "seconds"'):
+        metrics_of(added({"seconds": 1}), 1.0, Mine())
+    with pytest.raises(PluginError, match='task: Scores has a metric "gpu/seconds"'):
+        metrics_of(added({"a": 1}), 1.0, Scores(lambda sums, count: {"gpu/seconds": 2}))
+
+
 class TwoRanks:
     """One of two ranks, each a thread."""
 

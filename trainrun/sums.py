@@ -106,7 +106,7 @@ def metrics_of(
 ) -> dict[str, float]:
     """Numbers divided by their count, and what the task's `summarize` makes of all sums and rows.
 
-    PluginError: several numbers, and no `summarize`; or it gives something else than numbers by name.
+    PluginError: several numbers, and no `summarize`; it gives something else than numbers by name; a name is taken.
     """
     names = [name for name in sums if not name.startswith(OWN)]
     found = {
@@ -121,9 +121,18 @@ def metrics_of(
                 f"{tuple(sums[several[0]].shape)}; only its method summarize(sums, count) -> {{name: value}} can make "
                 "a metric of several numbers: add one, or give their sum"
             )
-        return found
+        return _named(found, task)
     pairs = {name: (sums[name], sums[OWN + name]) if OWN + name in sums else sums[name] for name in names}
-    return found | _numbers(task.summarize({**pairs, **rows}, count), task)
+    return _named(found | _numbers(task.summarize({**pairs, **rows}, count), task), task)
+
+
+def _named(metrics: dict[str, float], task: Any) -> dict[str, float]:
+    if taken := [name for name in metrics if name.rpartition("/")[2] == "seconds"]:
+        raise PluginError(
+            f'task: {type(task).__name__} has a metric "{taken[0]}", which is the name of what a validation takes; '
+            "give it another"
+        )
+    return metrics
 
 
 def _numbers(values: Any, task: Any) -> dict[str, float]:
