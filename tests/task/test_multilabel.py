@@ -46,7 +46,8 @@ def test_f1_and_accuracy_are_those_of_all_samples_however_they_are_cut() -> None
     ("error", "target", "message"),
     [
         (DataError, Y + 1, "the targets lie between 1 and 2, but task=multilabel needs 0 or 1"),
-        (DataError, Y[:, 0], r"the targets have shape \(12,\), .*use task=classification"),
+        (DataError, Y[None], r"the targets have shape \(1, 12, 4\), but"),
+        (PluginError, Y[:, 0], r"needs that of the targets, \(12, 1\); .*use task=classification"),
         (PluginError, Y[:, :3], r"the output has shape \(12, 4\), but task=multilabel needs"),
     ],
 )
@@ -70,6 +71,18 @@ def test_weights_of_another_number_are_refused() -> None:
 def test_classification_sends_multi_hot_targets_here(kind: torch.dtype) -> None:
     with pytest.raises((DataError, PluginError), match="choose task=multilabel"):
         Classification().step(MODEL, (X, Y.to(kind)))
+
+
+@pytest.mark.parametrize("logits", [X[:, 0], X[:, :1]])
+@pytest.mark.parametrize("target", [Y[:, 0].long(), Y[:, 0], Y[:, :1]])
+def test_two_classes_by_one_number(logits: torch.Tensor, target: torch.Tensor) -> None:
+    task = MultiLabel()
+    own = binary_cross_entropy_with_logits(X[:, 0], Y[:, 0], reduction="sum")
+    assert float(task.step(MODEL, (logits, target)).loss_sum) == pytest.approx(float(own), rel=1e-6)
+    assert all(found.shape == (12, 1) for found in task.predict(MODEL, (logits, target)).values())
+    if target.ndim == 1:
+        with pytest.raises(PluginError, match="one number a sample: choose task=multilabel for two classes"):
+            Classification().step(MODEL, (logits, target))
 
 
 DATA = """

@@ -126,7 +126,12 @@ def form_of(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def check_target_type(target: Tensor) -> None:
+def check_target_type(logits: Tensor, target: Tensor) -> None:
+    if target.ndim == 1 and logits.shape[1:].numel() == 1:
+        raise PluginError(
+            f"model: the output has shape {tuple(logits.shape)}, one number a sample: choose task=multilabel for two "
+            "classes 0 and 1, task=regression for real numbers, or let the model give one number a class"
+        )
     if target.is_floating_point() or target.is_complex():
         raise DataError(
             f"data: the targets are {target.dtype}, but task=classification needs integers; "

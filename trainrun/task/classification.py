@@ -193,7 +193,7 @@ class Classification:
 
     def _check(self, logits: Tensor, target: Tensor) -> None:
         """Check the first batch only, as it waits for the device, and move the loss to the model's device."""
-        check_target_type(target)
+        check_target_type(logits, target)
         check_shapes(logits, target)
         ignores = target.ndim > 1 and self.ignore_index is not None
         if not ignores:  # `count` counts all of them: what torch would ignore is to be out of range

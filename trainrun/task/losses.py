@@ -119,7 +119,7 @@ def balanced(counts: Sequence[int]) -> list[float]:
 def check_soft(logits: Tensor, target: Tensor) -> None:
     """Logits and probabilities, both (B, C)."""
     if target.ndim == 1:
-        check_target_type(target)
+        check_target_type(logits, target)
     if target.shape != logits.shape or target.ndim != 2:
         raise PluginError(
             f"model: the output has shape {tuple(logits.shape)}, but soft targets have shape {tuple(target.shape)}; "

@@ -22,7 +22,8 @@ class MultiLabel:
     """Binary cross-entropy of logits (B, C) against 0 or 1 (B, C), averaged over the labels of a sample.
 
     `acc` is the share of labels that are right, `f1` the F1 score of all labels together (micro). A probability
-    between 0 and 1 may stand for a label; `f1` and `acc` take it for one from 0.5 on.
+    between 0 and 1 may stand for a label; `f1` and `acc` take it for one from 0.5 on. Of one label logits or targets
+    may be (B,): two classes by one number.
 
     pos_weight: what a label that is there weighs, one number or one for each label, as in torch's own loss.
     metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations; per_class:
@@ -57,7 +58,7 @@ class MultiLabel:
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """PluginError, DataError: outputs and targets do not fit each other, at the first batch."""
         inputs, target = inputs_and_target(batch)
-        logits = output_tensor(run_model(model, inputs, batch))
+        logits, target = column(output_tensor(run_model(model, inputs, batch))), column(target)
         if not self.checked:
             check(logits, target, self.weights)
             if self.metrics is not None:
@@ -93,8 +94,13 @@ class MultiLabel:
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction` (B, C): the probability of each label; and `target` where the data has one."""
         inputs, target = inputs_and_maybe_target(batch)
-        columns = {"prediction": output_tensor(run_model(model, inputs, batch)).sigmoid()}
-        return columns if target is None else columns | {"target": target}
+        columns = {"prediction": column(output_tensor(run_model(model, inputs, batch))).sigmoid()}
+        return columns if target is None else columns | {"target": column(target)}
+
+
+def column(values: Tensor) -> Tensor:
+    """(B, 1) of (B,)."""
+    return values.unsqueeze(1) if values.ndim == 1 else values
 
 
 def check(logits: Tensor, target: Tensor, weights: Tensor | None) -> None:
@@ -102,12 +108,13 @@ def check(logits: Tensor, target: Tensor, weights: Tensor | None) -> None:
     if target.ndim != 2:
         raise DataError(
             f"data: the targets have shape {tuple(target.shape)}, but task=multilabel needs (B, number of labels), 0 "
-            "or 1 for each; where they are one class a sample, use task=classification"
+            "or 1 for each"
         )
     if logits.shape != target.shape:
         raise PluginError(
             f"model: the output has shape {tuple(logits.shape)}, but task=multilabel needs that of the "
-            f"targets, {tuple(target.shape)}; our models take model.num_classes={target.shape[-1]}"
+            f"targets, {tuple(target.shape)}; our models take model.num_classes={target.shape[-1]}; where the targets "
+            "are one class a sample, use task=classification"
         )
     if bool((target < 0).any()) or bool((target > 1).any()):
         raise DataError(
