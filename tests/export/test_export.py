@@ -234,6 +234,102 @@ def test_what_is_not_a_number_is_the_largest_difference(order: tuple[int, int]) 
     assert export_command.difference([found[i] for i in order], [expected[i] for i in order]) == float("inf")
 
 
+def test_an_output_that_is_nearly_zero_is_measured_beside_the_others() -> None:
+    logits, zero = torch.tensor([1.0, 0.5]), torch.tensor([1e-8, 0.0])
+    assert export_command.difference([logits, zero + 1e-7], [logits, zero]) < 1e-5
+    assert export_command.difference([logits, zero + 1e-3], [logits, zero]) > 1e-3
+
+
+TASKS = """
+from torch import nn, tensor, zeros
+from trainrun.interfaces import StepOutput
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(64, 10)
+    def encode(self, x):
+        return self.a(x.flatten(1))
+    def forward(self, x, temperature):
+        return {"out": self.encode(x) / temperature, "more": (temperature.exp(),)}
+class Informed:
+    def __init__(self):
+        self.temperatures = []
+    def count(self, batch):
+        return len(batch[1])
+    def step(self, model, batch, info):
+        out = model(batch[0], tensor(2.0 if info.training else self.temperatures[0]))["out"]
+        return StepOutput(nn.functional.cross_entropy(out, batch[1], reduction="sum"))
+    def on_epoch_end(self, model, info):
+        self.temperatures = [3.0]
+    def state_dict(self):
+        return {"temperatures": self.temperatures}
+    def load_state_dict(self, state):
+        self.temperatures = state["temperatures"]
+class Encoding:
+    def count(self, batch):
+        return len(batch[1])
+    def step(self, model, batch):
+        return StepOutput(nn.functional.cross_entropy(model.encode(batch[0]), batch[1], reduction="sum"))
+"""
+
+
+@pytest.mark.parametrize("name", ["torch.export", "onnx"])
+def test_a_task_with_info_and_state_and_a_number_beside_the_samples(
+    workdir: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "own_tasks.py").write_text(TASKS)
+    words = ["model=own_tasks.Net", "task=own_tasks.Informed", "trainer.max_epochs=1", *SHORT[1:]]
+    assert main([*words, "data.batch_size=1024"]) == 0
+    capsys.readouterr()
+    assert main(["export", "run", "--to", name, "--dynamic", "batch"]) == 0
+    assert "largest difference" in capsys.readouterr().out
+    if name == "torch.export":
+        first, second = torch.export.load("run-export/model.pt2").module()(
+            torch.ones(5, 1, 8, 8), torch.tensor(3.0)
+        )
+        assert first.shape == (5, 10)
+        assert float(second) == pytest.approx(20.0855, rel=1e-4)
+
+
+def test_weights_are_written_where_the_network_cannot_be_called(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "own_tasks.py").write_text(TASKS)
+    assert main(["model=own_tasks.Net", "task=own_tasks.Encoding", *SHORT]) == 0
+    capsys.readouterr()
+    assert main(["export", "run", "--to", "safetensors,huggingface"]) == 0
+    assert capsys.readouterr().out.count("not tried on samples (task: its step does not call the model") == 2
+    assert "input_scaling" not in json.loads(Path("run-export/huggingface/config.json").read_text())
+    assert (
+        main(
+            [
+                "init_from=run-export/model.safetensors",
+                "model=own_tasks.Net",
+                "task=own_tasks.Encoding",
+                *SHORT[:2],
+            ]
+        )
+        == 0
+    )
+    assert main(["export", "run", "--to", "safetensors,torch.export"]) == 2
+
+
+def test_text_is_read_with_the_tokenizer_of_the_run(workdir: Path) -> None:
+    (workdir / "one.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    (workdir / "two.txt").write_text("abc " * 500)
+    text = "data=text model=gpt model.width=16 model.heads=2 model.layers=1 model.context=16 task=language_modeling"
+    words = [
+        *text.split(),
+        "data.train.block_size=16",
+        "data.tokenizer=bpe:270",
+        "data.batch_size=8",
+        *SHORT[:2],
+    ]
+    assert main([*words, "data.path=two.txt", "output_dir=base"]) == 0
+    assert main([*words, "data.path=one.txt", "init_from=base", "output_dir=run"]) == 0
+    assert main(["export", "run", "--to", "torch.export"]) == 0
+
+
 def test_a_folder_of_others_is_not_followed(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(SHORT) == 0
     config = Path("run/config.yaml")
@@ -263,6 +359,6 @@ def test_the_card_has_the_metrics_of_its_checkpoint(workdir: Path) -> None:
 def test_an_output_object_gives_its_logits() -> None:
     logits = torch.zeros(2, 3)
     assert outputs_of(SimpleNamespace(logits=logits, hidden=torch.ones(2))) is logits
-    assert len(outputs_of({"a": logits, "b": logits})) == 2
+    assert len(outputs_of({"a": logits, "b": (logits, [logits])})) == 3
     with pytest.raises(ConfigError, match="without tensors"):
         outputs_of(SimpleNamespace(other=logits))

@@ -21,28 +21,33 @@ from trainrun.runs.status import read_status
 def about_network(run: RunDir, config: RunConfig, model: nn.Module, samples: RealSamples) -> dict[str, Any]:
     """How the network is built and what goes in. Plain values, without what is named like a secret."""
     values, data = plain(public(config)[0]), read_identity(run).get("data", {})
-    served, first = samples.served, samples.inputs[0][0]
-    scale = served.scale
     told = {
         "in_shape": data.get("shape"),
         **dict.fromkeys(("num_classes", "vocab_size"), data.get("num_classes")),
     }
     node = {name: told.get(name) if value is None else value for name, value in values["model"].items()}
-    names = [key.removeprefix("data.augment.") for key, _, _ in served.changes]
     return {
         "architectures": [type(model).__name__],
         "torch_dtype": str(next((p.dtype for p in model.parameters()), "")).removeprefix("torch."),
         "model": node,
         "transform": values["transform"],
         "task": values["task"],
+        **({} if samples.untried else about_inputs(samples, values["data"]["augment"])),
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def about_inputs(samples: RealSamples, augment: dict[str, Any]) -> dict[str, Any]:
+    served, first, scale = samples.served, samples.inputs[0][0], samples.served.scale
+    names = [key.removeprefix("data.augment.") for key, _, _ in served.changes]
+    return {
         "inputs": samples.names,
         "input_shape": ["batch", *first.shape[1:]],
         "input_dtype": str(first.dtype).removeprefix("torch."),
         "input_scaling": {
             **({} if scale is None else {"divide_by": 255, "mean": scale.mean, "std": scale.std}),
-            **{name: values["data"]["augment"][name] for name in names},
+            **{name: augment[name] for name in names},
         },
-        "num_parameters": sum(p.numel() for p in model.parameters()),
     }
 
 
@@ -50,7 +55,12 @@ def card_text(run: RunDir, which: str, about: dict[str, Any]) -> str:
     """The README of a model's folder, with the metrics that were measured."""
     metrics = measured(run, which)
     rows = "\n".join(f"| {name} | {value:.5g} |" for name, value in metrics.items()) or "| none | |"
-    scaling = json.dumps(about["input_scaling"]) if about["input_scaling"] else "none"
+    inputs = ""
+    if "inputs" in about:
+        scaling = json.dumps(about["input_scaling"]) if about["input_scaling"] else "none"
+        inputs = f"""
+Inputs: {", ".join(about["inputs"])}; the first has the shape {about["input_shape"]} and the type
+{about["input_dtype"]} as it lies in memory. Before the network: {scaling}. """
     return f"""---
 library_name: pytorch
 tags:
@@ -65,10 +75,8 @@ A `{about["model"].get("_target_", "")}` of {about["num_parameters"]:,} paramete
 | metric | value |
 | --- | --- |
 {rows}
-
-Inputs: {", ".join(about["inputs"])}; the first has the shape {about["input_shape"]} and the type
-{about["input_dtype"]} as it lies in memory. Before the network: {scaling}. The weights are those of the
-network alone.
+{inputs}
+The weights are those of the network alone.
 
 ```python
 from safetensors.torch import load_file

@@ -22,15 +22,18 @@ from trainrun.config.mistakes.value_words import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.export.card import about_network, card_text
 from trainrun.export.formats import FORMATS, Order, Runner
-from trainrun.export.served import RealSamples, as_tuple, half, served_samples
+from trainrun.export.served import CPU, RealSamples, Served, as_tuple, half, served_samples
 from trainrun.output import say
+from trainrun.parallel.single import Single
 from trainrun.precision.other_types import cast_inputs
 from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.resume import trusted_config
+from trainrun.sampling.run_tokenizer import with_tokenizer
 from trainrun.timing.paired import Rules, compare, turn_of
 
 TOLERANCE = 1e-4
 TOLERANCE_OF_BYTES = 0.05  # numbers between two bytes may fall to either side
+LEAST = 0.1
 SECONDS = 3.0  # of a comparison of speeds
 GRAPHS = ("onnx", "torch.export")  # the others hold weights for the same code
 
@@ -62,10 +65,18 @@ def main(argv: list[str]) -> int:
     config = trusted_config(run, words.overrides, words.trust)
     which = checkpoint_of(run, words.which)
     model = exported_model(network_of(run, config, which), words.merge)
-    samples = served_samples(config, model, words.split)
+    loaded = read_checkpoint(resolve(run.checkpoints, which))
+    try:
+        own = "bpe:" in str(config.data.train)
+        read = with_tokenizer(config, run, Single(CPU), []) if own else config
+        samples = served_samples(read, model, words.split, loaded)
+    except Exception as error:  # of the data, the task or the model; weights alone are there all the same
+        if set(formats) & set(GRAPHS) or words.split != "val":
+            raise
+        samples = RealSamples(Served(model, 1, ()), [], [], " ".join(str(error).split())[:300])
     about = about_network(run, config, model, samples)
 
-    shared = read_checkpoint(resolve(run.checkpoints, which)).shared if config.checkpoint.adapter_only else {}
+    shared = loaded.shared if config.checkpoint.adapter_only else {}
     about |= {BASE: shared[BASE]} if BASE in shared else {}
     adapter = frozenset(shared["model"]) if BASE in shared and not words.merge else None
     order = Order(samples, words.dynamic == "batch", about, card_text(run, which, about), adapter)
@@ -144,6 +155,8 @@ def exported_model(model: nn.Module, merge: bool) -> nn.Module:
 def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float) -> str:
     """Run what was written on real samples; what was found. Raises TrainingError where it computes something else."""
     samples = order.samples
+    if samples.untried:
+        return f"not tried on samples ({samples.untried})"
     pairs = [*zip(samples.inputs, samples.expected, strict=True), *([half(samples)] if order.dynamic else [])]
     try:
         worst = max(difference(runner(inputs), expected) for inputs, expected in pairs)
@@ -168,19 +181,24 @@ def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float)
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference, as a part of the largest expected number; infinite where shapes or NaNs differ."""
+    """The largest difference, as a part of the largest expected number of its output, or of LEAST of that of all where
+    an output is nearly zero; infinite where shapes or NaNs differ."""
     if [one.shape for one in found] != [one.shape for one in expected]:
         return float("inf")
-    worst = 0.0
+    worst, floor = 0.0, LEAST * max(map(largest, expected))
     for here, there in zip(found, expected, strict=True):
         here, there = here.double(), there.double()
         same = (here == there) | (here.isnan() & there.isnan())  # infinities too
         if not same.all():
-            finite = there[there.isfinite()].abs()
-            largest = float(finite.max()) if len(finite) else 0.0
             gap = float((here - there)[~same].abs().nan_to_num(nan=float("inf")).max())
-            worst = max(worst, gap / max(largest, 1e-12))
+            worst = max(worst, gap / max(largest(there), floor, 1e-12))
     return worst
+
+
+def largest(output: Tensor) -> float:
+    """Of its finite numbers."""
+    finite = output[output.isfinite()].abs()
+    return float(finite.max()) if len(finite) else 0.0
 
 
 def compare_speed(runner: Runner, samples: RealSamples) -> str:

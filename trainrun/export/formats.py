@@ -16,7 +16,7 @@ from safetensors.torch import load_model, save_file, save_model
 from torch import Tensor
 
 from trainrun.errors import ConfigError
-from trainrun.export.served import RealSamples, as_tuple, quietly
+from trainrun.export.served import RealSamples, as_tuple, of_samples, quietly
 from trainrun.runs.run_folder import write_json
 
 Runner = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -111,7 +111,9 @@ def to_onnx(order: Order, path: Path) -> tuple[Path, Runner]:
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    if order.dynamic and any(isinstance(one.shape[0], int) for one in session.get_inputs()):
+    if order.dynamic and not any(
+        isinstance(size, str) for one in session.get_inputs() for size in one.shape[:1]
+    ):
         raise ConfigError(f"--to onnx: {FIXED_BATCH}")
     names = [one.name for one in session.get_inputs()]
 
@@ -134,7 +136,7 @@ def _shapes(order: Order) -> Any:
     if not order.dynamic:
         return None
     batch = torch.export.Dim("batch")
-    return {"inputs": tuple({0: batch} for _ in order.samples.inputs[0])}
+    return {"inputs": tuple({0: batch} if many else None for many in of_samples(order.samples.inputs[0]))}
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 
 from trainrun.assemble.assemble import build_task
 from trainrun.assemble.data_pipeline import build_sources, build_transform, open_split, stream_options
+from trainrun.checkpoint.reading import Loaded
 from trainrun.cli.run_arguments import no_split
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.augment.augmented import NamedAugmentation
@@ -27,6 +28,8 @@ from trainrun.data.pipeline import as_bytes, open_batches
 from trainrun.data.scale import Scale
 from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
+from trainrun.runs.restore_config import give_task_state
+from trainrun.training.task_calls import Place, TaskCalls
 
 BATCH, BATCHES = 32, 3  # of real samples; the batches after the first have its shapes
 CPU = torch.device("cpu")
@@ -60,26 +63,34 @@ class Served(nn.Module):
 
 
 def outputs_of(found: Any) -> Any:
-    """The tensors of an output: itself, or a tuple of those in a tuple, a dictionary or an output object."""
+    """The tensors of an output: itself, or a tuple of those in tuples, dictionaries or an output object."""
     if isinstance(found, Tensor):
         return found
     if isinstance(getattr(found, "logits", None), Tensor):  # what the task takes
         return found.logits
-    parts = found.values() if hasattr(found, "values") else found if isinstance(found, tuple | list) else ()
-    tensors = tuple(part for part in parts if isinstance(part, Tensor))
+    tensors = tuple(tensors_in(found))
     if not tensors:
         raise ConfigError(f"model: gives a {type(found).__name__} without tensors, which no format can hold")
     return tensors[0] if len(tensors) == 1 else tensors
 
 
+def tensors_in(found: Any) -> Iterator[Tensor]:
+    if isinstance(found, Tensor):
+        yield found
+    parts = found.values() if isinstance(found, Mapping) else found if isinstance(found, tuple | list) else ()
+    for part in parts:
+        yield from tensors_in(part)
+
+
 @dataclass(frozen=True)
 class RealSamples:
     """served: the network to export. inputs: batches of real samples as they lie in memory; expected: what the run's
-    own pipeline and the network alone make of them."""
+    own pipeline and the network alone make of them. untried: why there are none, where weights alone are written."""
 
     served: Served
     inputs: list[tuple[Tensor, ...]]
     expected: list[tuple[Tensor, ...]]
+    untried: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -87,8 +98,10 @@ class RealSamples:
 
 
 @torch.no_grad()
-def served_samples(config: RunConfig, model: nn.Module, split: str) -> RealSamples:
-    """Calls the network as the task does, on samples as the run reads them. Raises ConfigError."""
+def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Loaded) -> RealSamples:
+    """Calls the network as the task does, on samples as the run reads them. loaded: for the state of the task.
+
+    Raises ConfigError."""
     half = config.precision.mode in ("bf16-true", "16-true")
     config = with_values(config, {
         "data.val_batch_size": BATCH, "data.num_workers": 0, **({"precision.mode": "32-true"} if half else {}),
@@ -101,6 +114,8 @@ def served_samples(config: RunConfig, model: nn.Module, split: str) -> RealSampl
         raise no_split(there, split)
     source = sources[split]
     task = build_task(config, facts_of_all(sources, build_transform(config, "train")))
+    TaskCalls(task, model, Place(config.seed or 0, 0, CPU), None)  # gives it `info`, where it takes that
+    give_task_state(task, loaded, CPU)
     options = stream_options(config, alone, split, lambda line: None)
     beside = (LatentNoise, SampleNumbers, WordDropout)  # inputs of the graph where the network takes them
     changes = [one for one in options.augment if not (one.random or isinstance(one.apply, beside))]
@@ -184,5 +199,12 @@ def quietly() -> Iterator[None]:
 
 def half(samples: RealSamples) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The first batch cut to half: a dynamic batch takes that too."""
-    inputs = tuple(one[: max(1, len(one) // 2)] for one in samples.inputs[0])
+    inputs = samples.inputs[0]
+    size = max(1, len(inputs[0]) // 2)
+    inputs = tuple(one[:size] if many else one for one, many in zip(inputs, of_samples(inputs), strict=True))
     return inputs, as_tuple(samples.served(*inputs))
+
+
+def of_samples(inputs: tuple[Tensor, ...]) -> list[bool]:
+    """Which of them hold a row a sample, as a temperature or a mask for all does not."""
+    return [one.ndim > 0 and len(one) == len(inputs[0]) for one in inputs]

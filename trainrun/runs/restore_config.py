@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
 from trainrun.assemble.assemble import RunContext, build_components
@@ -65,13 +67,13 @@ def parts_of(
     seed_everything(derive_seed(seed, 1))
     check_classes(folder.name, loaded.shared, run.data_facts.class_names)
     load_weights(run.model, loaded, device)
-    give_task_state(run, loaded)
+    give_task_state(run.task, loaded, device)
     return run, folder
 
 
-def give_task_state(run: Components, loaded: Loaded) -> None:
+def give_task_state(task: Any, loaded: Loaded, device: torch.device) -> None:
     if isinstance(kept := loaded.shared.get("task"), dict):
-        load_task_state(loaded.folder.name, run.task, kept, run.parallel.device)
+        load_task_state(loaded.folder.name, task, kept, device)
 
 
 def without_gpu(config: RunConfig) -> RunConfig:

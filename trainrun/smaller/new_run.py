@@ -124,7 +124,7 @@ def write_run(
             parts, _ = build_components(with_values(without_gpu(config), changes), site)
         finally:
             GIVEN.clear()
-        give_task_state(parts, read_checkpoint(checkpoint))
+        give_task_state(parts.task, read_checkpoint(checkpoint), parts.parallel.device)
         state = TrainState(stop_reason=words)
         if parts.validation:
             found: dict[str, float] = {}
