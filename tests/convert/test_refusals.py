@@ -8,6 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from convert_kit import SOURCES, convert
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from trainrun.convert import conversion
+
+
+def test_an_apostrophe_in_the_settings_of_the_test_data_is_read_as_it_is() -> None:
+    path = "it's a (1), x"
+    word = f"data.test.path={conversion._quoted(path)}"
+    assert OverridesParser.create().parse_override(word).value() == path
+
 
 OWN = ["data.train.count=20"]
 

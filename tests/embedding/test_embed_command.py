@@ -124,6 +124,10 @@ def test_other_data_by_its_group(run: str, capsys: pytest.CaptureFixture[str]) -
     ):  # through what the run's go through
         assert main(["embed", scaled, "--which=last", f"--out={len(more)}.npy", *more, "data.val=null"]) == 0
         assert np.array_equal(np.load(f"{len(more)}.npy/x_train.npy"), np.load("0.npy/x_train.npy"))
+    bare = ["data.path=own.npz", "data.train.target=null", "data.val=null", "--out=bare.npy"]
+    capsys.readouterr()
+    assert main([*words, *bare]) == 0
+    assert "(12,) a sample" in capsys.readouterr().out
     assert main([*words, "data.path=elsewhere", "--out=other.npy"]) == 2
     assert "data.path=elsewhere" in capsys.readouterr().err
 

@@ -109,7 +109,8 @@ def _quoted(value: Any) -> str:
         return f"[{','.join(map(_quoted, value))}]"
     if not isinstance(value, str):
         return str(value).lower() if isinstance(value, bool) else str(value)
-    return value if PLAIN.fullmatch(value) else f"'{value}'"
+    escaped = value.replace("'", "\\'")
+    return value if PLAIN.fullmatch(value) else f"'{escaped}'"
 
 
 def _compare(source: Samples, written: Samples, exact: bool) -> int:

@@ -132,5 +132,7 @@ def _parts(
         found = EmbeddedSplit(stream, layer, key, options.batch_size, facts.class_names, facts.num_classes)
         parts[split] = Samples(found, key, PROBES, TOLERANCE)
         digest.update(f" {len(found)} {options.batch_size}".encode())
-    say(f"{checkpoint.name}: {layer.name}, {tuple(next(iter(parts.values())).probes[0][0].shape)} a sample")
+    first = next(iter(parts.values())).probes[0]
+    found = first[0] if isinstance(first, tuple) else first  # the other is its target
+    say(f"{checkpoint.name}: {layer.name}, {tuple(found.shape)} a sample")
     return digest.hexdigest(), parts
