@@ -23,7 +23,7 @@ with open(folder.parent / "ran.txt", "a") as ran:
 do = ask.get("do", "train")
 if do == "train":
     value = float(ask["lr"])
-    status("done", value=value, monitor="val/acc", mode=ask.get("mode", "max"), seconds=1.5)
+    status("done", value=value, monitor=ask.get("monitor", "val/acc"), mode=ask.get("mode", "max"), seconds=1.5)
 elif do == "fail":
     status("failed", message="the loss is not finite\\nat step 3")
     sys.exit(1)

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from trainrun.cli.report_command import find_run
+from trainrun.errors import ConfigError
 from trainrun.parallel.launch import module_command
+from trainrun.runs.exceptional.go_on import open_run
+from trainrun.runs.run_folder import RunDir
 from trainrun.sweep.results import read_result
 from trainrun.sweep.run_sweep import job_command, run_sweep
 
@@ -63,6 +67,31 @@ def test_a_picture_that_cannot_be_written_leaves_the_table(
 def test_the_smallest_is_best_where_the_jobs_say_so(tmp_path: Path, command: Command):
     assert run_sweep(["lr=0.2,0.1,0.3", "mode=min"], tmp_path, command) == 0
     assert [row["value"] for row in table(tmp_path)] == ["0.1", "0.2", "0.3"]
+
+
+def test_values_of_several_metrics_are_ranked_apart_and_not_drawn(
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+):
+    assert run_sweep(["lr=0.2,0.9", "monitor=val/loss,val/acc"], tmp_path, command) == 0
+    assert [row["monitor"] for row in table(tmp_path)] == ["val/acc", "val/acc", "val/loss", "val/loss"]
+    told = capsys.readouterr().out
+    assert "val/loss 0.2" in told
+    assert "picture: none, val/acc and val/loss have no axis in common" in told
+    assert not (tmp_path / "sweep.png").exists()
+
+
+def test_the_folders_of_a_run_and_of_a_sweep_are_not_taken_for_each_other(tmp_path: Path, command: Command):
+    run, sweep = RunDir(tmp_path / "run"), tmp_path / "sweep"
+    for root in (run.root, sweep / "0-lr=0.1"):
+        root.mkdir(parents=True)
+        (root / run.config.name).touch()
+    run.identity.touch()
+    with pytest.raises(ConfigError, match="run: holds a run already; name another folder for the sweep"):
+        run_sweep(["lr=0.1,0.3"], run.root, command)
+    (sweep / "sweep.json").touch()
+    for opened in (open_run, find_run):
+        with pytest.raises(ConfigError, match="the folder of a sweep.*: name one of its runs, as 0-lr=0.1"):
+            opened(str(sweep))
 
 
 def test_a_failing_job_hides_no_other(tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]):

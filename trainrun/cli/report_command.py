@@ -10,7 +10,7 @@ from pathlib import Path
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import counted, say
-from trainrun.runs.run_folder import RunDir
+from trainrun.runs.run_folder import RunDir, way_of_sweep
 from trainrun.runs.trusted_code import check_files, check_run
 
 
@@ -134,6 +134,7 @@ def find_run(folder: str) -> RunDir:
             "Runs write it with monitor.metrics_file=true"
         )
     what = "no run is in this folder" if run.root.is_dir() else "no such folder"
-    raise ConfigError(
-        f"{folder}: {what} (no {run.metrics.name}); give the folder that a run has named as its own"
-    )
+    if run.root.is_file():
+        what = "is a file"
+    way = way_of_sweep(run) or "; give the folder that a run has named as its own"
+    raise ConfigError(f"{folder}: {what} (no {run.metrics.name}){way}")

@@ -23,7 +23,7 @@ from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.output import counted, say
 from trainrun.parallel.launch import module_command
 from trainrun.runs.lock import only_writer
-from trainrun.runs.run_folder import RunDir
+from trainrun.runs.run_folder import RunDir, is_there
 from trainrun.runs.status import read_status
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.jobs import Job, Sweep, expand, open_sweep
@@ -138,6 +138,10 @@ def locked_sweep(words: list[str], folder: Path | None) -> Iterator[Sweep]:
     with contextlib.ExitStack() as closing:
         if folder is not None:
             folder = folder.expanduser().absolute()
+            if is_there(RunDir(folder)):
+                raise ConfigError(
+                    f"output_dir={folder}: holds a run already; name another folder for the sweep"
+                )
             with contextlib.suppress(OSError):  # `open_sweep` says it
                 folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):

@@ -31,7 +31,11 @@ def conclude(sweep: Sweep) -> None:
     if means:
         write_text(sweep.folder / MEANS, means_csv(means))
         say(f"means: {sweep.folder / MEANS}")
-    if any(job.result.value is not None for job in jobs):
+    metrics = sorted({job.result.monitor for job in jobs if job.result.value is not None})
+    if len(metrics) > 1:
+        (sweep.folder / "sweep.png").unlink(missing_ok=True)
+        say(f"picture: none, {' and '.join(metrics)} have no axis in common")
+    elif metrics:
         from trainrun.sweep.picture import draw_sweep
 
         try:
@@ -47,12 +51,12 @@ def conclude(sweep: Sweep) -> None:
 
 
 def ranked(jobs: list[Job]) -> list[Job]:
-    """Best value first, by the mode that the jobs say; then those that are not done, by number."""
+    """Best value first, by the mode that the jobs say, within each metric; then those that are not done, by number."""
 
-    def place(job: Job) -> tuple[bool, bool, float, int]:
+    def place(job: Job) -> tuple[bool, bool, str, float, int]:
         result = job.result
         value = (result.value or 0.0) * (-1 if result.mode == "max" else 1)
-        return result.state != "done", result.value is None, value, job.num
+        return result.state != "done", result.value is None, result.monitor, value, job.num
 
     return sorted(jobs, key=place)
 
@@ -69,13 +73,17 @@ def shown_seconds(seconds: float) -> str:
 def table_of(jobs: list[Job], keys: list[str]) -> tuple[list[str], list[list[str]]]:
     """The header, and a row of text for each job."""
     monitors = {job.result.monitor for job in jobs if job.result.monitor}
-    value = monitors.pop() if len(monitors) == 1 else "value"
+    value = next(iter(monitors)) if len(monitors) == 1 else "value"
+
+    def name(job: Job) -> str:
+        return f"{job.result.monitor} " if len(monitors) > 1 else ""
+
     header = ["job", "state", value, "seconds", "overrides", "error"]
     rows = [
         [
             str(job.num),
             job.result.state,
-            "" if job.result.value is None else f"{job.result.value:.5g}",
+            "" if job.result.value is None else f"{name(job)}{job.result.value:.5g}",
             "" if job.result.seconds is None else shown_seconds(job.result.seconds),
             job.label(keys),
             job.result.error,

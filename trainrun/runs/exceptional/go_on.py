@@ -10,7 +10,7 @@ from trainrun.errors import ConfigError
 from trainrun.runs import resume
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run import LaunchSpec, execute
-from trainrun.runs.run_folder import RunDir, named_folder, write_text
+from trainrun.runs.run_folder import RunDir, named_folder, way_of_sweep, write_text
 from trainrun.runs.trusted_code import add_to_list, check_found
 
 
@@ -18,7 +18,7 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
     """A run folder that exists. Raises ConfigError."""
     run = RunDir(named_folder(str(folder)))
     if not run.config.is_file():
-        raise ConfigError(f"{key}={folder}: no run is there (no config.yaml)")
+        raise ConfigError(f"{key}={folder}: no run is there (no config.yaml){way_of_sweep(run)}")
     return run
 
 
