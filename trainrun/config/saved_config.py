@@ -69,12 +69,16 @@ def follow_path(config: RunConfig, before: str | None) -> RunConfig:
 PATH_KEY = re.compile(r"(path|root|dir|folder|file|from|teacher|tokenizer)$")
 
 
-def began_elsewhere(run: RunDir) -> Path | None:
-    """The directory where a run began, if that is another than this one."""
+def places_of(run: RunDir, found: dict[str, Any]) -> list[Path]:
+    """The directories that the relative paths of a run lead from, the first where something is; none: from this one."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        began = Path(read_json(run.environment)["working_dir"])
-        return began if began != Path.cwd() else None
-    return None
+        here, began = Path.cwd(), Path(read_json(run.environment)["working_dir"])
+        has_moved = here in run.root.parents and began not in run.root.parents  # with the project, as a whole
+        if began.is_dir() and began != here:
+            return [here, began] if has_moved else [began]
+        if began != here and not has_moved and placed(found, here) != found:
+            say_once(f"{run.root}: began in {began}, which is not here; its relative paths lead from {here}")
+    return []
 
 
 def placed(values: Any_, base: Path) -> Any_:
@@ -123,8 +127,9 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 
 def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> RunConfig:
     """The config that `path` holds as plain values, with the overrides of a command line."""
-    began = began_elsewhere(RunDir(path.parent))
-    found = placed(found, began) if began is not None else found
+    places = places_of(RunDir(path.parent), found)
+    for place in places:
+        found = placed(found, place)
     try:
         kept: Any = None
         with contextlib.suppress(OSError, ValueError):
@@ -153,10 +158,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
     assert isinstance(config, RunConfig)
     config = remember(cfg, of_today(config))
     config = follow_path(config, OmegaConf.select(saved, "data.path"))
-    if began is not None and began.is_dir():
-        config = placed(config, Path.cwd())
-    elif began is not None and placed(config, Path.cwd()) != config:
-        say_once(f"the run began in {began}, which is not here: its relative paths lead from this directory")
+    config = placed(config, Path.cwd()) if places else config
     faults += check(config)
     faults += untold(idle_settings(config, words.overrides), faults)
     # With its other values it has trained.
