@@ -7,7 +7,6 @@ when: `stand_ins` where weights' worth of memory is free and Python attributes m
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
