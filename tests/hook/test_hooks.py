@@ -71,6 +71,22 @@ class Stops:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Thaws:  # as a group of its own
+    done = False
+
+    def on_epoch_start(self, run, state):
+        if state.epoch == 1 and not self.done:
+            self.done = True
+            params = [param.requires_grad_(True) for param in run.model.layers[1].parameters()]
+            run.optimizer.add_param_group({"params": params, "lr": 0.003, "weight_decay": 0.2})
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
 class Misspelt:
     def on_epoch_strat(self, run, state): ...
 
@@ -189,6 +205,23 @@ def test_unfrozen_parameters_enter_as_if_they_had_come_just_then(workdir: Path, 
     assert main([*words, *STOP, "output_dir=part"]) == 75
     assert main(["resume", "part"]) == 0
     assert same(weights_of("whole"), weights_of("part"))
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", "constant"])
+def test_a_group_that_a_hook_has_added_is_there_after_a_resume(scheduler: str) -> None:
+    words = [
+        *SHORT,
+        "model.freeze=layers.1.*",
+        "hook.thaw._target_=own.Thaws",
+        f"scheduler={scheduler}",
+        *STOP,
+    ]
+    assert main([*words, "output_dir=part"]) == 75
+    before = weights_of("part")["layers.1.weight"]
+    assert main(["resume", "part"]) == 0
+    assert main([*words, "monitor.stop=null", "output_dir=whole"]) == 0
+    assert same(weights_of("whole"), weights_of("part"))
+    assert not torch.equal(weights_of("whole")["layers.1.weight"], before)
 
 
 def test_a_resume_before_they_are_trained_and_units_of_steps(workdir: Path) -> None:

@@ -96,6 +96,20 @@ def test_a_momentum_of_sparse_gradients_is_dense_as_checkpoints_hold_it() -> Non
     flatten(named_optimizer_state(optimizer, model))
 
 
+class Slow(SGD):
+    """Keeps tensors outside of its state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.params = list(self.param_groups[0]["params"])
+        self.slow = [param.detach().clone() for param in self.params]
+
+
+def test_tensors_outside_of_the_state_are_told() -> None:
+    _, note = build_optimizer(Slow, {"lr": 0.1}, nn.Linear(2, 2))
+    assert note.endswith("; a resume begins with a new slow: keep it in its state, or in its state_dict()")
+
+
 def test_sparse_gradients_are_not_fused() -> None:
     model = nn.Embedding(5, 2, sparse=True)
     optimizer, _ = build_optimizer(SGD, {"lr": 0.1}, model)

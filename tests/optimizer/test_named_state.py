@@ -48,6 +48,18 @@ class Nested(Optimizer):
         self.temperature = state_dict["temperature"]
 
 
+class Around(Optimizer):
+    """Keeps another inside, as SAM and Lookahead do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure: None = None) -> None:
+        self.inner.step()
+
+
 FACTORIES: dict[str, Callable[[Any], Optimizer]] = {
     "adamw fused": lambda params: AdamW(params, lr=0.05, fused=True),
     "adamw": lambda params: AdamW(params, lr=0.05, amsgrad=True, fused=False),
@@ -56,6 +68,7 @@ FACTORIES: dict[str, Callable[[Any], Optimizer]] = {
     "sgd momentum": lambda params: SGD(params, lr=0.05, momentum=0.9, fused=False),
     "adagrad": lambda params: Adagrad(params, lr=0.05, fused=True),
     "nested": lambda params: Nested(params, lr=0.05),
+    "around": lambda params: Around(params, lr=0.05),
 }
 
 

@@ -83,9 +83,14 @@ class Unfreeze:
         self._frozen, self._after, self._by_epoch, self._said = frozen, after, by_epoch, said
 
     def on_start(self, run: Components, state: TrainState) -> None:
+        if (
+            self._after is None
+        ):  # the parameters are frozen since before the optimizer, or a hook trains them now
+            self._frozen.set_norms(run.model, True)
+            return
         self._set(run, state)
         rhythm = run.triggers.rhythm
-        steps = (self._after or 0) * (rhythm.steps_per_epoch or 0 if self._by_epoch else 1)
+        steps = self._after * (rhythm.steps_per_epoch or 0 if self._by_epoch else 1)
         if rhythm.total_steps is not None and steps >= rhythm.total_steps:
             run.monitors.note(
                 f"model.unfreeze_at={self._said}: the run ends before, at step {rhythm.total_steps}: they stay frozen"

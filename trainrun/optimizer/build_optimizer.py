@@ -75,15 +75,17 @@ def build_optimizer(
         from trainrun.user_code import named
 
         raise PluginError(f"optimizer: {name}: {named(error)}") from error
+    lost = ""
     if type(optimizer) not in PLAIN:
-        from trainrun.optimizer.other_optimizers import check_contract
+        from trainrun.optimizer.other_optimizers import check_contract, lost_at_a_resume
 
         check_contract(optimizer, name, closures)
+        lost = lost_at_a_resume(optimizer)
     lines = division.settle(optimizer, factory, keywords) if division else []
     start_momentum(optimizer)
     devices = ", ".join(sorted({param.device.type for param in params}))
     kernel, reason = kernel_of(optimizer, wish)
-    note = f"optimizer: {name}, {kernel} ({devices}): {reason}"
+    note = f"optimizer: {name}, {kernel} ({devices}): {reason}{lost}"
     if type(optimizer).__module__ == "trainrun.optimizer.muon":
         from trainrun.optimizer.muon import shares
 
@@ -167,7 +169,8 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
 
     groups: the fields of each group, with names for parameters; state: by name; shapes: by name.
 
-    others: state that belongs to no parameter; own: what the optimizer adds to its own `state_dict`.
+    others: state that belongs to no parameter; own: what the optimizer adds to its own `state_dict`; inner: all of this
+    of the optimizers that it keeps as attributes.
     Tensors are the live ones, not copies. Parameters outside the model are an error.
     """
     names = names_of(optimizer, model)
@@ -182,7 +185,13 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
         "state": {names[key]: value for key, value in optimizer.state.items() if key in names},
         "others": {key: value for key, value in optimizer.state.items() if key not in names},
         "own": _own_fields(optimizer),
+        "inner": {name: named_optimizer_state(inner, model) for name, inner in inner_of(optimizer).items()},
     }
+
+
+def inner_of(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """The optimizers that one keeps, as SAM and Lookahead do, by its attributes."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
 
 
 def names_of(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError
-from trainrun.optimizer.build_optimizer import names_of
+from trainrun.optimizer.build_optimizer import inner_of, names_of
 
 CYCLED = ("momentum", "betas")
 MAX_FAULTS_SHOWN = 5
@@ -37,18 +37,23 @@ def load_named_optimizer_state(
     tree: dict[str, Any],
     configured: Collection[str] = (),
     device: torch.device | None = None,
+    grows: bool = False,
 ) -> None:
     """Put copies of the stored state into a freshly built optimizer of the same parameters.
 
     configured: group fields that the config names (`weight_decay`): those stay as it says now. device: where the state
-    is put; None is next to the parameters, where there may be no room for it.
+    is put; None is next to the parameters, where there may be no room for it. grows: the run's own code may have added
+    groups of parameters that were frozen; those are added again.
     """
+    num_built = len(optimizer.param_groups)
+    if grows:
+        _add_groups(optimizer, model, tree["groups"][num_built:])
     params = {name: param for param, name in names_of(optimizer, model).items()}
     _check_same(params, optimizer, tree)
     _check_fields(optimizer, tree)
     if tree["own"]:
         optimizer.load_state_dict(optimizer.state_dict() | tree["own"])
-    for group, stored in zip(optimizer.param_groups, tree["groups"], strict=True):
+    for number, (group, stored) in enumerate(zip(optimizer.param_groups, tree["groups"], strict=True)):
         on_device = bool(group.get("fused") or group.get("capturable"))
         for name in stored["params"]:
             if name in tree["state"]:  # a parameter without a gradient so far may have none
@@ -56,8 +61,20 @@ def load_named_optimizer_state(
                     tree["state"][name], params[name], on_device, device or params[name].device
                 )
         cycled = CYCLED if "base_momentum" in stored else ()  # a schedule moves them
-        _load_fields(group, stored, {name for name in configured if name not in cycled})
+        kept = configured if number < num_built else ()
+        _load_fields(group, stored, {name for name in kept if name not in cycled})
+    for name, inner in inner_of(optimizer).items():
+        load_named_optimizer_state(inner, model, tree["inner"][name], configured, device)
     optimizer.state.update(copy.deepcopy(tree["others"]))
+
+
+def _add_groups(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    """Train what is frozen now and was trained in these stored groups, as their own groups."""
+    known = dict(model.named_parameters())
+    for stored in groups:
+        params = [known[name] for name in stored["params"] if name in known]
+        if len(params) == len(stored["params"]) and not any(param.requires_grad for param in params):
+            optimizer.add_param_group({"params": [param.requires_grad_() for param in params]})
 
 
 def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from trainrun.errors import PluginError
+
+OF_TORCH = ("defaults", "state", "param_groups")
 
 
 def check_contract(optimizer: Any, name: str, closures: bool) -> None:
@@ -36,6 +39,24 @@ def check_contract(optimizer: Any, name: str, closures: bool) -> None:
             "which a step over micro-batches cannot offer; choose another, for example torch.optim.AdamW, or name a "
             "step of your own that calls run.update(closure)"
         )
+
+
+def lost_at_a_resume(optimizer: Optimizer) -> str:
+    """What to say of tensors that it keeps outside of its state, where no checkpoint finds them."""
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return ""
+    own = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH}
+    names = [
+        name for name, value in own.items() if any(map(_is_own, value if type(value) is list else [value]))
+    ]
+    kept = ", ".join(names)
+    return (
+        f"; a resume begins with a new {kept}: keep it in its state, or in its state_dict()" if kept else ""
+    )
+
+
+def _is_own(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def _only_sparse(optimizer: Optimizer, *_: Any) -> None:

@@ -89,7 +89,14 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         wrapped = {} if self._wrapped is None else self._wrapped.state_dict()
-        return {"count": self._count, "lrs": self.lrs, "interval": "step", "wrapped": None} | wrapped
+        state = {
+            "count": self._count,
+            "lrs": self.lrs,
+            "bases": self._base_lrs,
+            "interval": "step",
+            "wrapped": None,
+        }
+        return state | wrapped
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """After the optimizer has its state.
@@ -104,6 +111,7 @@ class Schedule:
                 f"the optimizer has {len(self.lrs)}"
             )
         self._count = state["count"]
+        self._base_lrs += state.get("bases", [])[len(self._base_lrs) :]  # of groups that a hook has added
         rates = []
         if self._wrapped is not None:
             self._set(self._base_lrs)

@@ -38,6 +38,9 @@ class Frozen:
         """Freeze them, or train them from here on; every call gives the same."""
         for param in self.params:
             param.requires_grad_(not frozen)
+        self.set_norms(model, frozen)
+
+    def set_norms(self, model: nn.Module, frozen: bool) -> None:
         for name in self.norms:
             layer = model.get_submodule(name)  # `parallel.sync_batchnorm` may have put another in its place
             if frozen:

@@ -101,7 +101,8 @@ def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
 
     configured = configured_fields(run.config.optimizer)
     host = torch.device("cpu") if run.config.trainer.cpu_offload == "optimizer" else None
-    load_named_optimizer_state(run.optimizer, run.model, tree, configured, host)
+    grows = bool(run.config.hook or run.config.step)
+    load_named_optimizer_state(run.optimizer, run.model, tree, configured, host, grows)
 
 
 def position(run: Components, place: str, shared: dict[str, Any]) -> int:
