@@ -200,6 +200,15 @@ def train_what_was_frozen(parallel: Ddp, seen: dict[str, Any]) -> None:
         seen["frozen_before"] = str(error)
 
 
+def call_a_part(parallel: Ddp, seen: dict[str, Any]) -> None:
+    wrapped = (again := another(parallel)).wrap(HalfUsed())
+    try:
+        with again.sync_gradients(last=True):
+            wrapped.used(torch.ones(1, 2))
+    except PluginError as error:
+        seen["part"] = str(error)
+
+
 def work(parallel: Parallel, flag: StopFlag) -> int:
     assert isinstance(parallel, Ddp)
     seen: dict[str, Any] = {}
@@ -215,6 +224,7 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     leave_parameters_unused(parallel, seen)
     look_up_sparsely(parallel, seen)
     train_what_was_frozen(parallel, seen)
+    call_a_part(parallel, seen)
     write_json(Path(sys.argv[1], f"seen{parallel.rank}.json"), seen)
     return 0
 

@@ -149,6 +149,11 @@ def test_a_parameter_that_was_frozen_at_the_start_is_refused(results: list[dict[
     assert all("model.freeze with model.unfreeze_at" in seen["frozen_before"] for seen in results)
 
 
+def test_a_part_of_the_model_is_not_called(results: list[dict[str, Any]]) -> None:
+    assert all("object has no attribute 'used'" in seen["part"] for seen in results)
+    assert all("calls of the whole model, model(...)" in seen["part"] for seen in results)
+
+
 class Fixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -196,6 +196,13 @@ class Ddp:
         """Give what DDP raises in forward and backward a name that says what to do."""
         try:
             yield
+        except AttributeError as error:
+            if "'DistributedDataParallel' object" not in str(error):
+                raise
+            raise PluginError(
+                f"task: {error}: ranks exchange the gradients of calls of the whole model, model(...); move what calls "
+                "a part of it into its forward, or use parallel=single"
+            ) from error
         except RuntimeError as error:
             if is_lost_contact(error):
                 raise exchange_failure(error) from error
