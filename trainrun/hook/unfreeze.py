@@ -83,9 +83,7 @@ class Unfreeze:
         self._frozen, self._after, self._by_epoch, self._said = frozen, after, by_epoch, said
 
     def on_start(self, run: Components, state: TrainState) -> None:
-        if (
-            self._after is None
-        ):  # the parameters are frozen since before the optimizer, or a hook trains them now
+        if self._after is None:  # `built` froze the parameters; another hook may train them since
             self._frozen.set_norms(run.model, True)
             return
         self._set(run, state)

@@ -267,7 +267,8 @@ def fix_buckets(ddp: DistributedDataParallel) -> None:
 def backward_of_zeros(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
     """Add 0 to their gradients, after which DDP averages what is there."""
     total = torch.zeros((), device=next(ddp.module.parameters()).device, requires_grad=True)
-    sparse = {module.weight for module in ddp.module.modules() if getattr(module, "sparse", False) is True}
+    tables = [layer for layer in ddp.module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {table.weight for table in tables if table.sparse}
     for parameter in parameters:  # backward visits them from the last to the first
         if parameter in sparse:  # of an embedding, of which DDP wants such a gradient
             some = embedding(torch.zeros(1, dtype=torch.long, device=total.device), parameter, sparse=True)

@@ -89,14 +89,8 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         wrapped = {} if self._wrapped is None else self._wrapped.state_dict()
-        state = {
-            "count": self._count,
-            "lrs": self.lrs,
-            "bases": self._base_lrs,
-            "interval": "step",
-            "wrapped": None,
-        }
-        return state | wrapped
+        rates = {"lrs": self.lrs, "bases": self._base_lrs}
+        return {"count": self._count, **rates, "interval": "step", "wrapped": None} | wrapped
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """After the optimizer has its state.
