@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 # Importable by name, in a config too, as a user's own code is.
 sys.path += [
     str(TESTS / room)
-    for room in (".", "runs", "step", "task", "benchmark", "autotune", "convert", "data/cache")
+    for room in (".", "runs", "step", "task", "benchmark", "autotune", "convert", "data", "data/cache")
 ]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU
@@ -28,6 +28,7 @@ import lanes  # noqa: E402  # imports torch, which reads the environment
 import torch  # noqa: E402
 from faults.forks import start_forked  # noqa: E402
 
+from trainrun.cli.main import main  # noqa: E402
 from trainrun.parallel import launch  # noqa: E402
 
 REAL_START = launch.start_rank
@@ -104,6 +105,17 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     return tmp_path
+
+
+@pytest.fixture
+def refuses(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """The command ends with 2, and says why."""
+
+    def check(words: list[str], told: str) -> None:
+        assert main([*words]) == 2
+        assert told in capsys.readouterr().err
+
+    return check
 
 
 @pytest.fixture

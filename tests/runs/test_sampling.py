@@ -170,16 +170,6 @@ def test_wrong_values_are_refused(words, line):
     assert any(line in fault for fault in caught.value.faults), caught.value.faults
 
 
-@pytest.mark.train
-def test_a_column_of_a_table_weighs_its_rows(folder, capsys):
-    rows = "\n".join(f"{i % 7},{i % 2},{i % 4}" for i in range(80))
-    (folder / "t.csv").write_text(f"a,label,often\n{rows}\n")
-    words = ["data=csv", "data.path=t.csv", "data.train.inputs=[a]", "model=mlp", "trainer.max_steps=1",
-             "monitor.plots=false", "data.sampling=weighted", "data.weights=often"]  # fmt: skip
-    assert main(words) == 0
-    assert "data.sampling=weighted: in an epoch of 72 a sample comes up to 2" in capsys.readouterr().out
-
-
 @pytest.mark.process
 def test_a_sweep_over_folds_ends_with_their_mean(folder, capsys):
     words = [*WORDS, *TRAIN, "data.folds=2", "data.fold=range(2)", "trainer.max_steps=1", "output_dir=s"]

@@ -40,17 +40,6 @@ def the_file(folder):
     return path
 
 
-@pytest.mark.parametrize("kind", SAMPLES)
-def test_samples_are_equal_to_the_sources(kind, tmp_path):
-    source = Made(kind)
-    for _ in range(2):
-        kept = on_disk(source, tmp_path / "c")
-        assert kept.num_kept() == 40
-        assert all(same(kept[index], source[index % 40]) for index in (*range(40), -3))
-        assert all(same(a, source[b]) for a, b in zip(kept.__getitems__([4, 4, 39]), [4, 4, 39], strict=True))
-    assert len(files_in(tmp_path / "c")) == 1
-
-
 @pytest.mark.parametrize("kind", ["pair", "tokens"])
 def test_it_is_decoded_once(kind, tmp_path, log):
     kept = on_disk(AtOnce(kind, log=log), tmp_path / "c")

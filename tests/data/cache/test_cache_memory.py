@@ -26,14 +26,14 @@ def kept_in(source, spec, tmp_path, key="data.train"):
     return cached(source, f"disk:{tmp_path}" if spec == "disk" else spec, key)
 
 
-@pytest.mark.parametrize("spec", ["memory", "pool:4MB", "pool:6kB"])
+@pytest.mark.parametrize("spec", ["memory", "pool:4MB", "pool:6kB", "disk"])
 @pytest.mark.parametrize("kind", SAMPLES)
-def test_samples_are_equal_to_the_sources(kind, spec):
+def test_samples_are_equal_to_the_sources(kind, spec, tmp_path):
     source = Made(kind)
-    kept = cached(source, spec, "data.train")
-    assert len(kept) == 40
-    for _ in range(3):
-        for index in (*range(40), -1):
+    for _ in range(2):
+        kept = kept_in(source, spec, tmp_path)  # on a disk, found again
+        assert len(kept) == 40
+        for index in (*range(40), *range(40), -1):
             assert same(kept[index], source[index % 40])
     assert kept.num_kept() == 40 if spec != "pool:6kB" else 0 < kept.num_kept() <= 40
     assert all(same(a, source[b]) for a, b in zip(kept.__getitems__([4, 39, 4]), [4, 39, 4], strict=True))

@@ -1,12 +1,11 @@
 """Every sample once, the same global batches on any number of ranks, any start is the tail."""
 
-from itertools import chain
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_order import global_batches, joined, shares
 
 from trainrun.data.order.sampler import Plan
 from trainrun.data.sequences.choose import sequence_plan
@@ -66,19 +65,6 @@ def plan_or_skip(lengths, mode, **changes):
             raise
         return None
     return found and found.plan
-
-
-def shares(plan, epoch=0, start=0):
-    return [(share.indices.tolist(), share.real, share.last) for share in plan.shares(epoch, start)]
-
-
-def joined(lists):
-    return list(chain.from_iterable(lists))
-
-
-def global_batches(plans, epoch):
-    streams = [shares(plan, epoch) for plan in plans]
-    return [joined(indices for indices, real, _ in row if real) for row in zip(*streams, strict=True)]
 
 
 @SMALL
