@@ -1,4 +1,4 @@
-"""LBFGS of one iteration a step: torch's own weights, and a resume goes on with its memory."""
+"""LBFGS of one iteration a step: torch's own weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import LBFGS
 
 import trainrun as package
-from trainrun.cli.main import main
 from trainrun.optimizer.plain_step import plain_step
 
 pytestmark = pytest.mark.train
@@ -46,10 +45,6 @@ def test_the_weights_are_those_of_a_closure_that_computes_the_loss() -> None:
     assert torch.equal(*weights)
 
 
-def test_a_run_learns_and_a_resume_is_exact(workdir: Path) -> None:
+def test_a_run_learns(workdir: Path) -> None:
     whole = package.train(*WORDS, "trainer.max_epochs=2")
     assert whole.status["value"] > 0.5
-    half = package.train(*WORDS, "trainer.max_epochs=2", "trainer.max_steps=10")
-    assert main(["resume", str(half.folder), "trainer.max_steps=null"]) == 0
-    ends = [run.load_model("last").state_dict() for run in (whole, half)]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

@@ -69,16 +69,6 @@ def test_accumulated_micro_batches_equal_one_batch_mixed_or_not(workdir: Path) -
     assert difference(one, many) < 1e-11
 
 
-def test_a_resumed_run_is_the_run(workdir: Path) -> None:
-    words = [*CROP, *FLIP, *MIXUP]
-    whole = weights(*words)
-    short = package.train(*SMALL, *words, "trainer.max_steps=3", "scheduler=constant")
-    assert main(["resume", str(short.folder), "trainer.max_steps=null"]) == 0
-    resumed = package.load_run(short.folder)
-    assert resumed.status["step"] == 12
-    assert difference(last_weights(resumed), whole) == 0
-
-
 def test_uint8_is_normalised_on_the_device_in_evaluation_too(workdir: Path) -> None:
     (workdir / "own_pictures.py").write_text(OWN)
     data = [f"data.{split}._target_=own_pictures.load" for split in ("train", "val")]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_memory_options import losses, train, weights
-from test_parameter_groups import QUIET
+from quiet_runs import QUIET, losses, resumable, train, weights
 
 from trainrun.cli.main import main
 from trainrun.data.facts import facts_of
@@ -21,11 +20,8 @@ def test_balanced_is_a_list_of_numbers_and_a_resume_changes_no_bit(workdir: Path
     counts = facts_of(load("train", 0.2, 0)).class_counts
     assert len(counts) == 10
     listed = ",".join(map(repr, balanced(counts)))
-    whole = train("whole", 6, *WORDS)
+    whole = resumable(*WORDS)
     assert losses(train("listed", 6, *WORDS, f"task.class_weights=[{listed}]")) == losses(whole)
-    train("part", 3, *WORDS)
-    rest = train("rest", 6, *WORDS, "ckpt_path=part")
-    assert all(torch.equal(value, weights(rest)[name]) for name, value in weights(whole).items())
     assert losses(train("plain", 6, *WORDS, "task.class_weights=null")) != losses(whole)
 
 

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from quiet_runs import QUIET, losses, resumable, train, weights
 
 import trainrun as package
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.errors import ConfigError
 
-QUIET = (
-    "monitor.plots=false",
-    "monitor.progress_bar=false",
-    "monitor.hardware=false",
-    "checkpoint.keep_last=9",
-)
-CNN = (
-    "model=cnn",
-    "model.width=4",
-    "model.dropout=0.2",
-    "data.batch_size=16",
-    "trainer.num_threads=1",
-    *QUIET,
-)
+SHORT = (*QUIET, "checkpoint.keep_last=9")
+CNN = ("model=cnn", "model.width=4", "model.dropout=0.2", "data.batch_size=16", *SHORT)
 GPT = (
     "data=text", "data.train.max_bytes=20000", "data.train.block_size=16", "data.train.cache_dir=cache",
     "model=gpt", "model.layers=2", "model.width=16", "model.heads=2", "model.context=16", "model.dropout=0.1",
-    "task=language_modeling", "trainer.num_threads=1", "trainer.val_check_interval=4", "trainer.limit_val_batches=2",
-    *QUIET,
+    "task=language_modeling", "trainer.val_check_interval=4", "trainer.limit_val_batches=2", *SHORT,
 )  # fmt: skip
 IN_BACKWARD = ("trainer.optimizer_in_backward=true", "trainer.ema.enabled=true")
 # words, those of the plain run where they differ, and the relative difference that is allowed
@@ -55,46 +39,18 @@ TECHNIQUES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], f
 }  # fmt: skip
 
 
-ROWS = ("train/loss", "train/acc", "val/loss")
-
-
-def losses(folder: str) -> list[tuple[int, float]]:
-    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row[key]) for row in rows for key in ROWS if key in row]
-
-
-def weights(folder: str) -> dict[str, Any]:
-    loaded = read_checkpoint(resolve(Path(folder) / "checkpoints", "last"))
-    flat: dict[str, Any] = dict(loaded.shared["model"])
-    masters = loaded.shared["precision"].get("master", {})
-    return flat | {f"master {name}": value for name, value in masters.items()}
-
-
-def train(name: str, steps: int, *words: str) -> str:
-    limits = ("trainer.max_epochs=null", f"trainer.max_steps={steps}", "monitor.log_every_n_steps=1")
-    run = package.train(*words, *limits, f"hydra.run.dir={name}")
-    assert run.status["step"] == steps
-    return str(run.folder)
-
-
 @pytest.mark.parametrize("kind", TECHNIQUES)
 def test_on_equals_off_and_a_resumed_run_equals_one_that_never_stopped(workdir: Path, kind: str) -> None:
     common, off, on, tolerance = TECHNIQUES[kind]
     plain = train("plain", 6, *common, *off)
-    whole = train("whole", 6, *common, *on)
+    whole = resumable(*common, *on)
     found, wanted = losses(whole), losses(plain)
     assert len(found) == len(wanted) > 6
     if tolerance:
         assert found == [(step, pytest.approx(value, rel=tolerance)) for step, value in wanted]
     else:
         assert found == wanted
-    train("part", 3, *common, *on)
-    resumed = train("rest", 6, *common, *on, "ckpt_path=part")
-    assert [row for row in losses(resumed) if row[0] > 3] == [row for row in found if row[0] > 3]
-    left, right = weights(whole), weights(resumed)
-    assert left.keys() == right.keys()
-    assert all(torch.equal(value, right[key]) for key, value in left.items())
-    assert any("master" in key for key in left) == (kind == "master weights")
+    assert any("master" in key for key in weights(whole)) == (kind == "master weights")
 
 
 REFUSED = [
@@ -156,13 +112,13 @@ def test_without_a_gpu_offloading_is_refused_with_the_reason(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="this run computes on the device cpu"):
-        package.train(*words, "trainer.max_steps=1", *QUIET)
+        package.train(*words, "trainer.max_steps=1", *SHORT)
 
 
 def test_a_model_without_blocks_is_told_and_auto_says_so(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="the model has no blocks to compute again"):
-        package.train("trainer.gradient_checkpointing=full", "trainer.max_steps=1", *QUIET)
-    package.train("trainer.gradient_checkpointing=auto", "trainer.max_steps=1", *QUIET)
+        package.train("trainer.gradient_checkpointing=full", "trainer.max_steps=1", *SHORT)
+    package.train("trainer.gradient_checkpointing=auto", "trainer.max_steps=1", *SHORT)
     assert "trainer.gradient_checkpointing: off, the model has no blocks (auto)" in capsys.readouterr().out

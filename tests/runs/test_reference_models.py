@@ -1,22 +1,16 @@
-"""The reference models in whole runs: exact divisions of a batch, resume, 16 bits, and every preset."""
+"""The reference models in whole runs: resume, 16 bits, and every preset."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
+from quiet_runs import QUIET
 
 import trainrun as package
 from trainrun.config.argv import conf_dir, options
 from trainrun.config.compose import compose_run
 
-QUIET = [
-    "monitor.plots=false",
-    "monitor.progress_bar=false",
-    "monitor.hardware=false",
-    "trainer.num_threads=1",
-]
 TEXT = ["data=text", "data.train.max_bytes=60000", "data.train.block_size=32", "task=language_modeling"]
 MODELS = {
     "mlp": [],
@@ -29,29 +23,6 @@ MODELS = {
     "lstm": [*TEXT, "model.width=16"],
 }
 VAE = ["model=vae", *MODELS["vae"], "optimizer=sgd", "optimizer.lr=1e-3", *QUIET]
-
-
-def weights(folder: Path | str) -> torch.Tensor:
-    return torch.cat(
-        [p.detach().double().flatten() for p in package.load_model(folder, which="last").parameters()]
-    )
-
-
-def trained(*words: str) -> torch.Tensor:
-    return weights(package.train(*words).folder)
-
-
-@pytest.mark.process
-def test_micro_batches_and_ranks_of_a_vae_equal_one_big_batch(workdir: Path) -> None:
-    words = [*VAE, "precision=64", "trainer.max_epochs=2", "trainer.limit_train_batches=1.0"]
-    whole = trained(*words, "data.batch_size=128")
-    tolerance = {"rtol": 0.0, "atol": 1e-12}
-    parts = trained(*words, "data.batch_size=32", "trainer.accumulate_grad_batches=4")
-    torch.testing.assert_close(parts, whole, **tolerance)
-    ranks = trained(*words, "data.batch_size=64", "parallel=ddp", "parallel.devices=2")
-    torch.testing.assert_close(ranks, whole, **tolerance)
-    other = trained(*words, "data.batch_size=128", "seed=43")
-    assert not torch.allclose(other, whole)
 
 
 def test_the_bound_of_a_vae_does_not_depend_on_how_it_is_validated(workdir: Path) -> None:

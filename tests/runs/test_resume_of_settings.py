@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_memory_options import losses, train, weights
-from test_parameter_groups import QUIET
+from quiet_runs import QUIET, resumable, train
+from test_augment_command import CROP, FLIP, MIXUP
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -52,19 +52,17 @@ CASES = {
     "samples": ("trainer.val_check_interval=128sample",),
     "no decay": ("optimizer.no_decay=auto", "model=cnn", "model.width=4", "data.batch_size=16"),
     "metrics": ("task.metrics=[f1,auroc,top5]", "checkpoint.monitor=val/f1"),
+    "averages": ("trainer.ema.enabled=true", "trainer.ema.update_every_n_steps=2"),
+    "averages in 16 bits": ("trainer.ema.enabled=true", "trainer.ema.update_every_n_steps=2", "precision=bf16-true"),
+    "lbfgs": ("optimizer._target_=torch.optim.LBFGS", "optimizer.max_iter=1", "optimizer.lr=0.1",
+              "optimizer.history_size=4", "data.batch_size=64"),
+    "augmentations": ("data=synthetic", "data.shape=[1,8,8]", "data.batch_size=16", *CROP, *FLIP, *MIXUP),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_setting_is_the_same_after_a_resume(workdir: Path, case: str) -> None:
-    words = (*QUIET, *CASES[case])
-    whole = train("whole", 6, *words)
-    train("part", 3, *words)
-    rest = train("rest", 6, *words, "ckpt_path=part")
-    assert all(torch.equal(value, weights(rest)[name]) for name, value in weights(whole).items())
-    after = [row for row in losses(whole) if row[0] > 3]
-    assert len(after) > 2
-    assert [row for row in losses(rest) if row[0] > 3] == after
+    resumable(*QUIET, *CASES[case])
 
 
 def test_a_scheduler_of_torch_fills_the_longer_run_after_a_resume(workdir: Path) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from quiet_runs import QUIET, losses, resumable, train, weights
 from sklearn.metrics import jaccard_score
-from test_memory_options import losses, train, weights
 from test_metrics import evaluated
-from test_parameter_groups import QUIET
 
 from trainrun.cli.main import main
 from trainrun.data.augment.crop import RandomCrop
@@ -64,10 +63,7 @@ def test_iou_is_that_of_all_pixels_that_count() -> None:
 
 
 def test_micro_batches_and_a_resume_change_nothing(maps: Path) -> None:
-    whole = train("whole", 5, *WORDS)
-    train("part", 2, *WORDS)
-    rest = train("rest", 5, *WORDS, "ckpt_path=part")
-    assert all(torch.equal(value, weights(rest)[name]) for name, value in weights(whole).items())
+    whole = resumable(*WORDS, steps=5, at=2)
     cut = train("cut", 5, *WORDS, "data.batch_size=8", "trainer.accumulate_grad_batches=3")
     for name, value in weights(whole).items():
         torch.testing.assert_close(value, weights(cut)[name], rtol=1e-9, atol=1e-12)
