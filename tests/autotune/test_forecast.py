@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from quiet_runs import QUIET
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,12 +110,7 @@ def test_the_most_bytes_of_the_optimizers_state_for_a_number(
     assert forecast(model, step_of(model), data, optimizer)[2] == most * 2 * 100 * 101
 
 
-WORDS = [
-    "trainer.max_steps=1",
-    "trainer.limit_val_batches=1",
-    "monitor.hardware=false",
-    "monitor.plots=false",
-]
+WORDS = ["trainer.max_steps=1", "trainer.limit_val_batches=1", *QUIET]
 
 
 def choices(run: Any) -> list[str]:

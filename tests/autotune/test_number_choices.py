@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from exact_parts import parts_of
+from quiet_runs import QUIET
 from torch import nn
 
 from trainrun.assemble import start_choices
@@ -30,12 +31,6 @@ from trainrun.training.components import Components
 
 pytestmark = pytest.mark.process
 
-QUIET = (
-    "monitor.plots=false",
-    "monitor.progress_bar=false",
-    "monitor.hardware=false",
-    "trainer.num_threads=1",
-)
 GPT = (
     "model._target_=trainrun.model.gpt.Gpt", "model.vocab_size=11", "model.layers=2", "model.width=16", "model.heads=2",
     "model.context=8", "data.train._target_=test_number_choices.few_tokens",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quiet_runs import QUIET
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -19,10 +20,7 @@ from trainrun.verify.certificate import different_leaves
 
 pytestmark = pytest.mark.train
 
-WORDS = [
-    "model=mlp", "model.hidden=[32,32]", "monitor.plots=false", "monitor.hardware=false", "trainer.num_threads=1",
-    "monitor.progress_bar=false",
-]  # fmt: skip
+WORDS = ["model=mlp", "model.hidden=[32,32]", *QUIET]
 LORA = ["transform.lora._target_=trainrun.transform.lora.lora", "transform.lora.rank=2"]
 ADAPTER = ["init_from=base", "checkpoint.adapter_only=true"]
 

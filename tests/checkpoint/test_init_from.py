@@ -102,10 +102,9 @@ def test_all_that_does_not_fit_is_listed(source: Path, capsys: pytest.CaptureFix
     ("place", "said"), [("nowhere", "no such file or folder"), (".", "not a trainrun checkpoint")]
 )
 def test_what_holds_no_weights_is_refused(
-    workdir: Path, capsys: pytest.CaptureFixture[str], place: str, said: str
+    workdir: Path, refuses: Callable[..., None], place: str, said: str
 ) -> None:
-    assert main([*WORDS, f"init_from={place}"]) == 2
-    assert said in capsys.readouterr().err
+    refuses([*WORDS, f"init_from={place}"], said)
 
 
 def test_unfreezing_in_a_second_run_as_the_refusal_says(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,19 +103,17 @@ def test_losses_are_compared_where_they_are_means_of_the_same_steps() -> None:
         (["compare", "first", "fist"], "fist: no such folder"),
     ],
 )
-def test_mistakes(run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert said in capsys.readouterr().err
+def test_mistakes(run: Path, words: list[str], said: str, refuses: Callable[..., None]) -> None:
+    refuses(words, said)
 
 
-def test_code_of_a_stranger_is_not_imported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_of_a_stranger_is_not_imported(run: Path, refuses: Callable[..., None]) -> None:
     Path("evil.py").write_text(
         "from pathlib import Path\nPath('ran').touch()\nfrom torch.nn import Linear as Net\n"
     )
     config = Path("first/config.yaml").read_text()
     Path("first/config.yaml").write_text(config.replace("trainrun.model.mlp.Mlp", "evil.Net"))
-    assert main(["again", "first"]) == 2
-    assert "names what is not known to be yours: model._target_=evil.Net" in capsys.readouterr().err
+    refuses(["again", "first"], "names what is not known to be yours: model._target_=evil.Net")
     assert not Path("ran").exists()
 
 

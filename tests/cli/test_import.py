@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quiet_runs import QUIET
 
 import trainrun
 from trainrun.checkpoint.reading import read_tensors
@@ -18,12 +19,6 @@ pytestmark = pytest.mark.skipif(
     tuple(int(part) for part in torch.__version__.split(".")[:2]) < TORCH_NEEDED,
     reason="the command refuses this torch, whose reader is not safe",
 )
-QUIET = [
-    "monitor.progress_bar=false",
-    "monitor.hardware=false",
-    "monitor.plots=false",
-    "trainer.num_threads=1",
-]
 MODEL = ["model.hidden=[8]", *QUIET]
 
 

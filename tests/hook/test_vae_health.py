@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_memory_options import losses, train, weights
-from test_parameter_groups import QUIET
+from quiet_runs import QUIET, losses, train, weights
 
 import trainrun as package
 from trainrun.errors import ConfigError, TrainingError, TrainrunError

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_parameter_groups import QUIET
+from quiet_runs import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from quiet_runs import QUIET
 
 from trainrun.cli.main import main
 
@@ -47,12 +48,7 @@ class Listener:
         if self.at == "end":
             press(self.times)
 """
-QUIET = [
-    "monitor.progress_bar=false",
-    "monitor.hardware=false",
-    "monitor.plots=false",
-    "trainer.max_epochs=2",
-]
+SHORT = [*QUIET, "trainer.max_epochs=2"]
 
 
 @pytest.fixture
@@ -90,16 +86,16 @@ def status_of(project: Path) -> tuple[str, int]:
 )
 def test_before_the_first_step(project: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
-    assert main([*words, "output_dir=run", *QUIET]) == 130
+    assert main([*words, "output_dir=run", *SHORT]) == 130
     assert said(capsys) == ["trainrun: interrupted; nothing was saved yet"]
     assert status_of(project) == ("stopped", 130)
     assert signal.getsignal(signal.SIGINT) is before
-    assert main(["output_dir=run", *QUIET]) == 0  # nothing is there that could be lost
+    assert main(["output_dir=run", *SHORT]) == 0  # nothing is there that could be lost
 
 
 @pytest.mark.parametrize(("times", "saved"), [(1, True), (2, False), (3, False)])
 def test_while_it_trains(project: Path, capsys: pytest.CaptureFixture[str], times: int, saved: bool) -> None:
-    assert main([*listener(at="step", times=times), "output_dir=run", *QUIET]) == 130
+    assert main([*listener(at="step", times=times), "output_dir=run", *SHORT]) == 130
     assert status_of(project) == ("stopped", 130)
     assert any((project / "run" / "checkpoints").glob("step-*")) == saved
     errors = capsys.readouterr().err
@@ -111,13 +107,13 @@ def test_while_it_trains(project: Path, capsys: pytest.CaptureFixture[str], time
 def test_after_the_last_step_the_run_is_done_and_the_command_still_says_130(
     project: Path, capsys: pytest.CaptureFixture[str], times: int
 ) -> None:
-    assert main([*listener(at="end", times=times), "output_dir=run", *QUIET]) == 130
+    assert main([*listener(at="end", times=times), "output_dir=run", *SHORT]) == 130
     assert status_of(project) == ("done", 0)
     assert said(capsys) == ["trainrun: interrupted; the run itself had ended"]
 
 
 def test_a_resume_that_never_began_leaves_a_finished_run_done(project: Path) -> None:
-    words = ["model=own.Net", "model.times=0", "output_dir=run", *QUIET]
+    words = ["model=own.Net", "model.times=0", "output_dir=run", *SHORT]
     assert main(words) == 0
     assert main(["resume", "run", "model.times=1", "trainer.max_epochs=3"]) == 130
     assert status_of(project) == ("done", 0)
@@ -126,7 +122,7 @@ def test_a_resume_that_never_began_leaves_a_finished_run_done(project: Path) -> 
 def test_ranks_that_still_import_are_not_shown_as_crashed(project: Path, trainrun) -> None:
     code = "import os, signal\nif 'RANK' in os.environ:\n    os.kill(os.getppid(), signal.SIGINT)\n"
     (project / "early.py").write_text(code + "    import time; time.sleep(0.3)\n" + CODE)
-    done = trainrun("model=early.Net", "model.times=0", "parallel=ddp", "output_dir=run", *QUIET)
+    done = trainrun("model=early.Net", "model.times=0", "parallel=ddp", "output_dir=run", *SHORT)
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert status_of(project)[0] == "stopped"

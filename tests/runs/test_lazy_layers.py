@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_memory_options import train, weights
-from test_parameter_groups import QUIET
+from quiet_runs import QUIET, train, weights
 from torch import nn
 from torch.utils.data import IterableDataset
 

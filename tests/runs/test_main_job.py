@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quiet_runs import QUIET
 
 import trainrun as package
 from trainrun.cli.main import main
@@ -15,8 +16,6 @@ from trainrun.data.readers.builtin import digits
 from trainrun.errors import ConfigError
 
 pytestmark = pytest.mark.process
-
-QUIET = ["monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false"]
 
 
 def test_the_default_command_trains_digits_and_leaves_everything(trainrun, workdir: Path) -> None:

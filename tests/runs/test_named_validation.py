@@ -56,7 +56,7 @@ def test_each_has_metrics_of_its_own_and_the_first_is_the_default(folder, capsys
     assert not any("val/loss" in row for row in rows(folder, "both"))
 
 
-def test_evaluation_prediction_and_a_resume(folder, capsys):
+def test_evaluation_prediction_and_a_resume(folder, capsys, refuses):
     words = [*WORDS, "scheduler=plateau"]  # listens to the first set
     assert main([*words, "trainer.max_steps=2", "hydra.run.dir=r"]) == 0
     assert main(["resume", "r", "trainer.max_steps=4"]) == 0
@@ -77,10 +77,8 @@ def test_evaluation_prediction_and_a_resume(folder, capsys):
     with open("day.csv") as file:
         assert len(list(csv.reader(file))) == 1 + 33
     capsys.readouterr()
-    assert main(["predict", "r", "--split", "val"]) == 2
-    assert "use --split val/day" in capsys.readouterr().err
-    assert main(["predict", "r", "--split", "val/dusk"]) == 2
-    assert "no data.val.dusk; there are val/day, val/night" in capsys.readouterr().err
+    refuses(["predict", "r", "--split", "val"], "use --split val/day")
+    refuses(["predict", "r", "--split", "val/dusk"], "no data.val.dusk; there are val/day, val/night")
 
 
 def test_two_ranks_have_the_same_and_the_best_is_that_of_the_named_set(folder):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from quiet_runs import QUIET
 
 import trainrun as trainrun_of_python
 from trainrun.cli.main import main
@@ -85,12 +86,7 @@ def fit(run, state):
     run.monitors.note("my own loop")
     return loop.fit(run, state)
 """
-QUIET = [
-    "monitor.progress_bar=false",
-    "monitor.hardware=false",
-    "monitor.plots=false",
-    "trainer.max_epochs=2",
-]
+SHORT = [*QUIET, "trainer.max_epochs=2"]
 
 
 @pytest.fixture
@@ -133,12 +129,12 @@ def status_of(project: Path) -> dict:
     ids=" ".join,
 )
 def test_ones_own_code_trains(project: Path, words: list[str]) -> None:
-    assert main([*words, *QUIET, "output_dir=run"]) == 0
+    assert main([*words, *SHORT, "output_dir=run"]) == 0
     assert status_of(project)["value"] > 0.3  # two epochs of a small network: far from chance
 
 
 def test_a_task_of_ten_lines_names_its_own_metric(project: Path) -> None:
-    assert main(["model=mine", "task._target_=my_task.TopTwo", *QUIET, "output_dir=run"]) == 0
+    assert main(["model=mine", "task._target_=my_task.TopTwo", *SHORT, "output_dir=run"]) == 0
     status = status_of(project)
     assert status["monitor"] == "val/top2"
     assert status["value"] > 0.7
@@ -154,7 +150,7 @@ def test_ones_own_code_trains_on_two_ranks_through_the_real_command(project: Pat
         "data.val._target_=my_data.Digits",
         "parallel=ddp",
     ]
-    done = trainrun(*words, *QUIET, "output_dir=run")
+    done = trainrun(*words, *SHORT, "output_dir=run")
     assert done.returncode == 0, done.stderr
     assert status_of(project)["value"] > 0.5
 
@@ -165,7 +161,7 @@ def test_data_that_is_drawn_as_it_is_built_is_the_same_in_an_evaluation(project:
     )
     words = [f"data.{part}._target_=my_data.points" for part in ("train", "val")]
     words += ["data.train.count=200", "data.val.count=60", "data.num_classes=2", "data=custom", "seed=3"]
-    assert main([*words, *QUIET, "output_dir=run"]) == 0
+    assert main([*words, *SHORT, "output_dir=run"]) == 0
     assert main(["evaluate", "run", "--which", "last"]) == 0
     found = json.loads((project / "run" / "evaluation-val.json").read_text())
     assert found["val/loss"] == status_of(project)["metrics"]["val/loss"]

@@ -9,19 +9,13 @@ import pytest
 import torch
 from exact_groups import BY_HAND, BY_SETTINGS, LR, USUAL, groups_of
 from exact_parts import parts_of, result
-from test_memory_options import losses, train, weights
+from quiet_runs import QUIET, losses, train, weights
 
 import trainrun as package
 from trainrun.cli.main import main
 from trainrun.errors import TrainrunError
 from trainrun.seeding import derive_seed, seed_everything
 
-QUIET = (
-    "monitor.plots=false",
-    "monitor.progress_bar=false",
-    "monitor.hardware=false",
-    "trainer.num_threads=1",
-)
 MLP = ("model.hidden=[16]", "data.batch_size=64", *QUIET)  # layers.1 and layers.3
 NANOGPT = (
     "optimizer.weight_decay=0", "optimizer.groups=[{params: ['layers.*.weight'], weight_decay: 0.1}]",

@@ -172,14 +172,11 @@ def test_a_place_that_is_none(
     assert "Traceback" not in found
 
 
-def test_a_working_directory_without_a_name_in_utf_8(
-    workdir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_working_directory_without_a_name_in_utf_8(workdir: Path, refuses: Callable[..., None]) -> None:
     folder = workdir / "caf\udce9"
     folder.mkdir()
     os.chdir(folder)
-    assert main(WORDS) == 2
-    assert "not UTF-8; name another folder with output_dir=..." in capsys.readouterr().err
+    refuses(WORDS, "not UTF-8; name another folder with output_dir=...")
     assert main([*WORDS, f"output_dir={workdir / 'run'}"]) == 0
     assert main(["resume", str(workdir / "run")]) == 0
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from quiet_runs import QUIET
 
 import trainrun as package
 from trainrun.cli.main import main
 
-QUIET = [
-    "monitor.plots=false",
-    "monitor.hardware=false",
-    "trainer.num_threads=1",
-    "trainer.limit_val_batches=1",
-]
+SHORT = [*QUIET, "trainer.limit_val_batches=1"]
 
 
 def test_an_order_that_changed_is_not_gone_on_with(
@@ -23,7 +19,7 @@ def test_an_order_that_changed_is_not_gone_on_with(
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as before:
         before.setattr("trainrun.training.components.ORDER", 1)
-        package.train("trainer.max_steps=2", "output_dir=run", *QUIET)
+        package.train("trainer.max_steps=2", "output_dir=run", *SHORT)
     with monkeypatch.context() as large:
         large.setattr("trainrun.training.recovery.restore.LISTED", 1000)  # digits has 1,437 samples
         assert main(["resume", "run", "trainer.max_steps=3"]) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def test_a_file_that_a_training_takes_away_meanwhile_is_none(
 
 
 def test_code_beside_config_dir_is_found_again(
-    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workdir: Path, refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(workdir / "home"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -94,8 +94,7 @@ def test_code_beside_config_dir_is_found_again(
     for words in (["resume", "run", "trainer.max_steps=3"], ["evaluate", "run"], ["again", "run"]):
         sys.modules.pop("beside_net")
         sys.path[:] = before
-        assert main(words) == 2
-        assert f"the run began in {workdir}: call this from there with the same" in capsys.readouterr().err
+        refuses(words, f"the run began in {workdir}: call this from there with the same")
         assert main([*words, code]) == 0
     Path("run/checkpoints/step-00000003").mkdir(exist_ok=True)
     assert job_command([code, "a=1"], Path("run"))[-3:] == ["resume", "run", code]
@@ -118,13 +117,12 @@ def test_a_folder_that_is_refused_stays_as_it_is(run: Path, monkeypatch: pytest.
 
 
 def test_the_run_of_another_user_is_shown_and_refused(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, monkeypatch: pytest.MonkeyPatch, refuses: Callable[..., None]
 ) -> None:
     monkeypatch.setenv("HOME", str(run.parent / "nobody"))
     sys.modules.pop("own_net", None)
     for words in (["evaluate", str(run)], ["predict", str(run)], ["resume", str(run), "trainer.max_steps=3"]):
-        assert main(words) == 2
-        assert "model._target_=own_net.Net; nothing was imported" in capsys.readouterr().err
+        refuses(words, "model._target_=own_net.Net; nothing was imported")
     with pytest.raises(ConfigError, match="own_net"):
         trainrun.load_model(run)
     assert "own_net" not in sys.modules
@@ -134,7 +132,7 @@ def test_the_run_of_another_user_is_shown_and_refused(
 
 
 def test_a_folder_unpacked_beside_own_code_is_asked_for(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, monkeypatch: pytest.MonkeyPatch, refuses: Callable[..., None]
 ) -> None:
     """What lies in the working directory may have come in the same archive."""
     monkeypatch.chdir(run.parent)
@@ -142,10 +140,7 @@ def test_a_folder_unpacked_beside_own_code_is_asked_for(
     monkeypatch.setenv("HOME", str(run.parent / "nobody"))
     sys.modules.pop("own_net", None)
     for words in (["evaluate", str(run)], ["resume", str(run), "trainer.max_steps=3"]):
-        assert main(words) == 2
-        assert "Where you trust this folder: --trust, or name it again, as model._target_=" in (
-            capsys.readouterr().err
-        )
+        refuses(words, "Where you trust this folder: --trust, or name it again, as model._target_=")
     assert "own_net" not in sys.modules
     assert main(["resume", str(run), "trainer.max_steps=3", "--trust"]) == 0
     assert main(["resume", str(run), "trainer.max_steps=4"]) == 0  # it is listed now
@@ -158,19 +153,15 @@ def test_a_folder_unpacked_beside_own_code_is_asked_for(
      ("run_name: digits-Net", "run_name: ${{oc.env:HOME}}", "run_name=${{oc.env:HOME}}")],
 )  # fmt: skip
 def test_a_folder_to_write_to_and_the_environment_are_asked_for(
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    old: str,
-    new: str,
-    told: str,
+    run: Path, monkeypatch: pytest.MonkeyPatch, refuses: Callable[..., None], old: str, new: str, told: str
 ) -> None:
     config = RunDir(run).config
     (outside := run.parent / "outside").mkdir()
     monkeypatch.setenv("HOME", str(run.parent / "nobody"))
     config.write_text(config.read_text().replace(old, new.format(outside)))
-    assert main(["evaluate", str(run), "model._target_=own_net.Net"]) == 2
-    assert f"{told.format(outside)}; nothing was imported" in capsys.readouterr().err
+    refuses(
+        ["evaluate", str(run), "model._target_=own_net.Net"], f"{told.format(outside)}; nothing was imported"
+    )
     assert list(outside.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parameter_groups import QUIET
+from quiet_runs import QUIET
 
 import trainrun as package
 from trainrun.cli.main import main

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from quiet_runs import QUIET
 from torch import nn
 
 from trainrun.config.compose import compose_run
@@ -26,13 +27,7 @@ def test_an_autoencoder_without_its_task_is_refused_before_anything_starts():
 def test_a_model_of_tokens_on_pictures_says_what_it_reads(tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="the model reads tokens.*data=text task=language_modeling"):
-        train(
-            f"model={model}",
-            "task.class_dim=-1",
-            "trainer.max_steps=1",
-            "monitor.plots=false",
-            "monitor.hardware=false",
-        )
+        train(f"model={model}", "task.class_dim=-1", "trainer.max_steps=1", *QUIET)
 
 
 @pytest.mark.parametrize("words", [["model=gpt"], ["model=gpt", "data=text"], ["model=lstm", "data=text"]])

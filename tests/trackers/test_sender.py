@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -224,26 +225,18 @@ def test_a_process_that_shall_end_does_what_it_is_at(own: Path) -> None:
         ("monitor.histograms_every_n_steps=0", "must be a whole number, 1 or more"),
     ],
 )
-def test_wrong_values_are_refused(
-    workdir: Path, capsys: pytest.CaptureFixture[str], word: str, told: str
-) -> None:
-    assert main([word]) == 2
-    assert told in capsys.readouterr().err
+def test_wrong_values_are_refused(workdir: Path, refuses: Callable[..., None], word: str, told: str) -> None:
+    refuses([word], told)
 
 
 @pytest.mark.parametrize(
     ("name", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("trackio", "trackio")]
 )
 def test_a_missing_package_names_the_extra(
-    workdir: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    package: str,
+    workdir: Path, refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch, name: str, package: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module, *_: None)
-    assert main([*SHORT[:-1], f"monitor.tracker={name}"]) == 2
-    assert f"({package}): pip install 'trainrun[{name}]'" in capsys.readouterr().err
+    refuses([*SHORT[:-1], f"monitor.tracker={name}"], f"({package}): pip install 'trainrun[{name}]'")
 
 
 class Down:

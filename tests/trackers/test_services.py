@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from quiet_runs import QUIET
 
 from trainrun.cli.main import main
 from trainrun.trackers import sender
@@ -15,10 +16,7 @@ from trainrun.trackers.mlflow_run import MlflowRun, accepted
 
 pytestmark = pytest.mark.process
 
-WORDS = [
-    "monitor.log_every_n_steps=2", "monitor.progress_bar=false", "monitor.plots=false", "trainer.num_threads=1",
-    "monitor.histograms_every_n_steps=4", "output_dir=run",
-]  # fmt: skip
+WORDS = ["monitor.log_every_n_steps=2", *QUIET, "monitor.histograms_every_n_steps=4", "output_dir=run"]
 
 
 @pytest.fixture(autouse=True)

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quiet_runs import QUIET
 
 from trainrun.cli.main import main
 
-QUIET = (
-    "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false", "monitor.verbose=false",
-    "trainer.num_threads=1", "checkpoint.keep_last=99", "checkpoint.save_top_k=0",
-)  # fmt: skip
+SHORT = (*QUIET, "monitor.verbose=false", "checkpoint.keep_last=99", "checkpoint.save_top_k=0")
 DIGITS = (
-    *QUIET,
+    *SHORT,
     "model.hidden=[8]",
     "data.batch_size=100",
 )  # 1,438 samples: 15 steps, 38 samples in the last
-TEXT = (*QUIET, "data=text", "data.path=text.txt", "model=gpt", "model.layers=1", "model.width=8",
+TEXT = (*SHORT, "data=text", "data.path=text.txt", "model=gpt", "model.layers=1", "model.width=8",
         "model.heads=1", "task=language_modeling", "data.val=null",
         "data.engine=threads")  # fmt: skip
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quiet_runs import QUIET
 
 from trainrun import load_run
 from trainrun.checkpoint.load import resolve
@@ -40,10 +41,7 @@ def forgets(model):
 def wrapped(model):
     return nn.Sequential(model, nn.Linear(10, 10))
 """
-SHORT = [
-    "data.batch_size=128", "monitor.log_every_n_steps=1", "monitor.progress_bar=false", "monitor.plots=false",
-    "monitor.hardware=false", "trainer.num_threads=1",
-]  # fmt: skip
+SHORT = ["data.batch_size=128", "monitor.log_every_n_steps=1", *QUIET]
 LORA = [
     "transform=lora", "transform.lora.rank=4",
     "transform.lora.target=[layers.1,layers.3]", "init_from=base",
