@@ -17,7 +17,6 @@ import numpy
 import pytest
 import torch
 from exact_parts import CLASSES, FEATURES, parts_of
-from quiet_runs import QUIET
 from torch import Tensor, nn
 
 import trainrun as package
@@ -385,7 +384,8 @@ def test_real_engines_compete_and_the_weights_are_those_of_no_workers(
     for number in ("auto", "0"):
         run = package.train(
             "model=net.net", "data.train._target_=slow_data.Slow", "data.batch_size=8", "trainer.max_steps=240",
-            "trainer.max_epochs=null", *QUIET, f"data.num_workers={number}", f"hydra.run.dir={number}",
+            "trainer.max_epochs=null", "monitor.plots=false", "monitor.hardware=false",
+            "monitor.progress_bar=false", f"data.num_workers={number}", f"hydra.run.dir={number}",
         )  # fmt: skip
         weights.append(
             {
@@ -407,8 +407,9 @@ def test_ranks_say_their_choice_once_and_train_the_same(
     (workdir / "slow_data.py").write_text(SLOW_DATA)
     (workdir / "net.py").write_text(NET)
     words = [
-        "model=net.net", "data.train._target_=slow_data.Slow", "data.batch_size=8", *QUIET, "trainer.max_steps=220",
-        "trainer.max_epochs=null", "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu",
+        "model=net.net", "data.train._target_=slow_data.Slow", "data.batch_size=8", "monitor.plots=false",
+        "monitor.hardware=false", "monitor.progress_bar=false", "trainer.max_steps=220", "trainer.max_epochs=null",
+        "parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu",
     ]  # fmt: skip
     losses = {}
     for number in ("auto", "0"):
