@@ -10,7 +10,8 @@ from pathlib import Path
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import counted, say
-from trainrun.runs.run_folder import RunDir, way_of_sweep
+from trainrun.runs.exceptional.go_on import way_of_sweep
+from trainrun.runs.run_folder import RunDir
 from trainrun.runs.trusted_code import check_files, check_run
 
 

@@ -112,16 +112,6 @@ def is_there(run: RunDir) -> bool:
     return any(os.path.lexists(path) for path in (run.identity, run.identity_copy))
 
 
-def way_of_sweep(run: RunDir) -> str:
-    """What to name in place of the folder of a sweep; empty where it is none."""
-    jobs = sorted(path.parent.name for path in run.root.glob(f"*/{run.config.name}"))
-    if not (jobs and (run.root / "sweep.json").is_file()):
-        return ""
-    return (
-        f"; it is the folder of a sweep, which goes on by its own words: name one of its runs, as {jobs[0]}"
-    )
-
-
 def check_there(run: RunDir) -> None:
     """Raises SaveError if the folder went away while the run was going on: it is not made again half empty."""
     if not is_there(run):

@@ -10,7 +10,7 @@ from trainrun.errors import ConfigError
 from trainrun.runs import resume
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run import LaunchSpec, execute
-from trainrun.runs.run_folder import RunDir, named_folder, way_of_sweep, write_text
+from trainrun.runs.run_folder import RunDir, named_folder, write_text
 from trainrun.runs.trusted_code import add_to_list, check_found
 
 
@@ -46,3 +46,13 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
         return execute(run, config, LaunchSpec(resume=True, paths=paths))
     finally:
         resume.restore_config(run)
+
+
+def way_of_sweep(run: RunDir) -> str:
+    """What to name in place of the folder of a sweep; empty where it is none."""
+    jobs = sorted(path.parent.name for path in run.root.glob(f"*/{run.config.name}"))
+    if not (jobs and (run.root / "sweep.json").is_file()):
+        return ""
+    return (
+        f"; it is the folder of a sweep, which goes on by its own words: name one of its runs, as {jobs[0]}"
+    )
