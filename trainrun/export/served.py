@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+import itertools
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,22 +36,25 @@ from trainrun.training.task_calls import Place, TaskCalls
 
 BATCH, BATCHES = 32, 3  # of real samples; the batches after the first have its shapes
 CPU = torch.device("cpu")
+CONSTANT = (type(None), bool, int, float, str)  # what a graph can hold beside tensors
 
 
 class Served(nn.Module):
     """What the run does to its inputs on the device, and the network behind it.
 
     Inputs are the first `num_args` positional ones of the network and then those of `names`. scale: of bytes;
-    changes: augmentations that belong to evaluation too (normalisation).
+    changes: augmentations that belong to evaluation too (normalisation). constants: what the task gives beside tensors.
     """
 
     def __init__(
         self, model: nn.Module, num_args: int, names: Sequence[str], scale: Scale | None = None,
         changes: Sequence[NamedAugmentation] = (), dtype: torch.dtype = torch.float32,
+        constants: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.num_args, self.names = model, num_args, tuple(names)
         self.scale, self.changes, self.dtype = scale, tuple(changes), dtype
+        self.constants = dict(constants)
         self.draws = Draws(0, 0, torch.zeros(1, dtype=torch.int64), CPU, dtype)
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -59,7 +65,7 @@ class Served(nn.Module):
             first = change((first,), self.draws.named(key))[0]
         given = [first, *rest]
         named = dict(zip(self.names, given[self.num_args :], strict=True))
-        return outputs_of(self.model(*given[: self.num_args], **named))
+        return outputs_of(self.model(*given[: self.num_args], **named, **self.constants))
 
 
 def outputs_of(found: Any) -> Any:
@@ -127,12 +133,11 @@ def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Load
     assert scaled is not None
     found: list[tuple[Served, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     for untouched, batch in islice(zip(batches.epoch(0), scaled.epoch(0), strict=False), BATCHES):
-        args, names = call_of(model, task, batch.data)
-        served = Served(model, len(args) - len(names), names, scale, changes, dtype)
+        args, names, constants = call_of(model, task, batch.data)
+        served = Served(model, len(args) - len(names), names, scale, changes, dtype, constants)
         first = first_of(untouched.data) if scale is not None or changes else args[0]
-        expected = outputs_of(
-            model(*args[: served.num_args], **dict(zip(names, args[served.num_args :], strict=True)))
-        )
+        named = dict(zip(names, args[served.num_args :], strict=True))
+        expected = outputs_of(model(*args[: served.num_args], **named, **constants))
         served(
             first, *args[1:]
         )  # constants of augmentations are made at their first call: not while it is traced
@@ -147,8 +152,8 @@ def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Load
 
 
 @torch.no_grad()  # a task that teaches looks its answers up where gradients are wanted
-def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], list[str]]:
-    """The tensors that the task gives the network, and the names of the last ones; flags keep their defaults."""
+def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], list[str], dict[str, Any]]:
+    """The tensors that the task gives the network, the names of the last ones, and constants by name (flags, None)."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -162,11 +167,14 @@ def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], list
     if not calls:
         raise ConfigError("task: its step does not call the model, so nobody knows its inputs")
     args, kwargs = calls[0]
-    named = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
-    tensors = [value for value in args if isinstance(value, Tensor)]
-    if len(tensors) < len(args) or not (tensors or named):
+    tensors = list(itertools.takewhile(lambda value: isinstance(value, Tensor), args))
+    rest = list(inspect.signature(model.forward).parameters)[len(tensors) : len(args)]
+    by_name = {**dict(zip(rest, args[len(tensors) :], strict=False)), **kwargs}
+    named = {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
+    constants = {name: value for name, value in by_name.items() if name not in named}
+    if not (tensors or named) or not all(isinstance(value, CONSTANT) for value in constants.values()):
         raise ConfigError("model: the task gives it something else than tensors, which cannot be exported")
-    return [*tensors, *named.values()], list(named)
+    return [*tensors, *named.values()], list(named), constants
 
 
 def first_of(batch: Any) -> Tensor:

@@ -198,11 +198,11 @@ def speeds(
     before: CostAndWorth, after: CostAndWorth, parts: Components
 ) -> Iterator[tuple[str, str, str, str]]:
     (batch,) = first_batches(parts.val or parts.train)
-    args, names = call_of(before.model, parts.task, batch)
+    args, names, constants = call_of(before.model, parts.task, batch)
     for name, count in (("latency of 1", 1), ("throughput", BATCH)):
         given = [one[:count] if one.ndim else one for one in args]
         positional = len(given) - len(names)
-        named = dict(zip(names, given[positional:], strict=True))
+        named = dict(zip(names, given[positional:], strict=True)) | constants
 
         def run(model: nn.Module, given: Any = given[:positional], named: Any = named) -> Any:
             return outputs_of(model(*given, **named))
