@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
+from torch.utils.data import IterableDataset
 
 from trainrun.interfaces import StepOutput
 
@@ -18,6 +20,16 @@ def samples(count: int = 61, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, FEATURES, generator=generator)
     return x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same samples, one after the other."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self._columns = samples(seed=seed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(*self._columns, strict=True)
 
 
 class Sequences:

@@ -60,6 +60,19 @@ def plant(monkeypatch, owner, name, make):
     monkeypatch.setattr(owner, name, make(getattr(owner, name)))
 
 
+def test_a_stream_has_no_first_samples_and_one_reader(tmp_path):
+    table = table_of(
+        tmp_path,
+        "data.train._target_=subjects.Stream",
+        "data.val._target_=subjects.Stream",
+        "data.val.seed=1",
+    )
+    for check, said in {"evaluation": "the trial in float64 on a CPU does not run: data: its samples have no numbers",
+                        "engines": "neither memory nor 2 workers nor 2 threads read this data"}.items():  # fmt: skip
+        with pytest.raises(NotApplicable, match=said):
+            table[check]()
+
+
 def test_an_average_of_averages(tmp_path, monkeypatch):
     def averaged(real):
         def step(run, window):

@@ -65,7 +65,7 @@ def test_a_model_that_cannot_compute_in_float64_says_so() -> None:
     found = table("Single")
     for name in ("sum of losses", "accumulation", "evaluation"):
         assert found[name].state == NONE
-        assert "it does not run in float64 on a CPU" in found[name].text
+        assert "the trial in float64 on a CPU does not run" in found[name].text
     assert found["resume"].state == PASS
 
 

@@ -90,12 +90,13 @@ def differing(left: dict[str, str], right: dict[str, str]) -> list[str]:
 def engines(config: RunConfig) -> Certificate:
     """The first batches of every engine, and again from the middle."""
     reference: list[Any] = []
-    seen, refused = [], []
+    seen: list[str] = []
+    refused: list[str] = []
     for engine in ("resident", "workers", "threads"):
         try:
             batches = _batches_of(config, engine)
-        except TrainrunError:
-            refused.append(engine)
+        except TrainrunError as error:
+            refused.append(str(error))
             continue
         seen.append(engine)
         reference = reference or batches
@@ -105,7 +106,8 @@ def engines(config: RunConfig) -> Certificate:
                 "engines", FAIL, f"{len(places)} tensors", f"{engine} reads other bits than {seen[0]}"
             )
     if len(seen) < 2:
-        raise NotApplicable(f"only one engine can read this data ({', '.join(seen) or 'none'})")
+        who = f"only {seen[0]} reads" if seen else "neither memory nor 2 workers nor 2 threads read"
+        raise NotApplicable(f"{who} this data ({refused[0]})")
     return Certificate("engines", PASS, f"{len(reference)} batches", f"{', '.join(seen)} read the same bits")
 
 

@@ -32,7 +32,7 @@ from trainrun.verify.trials import Outcome, Trials, in_doubles
 MICRO = 2  # samples of the smallest micro-batch
 BOUND = 1e-9  # of a weight, in float64
 MODE = "in float64, without dropout and batch statistics"  # which depend on the parts
-NO_DOUBLES = "it does not run in float64 on a CPU"
+NO_DOUBLES = "the trial in float64 on a CPU does not run"
 
 
 def accumulation(trials: Trials) -> Certificate:

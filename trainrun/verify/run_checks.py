@@ -124,7 +124,7 @@ def exact_parts(config: RunConfig, folder: Path, val_batch_size: int | None) -> 
     try:
         return built(changed, folder, torch.device("cpu"))
     except TrainrunError as error:
-        raise NotApplicable(f"it does not run in float64 on a CPU: {error}") from error
+        raise NotApplicable(f"{mathematics.NO_DOUBLES}: {error}") from error
 
 
 def own_parts(config: RunConfig, folder: Path) -> Components:
