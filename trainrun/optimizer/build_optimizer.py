@@ -190,8 +190,11 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
 
 
 def inner_of(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """The optimizers that one keeps, as SAM and Lookahead do, by its attributes."""
-    return {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
+    """The optimizers with a state of their own that one keeps, as SAM and Lookahead do, by its attributes."""
+    found = {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
+    return {
+        name: inner for name, inner in found.items() if inner.state and inner.state is not optimizer.state
+    }
 
 
 def names_of(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:

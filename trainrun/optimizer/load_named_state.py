@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError
-from trainrun.optimizer.build_optimizer import inner_of, names_of
+from trainrun.optimizer.build_optimizer import names_of
 
 CYCLED = ("momentum", "betas")
 MAX_FAULTS_SHOWN = 5
@@ -63,8 +63,8 @@ def load_named_optimizer_state(
         cycled = CYCLED if "base_momentum" in stored else ()  # a schedule moves them
         kept = configured if number < num_built else ()
         _load_fields(group, stored, {name for name in kept if name not in cycled})
-    for name, inner in inner_of(optimizer).items():
-        load_named_optimizer_state(inner, model, tree["inner"][name], configured, device)
+    for name, stored in tree.get("inner", {}).items():
+        load_named_optimizer_state(getattr(optimizer, name), model, stored, configured, device)
     optimizer.state.update(copy.deepcopy(tree["others"]))
 
 
