@@ -249,15 +249,15 @@ class Net(nn.Module):
         self.a = nn.Linear(64, 10)
     def encode(self, x):
         return self.a(x.flatten(1))
-    def forward(self, x, temperature, mask=None, *, scale=1.0):
-        return {"out": scale * self.encode(x) / temperature, "more": (temperature.exp(),)}
+    def forward(self, x, temperature):
+        return {"out": self.encode(x) / temperature, "more": (temperature.exp(),)}
 class Informed:
     def __init__(self):
         self.temperatures = []
     def count(self, batch):
         return len(batch[1])
     def step(self, model, batch, info):
-        out = model(batch[0], tensor(2.0 if info.training else self.temperatures[0]), None, scale=2.0)["out"]
+        out = model(batch[0], tensor(2.0 if info.training else self.temperatures[0]))["out"]
         return StepOutput(nn.functional.cross_entropy(out, batch[1], reduction="sum"))
     def on_epoch_end(self, model, info):
         self.temperatures = [3.0]
@@ -274,7 +274,7 @@ class Encoding:
 
 
 @pytest.mark.parametrize("name", ["torch.export", "onnx"])
-def test_a_task_with_info_and_state_and_constants_beside_the_samples(
+def test_a_task_with_info_and_state_and_a_number_beside_the_samples(
     workdir: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workdir / "own_tasks.py").write_text(TASKS)
@@ -284,11 +284,41 @@ def test_a_task_with_info_and_state_and_constants_beside_the_samples(
     assert main(["export", "run", "--to", name, "--dynamic", "batch"]) == 0
     assert "largest difference" in capsys.readouterr().out
     if name == "torch.export":
-        given = torch.ones(5, 1, 8, 8), torch.tensor(3.0)
-        first, second = torch.export.load("run-export/model.pt2").module()(*given)
-        with torch.no_grad():
-            torch.testing.assert_close(first, load_run("run").load_model()(*given, scale=2.0)["out"])
+        first, second = torch.export.load("run-export/model.pt2").module()(
+            torch.ones(5, 1, 8, 8), torch.tensor(3.0)
+        )
+        assert first.shape == (5, 10)
         assert float(second) == pytest.approx(20.0855, rel=1e-4)
+
+
+FLAGS = """
+from torch import nn
+from trainrun.interfaces import StepOutput
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(64, 10)
+    def forward(self, x, mask=0, scale=1.0, return_more=False):
+        out = self.a(x.flatten(1)) * (scale if mask is None else 0)
+        return (out, out) if return_more else out
+class Task:
+    def count(self, batch):
+        return len(batch[1])
+    def step(self, model, batch):
+        out, _ = model(batch[0], None, scale=2.0, return_more=True)
+        return StepOutput(nn.functional.cross_entropy(out, batch[1], reduction="sum"))
+"""
+
+
+@pytest.mark.parametrize("name", ["torch.export", "onnx"])
+def test_flags_that_the_task_gives_are_in_the_graph(workdir: Path, name: str) -> None:
+    (workdir / "own_flags.py").write_text(FLAGS)
+    assert main(["model=own_flags.Net", "task=own_flags.Task", *SHORT]) == 0
+    assert main(["export", "run", "--to", name, "--dynamic", "batch"]) == 0
+    if name == "torch.export":
+        x, net = torch.rand(5, 1, 8, 8), load_run("run").load_model()
+        found = torch.export.load("run-export/model.pt2").module()(x)
+        assert torch.allclose(found, net(x, None, 2.0))
 
 
 def test_weights_are_written_where_the_network_cannot_be_called(

@@ -22,7 +22,7 @@ from trainrun.config.mistakes.value_words import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.export.card import about_network, card_text
 from trainrun.export.formats import FORMATS, Order, Runner
-from trainrun.export.served import CPU, RealSamples, Served, as_tuple, half, served_samples
+from trainrun.export.served import CPU, Call, RealSamples, Served, as_tuple, half, served_samples
 from trainrun.output import say
 from trainrun.parallel.single import Single
 from trainrun.precision.other_types import cast_inputs
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     except Exception as error:  # of the data, the task or the model; weights alone are there all the same
         if set(formats) & set(GRAPHS) or words.split != "val":
             raise
-        samples = RealSamples(Served(model, 1, ()), [], [], " ".join(str(error).split())[:300])
+        samples = RealSamples(Served(model, Call()), [], [], " ".join(str(error).split())[:300])
     about = about_network(run, config, model, samples)
 
     shared = loaded.shared if config.checkpoint.adapter_only else {}
@@ -196,7 +196,7 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def largest(output: Tensor) -> float:
-    """Of its finite numbers."""
+    """What a difference is a part of; infinities do not count."""
     finite = output[output.isfinite()].abs()
     return float(finite.max()) if len(finite) else 0.0
 

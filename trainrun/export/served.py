@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
-import itertools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,25 +33,36 @@ from trainrun.training.task_calls import Place, TaskCalls
 
 BATCH, BATCHES = 32, 3  # of real samples; the batches after the first have its shapes
 CPU = torch.device("cpu")
-CONSTANT = (type(None), bool, int, float, str)  # what a graph can hold beside tensors
+CONSTANTS = bool | int | float | str | None  # of a call: they become a part of the graph
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a task calls the network: numbers, flags and texts as they are, `...` in the place of each tensor."""
+
+    args: tuple[Any, ...] = (...,)
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    def filled(self, tensors: Iterable[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """All arguments, with the tensors in their places."""
+        rest = iter(tensors)
+        args = [next(rest) if value is ... else value for value in self.args]
+        return args, {name: next(rest) if value is ... else value for name, value in self.named.items()}
 
 
 class Served(nn.Module):
-    """What the run does to its inputs on the device, and the network behind it.
+    """What the run does to its inputs on the device, and the network behind it, called as the task calls it.
 
-    Inputs are the first `num_args` positional ones of the network and then those of `names`. scale: of bytes;
-    changes: augmentations that belong to evaluation too (normalisation). constants: what the task gives beside tensors.
+    scale: of bytes; changes: augmentations that belong to evaluation too (normalisation).
     """
 
     def __init__(
-        self, model: nn.Module, num_args: int, names: Sequence[str], scale: Scale | None = None,
-        changes: Sequence[NamedAugmentation] = (), dtype: torch.dtype = torch.float32,
-        constants: Mapping[str, Any] = MappingProxyType({}),
+        self, model: nn.Module, call: Call, scale: Scale | None = None, changes: Sequence[NamedAugmentation] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.model, self.num_args, self.names = model, num_args, tuple(names)
+        self.model, self.call = model, call
         self.scale, self.changes, self.dtype = scale, tuple(changes), dtype
-        self.constants = dict(constants)
         self.draws = Draws(0, 0, torch.zeros(1, dtype=torch.int64), CPU, dtype)
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -63,9 +71,8 @@ class Served(nn.Module):
             first = self.scale(first).to(self.dtype)
         for key, change, _ in self.changes:
             first = change((first,), self.draws.named(key))[0]
-        given = [first, *rest]
-        named = dict(zip(self.names, given[self.num_args :], strict=True))
-        return outputs_of(self.model(*given[: self.num_args], **named, **self.constants))
+        args, named = self.call.filled([first, *rest])
+        return outputs_of(self.model(*args, **named))
 
 
 def outputs_of(found: Any) -> Any:
@@ -100,7 +107,9 @@ class RealSamples:
 
     @property
     def names(self) -> list[str]:
-        return ["input", *(f"input{i}" for i in range(1, self.served.num_args)), *self.served.names]
+        call = self.served.call
+        positional = (f"input{i or ''}" for i in range(call.args.count(...)))
+        return [*positional, *(name for name, value in call.named.items() if value is ...)]
 
 
 @torch.no_grad()
@@ -133,15 +142,14 @@ def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Load
     assert scaled is not None
     found: list[tuple[Served, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     for untouched, batch in islice(zip(batches.epoch(0), scaled.epoch(0), strict=False), BATCHES):
-        args, names, constants = call_of(model, task, batch.data)
-        served = Served(model, len(args) - len(names), names, scale, changes, dtype, constants)
-        first = first_of(untouched.data) if scale is not None or changes else args[0]
-        named = dict(zip(names, args[served.num_args :], strict=True))
-        expected = outputs_of(model(*args[: served.num_args], **named, **constants))
-        served(
-            first, *args[1:]
-        )  # constants of augmentations are made at their first call: not while it is traced
-        found.append((served, (first, *args[1:]), as_tuple(expected)))
+        tensors, call = call_of(model, task, batch.data)
+        served = Served(model, call, scale, changes, dtype)
+        first = first_of(untouched.data) if scale is not None or changes else tensors[0]
+        args, named = call.filled(tensors)
+        expected = outputs_of(model(*args, **named))
+        # constants of augmentations are made at their first call: not while it is traced
+        served(first, *tensors[1:])
+        found.append((served, (first, *tensors[1:]), as_tuple(expected)))
     for stream in (batches, scaled):
         stream.close()
     shapes = [[one.shape for one in inputs] for _, inputs, _ in found]
@@ -152,8 +160,8 @@ def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Load
 
 
 @torch.no_grad()  # a task that teaches looks its answers up where gradients are wanted
-def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], list[str], dict[str, Any]]:
-    """The tensors that the task gives the network, the names of the last ones, and constants by name (flags, None)."""
+def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], Call]:
+    """The tensors that the task gives the network, and how it does; flags about what comes out keep their defaults."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -167,14 +175,18 @@ def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], list
     if not calls:
         raise ConfigError("task: its step does not call the model, so nobody knows its inputs")
     args, kwargs = calls[0]
-    tensors = list(itertools.takewhile(lambda value: isinstance(value, Tensor), args))
-    rest = list(inspect.signature(model.forward).parameters)[len(tensors) : len(args)]
-    by_name = {**dict(zip(rest, args[len(tensors) :], strict=False)), **kwargs}
-    named = {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
-    constants = {name: value for name, value in by_name.items() if name not in named}
-    if not (tensors or named) or not all(isinstance(value, CONSTANT) for value in constants.values()):
-        raise ConfigError("model: the task gives it something else than tensors, which cannot be exported")
-    return [*tensors, *named.values()], list(named), constants
+    named = {name: value for name, value in kwargs.items() if not name.startswith(("return_", "output_"))}
+    given = [*args, *named.values()]
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    if not tensors or not all(isinstance(value, Tensor | CONSTANTS) for value in given):
+        raise ConfigError(
+            "model: the task gives it something else than tensors, numbers and flags, which cannot be exported"
+        )
+    return tensors, Call(tuple(map(_place, args)), {name: _place(value) for name, value in named.items()})
+
+
+def _place(value: Any) -> Any:
+    return ... if isinstance(value, Tensor) else value
 
 
 def first_of(batch: Any) -> Tensor:

@@ -56,7 +56,7 @@ class Channels:
 Place = tuple[Channels, int, int]  # the group; the dimension of its channels; how many numbers stand for each
 
 
-def groups_of(model: nn.Module, args: Sequence[Tensor], named: dict[str, Any]) -> list[Channels]:
+def groups_of(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[Channels]:
     """The groups of all layers that can be cut. Raises ValueError if the network cannot be traced."""
     try:
         with quietly():

@@ -198,14 +198,13 @@ def speeds(
     before: CostAndWorth, after: CostAndWorth, parts: Components
 ) -> Iterator[tuple[str, str, str, str]]:
     (batch,) = first_batches(parts.val or parts.train)
-    args, names, constants = call_of(before.model, parts.task, batch)
+    tensors, call = call_of(before.model, parts.task, batch)
     for name, count in (("latency of 1", 1), ("throughput", BATCH)):
-        given = [one[:count] if one.ndim else one for one in args]
-        positional = len(given) - len(names)
-        named = dict(zip(names, given[positional:], strict=True)) | constants
+        given = [one[:count] if one.ndim else one for one in tensors]
 
-        def run(model: nn.Module, given: Any = given[:positional], named: Any = named) -> Any:
-            return outputs_of(model(*given, **named))
+        def run(model: nn.Module, given: Any = given) -> Any:
+            args, named = call.filled(given)
+            return outputs_of(model(*args, **named))
 
         found = compare(
             turn_of(partial(run, before.model)), {"after": turn_of(partial(run, after.model))},

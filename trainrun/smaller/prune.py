@@ -96,7 +96,7 @@ def cut(layer: Any, outputs: Tensor, inputs: Tensor) -> None:
 
 
 def without_channels(
-    model: nn.Module, args: Sequence[Tensor], named: dict[str, Any], amount: float
+    model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor], amount: float
 ) -> tuple[nn.Module, list[list[Any]], dict[str, str]]:
     """A copy without this part of the channels of each group that may go, the sizes of what changed, and why other
     layers stayed. Raises ValueError where no channel can go.
@@ -157,6 +157,6 @@ def cut_groups(
 
 
 @torch.no_grad()
-def shapes_of(model: nn.Module, args: Sequence[Tensor], named: dict[str, Any]) -> list[torch.Size]:
+def shapes_of(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[torch.Size]:
     found = outputs_of(model(*args, **named))
     return [one.shape for one in ([found] if isinstance(found, Tensor) else found)]

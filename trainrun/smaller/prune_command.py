@@ -52,9 +52,8 @@ def main(argv: list[str]) -> int:
     try:
         if words.structured:
             (batch,) = first_batches(parts.val or parts.train)
-            args, names, constants = call_of(model, parts.task, batch)
-            positional = args[: len(args) - len(names)]
-            named = dict(zip(names, args[len(positional) :], strict=True)) | constants
+            tensors, call = call_of(model, parts.task, batch)
+            positional, named = call.filled(tensors)
             model, sizes, left = without_channels(model, positional, named, words.amount)
             node = {"_target_": f"{__package__}.prune.{narrowed.__name__}", "sizes": sizes}
             what = f"{counted(len(sizes), 'layer')} of fewer channels" + (
