@@ -96,7 +96,7 @@ def test_nothing_of_the_run_is_moved() -> None:
     [
         (torch.optim.AdamW, {}, 8),
         (torch.optim.SGD, {"lr": 0.1}, 0),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": False}, 4),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, 4),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 0),  # its momentum is there from the start
         (Muon, {}, 8),
     ],

@@ -301,7 +301,7 @@ def test_a_choice_is_written_down_and_lasts_through_resume_and_evaluation(
     assert json.loads(Path("open/RUN.json").read_text())["precision"] == "bf16-mixed"
     assert main(["resume", "open", "trainer.max_steps=6"]) == 0
     assert torch.equal(weights("open"), weights("named"))
-    run, _, _ = restored(RunDir(Path("open").absolute()), "last", [])
+    run, _ = restored(RunDir(Path("open").absolute()), "last", [])
     assert run.config.precision.mode == "bf16-mixed"
 
 

@@ -36,11 +36,11 @@ def test_pictures_drawn_on_the_way_are_no_training_time(monkeypatch: pytest.Monk
     assert [(row["samples_per_second"], row["step_seconds"]) for row in rows] == [(4.0, 2.0)] * 2
 
 
-def test_the_loss_of_a_step_that_was_left_out_is_in_no_row() -> None:
+def test_a_loss_that_is_not_finite_is_in_no_row_where_its_step_was_left_out() -> None:
     state, batch = TrainState(), MicroBatch(None)
-    for loss, skipped in ((2.0, False), (math.nan, True), (4.0, False)):
+    for loss, skipped in ((2.0, False), (math.nan, True), (4.0, False), (3.0, True)):
         state.advance(
             [batch], StepReport([torch.tensor(loss)], 2, Agreed(2.0, 0, 0), grad=GradReport(None, skipped))
         )
-    assert [loss.item() for loss in state.losses] == [2.0, 4.0]
-    assert (state.logged_items, state.step, state.skipped_steps) == (4, 3, 1)
+    assert [loss.item() for loss in state.losses] == [2.0, 4.0, 3.0]
+    assert (state.logged_items, state.step, state.skipped_steps) == (6, 4, 2)

@@ -78,6 +78,9 @@ class TrainState:
             self.skipped_in_a_row += 1
         else:
             self.skipped_in_a_row = 0
+        if (
+            not report.grad.skipped or torch.stack(report.losses).isfinite().all()
+        ):  # or one NaN would be all of a row
             self.losses += report.losses
             self.logged_items += report.items
         self.step += 1
