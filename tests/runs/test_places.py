@@ -15,6 +15,7 @@ import pytest
 from faults.forks import run_forked
 
 from trainrun.cli.main import main
+from trainrun.config.saved_config import placed
 from trainrun.runs.resume import KILLED
 from trainrun.runs.run_folder import RunDir
 from trainrun.runs.status import read_status
@@ -122,6 +123,16 @@ def test_a_relative_data_path_is_that_of_where_the_run_began(
     monkeypatch.chdir(workdir / "a")
     again = [word.replace("max_steps=6", "max_steps=8") for word in words]
     assert main(again) == 0  # the same run still
+
+
+def test_patterns_of_parameters_are_no_paths(tmp_path: Path) -> None:
+    (tmp_path / "encoder.py").touch()
+    found = placed(
+        {"freeze": "encoder.*", "path": "encoder.*", "text": "encoder.py", "name": "encoder"}, tmp_path
+    )
+    assert found == {
+        "freeze": "encoder.*", "path": f"{tmp_path}/encoder.*", "text": f"{tmp_path}/encoder.py", "name": "encoder"
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

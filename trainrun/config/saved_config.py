@@ -85,11 +85,16 @@ def placed(values: Any_, base: Path) -> Any_:
     """A copy in which relative paths are absolute, as far as they lead somewhere from a directory."""
 
     def place(key: str, value: Any) -> Any:
-        if type(value) is not str or not (PATH_KEY.search(key) or os.sep in value or Path(value).suffix):
+        if type(value) is not str or not value:
+            return value
+        may_be_pattern = (
+            PATH_KEY.search(key) or os.sep in value
+        )  # `encoder.*` names parameters, and may fit files
+        if not (may_be_pattern or Path(value).suffix):
             return value
         pattern = re.sub(r"\{.*?\}", "*", value)  # names with braces, as `shard-{0..9}.tar`
         there = os.path.join(base, value)  # itself where it is absolute
-        is_there = value and (os.path.exists(there) or any(glob.iglob(pattern, root_dir=base)))
+        is_there = os.path.exists(there) or (may_be_pattern and any(glob.iglob(pattern, root_dir=base)))
         return there if is_there else value
 
     return changed(values, place)  # type: ignore[no-any-return]
