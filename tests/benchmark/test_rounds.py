@@ -108,6 +108,15 @@ def test_cached_batches_are_those_of_the_last_turn() -> None:
     assert [batch.data for batch in islice(cached.epoch(0), 3)] == [(1, 1), (1, 2), (1, 3)]
 
 
+def test_what_is_read_after_that_turn_is_not_kept() -> None:
+    stream = OpenStream(cast(Any, FourBatches()))
+    stream.keep(12)
+    list(islice(stream.epoch(0), 2))
+    stream.keeps = False
+    list(stream.epoch(0, 2))
+    assert [batch.data for batch in islice(CachedBatches(stream).epoch(0), 3)] == [(0, 0), (0, 1), (0, 0)]
+
+
 def test_cached_batches_are_real_ones_where_there_are_any() -> None:
     stream = OpenStream(cast(Any, FourBatches(last_is_real=False)))
     cached = CachedBatches(stream)

@@ -17,6 +17,7 @@ from trainrun.model.resnet import ResNet
 from trainrun.model.sequence_vae import SequenceVae
 from trainrun.model.vae import Vae
 from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
+from trainrun.task.dict_batches import asked_for
 
 X, Y = torch.zeros(3, 2), torch.tensor([0, 1, 0])
 
@@ -158,3 +159,16 @@ def test_a_dict_reaches_a_forward_whole_but_for_the_target(kind: type[nn.Module]
     x, bonus = run_model(kind(), batch["x"], batch)
     assert x is batch["x"]
     assert bonus is batch["bonus"]
+
+
+class PassesOn(nn.Module):
+    """It hands on all that it gets, as wrappers do."""
+
+    def forward(self, x: Tensor, **more: Any) -> dict[str, Any]:
+        return more
+
+
+def test_a_forward_that_takes_any_gets_what_is_an_input() -> None:
+    batch = {"x": torch.ones(2), "mask": torch.ones(2), "y": torch.ones(2), "target_weight": 1, "index": 2}
+    _, named = asked_for(PassesOn(), batch["x"], batch, ("x",), ("y",))
+    assert set(named) == {"mask"}

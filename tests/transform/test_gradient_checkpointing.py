@@ -292,3 +292,8 @@ def test_products_that_were_written_into_are_told_and_full_computes_them_again()
     # torch 2.13 shows the product to the policy; older ones find it in the backward
     with pytest.raises(RuntimeError, match=r"writes into.*gradient_checkpointing=full|has been mutated"):
         refused(x).square().sum().backward()
+
+
+def test_a_list_may_hold_none() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    assert len(blocks_of(nn.ModuleList([block, None, copy.deepcopy(block)]))) == 2  # type: ignore[list-item]

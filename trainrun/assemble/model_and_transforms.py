@@ -76,7 +76,7 @@ def build_changed(
         notes += initial.lines
     model = apply_transforms(config, model, parallel.device, notes)
     for name, tensor in model.state_dict().items():
-        if tensor.layout is not torch.strided:
+        if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
             raise PluginError(
                 f"model: {name} is sparse, which no checkpoint holds; say "
                 f"register_buffer({name.rpartition('.')[2]!r}, ..., persistent=False) where the model makes it itself"

@@ -81,11 +81,12 @@ class OpenStream(Around):
         self._open: Iterator[MicroBatch] | None = None
         self._epoch, self._at = -1, 0
         self.positions = 0
-        self.kept: deque[MicroBatch] = deque(maxlen=0)
+        self.kept: deque[MicroBatch] = deque()
+        self.keeps = False
 
     def keep(self, most: int) -> None:
-        """Keep the batches that come from now on, in the place of those of before."""
-        self.kept = deque(maxlen=most)
+        """Keep the batches that come while `keeps` stays, in the place of those of before."""
+        self.kept, self.keeps = deque(maxlen=most), True
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         if self._open is None or (self._epoch, self._at) != (epoch, start):
@@ -96,7 +97,8 @@ class OpenStream(Around):
     def _counted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
             self._at += 1
-            self.kept.append(batch)
+            if self.keeps:
+                self.kept.append(batch)
             mask = real_positions(batch.data)
             self.positions += 0 if mask is None else mask.numel()
             yield batch

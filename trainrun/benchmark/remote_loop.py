@@ -193,6 +193,7 @@ class Worker:
         self._run(run, state, message.steps, message.variant, until)
         settle(self._device)
         seconds, now = time.perf_counter() - began, run.phases.read()
+        self._stream.keeps = False
         return Turn(
             seconds=seconds,
             steps=state.step - step,

@@ -74,10 +74,16 @@ def places_of(run: RunDir, found: dict[str, Any]) -> list[Path]:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         here, began = Path.cwd(), Path(read_json(run.environment)["working_dir"])
         has_moved = here in run.root.parents and began not in run.root.parents  # with the project, as a whole
-        if began.is_dir() and began != here:
+        if began == here:
+            return []
+        if (
+            placed(found, here) != found and has_moved == began.is_dir()
+        ):  # or nothing is there to be mistaken for it
+            say_once(
+                f"{run.root}: began in {began}, which is another place; its relative paths lead from {here}"
+            )
+        if began.is_dir():
             return [here, began] if has_moved else [began]
-        if began != here and not has_moved and placed(found, here) != found:
-            say_once(f"{run.root}: began in {began}, which is not here; its relative paths lead from {here}")
     return []
 
 

@@ -185,7 +185,11 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
         "state": {names[key]: value for key, value in optimizer.state.items() if key in names},
         "others": {key: value for key, value in optimizer.state.items() if key not in names},
         "own": _own_fields(optimizer),
-        "inner": {name: named_optimizer_state(inner, model) for name, inner in inner_of(optimizer).items()},
+        "inner": {
+            name: named_optimizer_state(inner, model)
+            for name, inner in inner_of(optimizer).items()
+            if all(param in names for group in inner.param_groups for param in group["params"])
+        },
     }
 
 

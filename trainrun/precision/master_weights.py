@@ -179,6 +179,9 @@ def exchange(optimizer: Optimizer, other_of: Mapping[Tensor, Tensor]) -> None:
         group["params"] = [other_of.get(param, param) for param in group["params"]]
     for param in [key for key in optimizer.state if key in other_of]:
         optimizer.state[other_of[param]] = optimizer.state.pop(param)
+    for inner in vars(optimizer).values():
+        if isinstance(inner, Optimizer):
+            exchange(inner, other_of)
 
 
 def _copied(weight: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:

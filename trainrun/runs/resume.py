@@ -242,7 +242,7 @@ def finished(run: RunDir, config: RunConfig) -> str:
     status = read_status(run)
     if status.get("state") != "done":
         return ""
-    before = load_config(run.config, [])
+    before, config = (placed(one, Path.cwd()) for one in (load_config(run.config, []), config))
     limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps", "max_duration")}
     same = replace(before, trainer=replace(before.trainer, **limits)) == config
     reached = [

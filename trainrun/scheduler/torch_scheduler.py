@@ -113,7 +113,7 @@ class TorchScheduler:
 
     def _replayed(self, steps: int) -> list[float]:
         """The rates behind so many steps of this scheduler, as if it had been there from the beginning."""
-        for group, fields in zip(self._groups, self._fields, strict=True):
+        for group, fields in zip(self._groups, self._fields, strict=False):
             group.update(fields)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no update was made before

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainrun.errors import PluginError
 from trainrun.user_code import is_of_torch
 
-OF_LOSS = "target_weight"  # also not to a forward that takes any
+NOT_ITS = ("target_weight", "index")  # of the loss, and of a teacher: also not to a forward that takes any
 OF_SHAPES = re.compile(
     r"shapes cannot be multiplied|size mismatch|to have \d+ channels|xpected \dD|Dimension out of range"
 )
@@ -34,7 +34,8 @@ def asked_for(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a model gets of a dict: by position, and by name."""
     bare = bare_model(model)
-    taken, takes_all, by_place = keywords_of(bare.__class__.forward)
+    wrapped = getattr(bare, "get_base_model", None)  # of peft, which hands on what it gets
+    taken, takes_all, by_place = keywords_of(type(wrapped() if callable(wrapped) else bare).forward)
     if "segment_ids" in batch and "segment_ids" not in taken:
         raise PluginError(
             f"model: data.padding=pack puts several sequences into a row, and {type(bare).__name__}.forward has no "
@@ -45,7 +46,7 @@ def asked_for(
     asked = {
         key: value
         for key, value in batch.items()
-        if key not in (*target_keys, own) and (key in taken or (takes_all and key != OF_LOSS))
+        if key not in (*target_keys, own) and (key in taken or (takes_all and key not in NOT_ITS))
     }
     if own in taken[2:] or not by_place:  # after self and the first
         return (), {own: inputs, **asked}

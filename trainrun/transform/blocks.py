@@ -99,7 +99,8 @@ def _worthy(sequential: nn.Sequential, run: list[nn.Module], end: int) -> Iterat
 
 def _repeated(container: nn.Sequential | nn.ModuleList) -> set[type[nn.Module]]:
     """Classes of several children that have layers of their own; one that stands twice counts twice."""
-    kinds = Counter(type(child) for child in container if next(child.children(), None) is not None)
+    children = (child for child in container if child is not None)  # which a ModuleList may hold
+    kinds = Counter(type(child) for child in children if next(child.children(), None) is not None)
     return {kind for kind, number in kinds.items() if number > 1}
 
 
