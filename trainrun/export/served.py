@@ -26,6 +26,7 @@ from trainrun.data.augment.noise import LatentNoise, SampleNumbers, WordDropout
 from trainrun.data.facts import facts_of_all
 from trainrun.data.pipeline import as_bytes, open_batches
 from trainrun.data.scale import Scale
+from trainrun.data.split_batch import tensors_in
 from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
 from trainrun.runs.restore_config import give_task_state
@@ -85,14 +86,6 @@ def outputs_of(found: Any) -> Any:
     if not tensors:
         raise ConfigError(f"model: gives a {type(found).__name__} without tensors, which no format can hold")
     return tensors[0] if len(tensors) == 1 else tensors
-
-
-def tensors_in(found: Any) -> Iterator[Tensor]:
-    if isinstance(found, Tensor):
-        yield found
-    parts = found.values() if isinstance(found, Mapping) else found if isinstance(found, tuple | list) else ()
-    for part in parts:
-        yield from tensors_in(part)
 
 
 @dataclass(frozen=True)
