@@ -248,8 +248,9 @@ def test_a_lost_sample(tmp_path, monkeypatch):
     assert verdict(tmp_path, "every sample once") == FAIL
 
 
-def test_samples_that_repeat_are_not_certified_to_be_there_once(tmp_path):
-    assert verdict(tmp_path, "every sample once", "data.sampling=balanced") == NONE
+@pytest.mark.parametrize("words", ["data.sampling=balanced", "trainer.limit_train_batches=3"])
+def test_samples_that_repeat_or_are_left_out_are_not_certified_to_be_there_once(tmp_path, words):
+    assert verdict(tmp_path, "every sample once", words) == NONE
 
 
 @pytest.mark.parametrize(

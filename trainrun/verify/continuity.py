@@ -140,6 +140,10 @@ def each_once(config: RunConfig, num_samples: int | None) -> Certificate:
         raise NotApplicable(
             "data.sampling, data.mix and data.truncate=drop repeat samples of an epoch, or leave some out"
         )
+    if data.padding in ("pack", "token_budget"):
+        raise NotApplicable(f"data.padding={data.padding} makes batches of lengths, not of indices")
+    if config.trainer.limit_train_batches != 1.0:
+        raise NotApplicable("trainer.limit_train_batches ends an epoch before every sample is read")
     count = min(num_samples, MOST_INDICES)
     batch = min(config.data.batch_size, count)
     kept = count - count % batch if config.data.drop_last else count
