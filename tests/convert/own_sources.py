@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 
 class Points(Dataset):
+    """delay: seconds a sample takes while a file `slow` is in the working directory."""
+
     def __init__(self, count: int, bad: int = -1, delay: float = 0.0):
         self.count, self.bad, self.delay = count, bad, delay
 
@@ -17,9 +22,7 @@ class Points(Dataset):
     def __getitem__(self, index):
         if index == self.bad:
             raise ValueError("this one is broken")
-        if self.delay:
-            import time
-
+        if self.delay and Path("slow").exists():
             time.sleep(self.delay)
         x = torch.from_numpy(np.random.default_rng(index).standard_normal((2, 4)))
         return x.float(), index % 3

@@ -56,6 +56,7 @@ def test_stopped_and_run_again_gives_the_same_bytes(
         array_files, "RANGE_BYTES", 320
     )  # units of few samples: it can be stopped between them
     monkeypatch.setattr(record_files, "UNIT_BYTES", 320)
+    Path("slow").touch()
     process = ForkedCommand("convert", *words)
     deadline = time.monotonic() + 300
     while not some_units_done(to, "out"):
@@ -70,6 +71,7 @@ def test_stopped_and_run_again_gives_the_same_bytes(
     while not group_is_gone(process.pid):  # no worker outlives its parent
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    Path("slow").unlink()
     assert '"complete": false' in Path("out/convert.json").read_text()
     before = {path: path.stat().st_ino for path in Path("out").rglob("train-*") if path.is_file()}
     assert convert(*words) == 0
@@ -158,12 +160,14 @@ def wait_for(path: Path, process: ForkedCommand) -> None:
 
 def test_the_second_is_told_and_the_first_ends_well(workdir: Path, capsys: pytest.CaptureFixture[str]):
     words = ["custom", "out", "--to", "npy", "--num-workers", "1", *SLOW, "data.train.delay=0.05"]
+    Path("slow").touch()
     first = ForkedCommand("convert", *words)
     wait_for(Path("out/convert.json"), first)
     os.killpg(first.pid, signal.SIGSTOP)  # it cannot end before
     try:
         assert convert(*words) == ConfigError.exit_code
     finally:
+        Path("slow").unlink()
         os.killpg(first.pid, signal.SIGCONT)
     err = capsys.readouterr().err
     assert err.strip().count("\n") == 0

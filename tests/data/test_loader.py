@@ -175,11 +175,11 @@ def test_workers_ignore_stop_signals(opened):
 
 def test_a_worker_that_hangs_is_killed(opened, monkeypatch, capfd):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-    monkeypatch.setattr("trainrun.data.engines.workers.STACK_SECONDS", 2.0)
+    monkeypatch.setattr("trainrun.data.engines.workers.STACK_SECONDS", 1.0)
     hanging = Broken(lambda: time.sleep(600), index=1)
-    stream = opened(hanging, shuffle=False, num_workers=1, timeout_seconds=5)
+    stream = opened(hanging, shuffle=False, num_workers=1, timeout_seconds=2)
     with pytest.raises(
-        DataError, match=r"worker_timeout_seconds=5: data.train gave no batch .* were the samples 0, 1"
+        DataError, match=r"worker_timeout_seconds=2: data.train gave no batch .* were the samples 0, 1"
     ):
         list(stream.epoch(0))
     assert "test_loader.py" in capfd.readouterr().err  # where the worker stands

@@ -260,9 +260,9 @@ def test_time_in_which_the_process_itself_was_stopped_does_not_count():
         assert reading.stdout.readline() == "waits\n"
         time.sleep(0.5)  # until the wait is seen
         os.killpg(reading.pid, signal.SIGSTOP)
-        time.sleep(5.5)
+        time.sleep(3.5)
         os.killpg(reading.pid, signal.SIGCONT)
-        time.sleep(1)  # to end the wait, if it took that long
+        time.sleep(0.5)  # to end the wait, if it took that long
         assert reading.communicate("go on\n", timeout=300)[0] == "read\n"
 
 
@@ -350,7 +350,7 @@ def test_what_has_gradients_is_sent_without_them():
 if __name__ == "__main__":
     loader_workers.TICK_SECONDS = 0.1
     assert (
-        len(list(opened(Waiting(), num_workers=1, batch_size=1, shuffle=False, timeout_seconds=5).epoch(0)))
+        len(list(opened(Waiting(), num_workers=1, batch_size=1, shuffle=False, timeout_seconds=3).epoch(0)))
         == 2
     )
     print("read")

@@ -71,8 +71,11 @@ def status_of(project: Path) -> dict[str, object]:
     return json.loads((project / "run" / "status.json").read_text())
 
 
-def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path) -> None:
+def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All at once, since each waits."""
+    monkeypatch.setattr("trainrun.runtime.watchdog.LEAVE_SECONDS", 1.0)  # the commands are forked from here
     hung = ForkedCommand(
         *WORDS, "data.train.at=30", "data.train.how=c", "output_dir=run", "trainer.watchdog_seconds=6"
     )

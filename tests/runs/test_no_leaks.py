@@ -30,7 +30,7 @@ class Slow(torch.utils.data.Dataset):
     def __init__(self, breaks=-1):
         self.breaks = breaks
     def __len__(self):
-        return 4000
+        return 400
     def __getitem__(self, index):
         time.sleep(0.002)
         if index == self.breaks and os.path.exists("started"):
@@ -43,7 +43,7 @@ class Flag:
 """
 WORDS = ["data.train._target_=slow.Slow", "data.num_classes=10", "data.batch_size=8", "model=mlp",
          "monitor.listeners.flag._target_=slow.Flag", "monitor.log_every_n_steps=2", "monitor.plots=false",
-         "trainer.max_epochs=50", "output_dir=run"]  # fmt: skip
+         "trainer.max_epochs=100000", "output_dir=run"]  # fmt: skip
 ENGINES = {
     "workers": ["data.engine=workers", "data.num_workers=2"],
     "workers, cache": ["data.engine=workers", "data.num_workers=2", "data.cache=memory"],
