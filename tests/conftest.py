@@ -38,6 +38,7 @@ REAL_START = launch.start_rank
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 watch = lanes.Watch()
+not_written: set[str] = set()  # modules that no test wrote
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,9 +76,11 @@ def forget_imports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     sys.path = path
     path[:] = places
     written = f"{tmp_path_factory.getbasetemp()}{os.sep}"
-    for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(written):
+    for name in sys.modules.keys() - not_written:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(written):
             del sys.modules[name]
+        else:
+            not_written.add(name)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -234,7 +234,7 @@ class Slow(torch.utils.data.Dataset):
         return 2000
 
     def __getitem__(self, index):
-        time.sleep(0.004)
+        time.sleep(0.002)
         return torch.full((16,), index / 2000), index % 3
 """
 SLOW = ["data=custom", "data.train._target_=slow_data.Slow", "data.num_classes=3", "data.engine=workers",

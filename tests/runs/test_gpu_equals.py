@@ -118,8 +118,12 @@ def test_the_way_changes_little_in_the_types_of_every_day(
     [
         more(DIGITS, ()),
         more((*DIGITS, "model=cnn", "model.norm=none", *CLIPPED), ()),
-        ((*DIGITS, "model=cnn", "model.width=8"), ("parallel.sync_batchnorm=true",)),
-        ((*DIGITS, "trainer.ema=true"), ("trainer.cpu_offload=optimizer",)),
+        more((*DIGITS, "model=cnn", "model.width=8"), ("parallel.sync_batchnorm=true",)),
+        more((*DIGITS, "trainer.ema=true"), ("trainer.cpu_offload=optimizer",)),
+        (
+            (*DIGITS, "model=cnn", "model.width=8", "trainer.ema=true"),
+            ("parallel.sync_batchnorm=true", "trainer.cpu_offload=optimizer"),
+        ),
     ],
 )
 def test_two_ranks_under_nccl_are_one(words: tuple[str, ...], technique: tuple[str, ...]) -> None:
