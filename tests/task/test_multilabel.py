@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import trainrun as package
+from trainrun.data.sequences.collate import Padded
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.sums import add_sums, metrics_of
 from trainrun.task.classification import Classification
@@ -54,6 +55,13 @@ def test_f1_and_accuracy_are_those_of_all_samples_however_they_are_cut() -> None
 def test_what_does_not_fit_is_refused(error: type[Exception], target: torch.Tensor, message: str) -> None:
     with pytest.raises(error, match=message):
         MultiLabel().step(MODEL, (X, target))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
+def test_labels_that_were_padded_are_refused(kind: torch.dtype) -> None:
+    batch = Padded()([(x[:size], y[:size].to(kind)) for x, y, size in zip(X, Y, (4, 2), strict=False)])
+    with pytest.raises(DataError, match="differ in number and were padded"):
+        MultiLabel().step(MODEL, batch)
 
 
 def test_a_label_of_a_later_batch_that_is_none_is_no_loss() -> None:

@@ -92,3 +92,20 @@ def test_wrong_options_and_data_are_refused() -> None:
         Regression("mes")
     with pytest.raises(DataError, match="needs real numbers"):
         Regression().step(MODEL, (torch.zeros(2), torch.zeros(2, dtype=torch.complex64)))
+
+
+class TakesSegments(nn.Module):
+    def forward(self, x: Tensor, segment_ids: Tensor) -> Tensor:
+        return x
+
+
+def test_targets_that_cannot_be_told_from_padding_are_refused() -> None:
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    batch = {"x": torch.ones(2, 2), "y": torch.tensor([[1, 2], [1, -100]]), "attention_mask": mask}
+    task = Regression()
+    with pytest.raises(DataError, match="give task=regression floats"):
+        task.step(MODEL, batch)
+    assert task.step(MODEL, batch | {"y": torch.tensor([[1, 2], [1, 3]])}).loss_sum == 2.5
+    assert task.step(MODEL, batch).loss_sum.isnan()  # in a later batch, of which the host sees no number
+    with pytest.raises(ConfigError, match=r"use data\.padding=bucket"):
+        task.step(TakesSegments(), batch | {"segment_ids": mask.long()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +12,21 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.limits import Positive
-from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
+from trainrun.task.batches import (
+    IGNORED,
+    inputs_and_maybe_target,
+    inputs_and_target,
+    output_tensor,
+    run_model,
+)
 
 if TYPE_CHECKING:
     from trainrun.task.metrics.by_name import LabelMetrics
+
+PADDED = (
+    "data: the labels of samples differ in number and were padded, but task=multilabel needs as many for each; for a "
+    "label at each position choose task=classification, with two classes and whole numbers"
+)
 
 
 class MultiLabel:
@@ -58,6 +69,8 @@ class MultiLabel:
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """PluginError, DataError: outputs and targets do not fit each other, at the first batch."""
         inputs, target = inputs_and_target(batch)
+        if isinstance(batch, Mapping) and "target_weight" in batch:
+            raise DataError(PADDED)
         logits, target = column(output_tensor(run_model(model, inputs, batch))), column(target)
         if not self.checked:
             check(logits, target, self.weights)
@@ -117,6 +130,8 @@ def check(logits: Tensor, target: Tensor, weights: Tensor | None) -> None:
             "are one class a sample, use task=classification"
         )
     if bool((target < 0).any()) or bool((target > 1).any()):
+        if bool((target == IGNORED).any()):
+            raise DataError(PADDED)
         raise DataError(
             f"data: the targets lie between {float(target.min()):.3g} and {float(target.max()):.3g}, but "
             "task=multilabel needs 0 or 1 for each label; for other numbers choose task=regression"

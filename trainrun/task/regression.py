@@ -12,7 +12,13 @@ from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput, Sums
-from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
+from trainrun.task.batches import (
+    IGNORED,
+    inputs_and_maybe_target,
+    inputs_and_target,
+    output_tensor,
+    run_model,
+)
 from trainrun.task.losses import is_summed, no_sum, without_reduction
 
 if TYPE_CHECKING:
@@ -24,10 +30,11 @@ LOSSES: dict[str, Callable[..., Tensor]] = {"mse": mse_loss, "mae": l1_loss, "hu
 class Regression:
     """Squared, absolute or Huber error, and the mean absolute error `mae`; `metrics` of `trainrun.task.metrics`.
 
-    The loss of a sample is the mean over its own numbers, of a padded sequence (`target_weight` in the
-    batch) over its real positions; the forms of a batch are in
-    `trainrun.task.batches`. Outputs and targets must have one shape, but targets (B,) may meet outputs (B, 1), as of
-    our models. Outputs (B,) for targets (B, 1) are refused: torch would compare every output with every target.
+    The loss of a sample is the mean over its own numbers, of a padded sequence over its real positions (those that
+    `target_weight` of the batch says; a whole number is padding where it is -100 and `attention_mask` is 0); the
+    forms of a batch are in `trainrun.task.batches`. Outputs and targets must have one shape, but targets (B,) may meet
+    outputs (B, 1), as of our models. Outputs (B,) for targets (B, 1) are refused: torch would compare every output with
+    every target.
 
     loss: mse, mae, huber, or `(output, target) -> Tensor` of one number per sample or per element. A
         loss of torch is set to `reduction="none"`. One number for the whole batch is taken only from
@@ -60,6 +67,9 @@ class Regression:
         """PluginError: the shapes differ, in this batch or any other."""
         inputs, target = inputs_and_target(batch)
         output = output_tensor(run_model(model, inputs, batch))
+        weight = None
+        if isinstance(batch, Mapping):
+            target, weight = self._without_padding(target, batch, output.dtype)
         if output.shape == (*target.shape, 1):
             target = target.unsqueeze(-1)
         if output.shape != target.shape:
@@ -67,12 +77,11 @@ class Regression:
         if not self.checked:
             self._check(output, target)
             if self.metrics is not None:
-                padded = isinstance(batch, Mapping) and "target_weight" in batch
-                self.metrics.check(output, target, padded)
+                self.metrics.check(output, target, weight is not None)
         if target.dtype is not output.dtype:
             target = target.to(output.dtype)
-        if isinstance(batch, Mapping) and "target_weight" in batch:
-            return self._sequence_step(output, target, batch["target_weight"])
+        if weight is not None:
+            return self._sequence_step(output, target, weight)
         # what one number weighs in the mean of its sample
         share = 1.0 if target.ndim == 1 else target.shape[0] / max(target.numel(), 1)
         sums: Sums = {"mae": lambda: (output - target).abs().sum() * share}
@@ -81,6 +90,26 @@ class Regression:
             more, rows = self.metrics.measure(output, target)
             sums = {**sums, **more}
         return StepOutput(self._loss_sum(output, target, share), sums, rows=rows)
+
+    def _without_padding(
+        self, target: Tensor, batch: Mapping[str, Any], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """The targets, and what a position weighs in its sample (B, T); None: they are no sequences."""
+        if "segment_ids" in batch:
+            raise ConfigError(
+                "data.padding=pack: task=regression needs a row for each sample; use data.padding=bucket"
+            )
+        weight, mask = batch.get("target_weight"), batch.get("attention_mask")
+        if weight is not None or mask is None or target.ndim == 1 or target.is_floating_point():
+            return target, weight
+        padding = target == IGNORED
+        if mask.shape == target.shape[:2]:
+            real = (mask != 0) | ~padding.reshape(*mask.shape, -1).all(2)
+            return target, real / real.sum(1, keepdim=True, dtype=dtype).clamp(min=1)
+        if not self.checked and bool(padding.any()):
+            raise DataError("data: a target is -100, and whole numbers of lengths of their own are padded with that; "
+                            "give task=regression floats")  # fmt: skip
+        return torch.where(padding, torch.nan, target), None  # no number looks like one in a later batch
 
     def _sequence_step(self, output: Tensor, target: Tensor, weight: Tensor) -> StepOutput:
         """Targets (B, T, ...). weight: (B, T), what a position weighs in its sample, 0 at padding."""

@@ -190,10 +190,13 @@ def test_cut_sequences_equal_the_reference_of_cut_ones(left):
         )
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("loss", ["mse", "mae", nn.SmoothL1Loss()], ids=["mse", "mae", "own"])
-def test_sequences_of_float_targets_count_their_own_positions(loss):
+def test_sequences_of_targets_count_their_own_positions(loss, whole):
+    """Also where a real whole number is -100, which padding is filled with."""
     torch.manual_seed(0)
-    samples = [(torch.randn(size, 3).double(), torch.randn(size, 2).double()) for size in (4, 1, 3)]
+    samples = [(torch.randn(size, 3).double(), -100 * torch.randn(size, 2).double()) for size in (4, 1, 3)]
+    samples = [(x, y.long().clamp(min=-100) if whole else y) for x, y in samples]
     model, task = nn.Linear(3, 2).double(), Regression(loss)
     batch = Padded(("inputs", "target"), padding_value=1e9)(samples)
     assert task.count(batch) == 3
