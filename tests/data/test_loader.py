@@ -223,6 +223,15 @@ def test_faults_that_cannot_be_collated(opened):
         list(opened(Unlike()).epoch(0))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_whole_numbers_and_floats_of_one_length_get_one_type(opened, workers):
+    rows = [[1, 2], [0.5, 1.5], torch.tensor([2**20, 1])]
+    stream = opened(
+        [{"x": row, "name": ""} for row in rows], num_workers=workers, engine="workers", shuffle=False
+    )
+    assert next(iter(stream.epoch(0))).data["x"].tolist() == [[1, 2], [0.5, 1.5], [2**20, 1]]
+
+
 def padded(samples):
     ids = torch.nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], batch_first=True)
     return ids, np.array([len(sample["ids"]) for sample in samples], dtype=np.float64)

@@ -49,6 +49,9 @@ def test_a_folder_of_save_to_disk(tmp_path):
     tokens, label = data[3]
     assert (tokens.dtype, tokens.tolist(), label) == (np.int64, [0, 1, 2], 1)
     assert data[4][0].dtype == np.int64
+    weights = [[0.5] * (i % 4) for i in range(10)]
+    rows_of(10).add_column("weights", weights).save_to_disk(tmp_path / "weights")
+    assert whole(tmp_path / "weights", columns=["weights"])[4].dtype == np.float32  # empty
     assert data.lengths.tolist() == [i % 4 for i in range(10)]
     assert (data.class_names, data.num_classes) == (("even", "odd"), 2)
     assert [sample[1] for sample in data.__getitems__([5, 2])] == [1, 0]

@@ -57,6 +57,12 @@ def test_sequences_of_their_own_length_and_of_floats():
     assert "target_weight" not in Padded(("inputs",))([(torch.ones(2, 3), 1.0), (torch.ones(1, 3), 2.0)])
 
 
+@pytest.mark.parametrize("collate", [Padded(), Padded(("x",)), Packed(("x",), 4)])
+def test_whole_numbers_and_floats_get_one_type(collate):
+    batch = collate([{"x": x, "n": torch.tensor(n)} for x, n in (([], 1), ([2, 1], 0.5), ([0.5], 2))])
+    assert (batch["x"].dtype, batch["x"].sum(), batch["n"].sum()) == (torch.float32, 3.5, 3.5)
+
+
 @pytest.mark.parametrize(
     ("width", "multiple", "found"), [(None, None, 3), (None, 4, 4), (5, None, 5), (5, 8, 8)]
 )

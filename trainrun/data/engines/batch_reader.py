@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import get_worker_info
 
-from trainrun.data.batch import Preparation, arrays_to_tensors, map_leaves
+from trainrun.data.batch import Preparation
 from trainrun.data.engines.generators import (
     Calling,
     GlobalDraw,
@@ -306,8 +306,9 @@ def collated(samples: list[Any], recipe: Recipe) -> Any:
         samples = [preparation.sample(sample) for sample in samples]
         if recipe.collate is not None:
             return preparation.batch(recipe.collate(samples))
-        batch = default_collate([map_leaves(sample, arrays_to_tensors, numbers=True) for sample in samples])
-        return preparation.batch(tuple(batch) if type(samples[0]) is tuple else batch)
+        from trainrun.data.sequences.collate import as_they_are
+
+        return preparation.batch(as_they_are(samples))
     except GlobalDraw:
         raise
     except ANY_FAULT as error:

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from trainrun.data.batch import arrays_to_tensors, map_leaves
 from trainrun.data.sequences.fields import Cut, Fields, fields_of, forms_of, sequence_names
@@ -78,7 +79,7 @@ class Padded:
         batch = {
             name: self._column(name, [row[name] for row in rows])
             if name in names
-            else default_collate([row[name] for row in rows])
+            else joined([row[name] for row in rows])
             for name in rows[0]
         }
         lengths = torch.tensor([len(row[names[0]]) for row in rows])
@@ -147,7 +148,7 @@ class Packed:
         return batch
 
     def _by_segment(self, name: str, values: list[Any], row: Tensor, slot: Tensor) -> Any:
-        together = default_collate(values)
+        together = joined(values)
         num_rows, num_slots = int(row[-1]) + 1, int(slot.max()) + 1
         if not isinstance(together, Tensor):
             table: list[list[Any]] = [[] for _ in range(num_rows)]
@@ -177,14 +178,15 @@ def scattered(values: Tensor, where: Tensor, shape: tuple[int, int], fill: float
 
 
 def filler(name: str, values: Sequence[Tensor], padding_value: float) -> tuple[float, list[Tensor]]:
-    """What fills a field up; integer targets are widened where they could not hold it."""
+    """What fills a field up, and its values in one type; integer targets are widened where they could not hold it."""
+    values = one_type(values)
     first = values[0]
     if first.is_floating_point() or first.is_complex():
-        return padding_value, list(values)
+        return padding_value, values
     if name in TARGET_NAMES:
         narrow = first.dtype in (torch.uint8, torch.bool)
-        return IGNORED, [value.long() for value in values] if narrow else list(values)
-    return (0 if first.dtype is torch.bool or name == "attention_mask" else int(padding_value)), list(values)
+        return IGNORED, [value.long() for value in values] if narrow else values
+    return (0 if first.dtype is torch.bool or name == "attention_mask" else int(padding_value)), values
 
 
 def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
@@ -195,8 +197,24 @@ def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
 
 def as_they_are(samples: list[Any]) -> Any:
     """Samples of one shape in the user's container; tuples stay tuples, unlike torch's own collate."""
-    batch = default_collate([map_leaves(sample, arrays_to_tensors, numbers=True) for sample in samples])
+    batch = joined([map_leaves(sample, arrays_to_tensors, numbers=True) for sample in samples])
     return tuple(batch) if type(samples[0]) is tuple else batch
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """As torch's `default_collate`, but of tensors of several number types, which loader workers cast to the first."""
+    return collate(values, collate_fn_map={**default_collate_fn_map, Tensor: _stacked})
+
+
+def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any) -> Any:
+    return default_collate_fn_map[Tensor](one_type(tensors), collate_fn_map=collate_fn_map)
+
+
+def one_type(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, all of the narrowest number type that holds those of each."""
+    types = dict.fromkeys(tensor.dtype for tensor in tensors)
+    wide = reduce(torch.promote_types, types)
+    return [tensor.to(wide) for tensor in tensors] if len(types) > 1 else list(tensors)
 
 
 def segment_mask(segment_ids: Tensor, causal: bool = False) -> Tensor:

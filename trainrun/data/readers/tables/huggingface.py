@@ -110,7 +110,7 @@ class HuggingfaceReader:
             if array.dtype == object and None in value:
                 raise DataError(f"{where}: a number of the list is missing (null)")
             if len(value) == 0:
-                return np.empty(0, np.int64)
+                return np.empty(0, np.float32 if "float" in str(self._dataset.features[name]) else np.int64)
             return array.astype(np.float32) if array.dtype == np.float64 else array
         if value is None:
             raise DataError(f"{where}: it is missing (null)")
