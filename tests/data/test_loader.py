@@ -4,6 +4,7 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -48,11 +49,14 @@ class BrokenAtOnce(Broken):
 
 
 class Words(Dataset):
+    def __init__(self, kind=torch.tensor):
+        self.kind = kind
+
     def __len__(self):
         return N
 
     def __getitem__(self, index):
-        return {"ids": torch.arange(index + 2), "name": f"sample {index}"}
+        return {"ids": self.kind(list(range(index + 2))), "name": f"sample {index}"}
 
 
 def stream_of(source, **changes):
@@ -232,14 +236,19 @@ def test_whole_numbers_and_floats_of_one_length_get_one_type(opened, workers):
     assert next(iter(stream.epoch(0))).data["x"].tolist() == [[1, 2], [0.5, 1.5], [2**20, 1]]
 
 
-def padded(samples):
-    ids = torch.nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], batch_first=True)
-    return ids, np.array([len(sample["ids"]) for sample in samples], dtype=np.float64)
+def padded(samples, kind):
+    assert all(type(sample["ids"]) is kind for sample in samples)  # what was cut is still a list
+    rows = [torch.as_tensor(sample["ids"]) for sample in samples]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return ids, np.array([len(row) for row in rows], dtype=np.float64)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_collate_function_of_the_user(opened, workers):
-    stream = opened(Words(), collate_fn=padded, max_sequence_length=5, num_workers=workers, shuffle=False)
-    ids, lengths = list(stream.epoch(0))[1].data
-    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3
+@pytest.mark.parametrize("make", [torch.tensor, list])
+@pytest.mark.parametrize(("truncate", "begins"), [("right", (0, 0, 0)), ("left", (0, 1, 2))])
+def test_a_collate_function_of_the_user(opened, workers, make, truncate, begins):
+    collate = partial(padded, kind=type(make([])))
+    options = {"max_sequence_length": 5, "truncate": truncate, "num_workers": workers, "shuffle": False}
+    ids, lengths = list(opened(Words(make), collate_fn=collate, **options).epoch(0))[1].data
+    assert ids.tolist() == [list(range(begin, begin + 5)) for begin in begins]
     assert (lengths.dtype, lengths.tolist()) == (torch.float32, [5, 5, 5])

@@ -16,29 +16,25 @@ WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 UNSIGNED = "uint64 is not supported; convert it to int64"
 
 
-def map_leaves(data: Any, function: Callable[[Any], Any], numbers: bool = False) -> Any:
+def map_leaves(data: Any, function: Callable[[Any], Any], first: Callable[[Any], Any] | None = None) -> Any:
     """The same containers with `function` applied to all that is no tuple, list or mapping. The lengths of a packed
-    sequence stay what they are: torch wants them on the host. numbers: lists of plain numbers inside are tensors."""
+    sequence stay what they are: torch wants them on the host. first: what happens before to each part, a list too."""
     if isinstance(data, PackedSequence):
         order = [
             None if part is None else function(part) for part in (data.sorted_indices, data.unsorted_indices)
         ]
         return PackedSequence(function(data.data), data.batch_sizes, *order)
     if isinstance(data, tuple):
-        parts = [map_leaves(_row(part) if numbers else part, function, numbers) for part in data]
+        parts = [map_leaves(first(part) if first else part, function, first) for part in data]
         return type(data)._make(parts) if hasattr(data, "_make") else tuple(parts)
     if isinstance(data, list):
-        return [map_leaves(_row(part) if numbers else part, function, numbers) for part in data]
+        return [map_leaves(first(part) if first else part, function, first) for part in data]
     if isinstance(data, MutableMapping):
         clone = copy.copy(data)
-        rows = {key: _row(part) if numbers else part for key, part in data.items()}
-        clone.update({key: map_leaves(part, function, numbers) for key, part in rows.items()})
+        items = {key: first(part) if first else part for key, part in data.items()}
+        clone.update({key: map_leaves(part, function, first) for key, part in items.items()})
         return clone
     return function(data)
-
-
-def _row(part: Any) -> Any:
-    return of_numbers(part) if is_numbers(part) else part
 
 
 def is_numbers(value: Any) -> bool:
@@ -46,8 +42,9 @@ def is_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) in (int, float) for item in value)
 
 
-def of_numbers(value: list[int] | list[float]) -> Tensor:
-    return torch.tensor(value) if value else torch.zeros(0, dtype=torch.int64)
+def of_numbers(value: Any) -> Any:
+    """The tensor of a list of plain numbers; all else as it is."""
+    return torch.tensor(value, dtype=None if value else torch.int64) if is_numbers(value) else value
 
 
 def as_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
@@ -81,13 +78,18 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
+def is_tokens(value: Any) -> bool:
+    """Whether it is 1-D and holds integers or bools: a tensor, an array, or a list as tokenizers give."""
+    listed = isinstance(value, list) and all(isinstance(item, int) for item in value)
+    return listed or (is_integer(value) and value.ndim == 1)
+
+
 @dataclass(frozen=True)
 class Preparation:
     """What every engine does alike to the user's data.
 
-    Floating-point tensors become `float_dtype`; integers and bools keep their type. Sequences, which
-    are 1-D integer or bool tensors of a sample (2-D in a batch), inputs and targets alike, are cut to
-    their first `max_sequence_length` positions.
+    Floating-point tensors become `float_dtype`; integers and bools keep their type. Sequences (`is_tokens`
+    of a sample, 2-D in a batch), inputs and targets alike, are cut to their first `max_sequence_length` positions.
     """
 
     float_dtype: torch.dtype = torch.float32
@@ -102,16 +104,14 @@ class Preparation:
 
     def sample(self, sample: Any) -> Any:
         """One sample before it is collated: cut, so that samples of unequal length may come to fit."""
-        return sample if self.max_sequence_length is None else map_leaves(sample, self._cut)
+        return sample if self.max_sequence_length is None else map_leaves([sample], self._cut, self._cut)[0]
 
     def batch(self, batch: Any) -> Any:
         """A collated batch."""
         return map_leaves(batch, self._cast)
 
     def _cut(self, leaf: Any) -> Any:
-        if is_integer(leaf) and leaf.ndim == 1:
-            return leaf[: self.max_sequence_length]
-        return leaf
+        return leaf[: self.max_sequence_length] if is_tokens(leaf) else leaf
 
     def _cast(self, leaf: Any) -> Any:
         leaf = arrays_to_tensors(leaf)

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from trainrun.data.batch import Preparation, is_integer, map_leaves
+from trainrun.data.batch import Preparation, is_integer, map_leaves, of_numbers
 from trainrun.data.engines.batch_reader import FILLERS_TRIED, BatchReader, Recipe
 from trainrun.data.tensor_dataset import TARGET_NAMES, columns_of, length_of
 from trainrun.errors import DataError
@@ -44,7 +44,7 @@ def first_input(source: Any, key: str, transform: Callable[..., Any] | None, ski
             except DataError:
                 if index == last:
                     raise
-    sample = map_leaves(sample, lambda leaf: leaf, numbers=True)
+    sample = map_leaves(sample, lambda leaf: leaf, of_numbers)
     while isinstance(sample, tuple | list | dict) and sample:
         fields = sample if isinstance(sample, dict) else dict(enumerate(sample))
         sample = fields[next((name for name in fields if name not in TARGET_NAMES), next(iter(fields)))]

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from trainrun.data.batch import arrays_to_tensors, map_leaves
+from trainrun.data.batch import arrays_to_tensors, map_leaves, of_numbers
 from trainrun.data.sequences.fields import Cut, Fields, fields_of, forms_of, sequence_names
 from trainrun.data.tensor_dataset import TARGET_NAMES
 
@@ -197,7 +197,7 @@ def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
 
 def as_they_are(samples: list[Any]) -> Any:
     """Samples of one shape in the user's container; tuples stay tuples, unlike torch's own collate."""
-    batch = joined([map_leaves(sample, arrays_to_tensors, numbers=True) for sample in samples])
+    batch = joined([map_leaves(sample, arrays_to_tensors, of_numbers) for sample in samples])
     return tuple(batch) if type(samples[0]) is tuple else batch
 
 

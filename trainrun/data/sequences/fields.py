@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from trainrun.data.batch import as_tensor, is_integer, is_numbers, map_leaves, of_numbers
+from trainrun.data.batch import as_tensor, is_numbers, is_tokens, map_leaves, of_numbers
 from trainrun.data.map_style import thread_safe
 
 Fields = dict[str, Any]
@@ -32,17 +32,17 @@ class FieldForm(NamedTuple):
 def map_fields(sample: Any, function: Callable[[str, Any], Any]) -> Any:
     """The same containers with `function(name, leaf)` in place of every leaf.
 
-    TypeError: another form. Lists of plain numbers and NumPy arrays become tensors.
+    TypeError: another form.
     """
     if isinstance(sample, Mapping):
-        return {name: function(name, leaf(value)) for name, value in sample.items()}
+        return {name: function(name, value) for name, value in sample.items()}
     if isinstance(sample, tuple | list) and not is_numbers(sample):
         if not has_fields(sample):
             raise TypeError(f"{FIELD_FORMS}; this one is a {type(sample).__name__} of {len(sample)} parts")
         parts = [map_fields(sample[0], function)]
-        parts += [function("target", leaf(part)) for part in sample[1:]]
+        parts += [function("target", part) for part in sample[1:]]
         return type(sample)._make(parts) if hasattr(sample, "_make") else type(sample)(parts)
-    return function("inputs", leaf(sample))
+    return function("inputs", sample)
 
 
 def has_fields(sample: Any) -> bool:
@@ -51,22 +51,22 @@ def has_fields(sample: Any) -> bool:
 
 
 def fields_of(sample: Any) -> Fields:
-    """Its leaves by name, in their order. TypeError: see `map_fields`."""
+    """Its leaves by name, in their order; lists of numbers and NumPy arrays as tensors. TypeError: another form."""
     fields: Fields = {}
-    map_fields(sample, fields.__setitem__)
+    map_fields(sample, lambda name, value: fields.__setitem__(name, leaf(value)))
     return fields
 
 
 def leaf(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return as_tensor(value) if value.dtype.kind in "biufc" else value
-    return of_numbers(value) if is_numbers(value) else value
+    return of_numbers(value)
 
 
 def forms_of(fields: Fields) -> dict[str, FieldForm]:
     """Describe the leaves that have a first dimension."""
     return {
-        name: FieldForm(len(value), value.ndim == 1 and is_integer(value))
+        name: FieldForm(len(value), is_tokens(value))
         for name, value in fields.items()
         if isinstance(value, Tensor) and value.ndim
     }
@@ -100,10 +100,10 @@ class Cut:
     def __call__(self, sample: Any) -> Any:
         if has_fields(sample):
             return map_fields(sample, self._cut)
-        return map_leaves(sample, partial(self._cut, ""))
+        return map_leaves(sample, partial(self._cut, ""), partial(self._cut, ""))
 
     def _cut(self, name: str, value: Any) -> Any:
-        chosen = name in self.names if self.names else is_integer(value) and value.ndim == 1
+        chosen = name in self.names if self.names else is_tokens(value)
         if not chosen or len(value) <= self.size:
             return value
         return value[-self.size :] if self.left else value[: self.size]
