@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.facts import facts_of
+from trainrun.data.map_style import describe, shallow, thread_safe
 from trainrun.data.order.drawn import balanced, mixed, weighted
 from trainrun.data.order.training_set import Asked, fold_of, joined, training_set
 from trainrun.data.pipeline import open_batches
@@ -196,6 +197,22 @@ def test_sets_by_name_are_one():
         DataError, match=r"data.train.b: its classes .x, y.* are not those of data.train.a .a, b, c"
     ):
         joined({"a": Said(), "b": unlike}, "data.train")
+
+
+def test_a_joined_set_says_of_its_parts_what_reading_asks():
+    class Placed(Said):
+        thread_safe = True
+
+        def describe(self, index):
+            return f"line {index}"
+
+    both = joined({"a": Placed(), "b": Subset(Placed(), [7, 5])}, "data.train")
+    assert [describe(both, index) for index in (0, N - 1, N, N + 1)] == [
+        f" (line {line})" for line in (0, N - 1, 7, 5)
+    ]
+    assert thread_safe(both)
+    assert not thread_safe(joined({"a": Placed(), "b": Said()}, "data.train"))
+    assert shallow(both).datasets[0] is not both.datasets[0]
 
 
 @pytest.mark.parametrize("given", ["column", "scores", "w.npy", "w.txt", "list"])

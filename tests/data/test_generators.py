@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from trainrun.data.engines.generators import generator_of, guarded
 from trainrun.data.pipeline import open_batches
@@ -20,7 +20,7 @@ class Noise:
     def __len__(self):
         return 6
 
-    def __getitem__(self, index, generator=None):
+    def __getitem__(self, index, generator):
         return torch.rand((), generator=generator, dtype=torch.float64)
 
 
@@ -47,11 +47,15 @@ def noise(sample, generator):
     return torch.rand((), generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("source", [Noise(), NoiseAtOnce()])
+@pytest.mark.parametrize(
+    "source", [Noise(), NoiseAtOnce(), ConcatDataset([torch.ones(2), Subset(Noise(), [4, 2]), Noise()])]
+)
 def test_reading_gets_seed_epoch_and_index(source):
     for epoch in (0, 3):
         for batch in opened(source).epoch(epoch):
-            assert batch.data.tolist() == [drawn(5, epoch, index) for index in batch.indices.tolist()]
+            first = 2 if isinstance(source, ConcatDataset) else 0  # those before it draw nothing
+            wanted = [drawn(5, epoch, index) if index >= first else 1.0 for index in batch.indices.tolist()]
+            assert batch.data.tolist() == wanted
 
 
 def test_a_transform_gets_its_own():

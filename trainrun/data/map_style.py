@@ -1,13 +1,15 @@
-"""How a map-style data set can be read: many samples at once, from several threads; a Subset passes it on."""
+"""How a map-style data set can be read: many samples at once, from several threads; a Subset passes it on, and a
+ConcatDataset all but the first."""
 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
-from trainrun.data.tensor_dataset import Columns
+from trainrun.data.tensor_dataset import Columns, parts_of
 
 
 @runtime_checkable
@@ -31,12 +33,15 @@ def reads_at_once(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def innermost(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
-    """The data set that a Subset passes indices on to, and the indices in it."""
-    while type(dataset) is Subset:
-        indices = [int(dataset.indices[index]) for index in indices]
-        dataset = dataset.dataset
-    return dataset, indices
+def innermost(dataset: Any, index: int) -> tuple[Any, int]:
+    """The data set that Subset and ConcatDataset read a sample from, and its index there."""
+    while type(dataset) in (Subset, ConcatDataset):
+        if type(dataset) is Subset:
+            dataset, index = dataset.dataset, int(dataset.indices[index])
+        else:
+            part = bisect_right(dataset.cumulative_sizes, index)
+            dataset, index = dataset.datasets[part], index - ([0, *dataset.cumulative_sizes][part])
+    return dataset, index
 
 
 def name_of(dataset: Any) -> str:
@@ -54,12 +59,14 @@ def shallow(dataset: Any) -> Any:
         return dataset
     if type(dataset) is Subset:
         clone.dataset = shallow(dataset.dataset)
+    elif type(dataset) is ConcatDataset:
+        clone.datasets = [shallow(part) for part in dataset.datasets]
     return clone
 
 
 def describe(dataset: Any, index: int) -> str:
     """` (file and record)` of a sample, where the data set can say it."""
-    base, (place,) = innermost(dataset, [index])
+    base, place = innermost(dataset, index)
     function = getattr(base, "describe", None)
     if not callable(function):
         return ""
@@ -71,5 +78,7 @@ def describe(dataset: Any, index: int) -> str:
 
 def thread_safe(dataset: Any) -> bool:
     """Whether several threads may read it at once: it says so (`thread_safe = True`), or is a list of samples."""
-    base, _ = innermost(dataset, [])
-    return isinstance(base, Columns | list | tuple) or bool(getattr(base, "thread_safe", False))
+    return all(
+        isinstance(part, Columns | list | tuple) or bool(getattr(part, "thread_safe", False))
+        for part in parts_of(dataset)
+    )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cache_sources import SAMPLES, AtOnce, Made, image_of, in_child, reads_in, same
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from trainrun.data.cache import cached as module
 from trainrun.data.cache.cached import cached
@@ -127,6 +127,7 @@ class HookedAtOnce(Made):
     ("source", "message"),
     [
         (Subset(Hooked(), [1, 2]), "Hooked.__getitem__ takes `generator`"),
+        (ConcatDataset([Made(), Hooked()]), "Hooked.__getitem__ takes `generator`"),
         (HookedAtOnce(), "HookedAtOnce.__getitems__ takes `generators`"),
     ],
 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
+from itertools import product
 from typing import Any, NamedTuple
 
 from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, take_apart
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, Layout, kind_of, record_of
 from trainrun.data.engines.generators import states, takes
-from trainrun.data.map_style import innermost
+from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import DataError
 from trainrun.seeding import kept_random_state
 from trainrun.user_code import line_of
@@ -99,10 +100,10 @@ def _look(sample: Any) -> Look:
 
 def _refuse_generators(source: Any, where: str) -> None:
     """Behind a cache a reader would not see that a source draws."""
-    base, _ = innermost(source, [])
-    for method, name in {"__getitem__": "generator", "__getitems__": "generators"}.items():
-        if takes(getattr(base, method, None), name):
-            told = f"{type(base).__name__}.{method} takes `{name}`, so it draws random numbers"
+    methods = {"__getitem__": "generator", "__getitems__": "generators"}
+    for part, (method, name) in product(parts_of(source), methods.items()):
+        if takes(getattr(part, method, None), name):
+            told = f"{type(part).__name__}.{method} takes `{name}`, so it draws random numbers"
             raise DataError(f"{where}: {told}, {RANDOM}")
 
 

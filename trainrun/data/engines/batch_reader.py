@@ -23,7 +23,7 @@ from trainrun.data.engines.generators import (
 from trainrun.data.map_style import describe, innermost, name_of, reads_at_once, shallow, whole_batches
 from trainrun.data.scale import Scale
 from trainrun.data.stream_options import Collate
-from trainrun.data.tensor_dataset import Columns
+from trainrun.data.tensor_dataset import Columns, parts_of
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import MicroBatch
 from trainrun.seeding import kept_random_state
@@ -142,13 +142,15 @@ class BatchReader:
         self._calling = calling
         self._transform = Transform(recipe, calling, dataset, len(dataset))
         self.number = len(dataset)
-        base, _ = innermost(dataset, [])
+        parts = parts_of(dataset)
         self._at_once = reads_at_once(dataset)
         alone = recipe.transform is None and recipe.collate is None and recipe.scale is None
         self._whole = whole_batches(dataset) if alone else None
         self._plain = isinstance(dataset, Columns) and recipe.transform is None and recipe.collate is None
-        self._takes_generator = takes(getattr(base, "__getitem__", None), "generator")
-        self._takes_generators = self._at_once and takes(base.__getitems__, "generators")
+        self._drawing = {
+            type(part) for part in parts if takes(getattr(part, "__getitem__", None), "generator")
+        }
+        self._takes_generators = self._at_once and takes(parts[0].__getitems__, "generators")
 
     @property
     def users_code(self) -> bool:
@@ -254,10 +256,10 @@ class BatchReader:
             if isinstance(self.dataset, Columns):
                 return self.dataset[row]
             with self._calling(parts, f"sample {row} of {name_of(self.dataset)}"):
-                if not self._takes_generator:
-                    return self.dataset[row]
-                base, (place,) = innermost(self.dataset, [row])
-                return base.__getitem__(place, generator=generator_of(*parts))
+                base, place = innermost(self.dataset, row) if self._drawing else (self.dataset, row)
+                if type(base) in self._drawing:
+                    return base.__getitem__(place, generator=generator_of(*parts))
+                return base[place]
         except GlobalDraw:
             raise
         except ANY_FAULT as error:
@@ -274,7 +276,10 @@ class BatchReader:
                 if not self._takes_generators:
                     samples = self.dataset.__getitems__(rows)
                 else:
-                    base, places = innermost(self.dataset, rows)
+                    base, places = (
+                        parts_of(self.dataset)[0],
+                        [innermost(self.dataset, row)[1] for row in rows],
+                    )
                     generators = [generator_of(seed, epoch, index) for index in indices]
                     samples = base.__getitems__(places, generators=generators)
             assert len(samples) == len(indices), f"{len(samples)} samples for {len(indices)} indices"

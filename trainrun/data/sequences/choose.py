@@ -20,13 +20,12 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import is_integer
 from trainrun.data.engines.generators import takes
-from trainrun.data.map_style import innermost
 from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.sequences.collate import Packed, Padded, rounded
 from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
 from trainrun.data.sequences.lengths import Measured, first_fields, measured
 from trainrun.data.stream_options import Collate, StreamOptions, fitting
-from trainrun.data.tensor_dataset import TARGET_NAMES, Columns, columns_of
+from trainrun.data.tensor_dataset import TARGET_NAMES, Columns, columns_of, parts_of
 from trainrun.errors import DataError
 
 COMPOSED = ("bucket", "pack", "token_budget")  # modes that ask for lengths before a batch is read
@@ -163,14 +162,14 @@ def _of_columns(columns: Columns, found: Measured, base: Plan, options: StreamOp
 
 def _refuse_generators(source: Any, key: str) -> None:
     """Two pieces of one sample would be of two draws."""
-    base, _ = innermost(source, [])
-    if takes(getattr(base, "__getitem__", None), "generator") or takes(
-        getattr(base, "__getitems__", None), "generators"
-    ):
-        raise DataError(
-            f"data.truncate=split: samples of {key} are drawn anew each time ({type(base).__name__} takes a "
-            "generator); use data.truncate=right, left or drop"
-        )
+    for part in parts_of(source):
+        if takes(getattr(part, "__getitem__", None), "generator") or takes(
+            getattr(part, "__getitems__", None), "generators"
+        ):
+            raise DataError(
+                f"data.truncate=split: samples of {key} are drawn anew each time ({type(part).__name__} takes a "
+                "generator); use data.truncate=right, left or drop"
+            )
 
 
 def _composed(source: Any, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan:
