@@ -169,6 +169,19 @@ def test_missing_inputs(tmp_path, monkeypatch, cell, rows_at_once):
     assert "data.train.fill=0.5: must be a whole" in fault(path, fill=0.5, dtype="int64")
 
 
+@pytest.mark.parametrize("rows_at_once", [2, 8192])
+def test_true_and_false_are_numbers_as_in_other_tables(tmp_path, monkeypatch, rows_at_once):
+    monkeypatch.setattr(csv_files, "ROWS_AT_ONCE", rows_at_once)
+    path = written(tmp_path, "flag,x,y\nTrue,1,0\nFALSE,2,1\n,3,0\n true,4,1\n")
+    found = load(path, "train", val_path=path, target="y", fill=0.5).tensors[0]
+    assert found.tolist() == [[1, 1], [0, 2], [0.5, 3], [1, 4]]
+    assert "line 4: column 'flag' is missing" in fault(path, val_path=path, target="y")
+    path = written(tmp_path, "flag,y\nTrue,0\nFalse,1\n0.5,0\nTrue,1\n")
+    assert "column 'flag' is " in fault(path, val_path=path, target="y")
+    path = written(tmp_path, "flag,y\n1,0\n0,1\nTrue,0\nFalse,1\n")
+    assert "line 4: column 'flag' is 'True', not a number" in fault(path, val_path=path, target="y")
+
+
 @pytest.mark.parametrize("targets", [["1", "NA", "2"], ["a", "", "b"], ["1.5", "nan", "2"], ["1", "", "2"]])
 def test_a_missing_target_is_never_filled(tmp_path, targets):
     path = written(tmp_path, "x,y\n" + "".join(f"1,{target}\n" for target in targets))

@@ -45,6 +45,7 @@ MAX_LINE_CHARACTERS = 2**26
 WORD_BYTES = 64  # about that much each takes in memory
 FEWER = "name fewer columns by data.train.inputs, or write the table as Parquet, which is read on demand"
 MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
+FLAGS = {"true": "1", "false": "0"}
 WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
 
 
@@ -54,9 +55,9 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
          fill: float | None = None, delimiter: str | None = None, header: bool = True) -> Arrays:  # fmt: skip
     """`train`, `val` or `test`: the inputs (N, K), or (N, *shape), of `dtype`, and the target.
 
-    inputs: names of columns of numbers; null is all but the target. target: a name (int64 (N,) or floats
-        (N, 1); words become classes 0, 1, ... in the order of their names), a list of names (floats
-        (N, M)), or "none". fill: stands for a missing input.
+    inputs: names of columns of numbers, or of True and False (1 and 0); null is all but the target. target: a name
+        (int64 (N,) or floats (N, 1); words become classes 0, 1, ... in the order of their names), a list of names
+        (floats (N, M)), or "none". fill: stands for a missing input.
     DataError: names the file, line and column.
     """
     part = Part(split, path, val_path, test_path, val_fraction, seed)
@@ -162,6 +163,7 @@ def read_cells(files: Sequence[Path], dialect: Dialect, numbers: Sequence[str], 
     blocks: list[np.ndarray[Any, Any]] = []
     texts: dict[str, list[str]] = {name: [] for name in words}
     ends, lines = [], array("q")
+    flags: set[str] = set()
     columns = columns_in(files[0], dialect)
     for file in files:
         own = columns_in(file, dialect)
@@ -175,7 +177,11 @@ def read_cells(files: Sequence[Path], dialect: Dialect, numbers: Sequence[str], 
             block = np.empty((len(rows), len(numbers)), dtype)
             for k, name in enumerate(numbers):
                 where = partial(_where, file, places, name)
-                block[:, k] = _parsed(by_column[place_of[name]], dtype, fill, where)
+                cells = by_column[place_of[name]]
+                if name in flags or (not lines and _are_flags(cells)):
+                    flags.add(name)
+                    cells = tuple(_flag(cell, partial(where, row)) for row, cell in enumerate(cells))
+                block[:, k] = _parsed(cells, dtype, fill, where)
             blocks.append(block)
             for name in words:
                 texts[name] += map(str.strip, by_column[place_of[name]])
@@ -232,6 +238,21 @@ def _lines(text: IO[str]) -> Iterator[str]:
         if len(line) == MAX_LINE_CHARACTERS:
             raise csv.Error(f"a line of more than {MAX_LINE_CHARACTERS} characters")
         yield line
+
+
+def _are_flags(texts: Sequence[str]) -> bool:
+    """Whether all that is not missing is True or False, as pandas writes bools."""
+    present = (text.strip().lower() for text in texts if not _is_missing(text))
+    return next(present, None) in FLAGS and all(text in FLAGS for text in present)
+
+
+def _flag(text: str, where: Callable[[], str]) -> str:
+    number = FLAGS.get(text.strip().lower(), text)
+    if number is text and not _is_missing(text):
+        raise DataError(
+            f"{where()} is {text!r}, but the column begins with True and False; write one or the other"
+        )
+    return number
 
 
 def _parsed(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, where: Any) -> Any:
