@@ -113,6 +113,30 @@ def test_a_sample_that_is_a_bare_tensor_is_one_row(workdir: Path, capsys: pytest
     assert len(rows) == 41
 
 
+TOKENS = """
+import torch
+
+def samples():
+    return [(torch.arange(1, 3 + 2 * number), number % 2) for number in range(4)]
+
+class Net(torch.nn.EmbeddingBag):
+    def forward(self, inputs):
+        return super().forward(inputs)
+"""
+
+
+def test_a_piece_of_a_split_sample_is_a_row_with_the_number_of_the_sample(workdir: Path) -> None:
+    (workdir / "own_tokens.py").write_text(TOKENS)
+    words = [f"data.{split}._target_=own_tokens.samples" for split in ("train", "val")]
+    words += ["model=own_tokens.Net", "model.num_embeddings=9", "model.embedding_dim=2", "data.batch_size=3"]
+    cut = ["data.max_sequence_length=3", "data.truncate=split"]
+    assert main([*words, *cut, "trainer.max_steps=1", "monitor=none", "output_dir=run"]) == 0
+    assert main(["predict", "run"]) == 0
+    rows = [row.split(",")[:2] for row in (workdir / "run/predictions-val.csv").read_text().splitlines()]
+    assert rows == [["index", "piece"], ["0", "0"], ["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"], ["3", "0"],
+                    ["3", "1"], ["3", "2"]]  # fmt: skip
+
+
 ENDLESS = """
 import itertools
 import torch

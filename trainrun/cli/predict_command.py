@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 def predictions(
     run_dir: RunDir, which: str, split: str, overrides: list[str], trust: bool = False
 ) -> dict[str, list[Any]]:
-    """Columns of equal length: `index`, the number of the sample in the data, then the task's."""
+    """Columns of equal length: `index`, the number of the sample in the data; `piece`, of split ones; the task's."""
     run, _ = with_all_samples(run_dir, which, overrides, trust)
     if split not in run.splits():
         raise no_split(run.splits(), split)
@@ -99,7 +99,14 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
                 columns = {"index": batch.indices, **columns}
             for name, column in columns.items():
                 collected.setdefault(name, []).append(column.detach().cpu())
-    return {name: joined(chunks) for name, chunks in collected.items()}
+    found = {name: joined(chunks) for name, chunks in collected.items()}
+    index = found.get("index")
+    if index is not None and bool(
+        (index.diff() == 0).any()
+    ):  # of data.truncate=split, in the order of the data
+        piece = torch.arange(len(index)) - torch.searchsorted(index, index)
+        found = {"index": index, "piece": piece, **found}
+    return found
 
 
 def raw_output(model: Any, batch: Any) -> Tensor:

@@ -1,5 +1,4 @@
-"""How a map-style data set can be read: many samples at once, from several threads; a Subset passes it on, and a
-ConcatDataset all but the first."""
+"""How a map-style data set can be read, behind Subset and ConcatDataset too: many samples at once, from threads."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
         options = with_limit_in_samples(options)
         sequences = partial(_sequence_plan, source, options=options)
         batches, collate, line = open_iterable(source, options, sequences)
-        return _finished(options, collate, None, batches), f"{options.key}: {line}"
+        return _finished(options, collate, None, None, batches), f"{options.key}: {line}"
     if options.shuffle_buffer is not None:
         raise DataError(
             f"data.shuffle_buffer={options.shuffle_buffer}: {options.key} can be read in any order and is shuffled "
@@ -53,7 +53,7 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     prepared = prepared_source(source, options)
     if options.tally is not None:
         options.tally.planned = prepared.positions
-    finish = partial(_finished, options, prepared.collate, prepared.scale)
+    finish = partial(_finished, options, prepared.collate, prepared.scale, prepared.samples)
     reason, undecided = resident_reason(prepared), options.engine == options.num_workers == "auto"
     if not reason or (undecided and gathered_in_place(prepared)):
         from trainrun.data.engines.build_engine import open_engine
@@ -101,7 +101,8 @@ def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
         dataset, collate = (dataset, collate) if columns is None else (columns, None)
     single = _needs_samples(options, collate)
     return PreparedStream(given, options, dataset, columns, plan, preparation, collate, scale, single,
-                          tuple(notes), {} if found is None else found.positions)  # fmt: skip
+                          tuple(notes), {} if found is None else found.positions,
+                          None if found is None else found.samples)  # fmt: skip
 
 
 def as_bytes(source: Any) -> tuple[Any, Scale | None]:
@@ -133,7 +134,7 @@ def _needs_samples(options: StreamOptions, collate: Collate | None) -> str:
 
 
 def _finished(
-    options: StreamOptions, collate: Collate | None, scale: Scale | None, batches: Batches
+    options: StreamOptions, collate: Collate | None, scale: Scale | None, samples: Any, batches: Batches
 ) -> Batches:
     """What is done to the batches of every engine, on the device."""
     if options.tally is not None and collate is not None:
@@ -144,29 +145,25 @@ def _finished(
         from trainrun.data.scale import Scaled
 
         batches = Scaled(batches, scale, options.float_dtype)
+    number = None if options.drawn is None else options.drawn.number
     if options.augment:
         from trainrun.data.augment.augmented import augmented
 
-        number = None if options.drawn is None else options.drawn.number
         batches = augmented(
             batches, options.augment, options.seed, options.training, options.float_dtype, number
         )
-    if options.drawn is not None:
+    number = number if samples is None else len(samples)
+    if number is not None:
         from trainrun.data.order.drawn import AsInData
 
-        batches = AsInData(batches, options.drawn.number)
+        batches = AsInData(batches, number, samples)
     return batches
 
 
 def _sequence_plan(dataset: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
     """None if rows in memory are to stay as they are, or `sequence_plan` has nothing to do."""
-    words = (
-        options.padding,
-        options.truncate,
-        options.max_sequence_length,
-        options.max_tokens,
-        options.pad_multiple,
-    )
+    words = (options.padding, options.truncate, options.max_sequence_length, options.max_tokens,
+             options.pad_multiple)  # fmt: skip
     if isinstance(dataset, Columns) and words == ("longest", "right", None, None, None):
         return None
     from trainrun.data.sequences.choose import sequence_plan

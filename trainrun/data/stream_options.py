@@ -154,7 +154,7 @@ class PreparedStream:
 
     source: as it was given. dataset: what is read sample by sample. columns: of data in memory, else None. plan:
     which samples form which batch. scale: of pictures that are bytes. single: the setting that needs single
-    samples, or nothing. notes: lines for the start. positions: as in `SequencePlan`.
+    samples, or nothing. notes: lines for the start. positions, samples: as in `SequencePlan`.
     """
 
     source: Any
@@ -168,6 +168,7 @@ class PreparedStream:
     single: str
     notes: tuple[str, ...] = ()
     positions: Mapping[str, float] = field(default_factory=dict)
+    samples: Tensor | None = None
 
     @property
     def users_code(self) -> bool:

@@ -147,9 +147,7 @@ class BatchReader:
         alone = recipe.transform is None and recipe.collate is None and recipe.scale is None
         self._whole = whole_batches(dataset) if alone else None
         self._plain = isinstance(dataset, Columns) and recipe.transform is None and recipe.collate is None
-        self._drawing = {
-            type(part) for part in parts if takes(getattr(part, "__getitem__", None), "generator")
-        }
+        self._drawing = {type(one) for one in parts if takes(getattr(one, "__getitem__", None), "generator")}
         self._takes_generators = self._at_once and takes(parts[0].__getitems__, "generators")
 
     @property
@@ -276,12 +274,9 @@ class BatchReader:
                 if not self._takes_generators:
                     samples = self.dataset.__getitems__(rows)
                 else:
-                    base, places = (
-                        parts_of(self.dataset)[0],
-                        [innermost(self.dataset, row)[1] for row in rows],
-                    )
+                    places = [innermost(self.dataset, row)[1] for row in rows]
                     generators = [generator_of(seed, epoch, index) for index in indices]
-                    samples = base.__getitems__(places, generators=generators)
+                    samples = parts_of(self.dataset)[0].__getitems__(places, generators=generators)
             assert len(samples) == len(indices), f"{len(samples)} samples for {len(indices)} indices"
             return list(samples)
         except GlobalDraw:

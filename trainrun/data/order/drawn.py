@@ -148,16 +148,20 @@ def mixed(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
 
 
 class AsInData(Around):
-    """A stream whose batches say which samples they hold by their numbers in the data."""
+    """A stream whose batches say which samples they hold by their numbers in the data.
 
-    def __init__(self, batches: Batches, number: int) -> None:
+    number: of the samples that are read. samples: (number,), where they are pieces, the sample of each.
+    """
+
+    def __init__(self, batches: Batches, number: int, samples: torch.Tensor | None = None) -> None:
         super().__init__(batches)
-        self._number = number
+        self._number, self._samples = number, samples
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         for batch in self._batches.epoch(epoch, start):
             assert batch.indices is not None
-            yield batch._replace(indices=batch.indices % self._number)
+            indices = batch.indices % self._number
+            yield batch._replace(indices=indices if self._samples is None else self._samples[indices])
 
 
 def labels_of(source: Any) -> Array | None:

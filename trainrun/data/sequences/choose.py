@@ -39,7 +39,8 @@ class SequencePlan:
     source: what to read, perhaps wrapped. plan: which samples; of an IterableDataset, positions.
     collate: None if torch's own will do (then a resident engine is possible too). It cuts, so that
     `Preparation` must not. line: for the first lines on the screen, "" if there is nothing to say.
-    positions: as in `Epoch`; empty if it is not known, or the user's own code pads.
+    positions: as in `Epoch`; empty if it is not known, or the user's own code pads. samples: (M,) int64, of which
+    sample each is a piece.
     """
 
     source: Any
@@ -47,6 +48,7 @@ class SequencePlan:
     collate: Collate | None
     line: str
     positions: Mapping[str, float] = field(default_factory=dict)
+    samples: torch.Tensor | None = None
 
 
 def sequence_plan(source: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
@@ -201,9 +203,12 @@ def _composed(source: Any, found: Measured, base: Plan, options: StreamOptions) 
     plan = _plan(replace(base, num_samples=count), lengths, widest, options)
     if kept is not None:
         plan = SelectedPlan(plan, torch.from_numpy(kept))
-    collate = _padding(found, options, widest)
+    collate, samples = _padding(found, options, widest), None
+    if isinstance(source, Pieces):
+        samples = torch.from_numpy(source.sample)
     if before is None or ((before == before[0]).all() and options.padding == "longest"):
-        return SequencePlan(source, plan, collate, "")  # all that was seen is equally long and needs no words
+        # all that was seen is equally long and needs no words
+        return SequencePlan(source, plan, collate, "", samples=samples)
     seen = before if lengths is None else lengths
     seen = seen if size is None else np.minimum(seen, size)
     width = rounded(int(seen.max()) if size is None else size, options.pad_multiple)
@@ -211,7 +216,7 @@ def _composed(source: Any, found: Measured, base: Plan, options: StreamOptions) 
     told = verdict(before, epoch.shares, options.padding, size, options.truncate, found.how)
     known = lengths is not None and options.collate_fn is None
     positions = epoch.positions if known else {}
-    return SequencePlan(source, plan, collate, f"{options.key}: {told}", positions)
+    return SequencePlan(source, plan, collate, f"{options.key}: {told}", positions, samples)
 
 
 def _plan(base: Plan, lengths: Array | None, widest: int | None, options: StreamOptions) -> StreamPlan:
