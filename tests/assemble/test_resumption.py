@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,15 @@ def test_a_new_run_from_one_that_stopped_early_trains_and_has_a_best_of_its_own(
     first = json.loads((tmp_path / "a" / "status.json").read_text())
     assert (first["step"], first["reason"][:14]) == (4, "early stopping")
     more = [f"ckpt_path={tmp_path}/a", "optimizer.lr=9", f"output_dir={tmp_path}/b"]
-    assert main([*words, "trainer.max_steps=5", *more]) == 0
-    status = json.loads((tmp_path / "b" / "status.json").read_text())
-    best = json.loads((tmp_path / "b" / "checkpoints" / "best.json").read_text())["entries"]
-    assert (status["step"], status["best_step"]) == (5, 5)
-    assert [one["step"] for one in best] == [5]
-    assert checkpoint_at(f"{tmp_path}/b") == checkpoint_at(f"{tmp_path}/b/checkpoints")
+    for begun in ([*words, "trainer.max_steps=5", *more], ["resume", f"{tmp_path}/b"]):
+        assert main(begun) == 0
+        status = json.loads((tmp_path / "b" / "status.json").read_text())
+        best = json.loads((tmp_path / "b" / "checkpoints" / "best.json").read_text())["entries"]
+        assert (status["step"], status["best_step"]) == (5, 5)
+        assert [one["step"] for one in best] == [5]
+        assert checkpoint_at(f"{tmp_path}/b") == checkpoint_at(f"{tmp_path}/b/checkpoints")
+        (tmp_path / "b" / "status.json").write_text(json.dumps(status | {"state": "running"}))
+        shutil.rmtree(tmp_path / "b" / "checkpoints")  # as after a kill before the first save
 
 
 def test_without_validation_data_the_best_stays_and_none_is_said(tmp_path: Path) -> None:

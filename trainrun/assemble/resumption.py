@@ -16,7 +16,7 @@ from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.run_plan import DATA, DRAWN
 from trainrun.checkpoint.format import committed_steps
-from trainrun.checkpoint.load import best_checkpoint, resolve
+from trainrun.checkpoint.load import best_checkpoint, load_together, resolve
 from trainrun.checkpoint.reading import Loaded, read_checkpoint
 from trainrun.checkpoint.weights import (
     check_tensors,
@@ -46,14 +46,14 @@ TAIL_BYTES = 1 << 16
 
 
 def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bool) -> TrainState:
-    loaded = None
-    if resume:
-        loaded = run.checkpoints.load_latest()
-        if loaded is None:
-            begin_anew(run_dir, run.parallel.rank)
-            run.monitors.note("no checkpoint was written yet: the run starts again from its beginning")
+    """The state of the run's own newest checkpoint, else that of `ckpt_path`, else a fresh one."""
+    loaded = run.checkpoints.load_latest() if resume else None
+    is_own = loaded is not None
+    if resume and not is_own:
+        begin_anew(run_dir, run.parallel.rank)
+        run.monitors.note("no checkpoint was written yet: the run starts again from its beginning")
     if loaded is None and config.ckpt_path is not None:
-        loaded = run.checkpoints.restore(checkpoint_at(config.ckpt_path))
+        loaded = load_together(checkpoint_at(config.ckpt_path), run.parallel, None)
     if loaded is None:
         return TrainState()
     same_ranks = loaded.manifest.world_size == run.parallel.world_size
@@ -61,9 +61,9 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
     if state.step != loaded.manifest.step:
         raise CheckpointError(f"checkpoint {loaded.folder.name}: holds the state of step {state.step}")
     state.saved_step = state.step
-    if resume:
+    if is_own:
         tell(run, run_dir, loaded)
-    else:  # a new run has none of the other run's checkpoints, and no best and no patience of its own yet
+    else:  # this run has none of the other run's checkpoints, and no best and no patience of its own yet
         new = TrainState()
         for name in ("saved_step", "best_step", "best_metric", "best_by", "watched_metric", "watched_by",
                      "bad_validations", "early_stop", "last_metrics"):  # fmt: skip
