@@ -116,14 +116,13 @@ def test_killed_before_every_operation_of_a_resume(
         run = make_run(folder=folder, faults=faults(at=n))
         try:
             run.keep.load_latest()
-            run.keep.restore(folder / "step-00000001")
         except killed:
-            assert make_run(folder=folder).keep.load_latest().manifest.step in (1, 2)
+            assert make_run(folder=folder).keep.load_latest().manifest.step == 2
             continue
-        assert make_run(folder=folder).keep.load_latest().manifest.step == 1
-        assert run.hidden() == [".bad-step-00000003-1", ".newer-step-00000002-1"]
+        assert make_run(folder=folder).keep.load_latest().manifest.step == 2
+        assert run.hidden() == [".bad-step-00000003-1"]
         break
-    assert n == 6
+    assert n == 4
 
 
 def test_a_full_disk_is_told_with_numbers(

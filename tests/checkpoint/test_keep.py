@@ -188,23 +188,6 @@ def test_a_resume_restores_the_ranking(make_run: MakeRun) -> None:
     assert run.steps() == [2, 7, 8]
 
 
-def test_a_resume_forgets_what_comes_later(make_run: MakeRun) -> None:
-    first = make_run(every_n_train_steps=1, save_top_k=2, keep_last=3)
-    for step, acc in enumerate([0.5, 0.6, 0.3, 0.4, 0.9], start=1):
-        first.go(step, acc=acc)
-    assert first.steps() == [2, 3, 4, 5]
-    run = make_run(every_n_train_steps=1, save_top_k=2, keep_last=1)
-    loaded = run.keep.restore(resolve(run.folder, "step-00000003"))
-    assert loaded.manifest.step == 3
-    assert run.hidden() == [".newer-step-00000004-1", ".newer-step-00000005-1"]
-    assert len(run.notes) == 2
-    run.state.saved_step = 3
-    run.go(4, acc=0.7)
-    assert best_steps(run) == [4, 2]
-    assert run.steps() == [2, 4]
-    assert make_run().keep.load_latest().manifest.step == 4
-
-
 def test_the_ranking_of_another_metric_does_not_count(make_run: MakeRun) -> None:
     make_run(every_n_train_steps=1).go(1, acc=0.5)
     run = resumed(make_run, monitor="val/loss", mode="min")
@@ -232,17 +215,6 @@ def test_a_metric_that_a_resume_adds_is_not_missed(make_run: MakeRun) -> None:
     run = resumed(make_run, monitor="val/f1")
     run.state.last_metrics = {"val/acc": 0.5}
     assert not run.keep.due(run.state)
-
-
-def test_a_checkpoint_of_another_run_can_be_started_from(make_run: MakeRun, tmp_path: Any) -> None:
-    other = make_run(folder=tmp_path / "other", every_n_train_steps=1)
-    for step in (3, 4):
-        other.go(step, acc=0.9)
-    run = make_run()
-    loaded = run.keep.restore(resolve(run.folder, str(other.folder / "step-00000003")))
-    assert loaded.manifest.step == 3
-    assert other.steps() == [3, 4]
-    assert run.go(4, acc=0.1)
 
 
 def test_leftovers_are_swept_only_by_who_goes_on(make_run: MakeRun) -> None:

@@ -113,10 +113,10 @@ def _in_pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
         yield memoryview(joined)
 
 
-def set_aside(folder: Path, files: FileLayer, prefix: str = ".bad") -> Path:
+def set_aside(folder: Path, files: FileLayer) -> Path:
     """Rename a folder or file so that it is never taken for a sound one again, and never deleted either."""
     number = 1
-    while os.path.lexists(target := folder.with_name(f"{prefix}-{folder.name.lstrip('.')}-{number}")):
+    while os.path.lexists(target := folder.with_name(f".bad-{folder.name.lstrip('.')}-{number}")):
         number += 1
     files.rename(folder, target)
     return target

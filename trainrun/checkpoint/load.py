@@ -146,26 +146,10 @@ def _traces(folder: Path) -> list[str]:
     return [f"{name} says that there was one" for name in traces]
 
 
-def set_newer_aside(folder: Path, step: int, files: FileLayer, note: Callable[[str], None]) -> None:
-    """A run that goes on from an older checkpoint takes another way: its newer ones are renamed.
-
-    They would be taken for the newest by the next resume, and for the redone steps by the next save.
-    """
-    newer = [folder / folder_name(other) for other in committed_steps(folder) if other > step]
-    with file_faults(f"cannot set aside what is newer than step {step}", folder):
-        for path in newer:
-            target = set_aside(path, files, prefix=".newer")
-            note(f"{path.name} is newer than the step resumed from: set aside as {target.name}")
-        if newer:
-            files.fsync_dir(folder)
-
-
-def committed_metrics(folder: Path, up_to: int | None = None) -> dict[int, Metric]:
+def committed_metrics(folder: Path) -> dict[int, Metric]:
     """What the sound manifests of a folder say of their steps' metric, oldest first."""
     found: dict[int, Metric] = {}
     for step in committed_steps(folder):
-        if up_to is not None and step > up_to:
-            break
         try:
             metric = read_manifest(folder / folder_name(step)).metric
         except CheckpointError:  # said when somebody wants to load it

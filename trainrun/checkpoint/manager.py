@@ -142,19 +142,7 @@ class CheckpointManager:
         self._sweep()
         loaded = load_latest(self.folder, self._run_id, self._parallel, self._files, self._note)
         if loaded is not None:
-            self._go_on_from(loaded)
-        return loaded
-
-    def restore(self, folder: Path) -> Loaded:
-        """This checkpoint, to go on from; what the run has beyond it is set aside."""
-        from trainrun.checkpoint.load import load_together
-
-        self._settle(None)
-        own = folder.resolve().parent == self.folder.resolve()
-        loaded = load_together(folder, self._parallel, self._run_id if own else None)
-        if own:
-            self._sweep()
-            self._go_on_from(loaded)
+            self._recall_best()
         return loaded
 
     @property
@@ -287,20 +275,14 @@ class CheckpointManager:
         if seconds >= LONG_SECONDS and state is not None and step < state.step:
             self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")
 
-    def _go_on_from(self, loaded: Loaded) -> None:
-        """Forget what lies beyond the step; the ranking is told from the manifests up to it.
+    def _recall_best(self) -> None:
+        """The ranking, from the manifests. What was among the best by another `checkpoint.monitor` stays."""
+        from trainrun.checkpoint.load import committed_metrics
 
-        What was among the best by another `checkpoint.monitor` stays.
-        """
-        from trainrun.checkpoint.load import committed_metrics, set_newer_aside
-
-        step, options = loaded.manifest.step, self.options
+        options = self.options
 
         def look() -> list[tuple[str, str, int, float]]:
-            if options.enabled:
-                set_newer_aside(self.folder, step, self._files, self._note)
-            found = committed_metrics(self.folder, up_to=step)
-            return [(one.name, one.mode, at, one.value) for at, one in found.items()]
+            return [(one.name, one.mode, at, one.value) for at, one in committed_metrics(self.folder).items()]
 
         found = on_rank_zero(self._parallel, look)
 
@@ -308,7 +290,7 @@ class CheckpointManager:
             entries = [Entry(*one) for name, _, *one in found if name == metric]
             return Ranking(mode, options.save_top_k, entries)
 
-        self._ranking, self._waiting = ranked(options.monitor, options.mode), {}
+        self._ranking = ranked(options.monitor, options.mode)
         others = {(name, mode) for name, mode, *_ in found if name != options.monitor}
         former = frozenset[int]().union(*(ranked(*other).steps for other in others))
         self._retention = replace(self._retention, former=former)
