@@ -96,7 +96,7 @@ def test_the_end_is_validated_once_and_a_signal_is_not() -> None:
     built.after_step(state)
     assert state.stop_reason == "trainer.max_steps=3 reached"
     assert built.validation_due(state)
-    state.validated_step = 3
+    state.validated_step, state.last_metrics = 3, {"val/loss": 1.0}
     assert not built.validation_due(state)
     stopped = TrainState(step=10, epoch=1, stop_request=2)
     built.after_step(stopped)

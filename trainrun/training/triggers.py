@@ -267,8 +267,12 @@ class Triggers:
         return step % every == 0 or step == total or begins
 
     def validation_due(self, state: TrainState) -> bool:
-        """At its distance, and once more where the run ends by itself; never for a signal."""
-        if state.step == state.validated_step or state.stop_request >= STOP_INTERRUPT:
+        """At its distance, and once more where the run ends by itself; never for a signal.
+
+        Where it ends at the very step that it took over from another run, it measures what that one had measured.
+        """
+        own = bool(state.last_metrics) or not state.stop_reason
+        if (state.step == state.validated_step and own) or state.stop_request >= STOP_INTERRUPT:
             return False
         return self._scheduled(state) or (bool(state.stop_reason) and self.rhythm.validates)
 
@@ -284,7 +288,7 @@ class Triggers:
     def note_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
         """Whether it was scheduled: only those update early stopping, a plateau schedule and hooks, so that a run
         that was ended and resumed uses the same ones as a run that never stopped."""
-        scheduled = self._scheduled(state)
+        scheduled = state.step != state.validated_step and self._scheduled(state)
         state.validated_step, state.last_metrics = state.step, dict(metrics)
         self._validations = self._by_time()
         if self.best.metric is not None:
