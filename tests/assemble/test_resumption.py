@@ -72,7 +72,9 @@ def test_a_new_run_from_one_that_stopped_early_trains_and_has_a_best_of_its_own(
         (tmp_path / "b" / "status.json").write_text(json.dumps(status | {"state": "running"}))
         shutil.rmtree(tmp_path / "b" / "checkpoints")  # as after a kill before the first save
     assert main([*words, "trainer.max_steps=4", more[0], f"output_dir={tmp_path}/c"]) == 0
-    ended = json.loads((tmp_path / "c" / "status.json").read_text())  # where it began, and measured all the same
+    ended = json.loads(
+        (tmp_path / "c" / "status.json").read_text()
+    )  # where it began, and measured all the same
     assert (ended["step"], ended["best_step"], ended["value"]) == (4, 4, first["metrics"][first["monitor"]])
 
 

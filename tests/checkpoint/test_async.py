@@ -15,7 +15,7 @@ import torch
 
 from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.errors import EXIT_FAILED, CheckpointError, SaveError
-from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE
+from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW
 
 MakeRun = Callable[..., Any]
 Ranks = Callable[[int, Callable[[Any], Any]], list[Any]]
@@ -63,7 +63,7 @@ def test_both_ways_write_the_same_bytes(make_run: MakeRun, tmp_path: Path) -> No
     for async_save in (False, True):
         run = make_run(folder=tmp_path / str(async_save), async_save=async_save, save_top_k=2)
         for step, acc in enumerate([0.1, 0.5, 0.3, 0.4], start=1):
-            run.go(step, acc=acc, save_request=step % 2)
+            run.go(step, acc=acc, save_request=SAVE_NOW * (step % 2))
         run.go(5, stop="done")
         run.keep.close()
         found.append(

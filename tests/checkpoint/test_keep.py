@@ -11,6 +11,7 @@ import torch
 from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.policy import Entry, Ranking
 from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.training.state import SAVE_BEST, SAVE_NONE, SAVE_NOW
 
 MakeRun = Callable[..., Any]
 
@@ -44,18 +45,18 @@ def test_the_time_interval(make_run: MakeRun) -> None:
     run.now = 59.9
     assert run.keep.time_request() == 0
     run.now = 60.0
-    assert run.keep.time_request() == 1
-    assert run.go(5, save_request=1)
+    assert run.keep.time_request() == SAVE_NOW
+    assert run.go(5, save_request=SAVE_NOW)
     assert run.keep.time_request() == 0
     run.now = 119.0
     assert run.keep.time_request() == 0
     run.now = 120.0
-    assert run.keep.time_request() == 1
+    assert run.keep.time_request() == SAVE_NOW
 
 
 def test_disabled_writes_nothing(make_run: MakeRun) -> None:
     run = make_run(enabled=False, every_n_train_steps=1, interval_seconds=0.0)
-    assert not run.go(1, acc=0.5, save_request=1)
+    assert not run.go(1, acc=0.5, save_request=SAVE_NOW)
     assert not run.go(2, stop="a signal", request=3)
     assert run.keep.time_request() == 0
     run.keep.close()
@@ -67,7 +68,7 @@ def test_without_last_only_the_best_stay(make_run: MakeRun) -> None:
     for step, acc in enumerate([0.1, 0.5, 0.3, 0.4, 0.2], start=1):
         run.now += 100.0
         assert run.keep.time_request() == 0
-        assert run.go(step, acc=acc, save_request=1) == (step != 5)
+        assert run.go(step, acc=acc, save_request=SAVE_NOW) == (step != 5)
     assert not run.go(6, stop="max_steps")
     assert run.steps() == [2, 4]
     assert run.go(7, stop="a signal", request=2)
@@ -136,7 +137,7 @@ def test_a_best_soon_after_a_commit_waits_in_memory(make_run: MakeRun) -> None:
         assert run.go(step, acc=acc)
         assert not run.folder.exists()
     run.now += 3.0
-    run.go(4, acc=0.25, save_request=1)  # the third best: 1 and 2 dropped out unseen
+    run.go(4, acc=0.25, save_request=SAVE_NOW)  # the third best: 1 and 2 dropped out unseen
     assert run.steps() == [3, 4]
     assert best_steps(run) == [3, 4]
     assert torch.equal(
@@ -158,6 +159,31 @@ def test_a_best_long_after_a_commit_is_committed_at_once(make_run: MakeRun) -> N
     run.keep.close()
     assert run.steps() == [2, 3]
     assert best_steps(run) == [3]
+
+
+@pytest.mark.parametrize("options", [{"save_last": False}, {"interval_seconds": 600.0, "async_save": True}])
+def test_a_best_that_waited_long_enough_is_committed_alone(
+    make_run: MakeRun, options: dict[str, Any]
+) -> None:
+    run = make_run(**options)
+    run.go(1, acc=0.5)
+    run.now = 9.9
+    assert run.keep.time_request() == SAVE_NONE
+    run.now = 10.0
+    assert run.keep.time_request() == SAVE_BEST
+    assert run.go(2, save_request=SAVE_BEST)
+    run.keep.close()
+    assert run.steps() == [1]
+    assert run.keep.time_request() == SAVE_NONE
+    assert not run.go(3, save_request=SAVE_BEST)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_best_that_waits_outlives_a_failure(make_run: MakeRun, faults: Any, at: int) -> None:
+    run = make_run(faults=faults(at=at, error=lambda: OSError("broken")))
+    run.go(1, acc=0.5)
+    run.keep.leave()
+    assert (run.steps(), len(run.notes)) == (([1], 0) if at == 0 else ([], 1))
 
 
 def resumed(make_run: MakeRun, **options: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 
 from trainrun.checkpoint.reading import Incompatible
 from trainrun.errors import CheckpointError, SaveError
+from trainrun.training.state import SAVE_NOW
 
 MakeRun = Callable[..., Any]
 Ranks = Callable[[int, Callable[[Any], Any]], list[Any]]
@@ -20,7 +21,7 @@ FILES = ["MANIFEST.json", "rank-00001.json", "rank-00001.safetensors", "shared.s
 
 def story(run: Any) -> int:
     run.go(1, acc=0.5)
-    run.go(2, acc=0.4, save_request=1)
+    run.go(2, acc=0.4, save_request=SAVE_NOW)
     run.go(3, acc=0.6)
     run.go(4, stop="done")
     run.keep.close()

@@ -14,6 +14,7 @@ import torch
 from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.reading import Incompatible, read_checkpoint
 from trainrun.errors import CheckpointError
+from trainrun.training.state import SAVE_NOW
 
 MakeRun = Callable[..., Any]
 
@@ -187,7 +188,7 @@ def test_a_step_validated_only_after_a_resume_is_one_of_the_best(
 ) -> None:
     """A signal came at the step of a validation; a kill at any moment of a resume and its save changes nothing."""
     first = make_run(save_top_k=2)
-    first.go(3, acc=0.7, save_request=1)
+    first.go(3, acc=0.7, save_request=SAVE_NOW)
     first.state.validated_step = 3
     first.go(5, stop="asked to stop by a signal", request=3)
     for at in range(1, 40):
@@ -210,7 +211,7 @@ def test_a_step_validated_only_after_a_resume_is_one_of_the_best(
     last.keep.load_latest()
     last.state.saved_step = 5
     assert not last.go(5, acc=0.9)
-    last.go(9, save_request=1)
+    last.go(9, save_request=SAVE_NOW)
     assert json.loads((last.folder / "best.json").read_text())["entries"][0]["step"] == 5
 
 

@@ -5,8 +5,8 @@ both. The newest is never deleted. With `save_last=False` only the newest one st
 nothing is saved by time, and the end of the run is saved only if it was stopped from outside.
 
 A new best costs no disk access while the last commit is younger than DEFER_SECONDS: its state is
-copied in memory and committed with the next save, or dropped when it is no longer among the best. A
-kill loses nothing by that: a resume computes the same steps and the same metrics again.
+copied in memory and committed with the next save or once DEFER_SECONDS are over, or dropped when it is no
+longer among the best. So a kill loses no more than that time; a failure in one process loses nothing.
 
 With `async_save` the training goes on as soon as the state is copied in memory, and the copy is written
 meanwhile; a fault of that is raised at the next step. One save is under way at a time: the next one waits.
@@ -26,8 +26,9 @@ from trainrun.checkpoint.format import Manifest, folder_name
 from trainrun.checkpoint.policy import Entry, KeepOptions, Ranking, Retention, kind_of, metric_of, sweep
 from trainrun.checkpoint.save import Note, Saves, on_rank_zero
 from trainrun.checkpoint.state_copy import LARGE_BYTES, Snapshots
+from trainrun.errors import TrainrunError
 from trainrun.interfaces import Parallel
-from trainrun.training.state import SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState
+from trainrun.training.state import SAVE_BEST, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState
 
 if TYPE_CHECKING:
     from trainrun.checkpoint.reading import Loaded
@@ -92,17 +93,22 @@ class CheckpointManager:
             self._unprepared = None
         if self._saves.under_way is not None and state.save_request in (SAVE_NONE, SAVE_FAILED):
             return True
-        return self._kind(state) is not None or bool(state.stop_reason and self._waiting)
+        return self._kind(state) is not None or self._ends_wait(state)
+
+    def _ends_wait(self, state: TrainState) -> bool:
+        return bool(self._waiting) and bool(state.stop_reason or state.save_request == SAVE_BEST)
 
     def time_request(self) -> int:
-        """Return how this rank's save under way stands, else whether the clock of rank 0 asks for one."""
+        """Return how this rank's save under way stands, else what the clock of rank 0 asks for."""
         if self._saves.under_way is not None:
             return self._saves.request()
-        options = self.options
-        if not options.enabled or not options.save_last or options.interval_seconds is None:
+        if self._parallel.rank > 0:
             return SAVE_NONE
-        late = self._parallel.rank == 0 and self._since_commit() >= options.interval_seconds
-        return SAVE_NOW if late else SAVE_NONE
+        options, seconds = self.options, self._since_commit()
+        interval = options.interval_seconds if options.enabled and options.save_last else None
+        if interval is not None and seconds >= interval:
+            return SAVE_NOW
+        return SAVE_BEST if self._waiting and seconds >= DEFER_SECONDS else SAVE_NONE
 
     def save(self, run: HasTree, state: TrainState) -> None:
         """End the save under way if that is due, and save the state, or keep a new best in memory.
@@ -117,22 +123,35 @@ class CheckpointManager:
             self._add_metric(state)
         elif kind is not None:
             self._save_state(self._record(run, state, kind), state)
-        elif state.stop_reason and self._waiting:
-            self._begin([], sum(one.num_bytes for one in self._ask(None, state)), low=False)
-            self._settle(state)
+        elif self._ends_wait(state):
+            background = self.options.async_save and not state.stop_reason
+            self._begin([], sum(one.num_bytes for one in self._ask(None, state)), low=background)
+            if not background:
+                self._settle(state)
 
     def close(self) -> None:
         """End the save under way and commit what waits. Among several ranks that is dropped: where they come
         to their end together, `save` has committed it."""
         self._settle(None)
-        if self._waiting and self._parallel.world_size == 1:
-            self._begin([], sum(one.part.num_bytes for one in self._waiting.values()), low=False)
-            self._settle(None)
-        self._waiting = {}
+        self._begin_alone()
+        self._settle(None)
 
     def leave(self) -> None:
-        """After a failure, by each rank alone: the save under way is finished if it can be, else it is said."""
+        """After a failure, by each rank alone: the save under way is finished if it can be, else it is said.
+
+        In one process what waits is committed too.
+        """
         self._saves.leave()
+        try:
+            self._begin_alone()
+        except TrainrunError as error:  # the failure is what is raised
+            self._note(f"the best checkpoint that waited in memory is lost: {error}")
+        self._saves.leave()
+
+    def _begin_alone(self) -> None:
+        if self._waiting and self._parallel.world_size == 1:
+            self._begin([], sum(one.part.num_bytes for one in self._waiting.values()), low=False)
+        self._waiting = {}
 
     def load_latest(self) -> Loaded | None:
         """The newest sound checkpoint, to go on from; None only where none was ever committed."""
