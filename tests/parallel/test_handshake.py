@@ -19,7 +19,7 @@ RANK = """
     import os, time
     from types import SimpleNamespace
     from trainrun.parallel.devices import external_ranks
-    from trainrun.parallel.handshake import follow, lead
+    from trainrun.parallel.handshake import folder_before, follow, lead
     from trainrun.parallel.worker import run_as_rank
     from trainrun.runs.run_folder import write_json
 
@@ -27,7 +27,9 @@ RANK = """
     rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
     if rank == 0 and life == "1":
         time.sleep(1)  # what was left from the first life is there before the new answer
-    meeting = lead({"run_dir": str(run.root), "life": life}) if rank == 0 else follow()
+    if rank == 0:
+        assert folder_before() == (str(run.root) if life == "1" else None)
+    meeting = lead({"folder": str(run.root), "life": life}) if rank == 0 else follow()
 
     def work(parallel, flag):
         meeting.end()
@@ -130,5 +132,5 @@ def test_torchrun_with_a_restart(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    wanted = {"payload": {"run_dir": str(run_dir.root), "life": "1"}, "total": [3.0]}
+    wanted = {"payload": {"folder": str(run_dir.root), "life": "1"}, "total": [3.0]}
     assert [read_json(run_dir.root / f"seen{rank}.json") for rank in range(2)] == [wanted] * 2

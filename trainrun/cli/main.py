@@ -16,7 +16,7 @@ from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError
 from trainrun.output import say
 
 if TYPE_CHECKING:
-    from trainrun.runs.run_folder import RunDir
+    from trainrun.config.compose import Composition
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,21 +108,11 @@ def train_one(words: list[str], paths: list[str]) -> int:
         composition = compose_run(words)
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
-    from trainrun.runs.lock import only_writer
-    from trainrun.runs.run import LaunchSpec, begun, execute, start
+    from trainrun.runs.run import LaunchSpec, begun, start
 
-    earlier = earlier_life()
-    if earlier is not None:  # torchrun restarted the ranks
-        config = composition.config
-        if config.seed is None:  # the one that was drawn at its first start
-            from trainrun.config.saved_config import load_config
-
-            config = replace(config, seed=load_config(earlier.config, []).seed)
-        with only_writer(earlier):
-            return execute(earlier, config, LaunchSpec(True, paths))
     with contextlib.ExitStack() as held:
         with others_dismissed():
-            run, config, again = held.enter_context(begun(composition, words))
+            run, config, again = held.enter_context(begun(in_earlier_folder(composition), words))
         return told(run.root, lambda: start(run, config, LaunchSpec(again, paths)))
 
 
@@ -148,13 +138,16 @@ def follows_others() -> bool:
     return external_ranks() and os.environ["RANK"] != "0"
 
 
-def earlier_life() -> RunDir | None:
-    """The run folder of this process before torchrun restarted it."""
-    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-        return None
-    from trainrun.runs.torchrun import restarted_run
+def in_earlier_folder(composition: Composition) -> Composition:
+    """With the folder of this run before torchrun restarted the ranks, unless the words name one."""
+    from trainrun.parallel.devices import external_ranks
 
-    return restarted_run()
+    if "hydra.run.dir" in composition.own or not external_ranks():
+        return composition
+    from trainrun.runs.torchrun import earlier_folder
+
+    folder = earlier_folder()
+    return composition if folder is None else replace(composition, own={"hydra.run.dir": folder})
 
 
 def told(folder: Path, work: Callable[[], int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from trainrun.cli.main import add_import_paths, follows_others, others_dismissed, told
+from trainrun.cli.main import add_import_paths, follows_others, in_earlier_folder, others_dismissed, told
 from trainrun.cli.run_arguments import parse, run_parser
 from trainrun.config.aliases import key_of_today
 from trainrun.config.compose import Composition
@@ -62,7 +62,8 @@ def again(argv: list[str]) -> int:
             )
             say(f"note: the settings of {earlier.root}{changed}", file=sys.stderr)
             typed = ["again", str(earlier.root), *words.overrides]
-            run, config, goes_on = held.enter_context(begun(Composition(config, {}, overrides, own), typed))
+            composition = in_earlier_folder(Composition(config, {}, overrides, own))
+            run, config, goes_on = held.enter_context(begun(composition, typed))
         return told(
             run.root, lambda: start(run, config, LaunchSpec(goes_on, add_import_paths(words.config_dir)))
         )

@@ -30,6 +30,7 @@ from trainrun.parallel.group import contact
 WAIT_SECONDS = 1800.0
 NOTE_SECONDS = 10.0
 POLL_SECONDS = 0.02
+FOLDER = "trainrun/folder"  # the key of the run folder in the store
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,24 @@ def lead(payload: dict[str, Any], wait_seconds: float = WAIT_SECONDS) -> Meeting
     with contact(), told_if_long("the other ranks"):
         store, world_size = open_store(wait_seconds)
         side, _ = open_store(wait_seconds)  # a waiting `get` keeps its connection busy
+    if payload.get("folder") is not None:
+        store.set(FOLDER, payload["folder"])
     nonce = uuid.uuid4().hex
     answer = json.dumps({"payload": payload, "nonce": nonce})
     complete = threading.Event()
     server = threading.Thread(target=serve, args=(side, world_size, answer, complete), daemon=True)
     server.start()
     return Meeting(payload, PrefixStore(f"trainrun/group/{nonce}", store), complete, server)
+
+
+def folder_before() -> str | None:
+    """On rank 0: the folder that it led the others to before the ranks were restarted. The store knows it where it is
+    that of torchrun's agent: it outlives the ranks, and no other job has it."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    with contact():
+        store, _ = open_store(WAIT_SECONDS)
+        return store.get(FOLDER).decode() if store.check([FOLDER]) else None
 
 
 def serve(store: Store, world_size: int, answer: str, complete: threading.Event) -> None:

@@ -21,11 +21,11 @@ from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from trainrun.interfaces import Parallel
 from trainrun.output import say
 from trainrun.parallel.group import contact
-from trainrun.parallel.handshake import Meeting, follow, lead
+from trainrun.parallel.handshake import Meeting, folder_before, follow, lead
 from trainrun.parallel.rank_place import LostContact
 from trainrun.parallel.worker import run_as_rank
 from trainrun.runs.rank import train
-from trainrun.runs.run_folder import RunDir, read_json, write_text
+from trainrun.runs.run_folder import RunDir, read_json
 from trainrun.runs.status import deadline, write_status
 from trainrun.runtime.signals import StopFlag
 from trainrun.timing.phases import PhaseTimer, process_start
@@ -49,8 +49,6 @@ def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> 
     if fault:
         dismiss(EXIT_USAGE)
         raise ConfigError(fault)
-    _note().parent.mkdir(parents=True, exist_ok=True)
-    write_text(_note(), str(run.root))
     meeting = lead({"folder": str(run.root), "config": _digest(run), "resume": resume, "paths": paths})
     if faults := meeting.hear_all():
         raise ConfigError(faults[0])
@@ -103,23 +101,17 @@ def _is_shared(run: RunDir, digest: str) -> bool:
         time.sleep(POLL_SECONDS)
 
 
-def restarted_run() -> RunDir | None:
-    """The folder of this same run before torchrun restarted its ranks; None at its first start."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if not count.isascii() or not count.isdigit():
-        raise ConfigError(f"TORCHELASTIC_RESTART_COUNT={count}: must be a whole number; torchrun sets it")
-    if int(count) == 0:
+def earlier_folder() -> str | None:
+    """The run folder of this same job before torchrun restarted its ranks; None at its first start."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
-    with contextlib.suppress(OSError):
-        return RunDir(Path(_note().read_text(encoding="utf-8")))
-    return None
-
-
-def _note() -> Path:
-    """Where rank 0 leaves the folder for its next life: named by torchrun's run, or by its agent's process."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    own = f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name
-    return Path("outputs").absolute() / ".elastic" / own
+    folder = folder_before()
+    if folder is None:
+        say(
+            "note: torchrun restarted the ranks, and no folder of their run is known: a new run begins (with "
+            "output_dir=... a restart goes on)", file=sys.stderr,
+        )  # fmt: skip
+    return folder
 
 
 def _work(run: RunDir, config: RunConfig, resume: bool, meeting: Meeting) -> int:
