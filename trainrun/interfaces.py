@@ -168,6 +168,7 @@ class MicroBatch(NamedTuple):
     indices: (B,) int64 on the host, the numbers of its samples in the data set (of an iterable one, their
         positions in the epoch): with seed and epoch they are what random augmentation is drawn from.
     items: what `Task.count` says of it, where that was found on the host; else None.
+    whole: what ranks compare who each take a share of one batch; "" where there is nothing to compare.
     """
 
     data: Any
@@ -175,6 +176,7 @@ class MicroBatch(NamedTuple):
     last: bool = False
     indices: Tensor | None = None
     items: int | None = None
+    whole: str = ""
 
     def counted_by(self, task: Task) -> int:
         """The items of it; the task is asked where nobody has counted yet. 0 if its outputs will say."""

@@ -152,7 +152,11 @@ def of_ranks(world, source, start=0):
             barrier.wait()
             return every
 
-        found[rank] = contents(opened(source(), rank=rank, world_size=world, gather=gather).epoch(0, start))
+        try:
+            stream = opened(source(), rank=rank, world_size=world, gather=gather)
+            found[rank] = contents(stream.epoch(0, start))
+        except DataError as error:
+            found[rank] = str(error)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -177,6 +181,27 @@ def test_every_rank_reads_its_own_part_and_keeps_step(world):
     assert Counter(number for found in ranks for number in numbers(found)) == Counter(Whole().numbers)
     whole = of_ranks(world, Whole)  # without parts: as one rank would see it
     assert sorted(number for found in whole for number in numbers(found)) == sorted(Whole().numbers)
+
+
+def test_ranks_that_read_different_samples_of_a_stream_that_is_read_whole_are_refused():
+    shards = list(enumerate(SIZES))
+    parts = iter([shards[0::2], shards[1::2]])
+    found = of_ranks(2, lambda: Whole(next(parts)))
+    assert all(one.startswith("data.train: the ranks read different samples of it") for one in found)
+    parts = iter([shards, []])
+    found = of_ranks(2, lambda: Whole(next(parts)))  # its own fault, and nobody waits
+    assert {type(one) for one in found} == {list, str}
+    assert "data.train: Whole gave no batch in epoch 0" in found
+
+
+def test_a_stream_of_hugging_face_that_is_divided_already_is_refused():
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    data = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
+    with pytest.raises(DataError, match="data.val: split_dataset_by_node has divided it among the ranks"):
+        opened(split_dataset_by_node(data, 0, 2), key="data.val", training=False, world_size=2)
+    opened(split_dataset_by_node(data, 0, 2))
 
 
 class OneSided(Quiet):

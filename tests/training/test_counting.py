@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import exact_parts
@@ -10,7 +12,7 @@ import torch
 from exact_parts import fitted, parts_of, result
 from torch import nn
 
-from trainrun.errors import ConfigError, PluginError
+from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.training.evaluate import evaluate
 from trainrun.training.recovery.restore import load_train_state
@@ -187,3 +189,16 @@ def test_a_run_whose_task_counts_with_tensors_or_fractions_goes_on(count: Any) -
     state.logged_items += count
     load_train_state(resumed, state.state_dict())
     assert resumed.logged_items == 12
+
+
+def test_a_validation_stream_of_which_ranks_read_different_samples_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = parts_of((*TOKENS, "data.val._target_=exact_parts.tokens", "data.val.count=6"), val_batch_size=3)
+    batches = list(run.validation["val"].epoch(0))
+    shares = SimpleNamespace(epoch=lambda epoch: (batch._replace(whole="mine") for batch in batches))
+    run = replace(run, validation={"val": shares})
+    evaluate(run, "val")
+    monkeypatch.setattr(type(run.parallel), "gather", lambda self, mine: [mine, (*mine[:-1], "another's")])
+    with pytest.raises(DataError, match=r"data.val: the ranks read different samples"):
+        evaluate(run, "val")

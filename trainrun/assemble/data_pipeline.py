@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import SAME, RunConfig, validation_nodes
-from trainrun.data.facts import (
-    IGNORED_LABEL,
-    PLAUSIBLE_CLASSES,
-    Labels,
-    check_labels,
-    labels_in,
-)
+from trainrun.data.facts import IGNORED_LABEL, PLAUSIBLE_CLASSES, Labels, check_labels, labels_in
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import Copying, Report, Sizes, SourceStates, StreamOptions, TokenCounter
 from trainrun.errors import ConfigError, DataError

@@ -43,12 +43,13 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
     model, task = run.averaged, run.task
     sums: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
-    items, started, stopped = 0, perf_counter(), False
+    items, started, stopped, whole = 0, perf_counter(), False, ""
     with evaluating(model):
         run.task_calls.evaluation_starts(model, split)
         for batch in batches.epoch(0):
             if stopped := run.triggers.interrupted():
                 break
+            whole = whole or batch.whole
             run.task_calls.evaluation_sees(model, batch.data)
             for found, kept, late in run.retry.in_pieces(batch, lambda piece: sums_of(run, model, piece)):
                 add_sums(sums, found, task)
@@ -58,11 +59,17 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
             items = items + batch.counted_by(task)
         else:
             run.task_calls.evaluation_ends(model)
-    answers = run.parallel.gather((list(rows), stopped))
-    if any(stopped for _, stopped in answers):
+    answers = run.parallel.gather((list(rows), stopped, whole))
+    if len({whole for *_, whole in answers}) > 1:
+        from trainrun.data.same_samples import check_same
+
+        check_same([whole for *_, whole in answers], f"data.{split.replace('/', '.')}")
+    if any(stopped for _, stopped, _ in answers):
         return {}
     totals, (count,) = over_ranks(run.parallel, sums, [float(items)])  # waits for the device
-    joined = rows_over_ranks(run.parallel, rows, list(dict.fromkeys(chain(*(names for names, _ in answers)))))
+    joined = rows_over_ranks(
+        run.parallel, rows, list(dict.fromkeys(chain(*(names for names, *_ in answers))))
+    )
     metrics = {f"{split}/{name}": value for name, value in metrics_of(totals, count, task, joined).items()}
     return metrics | {f"{split}/seconds": perf_counter() - started}
 

@@ -61,7 +61,7 @@ class Reading(NamedTuple):
 
     data: None if no sample could be read, and none has to stand in. indices: of the samples in it, as a
     list, because a tensor would take shared memory and an open file. faults: of the samples left out. state: where an
-    iterable source then stands.
+    iterable source then stands. whole: see `MicroBatch`.
     """
 
     data: Any
@@ -70,9 +70,11 @@ class Reading(NamedTuple):
     last: bool
     faults: tuple[str, ...] = ()
     state: Any = None
+    whole: str = ""
 
     def micro_batch(self) -> MicroBatch:
-        return MicroBatch(self.data, self.real, self.last, torch.tensor(self.indices, dtype=torch.int64))
+        indices = torch.tensor(self.indices, dtype=torch.int64)
+        return MicroBatch(self.data, self.real, self.last, indices, whole=self.whole)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from trainrun.data.engines.choice import (
 )
 from trainrun.data.engines.generators import GlobalDraw
 from trainrun.data.engines.in_memory import ResidentBatches
-from trainrun.data.engines.iterable import InStep, StreamReader, has_parts
+from trainrun.data.engines.iterable import Alike, InStep, StreamReader, has_parts
 from trainrun.data.engines.loader import LoaderBatches
 from trainrun.data.engines.threads import ThreadBatches
 from trainrun.data.order.sampler import Plan, StreamPlan
+from trainrun.data.same_samples import refuse_divided
 from trainrun.data.stream_options import Collate, PreparedStream, StreamOptions, limit_key, new_plan, plan_of
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
@@ -139,9 +140,8 @@ def open_iterable(
     )
     options.places.parts = reader.parts
     on_host: Batches = LoaderBatches(reader, plan, number, options, _skips(options, plan))
-    if divided and options.world_size > 1:
-        assert options.gather is not None
-        on_host = InStep(on_host, options.gather, options.key)
+    if options.training and options.world_size > 1 and options.gather is not None:
+        on_host = (InStep if divided else Alike)(on_host, options.gather, options.key)
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     if divided:
         reason += f"; each of {parts} readers has a part of its own"
@@ -152,6 +152,8 @@ def open_iterable(
 
 def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:
     key, shards = options.key, getattr(source, "num_shards", None)
+    if options.world_size > 1:
+        refuse_divided(source, key)
     has = (
         "" if shards is None else f"; it has num_shards={shards} for {options.world_size} x {number} readers"
     )

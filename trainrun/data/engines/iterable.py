@@ -28,6 +28,7 @@ from trainrun.data.engines.batch_reader import (
 from trainrun.data.engines.generators import generator_of, seed_globals, seeded, takes
 from trainrun.data.engines.stream import Around
 from trainrun.data.order.sampler import Plan, batch_too_large, behind_the_end, share_bounds
+from trainrun.data.same_samples import check_same, digest_of
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
 from trainrun.user_code import line_of
@@ -126,11 +127,13 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
                 place.ask(position)
             begin, end = share_bounds(len(chunk), plan.rank, plan.world_size)
             stands = (role, count, place.taken, place.state) if keeps_place(self.dataset) else None
+            shared = plan.world_size > 1 and count == start + 1
+            whole = digest_of(chunk) if shared else ""
             if begin < end:
                 numbers = [(first + i) * parts + mine * (parts > 1) for i in range(begin, end)]
-                yield self._reading(chunk[begin:end], numbers, True)._replace(state=stands)
+                yield self._reading(chunk[begin:end], numbers, True)._replace(state=stands, whole=whole)
             elif plan.training:
-                yield self._reading(chunk[:1], [first], False)._replace(state=stands)
+                yield self._reading(chunk[:1], [first], False)._replace(state=stands, whole=whole)
         if count > start:
             return
         spare = next(self._samples(SourcePlace(), mine), None) if self.readers else None
@@ -228,6 +231,31 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             yield spare
         elif given <= before and self.plan.world_size == 1 and self.readers:
             raise DataError(f"{self.recipe.key}: {self._name(0)} gave no batch in epoch {self.epoch}")
+
+
+class Alike(Around):
+    """Training batches that every rank takes its share of: what the first is part of is compared, once.
+
+    A rank that has no such batch answers too, before its fault is raised, or the others would wait for it.
+    """
+
+    def __init__(self, batches: Batches, gather: Callable[[Any], list[Any]], key: str) -> None:
+        super().__init__(batches)
+        self._gather, self._key, self._digests = gather, key, [""]
+        self._asked = False
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        batches, first = self._batches.epoch(epoch, start), None
+        if not self._asked:
+            self._asked = True
+            try:
+                first = next(batches, None)
+            finally:
+                self._digests = self._gather("" if first is None else first.whole)
+        check_same(self._digests, self._key)  # a trial before the training may have caught it
+        if first is not None:
+            yield first
+        yield from batches
 
 
 class InStep(Around):

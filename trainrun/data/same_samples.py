@@ -1,0 +1,49 @@
+"""Whether ranks that each take a share of a stream's batches read the same samples: otherwise some are lost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from trainrun.data.batch import map_leaves
+from trainrun.data.cache.samples import NotKept, take_apart
+from trainrun.errors import DataError
+
+DIVIDED = (
+    "a stream is read whole by every rank, which takes its share of each batch; let it give each the same samples "
+    "(no rank, no world size and no generator of its own in it), or give it shard(num_shards, index) and no __len__"
+)
+
+
+def digest_of(samples: Sequence[Any]) -> str:
+    """Digest tensors, arrays, numbers, text and whatever has `tobytes`; of anything else its type alone."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(leaf: Any) -> Any:
+        digest.update(type(leaf).__qualname__.encode())
+        try:
+            _, (about,), (buffer,) = take_apart(leaf)
+            digest.update(repr(about).encode())
+            digest.update(buffer.data)
+        except NotKept:
+            digest.update(leaf.tobytes() if callable(getattr(leaf, "tobytes", None)) else b"")
+        return leaf
+
+    map_leaves(list(samples), add)
+    return digest.hexdigest()
+
+
+def check_same(digests: Sequence[str], key: str) -> None:
+    """digests: of one batch, by rank; "" where a rank has none to compare. DataError, on every rank: they differ."""
+    if len(set(digests) - {""}) > 1:
+        raise DataError(f"{key}: the ranks read different samples of it, and some would be lost; {DIVIDED}")
+
+
+def refuse_divided(source: Any, key: str) -> None:
+    """A stream of `datasets` that `split_dataset_by_node` has divided. DataError: the ranks would divide it again."""
+    if getattr(getattr(source, "_distributed", None), "world_size", 1) > 1:
+        raise DataError(
+            f"{key}: split_dataset_by_node has divided it among the ranks, which divide it once more, so some samples "
+            "would be lost; leave split_dataset_by_node out"
+        )
