@@ -112,6 +112,35 @@ def test_a_random_source_is_refused(draw, message):
     assert state == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
+class Rare(Made):
+    def __getitem__(self, index):
+        return image_of(index), torch.rand(()) if index == 17 else torch.zeros(())
+
+
+class RareAtOnce(Rare):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize(("source", "long"), [(Rare(), 5.0), (RareAtOnce(), 5.0), (Rare(), -1.0)])
+def test_a_source_of_which_one_sample_is_random_is_refused(source, long, monkeypatch):
+    monkeypatch.setattr(module, "LONG_SECONDS", long)  # workers fill it
+    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    with pytest.raises(DataError, match=r"data.train: sample 17 is another one each time it is read .by Rare"):
+        cached(source, "memory", "data.train")
+
+
+def test_a_source_that_seeds_itself_is_kept():
+    class Seeded(Made):
+        def __getitem__(self, index):
+            torch.manual_seed(index)
+            return index, torch.rand(3)
+
+    kept = cached(Seeded(), "memory", "data.train")
+    assert kept.num_kept() == 40
+    assert all(same(kept[index], Seeded()[index]) for index in range(40))
+
+
 class Hooked(Made):
     def __getitem__(self, index, generator=None):
         return torch.rand(2, generator=generator), index

@@ -15,17 +15,20 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
 from trainrun.data.cache.disk import open_or_build
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
-from trainrun.data.cache.probe import Probe, look_at
+from trainrun.data.cache.probe import Probe, look_at, random_because, random_refused
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, MISSING, Store, in_memory, shared_store
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.engines.choice import MAX_AUTO_WORKERS
+from trainrun.data.engines.generators import states
 from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.map_style import thread_safe
 from trainrun.data.stream_options import StreamOptions
@@ -106,7 +109,9 @@ def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe, fill: C
 
 
 class NotRead(NamedTuple):
-    """A sample that cannot be read stays out: who asks for it is told why."""
+    """A sample that cannot be read stays out: who asks for it is told why. random: why it may not be kept."""
+
+    random: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,13 +121,25 @@ class Chunks:
     source: Any
 
     def __getitem__(self, indices: range) -> list[Any]:
+        before = states()
+        samples = self._at_once(list(indices)) or [self._tried(index) for index in indices]
+        if states() == before:
+            return samples
+        for place, index in enumerate(indices):  # one of them drew
+            with suppress(Exception):  # it is tried again when it is asked for
+                if why := random_because(partial(self._one, index), index):
+                    samples[place] = NotRead(why)
+        return samples
+
+    def _at_once(self, indices: list[int]) -> list[Any]:
+        """Empty if that cannot be, or one of them is at fault: keep the others."""
         at_once = getattr(self.source, "__getitems__", None)
-        if callable(at_once):
-            try:
-                return list(at_once(list(indices)))
-            except Exception:  # one of them is at fault: keep the others
-                pass
-        return [self._tried(index) for index in indices]
+        with suppress(Exception):
+            return list(at_once(indices)) if callable(at_once) else []
+        return []
+
+    def _one(self, index: int) -> Any:
+        return (self._at_once([index]) or [self.source[index]])[0]
 
     def _tried(self, index: int) -> Any:
         try:
@@ -141,6 +158,8 @@ def fill_store(store: Store, source: Any, key: str, probe: Probe, say: Say) -> N
     for chunk, samples in zip(chunks, _read(Chunks(source), chunks, several, key), strict=True):
         for index, sample in zip(chunk, samples, strict=True):
             readable = not isinstance(sample, NotRead)
+            if not readable and sample.random:
+                raise random_refused(source, sample.random, store.where)
             unlike += readable and not store.write(index, sample)
         number += len(chunk)
         tell(number, total)
@@ -153,10 +172,9 @@ def fill_store(store: Store, source: Any, key: str, probe: Probe, say: Say) -> N
 
 def _read(source: Chunks, chunks: list[range], num_workers: int, key: str) -> Iterator[list[Any]]:
     if num_workers < 2:
-        for chunk in chunks:
-            with kept_random_state():
-                samples = source[chunk]
-            yield samples
+        with kept_random_state():
+            for chunk in chunks:
+                yield source[chunk]
         return
     workers = LoaderWorkers(source, chunks, num_workers, StreamOptions(key, True, 1, 0))
     try:

@@ -1,10 +1,13 @@
-"""Look at a few samples before a cache is laid out: what they are, how large, and whether they are random."""
+"""Look at samples for a cache: a few before it is laid out, for what they are and how large; all, for draws."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import product
+from operator import getitem
 from typing import Any, NamedTuple
 
 from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, take_apart
@@ -51,7 +54,7 @@ class Probe(NamedTuple):
 
 
 def look_at(source: Any, where: str) -> Probe:
-    """Read the first sample twice, and some more once. `where` begins the messages."""
+    """Read some samples, each twice. `where` begins the messages."""
     _refuse_generators(source, where)
     last = len(source) - 1
     rows = sorted({round(part * last / (NUM_PROBES - 1)) for part in range(NUM_PROBES)})
@@ -62,6 +65,7 @@ def look_at(source: Any, where: str) -> Probe:
         for row in rows:  # a data set may begin with a damaged sample
             try:
                 look = _look(source[row])
+                why = random_because(partial(getitem, source, row), row, look)
             except Exception as error:
                 if isinstance(error, NotKept) and not looks:
                     raise DataError(
@@ -71,8 +75,8 @@ def look_at(source: Any, where: str) -> Probe:
                     ) from error
                 fault = fault or error
                 continue
-            if not looks:
-                _refuse_random(source, row, look, where)
+            if why:
+                raise random_refused(source, why, where)
             looks.append(look)
     if not looks:
         assert fault is not None
@@ -80,7 +84,7 @@ def look_at(source: Any, where: str) -> Probe:
             f"{where}: none of the samples {', '.join(map(str, rows))} of {type(source).__name__} can be read: "
             f"{type(fault).__name__}: {fault}{line_of(fault)}"
         ) from fault
-    seconds = (time.perf_counter() - began) / (len(rows) + 1)
+    seconds = (time.perf_counter() - began) / (2 * len(rows))
     form, leaves, *_ = looks[0]
     same = [look for look in looks if kind_of(look.form, look.leaves) == kind_of(form, leaves)]
     alike = all(look.leaves == leaves for look in same)
@@ -107,17 +111,17 @@ def _refuse_generators(source: Any, where: str) -> None:
             raise DataError(f"{where}: {told}, {RANDOM}")
 
 
-def _refuse_random(source: Any, row: int, look: Look, where: str) -> None:
-    """The second read must give the same, and draw from no global generator.
+def random_because(read: Callable[[], Any], row: int, look: Look | None = None) -> str:
+    """Why a sample is random: another read must give the same, and draw from no global generator; "" if it does.
 
-    The first may draw: to prepare something once, or because it seeds the generators itself.
+    The first, whose look this is, may draw: to prepare something once, or because it seeds the generators itself.
     """
+    look = _look(read()) if look is None else look
     before = states()
-    again = _look(source[row])
-    if again.digest != look.digest:
-        why = f"sample {row} is another one each time it is read"
-    elif states() != before:
-        why = f"random numbers are drawn while sample {row} is read"
-    else:
-        return
-    raise DataError(f"{where}: {why} (by {type(source).__name__}), {RANDOM}")
+    if _look(read()).digest != look.digest:
+        return f"sample {row} is another one each time it is read"
+    return "" if states() == before else f"random numbers are drawn while sample {row} is read"
+
+
+def random_refused(source: Any, why: str, where: str) -> DataError:
+    return DataError(f"{where}: {why} (by {type(source).__name__}), {RANDOM}")
