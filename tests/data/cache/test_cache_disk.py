@@ -13,6 +13,7 @@ import pytest
 import torch
 from cache_sources import SAMPLES, AtOnce, Made, in_child, reads_in, same, start
 
+from trainrun.data.cache import fingerprint
 from trainrun.data.cache.cached import cached
 from trainrun.data.cache.disk import draft_of
 from trainrun.data.cache.fingerprint import own_fingerprint
@@ -48,7 +49,7 @@ def test_it_is_decoded_once(kind, tmp_path, log):
     again = on_disk(AtOnce(kind, log=log), tmp_path / "c")
     assert "(found)" in again.note
     assert all(same(again[index], SAMPLES[kind](index)) for index in range(40))
-    assert sum(reads_in(log).values()) - sum(counts.values()) == NUM_PROBES + 1
+    assert sum(reads_in(log).values()) - sum(counts.values()) == 2 * NUM_PROBES
 
 
 @pytest.mark.parametrize("kind", ["pair", "tokens"])
@@ -72,6 +73,27 @@ def test_a_copy_opens_the_file_again(kind, tmp_path, log):
 class Silent(Made):
     def fingerprint(self):
         return "always"
+
+
+def test_a_file_below_a_folder_that_the_source_names_is_seen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    inside = tmp_path / "pictures" / "cats" / "1.bin"
+    inside.parent.mkdir(parents=True)
+    inside.write_bytes(b"1")
+    (tmp_path / "pictures" / "again").symlink_to(tmp_path / "pictures")
+
+    def story():
+        source = Plain(root="pictures", all=["pictures"] * 3, kind="none")
+        return cached(source, "disk:pictures/kept", "data.train", said.append).note.split(" (")[1]
+
+    said = []
+    assert [story(), story()] == ["built)", "found)"]  # the cache lies below it, too
+    times = inside.stat().st_atime_ns, inside.stat().st_mtime_ns + 1
+    os.utime(inside, ns=times)
+    assert [story(), story(), said] == ["built)", "found)", []]
+    monkeypatch.setattr(fingerprint, "MOST_FILES", 1)
+    story()
+    assert "has more than 1 files" in said[0]
 
 
 @pytest.mark.parametrize(

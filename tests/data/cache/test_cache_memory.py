@@ -126,7 +126,9 @@ class RareAtOnce(Rare):
 def test_a_source_of_which_one_sample_is_random_is_refused(source, long, monkeypatch):
     monkeypatch.setattr(module, "LONG_SECONDS", long)  # workers fill it
     monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    with pytest.raises(DataError, match=r"data.train: sample 17 is another one each time it is read .by Rare"):
+    with pytest.raises(
+        DataError, match=r"data.train: sample 17 is another one each time it is read .by Rare"
+    ):
         cached(source, "memory", "data.train")
 
 

@@ -65,7 +65,7 @@ def cached(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather
     readable_source = indexed and not isinstance(source, type | str | bytes)
     if not readable_source or columns_of(source, key) is not None or not len(source):
         return source  # in memory already, or opening it says what is wrong
-    own = own_fingerprint(source) if wanted.mode == "disk" else ""
+    own = own_fingerprint(source, wanted.folder, say) if wanted.folder is not None else ""
     probe = look_at(source, where)
 
     def fill(store: Store) -> None:

@@ -1,16 +1,21 @@
 """What the decoded content of a source depends on, as one short text: the name of its cache on disk.
 
 A source with `fingerprint()` says it itself. Of others: the class and its code, and what pickle would send to another
-process, so no open handles; arrays by content, paths by size and time of change, functions by their code.
+process, so no open handles; arrays by content, functions by their code, paths by size and time of change: of a folder
+those of all files below it but hidden ones and the cache's own.
 """
 
 from __future__ import annotations
 
 import copyreg
 import hashlib
+import logging
 import os
 import pickle
+import stat
 import types
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,11 @@ from torch import Tensor
 from trainrun.data.cache.samples import NotKept, take_apart
 from trainrun.errors import DataError
 
+LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 WHOLE_ARRAY_BYTES = 64 * 2**20  # larger arrays are known by blocks spread over them
 NUM_BLOCKS, BLOCK_BYTES = 64, 2**16
+MOST_FILES = 100_000  # below the folders that a source names; looking at so many takes about half a second
 
 
 def content_key(source: Any, own: str, samples: str) -> str:
@@ -32,26 +39,38 @@ def content_key(source: Any, own: str, samples: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def own_fingerprint(source: Any) -> str:
-    """To be taken before a sample is read: reading may leave traces in the attributes."""
-    say = getattr(source, "fingerprint", None)
-    if callable(say):
-        return f"said {say()}"
-    parts = _Parts()
+def own_fingerprint(source: Any, cache: Path | None = None, say: Callable[[str], None] = LOG.warning) -> str:
+    """To be taken before a sample is read: reading may leave traces in the attributes.
+
+    cache: the folder of caches, which is left out. say: takes a line about a folder with too many files.
+    """
+    own = getattr(source, "fingerprint", None)
+    if callable(own):
+        return f"said {own()}"
+    parts = _Parts(cache)
     try:
         parts.dump(source)
     except Exception as error:  # nested too deeply, or what some __reduce__ gives is no answer
         raise DataError(f"{type(source).__name__}: what it depends on cannot be told ({error}); give it a method "
                         "fingerprint() whose text changes with its samples") from error  # fmt: skip
+    if parts.too_large:
+        say(
+            f"{parts.too_large} has more than {MOST_FILES:,} files, so a change inside one of them is not seen; "
+            f"give {type(source).__name__} a method fingerprint() whose text then changes"
+        )
     return parts.digest.hexdigest()
 
 
 class _Parts(pickle.Pickler):
     """Feeds the parts of an object to a digest; nothing is kept or loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: Path | None) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
+        self.too_large = ""  # the first folder of which not all files were looked at
         self._seen: set[Any] = set()
+        self._left = MOST_FILES
+        self._known: dict[tuple[int, int], str] = {}
+        self._apart = None if cache is None or not cache.exists() else _place(cache.stat())
         super().__init__(self, 5)
 
     def write(self, data: Any) -> None:
@@ -61,7 +80,7 @@ class _Parts(pickle.Pickler):
         """Asked about every object. What is not None is taken in its place; bytes are made new for each, as pickle
         tells one object from two that are equal."""
         if isinstance(value, str | Path):
-            return f"{type(value).__name__} {value}{_stamp(str(value))}".encode("utf-8", "surrogatepass")
+            return f"{type(value).__name__} {value}{self._stamp(str(value))}".encode("utf-8", "surrogatepass")
         if isinstance(value, bytes | bytearray):
             return b"bytes " + value
         if isinstance(value, set | frozenset):
@@ -73,6 +92,37 @@ class _Parts(pickle.Pickler):
             self._seen.add(value)
             return [value.__qualname__, None if known else _code_of(value)]
         return None
+
+    def _stamp(self, text: str) -> str:
+        """Size and time of change of what a text is the path of, and of the files below it; "" if it is none."""
+        if not text.strip("./"):
+            return ""
+        try:
+            found = os.stat(text)
+            return self._below(text, found) if stat.S_ISDIR(found.st_mode) else _written(found)
+        except (OSError, ValueError):  # no path, or not one of this machine
+            return ""
+
+    def _below(self, folder: str, found: os.stat_result) -> str:
+        """Look at each folder once, however often it is named, or linked."""
+        if (place := _place(found)) in self._known:
+            return self._known[place]
+        self._known[place], lines = "", []
+        with os.scandir(folder) as entries:
+            for entry in sorted((one for one in entries if one.name[0] != "."), key=lambda one: one.name):
+                self._left -= 1
+                if self._left < 0:
+                    self.too_large = self.too_large or folder
+                    return _written(found)
+                with suppress(OSError):  # a link to nothing
+                    about = entry.stat()
+                    if _place(about) != self._apart:
+                        is_folder = stat.S_ISDIR(about.st_mode)
+                        inside = self._below(entry.path, about) if is_folder else _written(about)
+                        lines.append(entry.name + inside)
+        whole = "\n".join(lines).encode("utf-8", "surrogateescape")
+        self._known[place] = f" {hashlib.blake2b(whole, digest_size=16).hexdigest()}"
+        return self._known[place]
 
     def reducer_override(self, value: Any) -> Any:
         """What cannot be sent to another process, such as a lock, counts by its class and name alone."""
@@ -98,14 +148,11 @@ def _code(code: types.CodeType) -> list[Any]:
     return [code.co_code, list(code.co_names), constants]
 
 
-def _stamp(text: str) -> str:
-    """Size and time of change of what a text is the path of."""
-    if not text.strip("./") or not ("." in text or os.sep in text):
-        return ""
-    try:
-        found = os.stat(text)
-    except (OSError, ValueError):  # no path, or not one of this machine
-        return ""
+def _place(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _written(found: os.stat_result) -> str:
     return f" {found.st_size} {found.st_mtime_ns}"
 
 
