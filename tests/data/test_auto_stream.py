@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from trainrun.autotune.own_generators import own_generator
 from trainrun.data.engines.auto_stream import AutoStream, Option
+from trainrun.data.engines.generators import kept_generators
 from trainrun.interfaces import MicroBatch
 
 
@@ -85,9 +85,10 @@ class Samples(Dataset):
         (Samples(crop=Samples(generator=torch.Generator())), ".crop.generator"),
         (Samples(old=np.random.RandomState(0)), ".old"),
         (Samples(module=np.random, seed=3, function=random.random, weights=torch.zeros(3)), None),
+        (Samples(a=torch.default_generator, b=random.SystemRandom()), None),
         ((torch.zeros(3), torch.zeros(3)), None),
         (None, None),
     ],
 )
 def test_own_generators_are_found(source: object, where: str | None) -> None:
-    assert own_generator(source) == where
+    assert [name for name, _ in kept_generators(source)] == ([] if where is None else [where])

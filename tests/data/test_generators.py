@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from trainrun.data.engines.generators import generator_of, guarded
+from trainrun.data.cache.cached import cached
+from trainrun.data.engines.generators import drawn_from, generator_of, guarded
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
+from trainrun.errors import DataError
 
 pytestmark = pytest.mark.process
 
@@ -116,3 +118,112 @@ def test_what_the_training_compiles_is_compiled_while_threads_read_and_after_the
         thread.join()
     torch.compile(lambda x: x * 3 + 1, backend=backend)(torch.ones(3))
     assert len(compiled) == 2
+
+
+class Own(Noise):
+    """Keeps a generator, and uses it as `draw` says."""
+
+    def __init__(self, draw, rng):
+        self.draw, self.rng = draw, rng
+
+    def __getitem__(self, index):
+        return torch.tensor(float(self.draw(self.rng, index)))
+
+
+class OwnStream(Positions):
+    def __init__(self):
+        self.rng = random.Random(0)
+
+
+def seeded_by_index(rng, index):
+    rng.seed(index)
+    return rng.random()
+
+
+@pytest.mark.parametrize(
+    ("source", "transform", "told"),
+    [
+        (Own(lambda rng, i: rng.random(), random.Random(0)), None, "data.train.rng"),
+        (Own(lambda rng, i: rng.random(), np.random.default_rng(0)), None, "data.train.rng"),
+        (Own(lambda rng, i: rng.rand(), np.random.RandomState(0)), None, "data.train.rng"),
+        (Own(lambda rng, i: torch.rand((), generator=rng), torch.Generator()), None, "data.train.rng"),
+        (Noise(), Own(lambda rng, i: rng.random(), random.Random(0)).__getitem__, "data.transform.rng"),
+        (OwnStream(), None, "data.train.rng"),
+        (Own(lambda rng, i: i, random.Random(0)), None, ""),
+        (Own(seeded_by_index, random.Random(0)), None, ""),
+        (Own(lambda rng, i: random.random(), random.Random(0)), None, ""),
+    ],
+)  # fmt: skip
+def test_draws_from_a_generator_that_the_user_keeps_are_told(source, transform, told):
+    options = StreamOptions("data.train", True, 2, 5, num_workers=0, transform=transform)
+    lines = open_batches(source, options)[1].splitlines()[1:]
+    assert [line.partition(": ")[0] for line in lines] == [told] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("rng", "draw"),
+    [
+        (random.Random(0), random.Random.random),
+        (np.random.default_rng(0), np.random.Generator.random),
+        (np.random.RandomState(0), np.random.RandomState.random_sample),
+        (torch.Generator().manual_seed(0), lambda rng: float(torch.rand((), generator=rng))),
+    ],
+)
+def test_a_generator_that_was_tried_is_put_back(rng, draw):
+    given = []
+    assert drawn_from([(".rng", rng)], lambda: given.append(draw(rng))) == [".rng"]
+    assert draw(rng) == given[0] != given[1]
+
+
+class DrawsAtOnce(Noise):
+    def __getitems__(self, indices):
+        return [torch.tensor([index, float(torch.rand(()))]) for index in indices]
+
+
+def drawn_together(samples):
+    return torch.stack(samples) + torch.rand(len(samples))
+
+
+def test_what_getitems_draws_does_not_depend_on_the_batch():
+    def by_sample(**changes):
+        stream = opened(DrawsAtOnce(), **changes)
+        return {int(row[0]): float(row[1]) for batch in stream.epoch(0) for row in batch.data}
+
+    assert by_sample(batch_size=6) == by_sample(batch_size=2) == by_sample(batch_size=1, engine="workers")
+    line = open_batches(DrawsAtOnce(), StreamOptions("data.train", True, 2, 5))[1]
+    assert "data.train: its __getitems__ draws random numbers, so samples are asked of it one by one" in line
+
+
+@pytest.mark.parametrize("more", [{"accumulates": True}, {"world_size": 2}, {}])
+def test_a_collate_function_that_draws_is_told_where_batches_are_cut(more):
+    options = StreamOptions("data.train", True, 2, 5, collate_fn=drawn_together, **more)
+    assert ("\ndata.collate_fn: draws random numbers" in open_batches(Noise(), options)[1]) == bool(more)
+
+
+class Epochs(Noise):
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return torch.tensor(self.epoch)
+
+
+@pytest.mark.parametrize(
+    "how", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": "auto", "num_threads": 2}]
+)
+def test_set_epoch_is_called_and_one_that_shares_the_data_is_in_its_own(how):
+    source = Epochs()
+    train, val = Subset(ConcatDataset([source]), [0, 1, 2, 3]), Subset(ConcatDataset([source]), [4, 5])
+    stream, held = (opened(one, training=one is train, **how) for one in (train, val))
+    for epoch in (0, 3, 1):
+        batches = stream.epoch(epoch)
+        found = [next(batches).data.tolist()]
+        assert [batch.data.tolist() for batch in held.epoch(epoch)] == [[0, 0]]
+        assert found + [batch.data.tolist() for batch in batches] == [[epoch] * 2] * 2
+    assert [batch.data.tolist() for batch in stream.epoch(7, 1)] == [[7, 7]]
+    stream.close()
+    held.close()
+    with pytest.raises(DataError, match="data.train: Epochs has set_epoch, so its samples may change"):
+        cached(source, "memory", "data.train")

@@ -96,6 +96,7 @@ def stream_options(
         report=report,
         may_grow=not training and data.val_batch_size is None,
         limit=getattr(config.trainer, f"limit_{kind_of(name)}_batches"),
+        accumulates=config.trainer.accumulate_grad_batches > 1,
         rank=parallel.rank,
         world_size=parallel.world_size,
         local_world_size=parallel.local_world_size,

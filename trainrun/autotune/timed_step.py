@@ -132,12 +132,12 @@ def obstacle(config: RunConfig, model: nn.Module, train: Batches, parallel: Para
         return "step is your own, so what it does is not known"
     if config.loop and not str(config.loop.get("_target_")).startswith("trainrun.benchmark."):
         return "loop is your own, so the step is not known"
-    from trainrun.autotune.own_generators import own_generator
+    from trainrun.data.engines.generators import kept_generators
     from trainrun.training.without_trace import copy_obstacle
 
-    where = own_generator(train.source) if isinstance(train, AutoStream) else None
-    if where is not None:
-        return f"data.train{where} draws random numbers of its own"
+    kept = kept_generators(train.source) if isinstance(train, AutoStream) else []
+    if kept:
+        return f"data.train{kept[0][0]} draws random numbers of its own"
     return copy_obstacle(model, parallel.device)
 
 

@@ -98,7 +98,7 @@ class StreamOptions:
         samples, or as many as so many batches of one rank hold.
     may_grow: batch_size is a suggestion, and small inputs in memory come in larger batches, for evaluation.
     max_sequence_length and float_dtype: see `Preparation`. drawn: as in `Plan`. shuffle_buffer and places: of
-        an iterable source.
+        an iterable source. accumulates: a step has several batches.
     """
 
     key: str
@@ -129,6 +129,7 @@ class StreamOptions:
     pad_multiple: int | None = None
     limit: float | int = 1.0
     may_grow: bool = False
+    accumulates: bool = False
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, take_apart
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, Layout, kind_of, record_of
+from trainrun.data.engines.batch_reader import has_epochs
 from trainrun.data.engines.generators import states, takes
 from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import DataError
@@ -108,6 +109,9 @@ def _refuse_generators(source: Any, where: str) -> None:
     for part, (method, name) in product(parts_of(source), methods.items()):
         if takes(getattr(part, method, None), name):
             told = f"{type(part).__name__}.{method} takes `{name}`, so it draws random numbers"
+            raise DataError(f"{where}: {told}, {RANDOM}")
+        if has_epochs(part):
+            told = f"{type(part).__name__} has set_epoch, so its samples may change with the epoch"
             raise DataError(f"{where}: {told}, {RANDOM}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,8 +15,11 @@ from trainrun.data.batch import Preparation
 from trainrun.data.engines.generators import (
     Calling,
     GlobalDraw,
+    drawn_from,
     generator_of,
     guarded,
+    kept_generators,
+    noting,
     seeded,
     takes,
     watched,
@@ -31,6 +35,8 @@ from trainrun.user_code import line_of
 
 TRANSFORM, COLLATE = 1, 2  # their numbers do not depend on how many the reading drew before
 FILLERS_TRIED = 100
+OWN_PROBES = 8
+COLLATE_KEY, AT_ONCE = "data.collate_fn", "samples of "  # what is called, for messages
 
 
 class Key(NamedTuple):
@@ -84,7 +90,7 @@ class Recipe:
     seed: of the stream. key: names the source in messages. skips: a sample that cannot be read is left
     out. training: a batch that lost all of its samples is filled with another one that counts nothing
     (`real=False`), because the other ranks wait; in evaluation there is no such batch. scale: None if
-    nobody sees single samples, and batches are scaled.
+    nobody sees single samples, and batches are scaled. one_by_one: `__getitems__` is asked for one sample at a time.
     """
 
     preparation: Preparation
@@ -96,6 +102,7 @@ class Recipe:
     training: bool = True
     scale: Scale | None = None
     transform_key: str = "data.transform"
+    one_by_one: bool = False
 
 
 class Transform:
@@ -134,18 +141,21 @@ class BatchReader:
     A number behind the last sample is a sample that comes again in its epoch, counted on: it is read, and has random
     numbers of its own.
 
-    What a `__getitem__` draws depends on (seed, epoch, index) alone. A data set with `__getitems__` that
-    draws from the global generators is seeded once per batch, by the first index.
+    What a `__getitem__` draws depends on (seed, epoch, index) alone. A `set_epoch` of the data set is called before
+    the first sample of an epoch, on a copy of this reader's own: others may be in another epoch.
     """
 
     def __init__(self, dataset: Any, recipe: Recipe, calling: Calling = seeded) -> None:
+        if has_epochs(dataset):
+            dataset = shallow(dataset)
         self.dataset = dataset
+        self._has_epochs, self._epoch = has_epochs(dataset), -1
         self.recipe = recipe
         self._calling = calling
         self._transform = Transform(recipe, calling, dataset, len(dataset))
         self.number = len(dataset)
         parts = parts_of(dataset)
-        self._at_once = reads_at_once(dataset)
+        self._at_once = reads_at_once(dataset) and not recipe.one_by_one
         alone = recipe.transform is None and recipe.collate is None and recipe.scale is None
         self._whole = whole_batches(dataset) if alone else None
         self._plain = isinstance(dataset, Columns) and recipe.transform is None and recipe.collate is None
@@ -156,6 +166,11 @@ class BatchReader:
     def users_code(self) -> bool:
         """Whether reading runs anything that is not of this package."""
         return not self._plain and self._whole is None
+
+    @property
+    def draws_for_batches(self) -> bool:
+        """Whether one of the user's functions that see a batch might draw random numbers."""
+        return (self._at_once and not self._takes_generators) or self.recipe.collate is not None
 
     def __getitem__(self, key: Key) -> Reading | WorkerFailure:
         try:
@@ -170,6 +185,7 @@ class BatchReader:
         whole = self._whole_batch(self._rows(key.indices)) if self._whole is not None else None
         if whole is not None:
             return Reading(whole, *key[1:])
+        self._begin(key.epoch)
         samples, faults = self._samples(key.epoch, key.indices)
         if samples:
             indices = [index for index, _ in samples]
@@ -194,6 +210,7 @@ class BatchReader:
 
     def sample(self, epoch: int, index: int) -> Any:
         """One sample, read and transformed."""
+        self._begin(epoch)
         return self._transform(self._read(epoch, index), epoch, index)
 
     def try_out(self, epoch: int, indices: Sequence[int]) -> None:
@@ -208,6 +225,42 @@ class BatchReader:
                 except DataError:  # it is raised, or the sample left out, when its turn comes
                     continue
 
+    def draws(self) -> set[str]:
+        """What draws from the global generators while a few samples are read as a batch, in words for messages."""
+        found: set[str] = set()
+        trial, number = BatchReader(shallow(self.dataset), self.recipe, noting(found)), self.number
+        with kept_random_state(), suppress(DataError):  # which is raised, or left out, when its turn comes
+            trial.read(Key(0, sorted({0, number // 2, number - 1}), True, False))
+        return found
+
+    def draws_of_its_own(self) -> list[str]:
+        """Settings, with a place in what they name, of generators that the data set or the transform draws from."""
+        recipe, reader = self.recipe, self.copy()
+        rows = {round(part * (self.number - 1) / OWN_PROBES) for part in range(OWN_PROBES + 1)}
+
+        def read() -> None:
+            for row in sorted(rows):
+                with suppress(DataError):
+                    reader.sample(0, row)
+
+        named = {recipe.key: self.dataset, recipe.transform_key: recipe.transform}
+        kept = [(f"{key}{name}", one) for key, each in named.items() for name, one in kept_generators(each)]
+        with kept_random_state():
+            return drawn_from(kept, read) if kept else []
+
+    def _begin(self, epoch: int) -> None:
+        if not self._has_epochs or epoch == self._epoch:
+            return
+        try:
+            with self._calling((self.recipe.seed, epoch), f"set_epoch of {name_of(self.dataset)}"):
+                for part in parts_of(self.dataset):
+                    getattr(part, "set_epoch", lambda epoch: None)(epoch)
+        except GlobalDraw:
+            raise
+        except ANY_FAULT as error:
+            raise self._fault(f"epoch {epoch}", "", error) from error
+        self._epoch = epoch
+
     def guarded(self) -> BatchReader:
         """The same for a thread during the training."""
         return BatchReader(self.dataset, self.recipe, guarded)
@@ -219,7 +272,7 @@ class BatchReader:
     def _collated(self, key: Key, samples: list[Any]) -> Any:
         if self.recipe.collate is None:
             return collated(samples, self.recipe)
-        with self._calling((self.recipe.seed, key.epoch, key.indices[0], COLLATE), "data.collate_fn"):
+        with self._calling((self.recipe.seed, key.epoch, key.indices[0], COLLATE), COLLATE_KEY):
             return collated(samples, self.recipe)
 
     def _samples(self, epoch: int, indices: list[int]) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
@@ -256,6 +309,8 @@ class BatchReader:
             if isinstance(self.dataset, Columns):
                 return self.dataset[row]
             with self._calling(parts, f"sample {row} of {name_of(self.dataset)}"):
+                if self.recipe.one_by_one:
+                    return self.dataset.__getitems__([row])[0]
                 base, place = innermost(self.dataset, row) if self._drawing else (self.dataset, row)
                 if type(base) in self._drawing:
                     return base.__getitem__(place, generator=generator_of(*parts))
@@ -272,7 +327,7 @@ class BatchReader:
         """
         seed, rows = self.recipe.seed, self._rows(indices)
         try:
-            with self._calling((seed, epoch, indices[0]), f"samples of {name_of(self.dataset)}"):
+            with self._calling((seed, epoch, indices[0]), AT_ONCE + name_of(self.dataset)):
                 if not self._takes_generators:
                     samples = self.dataset.__getitems__(rows)
                 else:
@@ -295,6 +350,10 @@ class BatchReader:
             f"{self.recipe.key}: {which}{place} of {name_of(self.dataset)} cannot be read: "
             f"{type(error).__name__}: {error}{line_of(error)}"
         )
+
+
+def has_epochs(dataset: Any) -> bool:
+    return any(callable(getattr(part, "set_epoch", None)) for part in parts_of(dataset))
 
 
 def _listed(indices: list[int]) -> str:

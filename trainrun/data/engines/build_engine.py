@@ -12,7 +12,7 @@ from torch import Tensor
 from trainrun.data.bad_samples import Skips
 from trainrun.data.batch import Preparation, map_leaves
 from trainrun.data.engines.auto_stream import AutoStream, Option
-from trainrun.data.engines.batch_reader import BatchReader, Key, Recipe
+from trainrun.data.engines.batch_reader import AT_ONCE, COLLATE_KEY, BatchReader, Key, Recipe
 from trainrun.data.engines.choice import (
     choose,
     describe_workers,
@@ -21,9 +21,9 @@ from trainrun.data.engines.choice import (
     shared_free_bytes,
     ways_to_read,
 )
-from trainrun.data.engines.generators import GlobalDraw
+from trainrun.data.engines.generators import GlobalDraw, kept_generators
 from trainrun.data.engines.in_memory import ResidentBatches
-from trainrun.data.engines.iterable import Alike, InStep, StreamReader, has_parts
+from trainrun.data.engines.iterable import Alike, InStep, StreamReader, has_parts, keeps_place
 from trainrun.data.engines.loader import LoaderBatches
 from trainrun.data.engines.threads import ThreadBatches
 from trainrun.data.order.sampler import Plan, StreamPlan
@@ -35,6 +35,7 @@ from trainrun.seeding import kept_random_state
 
 SequencePlanner = Callable[[Plan], Any]  # a `SequencePlan`, or None
 Finish = Callable[[Batches], Batches]
+ANEW = ": a generator of its own, whose numbers begin anew with a resume and in each loader worker; draw"
 
 
 def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, str]:
@@ -43,32 +44,60 @@ def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, str]
     finish: what is done to the batches of each.
     """
     options, choice = prepared.options, choose(prepared)
+    reader, told = told_of_draws(_reader_of(prepared), options)
     batch_bytes = _batch_bytes(prepared) if choice.engine == "workers" or options.engine == "auto" else 0
     if choice.engine == "threads":
-        _try_out(prepared)
+        _try_out(reader)
     if choice.engine == "workers":
         choice = fitted(choice, batch_bytes, options)
     if "auto" in (options.engine, options.num_workers, options.num_threads):
         try:
-            _try_out(prepared)
+            _try_out(reader)
             draws = False
         except GlobalDraw:
             draws = True
         most = most_workers(batch_bytes, options.prefetch_factor)
         ways = ways_to_read(prepared, choice, draws, most)
         if len(ways) > 1:
-            each = [Option(*way, partial(_opened, prepared, finish, *way[1:])) for way in ways]
-            return AutoStream(each, options.prefetch_factor, prepared.source), choice.reason
-    return _opened(prepared, finish, choice.engine, choice.number), choice.reason
+            each = [Option(*way, partial(_opened, prepared, reader, finish, *way[1:])) for way in ways]
+            return AutoStream(each, options.prefetch_factor, prepared.source), choice.reason + told
+    return _opened(prepared, reader, finish, choice.engine, choice.number), choice.reason + told
 
 
-def _opened(prepared: PreparedStream, finish: Finish, engine: str, number: int) -> Batches:
+def told_of_draws(reader: BatchReader, options: StreamOptions) -> tuple[BatchReader, str]:
+    """The reader, which asks one by one for samples that are random at once; and lines on numbers that depend on more
+    than (seed, epoch, index), each after a line break."""
+    lines, recipe = [], reader.recipe
+    if not reader.users_code:
+        return reader, ""
+    found = reader.draws() if reader.draws_for_batches else set()
+    if any(what.startswith(AT_ONCE) for what in found):
+        reader = BatchReader(reader.dataset, replace(recipe, one_by_one=True))
+        lines.append(
+            f"{options.key}: its __getitems__ draws random numbers, so samples are asked of it one by one; with a "
+            "parameter `generators`, one for each sample, it reads them at once"
+        )
+    if COLLATE_KEY in found and (options.accumulates or options.world_size > 1):
+        lines.append(
+            f"{COLLATE_KEY}: draws random numbers, other ones if accumulation or ranks cut the batches in another "
+            "way; draw them in data.transform"
+        )
+    lines += [
+        f"{name}{ANEW} from a parameter `generator`, seeded for each sample"
+        for name in reader.draws_of_its_own()
+    ]
+    return reader, "".join(f"\n{line}" for line in lines)
+
+
+def _opened(
+    prepared: PreparedStream, reader: BatchReader, finish: Finish, engine: str, number: int
+) -> Batches:
     """A stream of one engine, its batches on the device."""
     options, plan = prepared.options, prepared.plan
     if engine == "resident":
         return finish(ResidentBatches(prepared))
     kind = ThreadBatches if engine == "threads" else LoaderBatches
-    on_host = kind(_reader_of(prepared), plan, number, options, _skips(options, plan))
+    on_host = kind(reader, plan, number, options, _skips(options, plan))
     return finish(_fed(on_host, options))
 
 
@@ -93,10 +122,9 @@ def _reader_of(prepared: PreparedStream) -> BatchReader:
     return BatchReader(prepared.dataset if columns is None else columns.on_host(), recipe)
 
 
-def _try_out(prepared: PreparedStream) -> None:
+def _try_out(reader: BatchReader) -> None:
     """Read three samples. Raises GlobalDraw if that draws from the global generators."""
-    number = len(prepared.dataset)
-    _reader_of(prepared).copy().try_out(0, sorted({0, number // 2, number - 1}))
+    reader.copy().try_out(0, sorted({0, reader.number // 2, reader.number - 1}))
 
 
 def _batch_bytes(prepared: PreparedStream) -> int:
@@ -145,9 +173,14 @@ def open_iterable(
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     if divided:
         reason += f"; each of {parts} readers has a part of its own"
+    kept = [] if keeps_place(source) or hasattr(source, "set_epoch") else kept_generators(source)
+    told = "".join(
+        f"\n{options.key}{name}{ANEW} from the global generators, which are seeded for each sample"
+        for name, _ in kept
+    )
     if length is most is None and not options.training:
         reason += f" of unknown length; {limit_key(options)} ends one that is endless"
-    return _fed(on_host, options), collate, f"{describe_workers(number)} ({reason})"
+    return _fed(on_host, options), collate, f"{describe_workers(number)} ({reason}){told}"
 
 
 def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:

@@ -9,9 +9,13 @@ with `generator` gets a torch.Generator seeded by (seed, epoch, index), a `__get
 from __future__ import annotations
 
 import inspect
+import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -78,6 +82,20 @@ def watched(parts: tuple[int, ...], what: str) -> Iterator[None]:
         raise _global_draw(what, " and ".join(changed))
 
 
+def noting(found: set[str]) -> Calling:
+    """Seeded, and `what` of each call that drew a number is put into the set: as above, for a trial."""
+
+    @contextmanager
+    def calling(parts: tuple[int, ...], what: str) -> Iterator[None]:
+        seed_globals(*parts)
+        before = states()
+        yield
+        if states() != before:
+            found.add(what)
+
+    return calling
+
+
 def states() -> dict[str, Any]:
     """Where the global generators of this process stand, to be compared."""
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -132,3 +150,75 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # how torch ha
             self.fault = _global_draw(f"{self.what} ({func})", "torch")
             raise self.fault
         return func(*args, **kwargs)
+
+
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+LEAVES = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, type, ModuleType, FunctionType)
+MOST_OBJECTS = 2000  # looked at; a list of a million file names is not walked through
+
+
+def kept_generators(source: Any) -> list[tuple[str, Any]]:
+    """The generators that an object keeps for itself, each with its place, as `.transform.rng`.
+
+    What they give depends on all reads before: a resume, and each worker, begins them anew.
+    """
+    of_all = (
+        torch.default_generator,
+        getattr(np.random.mtrand, "_rand", None),
+        getattr(random, "_inst", None),
+    )
+    waiting, seen, looks, found = deque([("", source)]), {id(source)}, 0, []
+    while waiting and looks < MOST_OBJECTS:
+        name, value = waiting.popleft()
+        looks += 1
+        if isinstance(value, GENERATORS):
+            if not isinstance(value, random.SystemRandom) and all(value is not one for one in of_all):
+                found.append((name, value))
+            continue
+        for label, part in _parts(value):
+            if id(part) not in seen and part is not None and not isinstance(part, LEAVES):
+                seen.add(id(part))
+                waiting.append((name + label, part))
+    return found
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", value[key]) for key in list(value)[:MOST_OBJECTS]]
+    if isinstance(value, list | tuple):
+        return [(f"[{i}]", part) for i, part in enumerate(value[:MOST_OBJECTS])]
+    if isinstance(value, partial):
+        return [("", value.func), (".args", value.args), (".keywords", value.keywords)]
+    owner = [("", value.__self__)] if hasattr(value, "__self__") else []  # of a method
+    return owner + [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
+
+
+def drawn_from(kept: list[tuple[str, Any]], read: Callable[[], None]) -> list[str]:
+    """The places of the generators that a read draws from, and does not seed itself; each is put back."""
+    before = [_state(one) for _, one in kept]
+    looks = [list(map(pickle.dumps, before))]
+    try:
+        for _ in range(2):
+            read()
+            looks.append([pickle.dumps(_state(one)) for _, one in kept])
+    finally:
+        for (_, one), state in zip(kept, before, strict=True):
+            _put_back(one, state)
+    return [name for (name, _), *each in zip(kept, *looks, strict=True) if len(set(each)) == len(each)]
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _put_back(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(torch.from_numpy(state) if isinstance(generator, torch.Generator) else state)
