@@ -139,7 +139,7 @@ def test_a_missing_file(saved: Path, name: str) -> None:
         read_checkpoint(saved)
 
 
-def test_an_extra_file_and_files_of_another_step(saved: Path) -> None:
+def test_files_of_another_step(saved: Path) -> None:
     before = saved.with_name("step-00000002")
     for name in FILES[1:]:
         kept = (saved / name).read_bytes()
@@ -147,9 +147,22 @@ def test_an_extra_file_and_files_of_another_step(saved: Path) -> None:
         with pytest.raises(CheckpointError, match=f"{name}: damaged .* expected"):
             read_checkpoint(saved)
         (saved / name).write_bytes(kept)
-    (saved / "rank-00001.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=r"rank-00001\.json: not in the manifest"):
-        read_checkpoint(saved)
+
+
+def test_what_others_put_beside_the_files_is_no_damage_and_is_never_opened(
+    saved: Path, make_run: Callable[..., Any]
+) -> None:
+    (saved / ".DS_Store").touch()
+    os.mkfifo(saved / "rank-00001.json")  # opening it would hang
+    (saved / "thumbs").mkdir()
+    run = make_run(folder=saved.parent, keep_last=1, every_n_train_steps=2)
+    loaded = run.keep.load_latest()
+    assert loaded.manifest.step == 4
+    told = ["step-00000004: passed over what is not of the checkpoint: .DS_Store, rank-00001.json, thumbs"]
+    assert run.notes == told
+    for step in (6, 8):
+        assert run.go(step, acc=step / 10)
+    assert (run.steps(), run.hidden(), run.notes) == ([8], [], told)  # all of it can be removed
 
 
 def test_another_run_and_a_newer_format_are_no_damage(saved: Path) -> None:

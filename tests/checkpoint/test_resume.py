@@ -58,7 +58,7 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(run: Any, make_r
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
-@pytest.mark.parametrize("call", ["open", "listdir", "stat"])
+@pytest.mark.parametrize("call", ["open", "stat"])
 def test_what_cannot_be_read_just_now_is_not_damaged(
     run: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:

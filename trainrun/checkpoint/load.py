@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -115,11 +116,15 @@ def load_latest(
 
     while (name := on_rank_zero(parallel, newest)) is not None:
         try:
-            return load_together(folder / name, parallel, run_id)
+            loaded = load_together(folder / name, parallel, run_id)
         except Incompatible:
             raise
         except CheckpointError as error:
             reasons.append(str(error))
+        else:
+            if others := _foreign(loaded):
+                note(f"{name}: passed over what is not of the checkpoint: {', '.join(others)}")
+            return loaded
         bad = on_rank_zero(parallel, lambda: _quarantine(folder / name, files))
         if parallel.rank == 0:
             note(f"{name} was set aside as {bad}: {reasons[-1]}")
@@ -130,6 +135,13 @@ def load_latest(
             "Start a new run, or delete that folder to begin this one again"
         )
     return None
+
+
+def _foreign(loaded: Loaded) -> list[str]:
+    """What others put into the folder, as .DS_Store."""
+    with suppress(OSError):
+        return sorted({*os.listdir(loaded.folder)} - {MANIFEST, *loaded.manifest.files})
+    return []
 
 
 def _quarantine(folder: Path, files: FileLayer) -> str:

@@ -256,7 +256,6 @@ def is_sound(folder: Path, run_id: str) -> bool:
     """Whether a complete, undamaged checkpoint of this run lies there."""
     try:
         manifest = read_manifest(folder)
-        _check_listing(folder, manifest)
         for name in manifest.files:
             _check_file(folder / name, manifest.files[name])
     except CheckpointError:
@@ -267,13 +266,12 @@ def is_sound(folder: Path, run_id: str) -> bool:
 def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> Loaded:
     """Read and verify; rank 0 looks at the files of all ranks, the others at what they need.
 
-    run_id: the run that the checkpoint must be of. Raises CheckpointError that names the file and
-    what is wrong with it; Incompatible where nothing is damaged.
+    run_id: the run that the checkpoint must be of. Files that the manifest does not name are never opened. Raises
+    CheckpointError that names the file and what is wrong with it; Incompatible where nothing is damaged.
     """
     manifest = read_manifest(folder)
     if run_id is not None and manifest.run_id != run_id:
         raise Incompatible(f"{folder}: of another run ({manifest.run_id}; this one is {run_id})")
-    _check_listing(folder, manifest)
     if rank == 0:
         for other in range(1, manifest.world_size):
             for name in rank_files(other):
@@ -283,15 +281,6 @@ def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> L
     if rank < manifest.world_size:
         own = first if rank == 0 else _read_part(folder, manifest, rank)
     return Loaded(folder, manifest, first["shared"], own["rank"])
-
-
-def _check_listing(folder: Path, manifest: Manifest) -> None:
-    with readable(folder):
-        found = set(os.listdir(folder))
-    expected = {MANIFEST, *manifest.files}
-    if found != expected:
-        name = min(found ^ expected)
-        raise CheckpointError(f"{folder / name}: {'missing' if name in expected else 'not in the manifest'}")
 
 
 def _check_file(path: Path, expected: Written) -> None:
