@@ -158,6 +158,56 @@ class Unsaveable(Sums):
 class Broken(Saved):
     def load_state_dict(self, state):
         raise KeyError("mu")
+
+
+class Net(torch.nn.Module):  # caches, what others read, and counters of torch are no state
+    def __init__(self, keeps="", hidden=()):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10))
+        self.keeps, self.temperature, self.teacher = keeps, 5.0, [torch.zeros(10)]
+        self.register_buffer("mean", torch.zeros(10), persistent=False)
+        self.register_buffer("turns", None, persistent=False)
+        self.cache, self.logits, self.seen, self.running = {}, None, False, self.body[2].running_mean
+
+    def forward(self, x):
+        self.turns = torch.ones(len(x), 1) if self.turns is None or len(self.turns) < len(x) else self.turns
+        self.cache.setdefault(len(x) + len(self.cache), self.turns)
+        out = self.body(x)
+        self.logits, self.seen = out.detach(), True
+        if self.training and self.keeps == "temperature":
+            self.temperature *= 0.99
+        if self.training and self.keeps == "mean":
+            self.mean.lerp_(out.detach().mean(0), 0.1)
+        if self.training and self.keeps == "teacher":
+            self.teacher[0] = self.teacher[0] + out.detach().mean(0)
+        return (out - self.mean) / self.temperature
+
+
+class Knows(Net):
+    def get_extra_state(self):
+        return torch.tensor(self.temperature)
+
+    def set_extra_state(self, state):
+        self.temperature = state.item()
+
+
+class Averages:
+    def __init__(self):
+        self.log, self.average, self.last = None, None, []
+
+    def on_start(self, run, state):
+        self.run, self.optimizer, self.average = run, run.optimizer, torch.optim.swa_utils.AveragedModel(run.model)
+
+    def on_step_end(self, run, state):
+        if state.step > 1:
+            self.average.update_parameters(run.model)
+
+
+class Looks:
+    def on_start(self, run, state):
+        self.run, self.optimizer, self.model, self.ema = run, run.optimizer, run.model, run.averaged
+
+    def on_step_end(self, run, state): ...
 """
 WORDS = [
     "model.hidden=[16]", "data.batch_size=64", "trainer.max_epochs=2", "trainer.num_threads=1",
@@ -172,9 +222,9 @@ def own(workdir: Path) -> Path:
     return workdir
 
 
-def notes_of(run: Path) -> list[str]:
+def notes_of(run: Path, about: str = "task:") -> list[str]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row["text"] for row in rows if row["kind"] == "note" and row["text"].startswith("task:")]
+    return [row["text"] for row in rows if row["kind"] == "note" and about in row["text"]]
 
 
 def stop_at(step: int) -> str:
@@ -226,6 +276,31 @@ def test_state_in_no_checkpoint_is_named_once_and_refused_at_a_resume(
     del sys.modules["own"]
     assert main(["resume", "run", stop_at(-1)]) == 0  # it saves its state now
     assert "holds no state of the task Hidden: it begins as new" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["model=own.Net", "model.keeps=temperature"], "model: Net: (temperature)"),
+        (["model=own.Net", "model.keeps=mean"], "model: Net: (mean)"),
+        (["model=own.Net", "model.keeps=teacher"], "model: Net: (teacher)"),
+        (["hook.swa._target_=own.Averages"], "hook.swa: Averages: (average)"),
+        (["model=own.Net", "hook.a._target_=own.Looks", "trainer.ema=true"], ""),
+        (["model=own.Knows", "model.keeps=temperature"], ""),
+    ],
+)
+def test_state_of_models_and_hooks_in_no_checkpoint_is_told_at_once_and_at_a_resume(
+    own: Path, words: list[str], told: str
+) -> None:
+    assert main([*WORDS, *words, stop_at(8), "output_dir=run"]) == 75
+    keeps = "keeps what no checkpoint holds "
+    (first,) = notes_of(own / "run", keeps) or [""]
+    assert first.replace(keeps, "").partition(", and a resume begins it anew; ")[0] == told
+    assert main(["resume", "run", stop_at(-1), "trainer.max_steps=10"]) == 0
+    again = notes_of(
+        own / "run", f"does not hold what changed in {told.replace(': (', ' (')}: that begins anew"
+    )
+    assert len(again) == bool(told)
 
 
 @pytest.mark.parametrize(("task", "rate"), [("Weighted", 0.0), ("Module", 0.0), ("Module", 0.1)])

@@ -129,7 +129,7 @@ def train_once(
         run.task_calls.start(state)
         run.hooks.on_start(run, state)
         if not config.loop:  # or nobody would say that a step was made
-            run.task_calls.watch(run.config.trainer.accumulate_grad_batches > 1, run.monitors.note)
+            run.task_calls.watch(run)
         state = run_loop(run, state)
         run.hooks.on_end(run, state)
         run.task_calls.unwatch()

@@ -19,7 +19,7 @@ from trainrun.timing import phases
 from trainrun.training.state import TrainState
 
 if TYPE_CHECKING:
-    from trainrun.training.checks.task_watch import TaskWatch
+    from trainrun.training.checks.task_watch import TaskWatch, Unsaved
 
 HOOKS = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end", "pictures")
 TRAINING, EVALUATION = 7, 8  # what seeds are derived from, besides the place
@@ -69,7 +69,9 @@ class TaskCalls:
         self._name = type(task).__name__
         self._hooks = {name: getattr(task, name) for name in HOOKS if callable(getattr(task, name, None))}
         self._watch: TaskWatch | None = None
-        self._trains = self._unseen = self._watches = False
+        self._watchers: list[TaskWatch | Unsaved] = []
+        self._watching = self._watchers  # those that have not seen all
+        self._trains = self._unseen = False
         self.held: Mapping[str, str] = {}  # in attributes of the task, by a checkpoint
         check_halves(task, "task")
         self.informed = wants_info(task)
@@ -83,14 +85,15 @@ class TaskCalls:
         """Ahead of the first step or validation of a session."""
         self._place.be_at(state)
 
-    def watch(self, accumulates: bool, note: Callable[[str], None]) -> None:
-        """Ahead of the first step of a session; a task of ours needs no watching."""
-        if not type(self._task).__module__.startswith("trainrun.task."):
-            from trainrun.training.checks.task_watch import TaskWatch
+    def watch(self, run: Any) -> None:
+        """Ahead of the first step of a session; what is not the user's own code needs no watching."""
+        parts = (self._task, *run.hooks.by_key.values(), *self._model.modules())
+        if any(type(part).__module__.partition(".")[0] not in ("torch", "trainrun") for part in parts):
+            from trainrun.training.checks.task_watch import TaskWatch, Unsaved
 
-            saves = saves_itself(self._task)
-            self._watch = TaskWatch(self._task, self._model, accumulates, note, saves, self.held)
-            self._watches = True
+            if not type(self._task).__module__.startswith("trainrun.task."):
+                self._watch = TaskWatch(self._task, run, saves_itself(self._task), self.held)
+            self._watching = self._watchers = [one for one in (self._watch, Unsaved(run)) if one is not None]
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Inside, the task can be copied."""
@@ -108,8 +111,8 @@ class TaskCalls:
             self._call("on_epoch_start", self._model)
 
     def after_step(self, state: TrainState, log: bool) -> None:
-        if self._watch is not None and self._watches:
-            self._watches = not self._watch.after_step(log)
+        if self._watching:
+            self._watching = [one for one in self._watching if not one.after_step(log)]
         if self._hooks and state.batches == 0:
             self._place.step = state.step
             self._call("on_epoch_end", self._model)
@@ -138,13 +141,9 @@ class TaskCalls:
             hook(model, self._place.info(name))
 
     def state_dict(self) -> dict[str, Any]:
-        """state: the task's own. lost: what no checkpoint holds. held: digests of tensors. Empty if there is none."""
-        kept = saved_state(self._task, self._place.device)
-        if self._watch is not None and self._watch.held:
-            kept["held"] = dict(self._watch.held)
-        if self._watch is not None and (lost := self._watch.look()):
-            kept["lost"] = lost
-        return kept
+        """state: the task's own; what the watchers add. Empty if there is none."""
+        added = {key: value for one in self._watchers for key, value in one.kept().items()}
+        return saved_state(self._task, self._place.device) | added
 
 
 def wants_info(task: Any) -> bool:
@@ -220,10 +219,10 @@ class Hooks:
     """
 
     def __init__(self, hooks: Mapping[str, Any]) -> None:
-        self._hooks = dict(hooks)
-        for key, hook in self._hooks.items():
+        self.by_key = dict(hooks)
+        for key, hook in self.by_key.items():
             check_hook(key, hook)
-        self._calls = {name: [_method(hook, name) for hook in self._hooks.values()] for name in METHODS}
+        self._calls = {name: [_method(hook, name) for hook in self.by_key.values()] for name in METHODS}
         self._calls = {name: [call for call in calls if call] for name, calls in self._calls.items()}
         self.on_gradients = self._calls["on_gradients"]  # called by `Components.update`
 
@@ -232,12 +231,12 @@ class Hooks:
         self._call("on_start", run, state)
 
     def before_step(self, run: Any, state: Any) -> None:
-        if self._hooks and state.batches == 0:
+        if self.by_key and state.batches == 0:
             self._call("on_epoch_start", run, state)
 
     def after_step(self, run: Any, state: Any) -> None:
         """An epoch ends ahead of the validation and the checkpoint that are due there."""
-        if self._hooks:
+        if self.by_key:
             self._call("on_step_end", run, state)
             if state.batches == 0:
                 self._call("on_epoch_end", run, state)
@@ -261,13 +260,13 @@ class Hooks:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the hooks that have one, by key; an empty one is none."""
-        states = {key: hook.state_dict() for key, hook in self._hooks.items() if isinstance(hook, KeepsState)}
+        states = {key: hook.state_dict() for key, hook in self.by_key.items() if isinstance(hook, KeepsState)}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, place: str, states: Mapping[str, Any]) -> None:
         """Tensors come on the CPU. A hook without a stored state begins as new. Raises CheckpointError."""
         for key, state in states.items():
-            hook = self._hooks.get(key)
+            hook = self.by_key.get(key)
             if not isinstance(hook, KeepsState):
                 raise CheckpointError(
                     f"checkpoint {place}: holds the state of {key}, and there is no such hook with a "

@@ -1,9 +1,10 @@
-"""Looks, between the start and the first log point, for what a task of the user's does without telling the runner.
+"""Looks, between the start and the first log point, for what code of the user's does without telling the runner.
 
 what: parameters that `step` itself changes, state of the task that no checkpoint holds, parameters of the task that get
     gradients and are never updated, and micro-batches of one update that give gradients to different parameters (a task
     that alternates from call to call).
     After a resume: tensors that are others than after the first step of the run before (a copy of its first weights).
+    The same for the attributes of the user's modules and hooks: `Unsaved`.
 when: always, for tasks that are not of this package. State is told unless the task has `state_dict`.
 gain: a run that cannot be resumed says so at once. After the first log point nothing of it is left.
 """
@@ -15,6 +16,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -31,37 +33,37 @@ NORMED_CALLS = (
 )
 DEEPEST = 6
 MOST_ENTRIES = 1000  # of one container
+MOST_ATTRIBUTES = 10_000  # of all modules together
 MOST_NUMBERS = 1 << 20  # of one tensor; of a larger one a sample is looked at
 NAMED = 3  # parameters in a message
 PARAMETERS = "parameters of the model"
 OF_MODULES = frozenset(vars(nn.Module()))
+Tell = Callable[[Tensor], Any]
 
 
 class TaskWatch:
     """Stands in front of `task.step` until `after_step` has returned True, or `end` was called.
 
-    saves: whether the task says itself what it keeps. held: digests of its tensors by attribute, those of the run
-    before and then those of this one. lost: what a resume would not bring back, known then.
+    run: the `Components`. saves: whether the task says itself what it keeps. held: digests of its tensors by attribute,
+    those of the run before and then those of this one. lost: what a resume would not bring back, known then.
     """
 
-    def __init__(
-        self, task: Any, model: nn.Module, accumulates: bool, note: Callable[[str], None], saves: bool,
-        held: Mapping[str, str],
-    ) -> None:  # fmt: skip
+    def __init__(self, task: Any, run: Any, saves: bool, held: Mapping[str, str]) -> None:
         self.lost: list[str] = []
         self.held = held
-        self._task, self._model, self._note = task, model, note
+        self._task, self._model, self._note = task, run.model, run.monitors.note
+        accumulates = run.config.trainer.accumulate_grad_batches > 1
         self._plain, self._own = task.step, vars(task).get("step") if hasattr(task, "__dict__") else None
         self._saves = saves
-        self._parameters = watched_parameters(model)
+        self._parameters = watched_parameters(run.model)
         self._moved: dict[str, None] = {}
         self._calls = self._steps = 0
         self._before: dict[str, Any] = {}
         self._own_before: dict[str, int] = {}
         self._reached: list[set[str]] = []  # by each call of this window
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._reaches(name))  # type: ignore[no-untyped-call]
-            for name, parameter in (model.named_parameters() if accumulates else ())
+            parameter.register_post_accumulate_grad_hook(self._reaches(name))
+            for name, parameter in (run.model.named_parameters() if accumulates else ())
             if parameter.requires_grad
         ]
         self._in_front = hasattr(task, "__dict__")
@@ -111,6 +113,11 @@ class TaskWatch:
                 "load_state_dict(state)"
             )
         return self.lost
+
+    def kept(self) -> dict[str, Any]:
+        """For a checkpoint. lost: what none holds; held: digests of tensors."""
+        found = {"held": dict(self.held), "lost": self.look()}
+        return {name: value for name, value in found.items() if value}
 
     def end(self) -> None:
         """`task.step` is as it was."""
@@ -188,6 +195,96 @@ class TaskWatch:
             )
 
 
+class Unsaved:
+    """What changes in attributes of the user's modules and of hooks, where no checkpoint holds it.
+
+    run: the `Components`. Hooks with a `state_dict` of their own, and modules with `get_extra_state`, are left out. Of
+    a module only counts what was there before its first forward in the same shape: caches, and what each forward
+    leaves for others to read, are no state.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run, self._model, self._note = run, run.model, run.monitors.note
+        self._modules, self._hooks = (
+            users_modules(run.model),
+            {
+                key: hook
+                for key, hook in run.hooks.by_key.items()
+                if not isinstance(hook, KeepsState) and not type(hook).__module__.startswith("trainrun.")
+            },
+        )
+        self._lost: dict[str, str] = {}
+        self._steps = 0
+        self._first = self._before = self._values()
+
+    def after_step(self, log: bool) -> bool:
+        """Whether all has been seen, but for what `look` finds at a save."""
+        self._steps += 1
+        if self._steps == 1:
+            self._before = self._values()
+            return False
+        if log or self._steps >= MOST_STEPS:
+            self.look()
+        return log or self._steps >= MOST_STEPS
+
+    def kept(self) -> dict[str, Any]:
+        """For a checkpoint. anew: whose attributes none holds, and which."""
+        self.look()
+        return {"anew": list(self._lost.values())} if self._lost else {}
+
+    def look(self) -> None:
+        """Tell each owner once, as soon as it is known."""
+        for owner, now in self._values().items() if self._steps else ():
+            first, before = self._first[owner], self._before[owner]
+            found, hook = changed(before, now), self._hooks.get(owner)
+            way = (
+                "give its class state_dict(), empty where nothing of this matters, and load_state_dict(state)"
+            )
+            if hook is None:
+                way = "keep it in a buffer (register_buffer), or in a tensor of get_extra_state()"
+                found = [name for name in found if is_state(*(one.get(name) for one in (first, before, now)))]
+            if found:
+                name = type(hook or self._model).__name__
+                self._lost[owner] = f"{owner}: {name} ({few(found)})"
+                self._note(
+                    f"{owner}: {name}: keeps what no checkpoint holds ({few(found)}), and a resume begins it anew; "
+                    + way
+                )
+
+    @torch.no_grad()
+    def _values(self) -> dict[str, dict[str, Any]]:
+        held = {key: held_by(hook) for key, hook in self._hooks.items() if key not in self._lost}
+        if self._modules and "model" not in self._lost:
+            pairs = ((f"{at}.{key}".lstrip("."), value) for at, module in self._modules.items()
+                     for key, value in held_by(module).items())  # fmt: skip
+            held["model"] = dict(islice(pairs, MOST_ATTRIBUTES))
+        known = {id(part) for part in (*vars(self._run).values(), *self._hooks.values())}
+        known |= parts_of(self._model) | parts_of(self._run.averaged)
+        return {
+            owner: {key: comparable(value, known, DEEPEST) for key, value in values.items()}
+            for owner, values in held.items()
+        }
+
+
+def users_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Those of the user's classes, but for parts of one that saves more than its tensors."""
+    found: dict[str, nn.Module] = {}
+    saved: set[int] = set()
+    for name, module in model.named_modules():
+        kind = type(module)
+        if (kind.get_extra_state, kind.state_dict) != (nn.Module.get_extra_state, nn.Module.state_dict):
+            saved |= {id(part) for part in module.modules()}
+        if id(module) not in saved and is_users_class(kind):
+            found[name] = module
+    return found
+
+
+def is_state(*values: Any) -> bool:
+    """Whether an attribute held the same kind of thing each time: a tensor of one shape, so many entries, a number."""
+    kinds = {str(one[0]) if isinstance(one, tuple) else "" for one in values}
+    return len(kinds) == 1 and None not in values and "None" not in values
+
+
 def few(names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
@@ -235,21 +332,31 @@ def versions(parameters: Mapping[str, Tensor], contents: bool) -> list[Any]:
 @torch.no_grad()
 def values_of(task: Any, model: nn.Module) -> dict[str, Any]:
     """What each attribute of the task holds, in a form that can be compared; what the model holds is left out."""
-    known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
-    held = (
-        {name: value for name, value in vars(task).items() if name != "step"}
-        if hasattr(task, "__dict__")
-        else {}
-    )
-    if isinstance(task, nn.Module):  # the rest is in its state_dict
-        unsaved = {name: task._buffers[name] for name in task._non_persistent_buffers_set}
-        held = {name: value for name, value in held.items() if name not in OF_MODULES} | unsaved
+    known = parts_of(model)
+    held = {name: value for name, value in held_by(task).items() if name != "step"}
     return {name: comparable(value, known, DEEPEST) for name, value in held.items()}
+
+
+def held_by(owner: Any) -> dict[str, Any]:
+    """Its attributes; of a module those that its state_dict leaves out."""
+    held = getattr(owner, "__dict__", {})
+    if not isinstance(owner, nn.Module):
+        return dict(held)
+    unsaved = {name: owner._buffers[name] for name in owner._non_persistent_buffers_set}
+    return {name: value for name, value in held.items() if name not in OF_MODULES} | unsaved
+
+
+def parts_of(model: nn.Module) -> set[int]:
+    """Its modules, and what a checkpoint holds of them."""
+    return {
+        id(part)
+        for part in (*model.modules(), *model.parameters(), *model.state_dict(keep_vars=True).values())
+    }
 
 
 def tensors_of(task: Any, model: nn.Module) -> dict[str, str]:
     """By attribute of the task a digest of the first numbers of its tensors, the same on every machine."""
-    known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    known = parts_of(model)
     found = {}
     for name, value in vars(task).items() if hasattr(task, "__dict__") else ():
         held = [one for one in tensors_in(value, known) if checksum(one) is not None]
@@ -274,14 +381,14 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     )  # one that is new holds nothing to compare but itself
 
 
-def comparable(value: Any, known: set[int], depth: int) -> Any:
-    """Equal for equal contents; None for what keeps no state that could be told."""
+def comparable(value: Any, known: set[int], depth: int, tell: Tell | None = None) -> Any:
+    """Equal for equal contents; None for what keeps no state that could be told. tell: of a tensor, as `checksum`."""
     if id(value) in known or depth == 0:
         return None
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     if isinstance(value, Tensor):
-        return checksum(value)
+        return (tell or checksum)(value)
     if isinstance(value, np.ndarray | np.generic):
         return digest(value.tobytes()) if value.dtype != object else None
     if isinstance(value, torch.Generator):
@@ -295,7 +402,7 @@ def comparable(value: Any, known: set[int], depth: int) -> Any:
     elif isinstance(value, Mapping):
         inner = value
     elif isinstance(value, list | tuple | deque):
-        inner = dict(enumerate(value))
+        inner = dict(enumerate(islice(value, MOST_ENTRIES)))
     elif isinstance(value, set | frozenset):
         return repr(sorted(map(repr, value)))
     elif isinstance(value, type) or callable(value):
@@ -306,12 +413,16 @@ def comparable(value: Any, known: set[int], depth: int) -> Any:
         inner, known = vars(value), known | {id(value)}
     else:
         return None
-    entries = list(inner.items())[:MOST_ENTRIES]
-    return len(inner), [(repr(key), comparable(item, known, depth - 1)) for key, item in entries]
+    entries = islice(inner.items(), MOST_ENTRIES)
+    size = len(value) if isinstance(value, list | tuple | deque) else len(inner)
+    return size, [(repr(key), comparable(item, known, depth - 1, tell)) for key, item in entries]
 
 
-def checksum(tensor: Tensor) -> str | None:
-    """Waits for the device. None for what belongs to a graph, or has no plain memory."""
+def checksum(tensor: Tensor) -> tuple[tuple[int, ...], str] | None:
+    """Its shape and what its numbers come to. Waits for the device.
+
+    None for what belongs to a graph, or has no plain memory.
+    """
     if tensor.grad_fn is not None or type(tensor) not in (Tensor, nn.Parameter) or is_lazy(tensor):
         return None
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -321,12 +432,12 @@ def checksum(tensor: Tensor) -> str | None:
     if tensor.numel() > MOST_NUMBERS:
         tensor = tensor.flatten()[:: tensor.numel() // MOST_NUMBERS | 1]  # odd: no column of a table alone
     if not tensor.is_floating_point():
-        return f"{shape} {tensor.sum(dtype=torch.int64).item()}"
+        return shape, f"{tensor.sum(dtype=torch.int64).item()}"
     if not tensor.numel():
-        return f"{shape}"
+        return shape, ""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     norm, total = torch.linalg.vector_norm(tensor, dtype=wide), tensor.sum(dtype=wide)
-    return f"{shape} {norm.item()!r} {total.item()!r}"
+    return shape, f"{norm.item()!r} {total.item()!r}"
 
 
 def digest(data: bytes) -> str:

@@ -73,6 +73,11 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         run.retry.load_state_dict(shared["retry"])
     if told := load_task_state(place, run.task, kept, run.parallel.device):
         run.monitors.note(told)
+    if anew := kept.get("anew"):
+        run.monitors.note(
+            f"checkpoint {place} does not hold what changed in {', '.join(anew)}: that begins anew, so this is not the "
+            "run that never stopped"
+        )
     run.task_calls.held = kept.get("held", {})
     run.hooks.load_state_dict(place, {**shared, **(own or {})}.get("hooks", {}))
     if kept_step:
