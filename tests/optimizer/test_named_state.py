@@ -279,3 +279,30 @@ def test_the_state_of_adam_leaves_adamw_what_it_is() -> None:
         new = after(model.parameters(), weight_decay=0.1)
         load_named_optimizer_state(new, model, named_optimizer_state(optimizer, model), {"weight_decay"})
         assert new.param_groups[0]["decoupled_weight_decay"] is (after is AdamW)
+
+
+class MyAdam(Adam):
+    """One of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "goes"),
+    [
+        (Adam, RMSprop, False),
+        (SGD, Adagrad, False),
+        (Adam, SGD, False),
+        (Adam, MyAdam, True),
+        (SGD, SGD, True),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(before: Any, after: Any, goes: bool) -> None:
+    model = nn.Linear(2, 2)
+    tree = named_optimizer_state(stepped(model, before), model)
+    new = after(model.parameters())
+    if not goes:
+        told = f"the checkpoint has the state of {before.__name__}, which {after.__name__} cannot go on with; use"
+        with pytest.raises(CheckpointError, match=told):
+            load_named_optimizer_state(new, model, tree)
+    else:
+        load_named_optimizer_state(new, model, tree)
+        new.step()

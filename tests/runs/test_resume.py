@@ -289,6 +289,11 @@ def test_words_that_a_run_cannot_go_on_with_are_forgotten(own: Path, refuses: Ca
     config = (own / "run" / "config.yaml").read_text()
     refuses(["resume", "run", "data.batch_size=7"], "use 8 as before")
     assert (own / "run" / "config.yaml").read_text() == config
+    (own / "fails.py").write_text(
+        "class Fails:\n    def on_gradients(self, run):\n        raise KeyError('square')\n"
+    )
+    assert main(["resume", "run", "hook.fails._target_=fails.Fails"]) == 1  # in the first step
+    assert (own / "run" / "config.yaml").read_text() == config
     assert main(["resume", "run", "trainer.max_epochs=2"]) == 0
     assert package.load_run(own / "run").config.trainer.max_epochs == 2
     assert not (own / "run" / ".config-before.yaml").exists()

@@ -168,7 +168,6 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
     bfloat16 weights would be rounded. Here nothing is renamed silently and nothing is cast.
 
     groups: the fields of each group, with names for parameters; state: by name; shapes: by name.
-
     others: state that belongs to no parameter; own: what the optimizer adds to its own `state_dict`; inner: all of this
     of the optimizers that it keeps as attributes.
     Tensors are the live ones, not copies. Parameters outside the model are an error.
@@ -180,6 +179,7 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
         for group in optimizer.param_groups
     ]
     return {
+        "class": type(optimizer).__name__,
         "groups": groups,
         "shapes": {name: list(param.shape) for param, name in names.items()},
         "state": {names[key]: value for key, value in optimizer.state.items() if key in names},

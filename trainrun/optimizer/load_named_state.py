@@ -45,6 +45,7 @@ def load_named_optimizer_state(
     is put; None is next to the parameters, where there may be no room for it. grows: the run's own code may have added
     groups of parameters that were frozen; those are added again.
     """
+    _check_class(optimizer, tree.get("class"))
     num_built = len(optimizer.param_groups)
     if grows:
         _add_groups(optimizer, model, tree["groups"][num_built:])
@@ -66,6 +67,17 @@ def load_named_optimizer_state(
     for name, stored in tree.get("inner", {}).items():
         load_named_optimizer_state(getattr(optimizer, name), model, stored, configured, device)
     optimizer.state.update(copy.deepcopy(tree["others"]))
+
+
+def _check_class(optimizer: Optimizer, stored: str | None) -> None:
+    """Raises CheckpointError if the state is of another optimizer. stored: None of an earlier version of trainrun."""
+    kind = type(optimizer)
+    known = {one.__name__ for one in kind.__mro__} | (AVERAGES.keys() if kind.__name__ in AVERAGES else set())
+    if stored is not None and stored not in known:
+        raise CheckpointError(
+            f"optimizer: the checkpoint has the state of {stored[:LONGEST]}, which {kind.__name__} cannot go on with; "
+            "use the optimizer of before, or begin a new run with its weights: init_from=RUN_DIR"
+        )
 
 
 def _add_groups(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:

@@ -113,7 +113,10 @@ def train_once(
         flag.training = True
         state = first_state(run, run_dir, config, resume, back)
         if listeners is not None:
-            run_dir.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on
+            if run_dir.config_before.exists():  # there are words of a resume
+                from trainrun.runs.exceptional.failures import on_trial
+
+                closing.push(on_trial(run_dir, state))
             note_choices(run_dir, run, site.chosen)
             listeners.attach(run, state)
         collect_as_usual()

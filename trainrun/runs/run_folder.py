@@ -50,9 +50,7 @@ class RunDir:
 
     root: Path
     config = _Inside("config.yaml")  # the finished config, every reference in it resolved
-    config_before = _Inside(
-        ".config-before.yaml"
-    )  # as before the words of a resume; until the run has taken them
+    config_before = _Inside(".config-before.yaml")  # without the words of a resume, until those hold
     secrets = _Inside(".secrets.json")  # values of settings that are named like a secret, by key
     overrides = _Inside("overrides.txt")  # the words of the command line, one a line
     environment = _Inside("environment.json")  # versions, device, git commit
@@ -62,9 +60,7 @@ class RunDir:
     lock = _Inside(".lock")  # open and locked by the processes that train here; stays when they end
     job = _Inside(".job.json")  # what the ranks are told besides the config; there while a run is going on
     metrics = _Inside("metrics.jsonl")  # one JSON object a line, append only
-    tokenizer = _Inside(
-        "tokenizer.json"
-    )  # the one that was trained for this run (data.train.tokenizer=bpe:N)
+    tokenizer = _Inside("tokenizer.json")  # that was trained for this run (data.train.tokenizer=bpe:N)
     unsent = _Inside("unsent.json")  # since when a tracker did not get the rows
     samples = _Inside("samples.safetensors")  # a few predictions with their inputs, for the grid of pictures
     pictures = _Inside("pictures.safetensors")  # what the task drew at the newest validation

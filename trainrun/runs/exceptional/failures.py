@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from trainrun.config.schema import RunConfig
 from trainrun.errors import (
@@ -19,6 +21,7 @@ from trainrun.interfaces import Parallel
 from trainrun.runs.run_folder import RunDir, check_there, is_there, write_text
 from trainrun.runs.status import end_process, leave_now, read_status, write_status
 from trainrun.timing.phases import RANKS
+from trainrun.training.state import TrainState
 from trainrun.user_code import of_the_system
 
 
@@ -52,6 +55,19 @@ def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
     write_status(run, config, state="failed", exit_code=EXIT_FAILED, message=text)
     with run.log.open("a", encoding="utf-8") as log:
         traceback.print_exception(error, file=log)
+
+
+def on_trial(run: RunDir, state: TrainState) -> Callable[..., bool]:
+    """Let the words of a resume hold. Returns what takes them back where the run fails before its next step is done."""
+    before, step = run.config_before.read_text(encoding="utf-8"), state.step
+    run.config_before.unlink()
+
+    def end(kind: type[BaseException] | None, *_: Any) -> bool:
+        if kind is not None and issubclass(kind, Exception) and state.step == step:
+            write_text(run.config_before, before)
+        return False  # the exception goes on
+
+    return end
 
 
 def note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
