@@ -39,7 +39,7 @@ def test_presets_do_what_their_names_say() -> None:
     assert (fast.precision.mode, fast.trainer.channels_last, fast.data.batch_size) == ("auto", True, 128)
     assert lean.data.batch_size * lean.trainer.accumulate_grad_batches == 32
     assert lean.precision.mode == "auto"  # no type that the machine emulates
-    assert (lean.data.num_workers, lean.data.max_sequence_length, lean.checkpoint.keep_last) == (0, 512, 1)
+    assert (lean.data.num_workers, lean.data.max_sequence_length, lean.checkpoint.keep_last) == (0, None, 1)
     assert (debug.trainer.deterministic, debug.monitor.log_every_n_steps, debug.trainer.limit_train_batches) == (
         True, 1, 10,
     )  # fmt: skip
