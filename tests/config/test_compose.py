@@ -10,7 +10,8 @@ import pytest
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir, options
 from trainrun.config.compose import compose_run, prepare, save_config
-from trainrun.config.saved_config import load_config
+from trainrun.config.saved_config import load_config, plain_config, with_overrides
+from trainrun.config.schema import DataConfig
 from trainrun.errors import ConfigError
 
 
@@ -306,6 +307,54 @@ def test_a_warmup_that_is_named_replaces_the_one_of_the_option(tmp_path: Path) -
     assert (kept["warmup_steps"], kept["warmup_ratio"]) == (0, 0.05)
     both = compose_run(["scheduler.warmup_steps=7", "scheduler.warmup_ratio=0.1"], tmp_path).config.scheduler
     assert (both["warmup_steps"], both["warmup_ratio"]) == (7, 0.1)  # refused where it is built
+
+OWN = ["data.train._target_=my.load", "data.val._target_=my.load"]
+
+
+@pytest.mark.parametrize("words", [["data=csv", "data.name=houses"], [*OWN, "data.val.target=y"]])
+def test_validation_follows_training_by_the_reader_whatever_the_data_is_called(
+    words: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(compose_run([*words, "data.path=t.csv", "data.train.target=y",
+                                             "+data.train.file=${data.path}"]).config))  # fmt: skip
+    data = load_config(path, ["data.train.target=z"]).data
+    assert (data.train["target"], data.val["target"]) == ("z", "z")
+    data = load_config(path, ["data.train.target=z", "data.val.target=y"]).data
+    assert (data.train["target"], data.val["target"]) == ("z", "y")
+
+
+@pytest.mark.parametrize("folder", ["train", "y"])
+def test_a_new_path_is_put_in_where_the_old_one_was_a_path(folder: str, tmp_path: Path) -> None:
+    words = ["data=csv", f"data.path={folder}", "data.train.target=y", "+data.train.file=${data.path}"]
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(compose_run(words).config))
+    data = load_config(path, ["data.path=val"]).data
+    assert [data.train[name] for name in ("path", "file", "split", "target")] == ["val", "val", "train", "y"]
+    assert [data.val[name] for name in ("path", "split", "target")] == ["val", "val", "y"]
+
+
+def test_a_new_path_that_is_not_the_one_of_the_validation_is_told_and_refused_where_that_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+
+    def load(*words: str) -> DataConfig:
+        return with_overrides(plain_config(path), path, ["data.path=new", *words], "val").data
+
+    path.write_text(save_config(compose_run(["data=csv", "data.path=a", "data.train.val_path=b"]).config))
+    line = "data.val reads data.train.val_path=b; for other samples there set data.train.val_path=new"
+    with pytest.raises(ConfigError, match=f"data.path=new: {line}"):
+        load()
+    assert load("data.train.val_path=c").val["val_path"] == "c"
+    assert load_config(path, ["data.path=new"]).data.val["val_path"] == "b"
+    assert f"note: data.path=new: of training; {line}" in capsys.readouterr().err
+    path.write_text(save_config(compose_run([*OWN, "data.train.file=${data.path}", "data.path=a"]).config))
+    with pytest.raises(
+        ConfigError, match="data.val reads other data; name its samples by what data.val._tar"
+    ):
+        load()
+
 
 
 def test_help_shows_the_options_of_every_folder_that_a_run_would_search(

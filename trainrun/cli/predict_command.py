@@ -52,7 +52,7 @@ def predictions(
     run_dir: RunDir, which: str, split: str, overrides: list[str], trust: bool = False
 ) -> dict[str, list[Any]]:
     """Columns of equal length: `index`, the number of the sample in the data; `piece`, of split ones; the task's."""
-    run, _ = with_all_samples(run_dir, which, overrides, trust)
+    run, _ = with_all_samples(run_dir, which, split, overrides, trust)
     if split not in run.splits():
         raise no_split(run.splits(), split)
     columns: dict[str, list[Any]] = {}
@@ -66,16 +66,18 @@ def predictions(
     return {"index": list(range(count))} | columns
 
 
-def with_all_samples(run_dir: RunDir, which: str, words: list[str], trust: bool) -> tuple[Components, Path]:
+def with_all_samples(
+    run_dir: RunDir, which: str, split: str, words: list[str], trust: bool
+) -> tuple[Components, Path]:
     """As `parts_of`, with every sample: a limit is of the run's validations. It stays where it is typed here, and where
     the data says no length, for it may have no end."""
     from trainrun.runs.restore_config import parts_of
 
     limits = ("limit_val_batches", "limit_test_batches")
     lifted = [f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words)]
-    run, folder = parts_of(run_dir, which, [*words, *lifted], trust)
+    run, folder = parts_of(run_dir, which, [*words, *lifted], trust, split)
     if any(stream.num_samples is None for name, stream in run.splits().items() if name != "train"):
-        return parts_of(run_dir, which, words, trust)
+        return parts_of(run_dir, which, words, trust, split)
     return run, folder
 
 
@@ -147,7 +149,7 @@ def evaluate(argv: list[str]) -> int:
     from trainrun.training import evaluate as evaluation
 
     which = checkpoint_of(run_dir, words.which)
-    run, folder = with_all_samples(run_dir, which, words.overrides, words.trust)
+    run, folder = with_all_samples(run_dir, which, words.split, words.overrides, words.trust)
     splits = [name for name in run.splits() if name == words.split or name.startswith(f"{words.split}/")]
     if not splits:
         raise no_split(run.splits(), words.split)

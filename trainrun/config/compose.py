@@ -26,7 +26,7 @@ from trainrun.config.argv import (
     with_one_warmup,
 )
 from trainrun.config.overrides import composed, lower_trackers, override_fault
-from trainrun.config.saved_values import leaves_of, public, remember
+from trainrun.config.saved_values import public, remember
 from trainrun.config.schema import RunConfig, plain, settings, value_of, with_values
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
@@ -94,7 +94,11 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
         from trainrun.config.mistakes.messages import explain_reference
 
         raise ConfigError(*faults, explain_reference(error)) from error
-    faults += [*check(config), *unread_path(config)]
+    faults += check(config)
+    if config.data.path is not None:
+        from trainrun.config.mistakes.sampling_rules import unread_path
+
+        faults += unread_path(config)
     faults += untold(argument_faults(config) | idle_settings(config, overrides), faults)
     if faults:
         raise ConfigError(*faults)
@@ -116,18 +120,6 @@ def _named(option: str, node: Any) -> str:
     target = node.get("_target_") if option == CUSTOM and isinstance(node, dict) else None
     name = str(target).rpartition(".")[2]
     return name if target and name.isidentifier() else option
-
-
-def unread_path(config: RunConfig) -> list[str]:
-    """A fault where no node has the path: the run would train on other data than its words name."""
-    path, found = config.data.path, plain(config)
-    del found["data"]["path"]
-    if path is None or any(value == path for _, value in leaves_of(found)):
-        return []
-    return [
-        f"data.path={path}: nothing reads it with data={config.data.name}; say what it is, as data=csv, data=text or "
-        "data=image_folder (trainrun --help data), or leave it out"
-    ]
 
 
 def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:

@@ -8,6 +8,8 @@ import glob
 import hashlib
 import os
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.config.aliases import aliases, say_once
+from trainrun.config.aliases import aliases, say_once, target_of_today
 from trainrun.config.argv import conf_dir, groups, split_command_line, translate
-from trainrun.config.compose import SEAL, idle_settings, of_today, unread_path, untold
+from trainrun.config.compose import SEAL, idle_settings, of_today, untold
 from trainrun.config.overrides import (
     add_trackers,
     in_tracker,
@@ -28,45 +30,109 @@ from trainrun.config.overrides import (
     read_override,
     schema_node,
 )
-from trainrun.config.saved_values import Any_, changed, is_environment, leaves_of, read_yaml_text, remember
-from trainrun.config.schema import SAME, RunConfig, open_nodes, settings, with_values
+from trainrun.config.saved_values import (
+    REFERENCE,
+    Any_,
+    changed,
+    is_environment,
+    leaves_of,
+    read_yaml_text,
+    remember,
+)
+from trainrun.config.schema import (
+    SAME,
+    DataConfig,
+    RunConfig,
+    open_nodes,
+    settings,
+    validation_nodes,
+    with_values,
+)
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
+from trainrun.instantiate import TARGET
 from trainrun.output import HIDDEN, hides
 from trainrun.runs.run_folder import RunDir, read_json
 
 
-def following(saved: Any, words: list[str]) -> list[str]:
-    """Words for `data.val` of a saved run, where its option says `${data.train...}` and that is given another value."""
+def following(saved: DictConfig, words: list[str]) -> list[str]:
+    """Words for the sets of a saved run that follow the given ones, where both settings had the same value.
+
+    An argument of a reader of ours follows what its option refers to. One of the user's own follows `data.train`, where
+    the reader is the same, and that is told.
+    """
     given = dict(word.lstrip("+").partition("=")[::2] for word in words)
-    option = conf_dir() / "data" / f"{OmegaConf.select(saved, 'data.name')}.yaml"
-    if not any(key.startswith("data.train.") for key in given) or not option.is_file():
-        return []
-    val = (yaml.safe_load(option.read_text(encoding="utf-8")) or {}).get("val") or {}
-    pairs = {
-        f"data.val.{name}": str(value).removeprefix("${").removesuffix("}") for name, value in val.items()
-    }
-    return [
-        f"{key}={given[source]}"
-        for key, source in pairs.items()
-        if source in given
-        and key not in given
-        and OmegaConf.select(saved, key) == OmegaConf.select(saved, source)
-    ]
+    train, val, test = (OmegaConf.select(saved, f"data.{name}") or {} for name in ("train", "val", "test"))
+    named = {"val": val} if TARGET in val else {f"val.{name}": node or {} for name, node in val.items()}
+    found = []
+    for split, node in {"train": train, **named, "test": test}.items():
+        target = node.get(TARGET)
+        if target is None or f"data.{split}.{TARGET}" in given:
+            continue
+        ours = option_of(target).get("train" if split == "train" else "val", {})
+        is_own = not ours and split != "train" and target == train.get(TARGET)
+        for name, value in ({name: f"${{data.train.{name}}}" for name in node} if is_own else ours).items():
+            reference, key = REFERENCE.fullmatch(str(value)), f"data.{split}.{name}"
+            source = reference[1] if reference is not None else ""
+            alike = source in given and OmegaConf.select(saved, key) == OmegaConf.select(saved, source)
+            if not alike or key in given:
+                continue
+            found.append(f"{key}={given[source]}")
+            if is_own:
+                say_once(f"{found[-1]} follows {source}; for another value name {key} too")
+    return found
+
+
+@cache
+def option_of(target: str) -> dict[str, Any]:
+    """The option of `data` with a reader of ours, its references as they are written; empty for any other reader."""
+    for path in sorted((conf_dir() / "data").glob("*.yaml")):
+        option: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if option["train"][TARGET] == target_of_today(target):
+            return option
+    return {}
 
 
 def follow_path(config: RunConfig, before: str | None) -> RunConfig:
-    """The config with `data.path` where a saved run, whose references are resolved, has the path of `before`."""
+    """The config with `data.path` wherever the sets of a saved run have the one of `before` as a path."""
 
     def follow(key: str, value: Any) -> Any:
-        is_it = value == before and (before is not None or key.rpartition(".")[2] == "path")
-        return config.data.path if is_it else value
+        as_path = key.endswith(".path") if before is None else may_be_path(key, before)
+        return config.data.path if value == before and as_path else value
 
-    sets = ("train", "val", "test")
-    return with_values(config, {f"data.{name}": changed(getattr(config.data, name), follow) for name in sets})
+    sets = {f"data.{name}": getattr(config.data, name) for name in ("train", "val", "test")}
+    return with_values(config, {key: changed(node, follow, key) for key, node in sets.items()})
+
+
+def unreached(data: DataConfig, given: set[str], measured: str) -> Iterator[str]:
+    """A line for each set that a new `data.path` does not reach, as it has a path of its own.
+
+    measured: the split that a command is about; empty for one that trains, to whose user it is only told.
+    """
+    for split, node in {**validation_nodes(data), "test": data.test}.items():
+        asked, key = measured or "val", f"data.{split.replace('/', '.')}"
+        if (split.partition("/")[0] != asked and split != asked) or not isinstance(node, dict):
+            continue
+        name = f"{split.partition('/')[0]}_path"
+        own = node.get(name)
+        source = f"data.train.{name}" if own == (data.train or {}).get(name) else f"{key}.{name}"
+        line = ""
+        if own not in (None, data.path) and source not in given:
+            line = f"{key} reads {source}={own}; for other samples there set {source}={data.path}"
+        elif own is None and measured and all(value != data.path for _, value in leaves_of(node)):
+            line = f"{key} reads other data; name its samples by what {key}.{TARGET} takes"
+        if line and not measured:
+            say_once(f"data.path={data.path}: of training; {line}")
+        elif line:
+            yield f"data.path={data.path}: {line}"
 
 
 PATH_KEY = re.compile(r"(path|root|dir|folder|file|from|teacher|tokenizer)$")
+
+
+def may_be_path(key: str, value: str) -> bool:
+    """Whether a text may name a file or folder, by its setting or its form."""
+    return bool(PATH_KEY.search(key) or os.sep in value or Path(value).suffix)
 
 
 def places_of(run: RunDir, found: dict[str, Any]) -> list[Path]:
@@ -91,15 +157,13 @@ def placed(values: Any_, base: Path) -> Any_:
     """A copy in which relative paths are absolute, as far as they lead somewhere from a directory."""
 
     def place(key: str, value: Any) -> Any:
-        if type(value) is not str or not value:
-            return value
-        may_be_pattern = (
-            PATH_KEY.search(key) or os.sep in value
-        )  # `encoder.*` names parameters, and may fit files
-        if not (may_be_pattern or Path(value).suffix):
+        if type(value) is not str or not value or not may_be_path(key, value):
             return value
         pattern = re.sub(r"\{.*?\}", "*", value)  # names with braces, as `shard-{0..9}.tar`
         there = os.path.join(base, value)  # itself where it is absolute
+        may_be_pattern = (
+            PATH_KEY.search(key) or os.sep in value
+        )  # `encoder.*` names parameters, and may fit files
         is_there = os.path.exists(there) or (may_be_pattern and any(glob.iglob(pattern, root_dir=base)))
         return there if is_there else value
 
@@ -136,8 +200,11 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     return with_overrides(plain_config(path), path, overrides)
 
 
-def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> RunConfig:
-    """The config that `path` holds as plain values, with the overrides of a command line."""
+def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], measured: str = "") -> RunConfig:
+    """The config that `path` holds as plain values, with the overrides of a command line.
+
+    measured: a split of which alone the command tells, so that a new `data.path` must be of its samples.
+    """
     places = places_of(RunDir(path.parent), found)
     for place in places:
         found = placed(found, place)
@@ -168,13 +235,18 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
         raise ConfigError(*faults, explain_reference(error)) from error
     assert isinstance(config, RunConfig)
     config = remember(cfg, of_today(config))
-    config = follow_path(config, OmegaConf.select(saved, "data.path"))
+    changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
+    before = OmegaConf.select(saved, "data.path")
+    has_moved = "data.path" in changed and config.data.path != before
+    config = follow_path(config, before) if has_moved else config
     config = placed(config, Path.cwd()) if places else config
     faults += check(config)
     faults += untold(idle_settings(config, words.overrides), faults)
     # With its other values it has trained.
-    changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
-    faults += unread_path(config) if "data.path" in changed else []
+    if has_moved:
+        from trainrun.config.mistakes.sampling_rules import unread_path
+
+        faults += [*unread_path(config), *unreached(config.data, changed, measured)]
     faults += untold({key: fault for key, fault in argument_faults(config).items() if key in changed}, faults)
     if faults:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])

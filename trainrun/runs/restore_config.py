@@ -34,10 +34,13 @@ def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
 
 
 def parts_of(
-    run_dir: RunDir, which: str, overrides: list[str], trust: bool = False
+    run_dir: RunDir, which: str, overrides: list[str], trust: bool = False, measured: str = ""
 ) -> tuple[Components, Path]:
-    """Everything of a saved run on one device, with the weights of a checkpoint in it, and where that lies."""
-    config = trusted_config(run_dir, overrides, trust)
+    """Everything of a saved run on one device, with the weights of a checkpoint in it, and where that lies.
+
+    measured: as in `with_overrides`.
+    """
+    config = trusted_config(run_dir, overrides, trust, measured)
     check_found(run_dir, plain(config))
     # the averaged weights are loaded into the model itself
     config = with_values(config, {"trainer.ema.enabled": False})

@@ -55,11 +55,11 @@ class Difference(NamedTuple):
     here: object
 
 
-def trusted_config(run: RunDir, overrides: list[str], trust: bool) -> RunConfig:
+def trusted_config(run: RunDir, overrides: list[str], trust: bool, measured: str = "") -> RunConfig:
     """As `load_config`, of a folder that may be anybody's: code that it names must be known to be the user's."""
     found = readable_config(run)
     check_run(run, found, overrides, trust)
-    return with_overrides(found, run.config_that_holds, overrides)
+    return with_overrides(found, run.config_that_holds, overrides, measured)
 
 
 def readable_config(run: RunDir) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""How often training samples come, and folds: what does not go together."""
+"""How often training samples come, folds, and where the data lies: what does not go together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from trainrun.config.schema import RunConfig, validation_nodes
+from trainrun.config.saved_values import leaves_of
+from trainrun.config.schema import RunConfig, plain, validation_nodes
 from trainrun.instantiate import TARGET, named_nodes
 
 READERS, ARRAYS = "trainrun.data.", "trainrun.data.readers.arrays."
@@ -70,3 +71,15 @@ def parts(config: RunConfig) -> Iterator[str]:
                 f"{key}.path={node['path']}: {key} is a part held out of its path; for validation data of its own set "
                 f"data.train.val_path={node['path']}"
             )
+
+
+def unread_path(config: RunConfig) -> list[str]:
+    """A fault where no node has the path: the run would train on other data than its words name."""
+    path, found = config.data.path, plain(config)
+    del found["data"]["path"]
+    if path is None or any(value == path for _, value in leaves_of(found)):
+        return []
+    return [
+        f"data.path={path}: nothing reads it with data={config.data.name}; say what it is, as data=csv, data=text or "
+        "data=image_folder (trainrun --help data), or leave it out"
+    ]
