@@ -19,16 +19,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 @dataclass(frozen=True)
 class Limits:
-    """The range of a number, which must be finite."""
+    """The range of a number, which must be finite. whole: 1e3 is whole too."""
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    whole: bool = False
 
     def allow(self, value: float) -> bool:
         return math.isfinite(value) and not (
-            (self.at_least is not None and value < self.at_least)
+            (self.whole and value % 1)
+            or (self.at_least is not None and value < self.at_least)
             or (self.above is not None and value <= self.above)
             or (self.at_most is not None and value > self.at_most)
             or (self.below is not None and value >= self.below)
@@ -131,7 +133,7 @@ class Setting:
 
 def setting(
     default: Any, help: str, *, kind: Any = None, parse: Callable[[Any], object] | None = None,
-    aliases: tuple[str, ...] = (), words: dict[str, str] | None = None, **limits: float,
+    aliases: tuple[str, ...] = (), words: dict[str, str] | None = None, **limits: Any,
 ) -> Any:  # fmt: skip
     """A field of one value. kind: where it takes more than its annotation says; limits: as in `Limits`."""
     about = {"help": help, "kind": kind, "parse": parse, "aliases": aliases, "words": words or {}}

@@ -116,6 +116,22 @@ def test_a_setting_of_what_is_switched_off_by_its_own_word_is_fine() -> None:
     assert (config.trainer.ema.enabled, config.trainer.ema.decay) == (False, 0.9)
 
 
+def test_a_setting_of_what_is_off_is_refused_in_a_recipe_too(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    recipe = "# @package _global_\ntrainer:\n  early_stopping: {patience: 1, monitor: val/loss}\n  ema: {decay: 0.9}\n"
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(recipe)
+    with pytest.raises(ConfigError) as caught:
+        compose_run(["experiment=mine"], tmp_path)
+    assert [fault.partition(": does nothing while")[0] for fault in caught.value.faults] == [
+        "trainer.ema.decay=0.9", "trainer.early_stopping.monitor=val/loss", "trainer.early_stopping.patience=1",
+    ]  # fmt: skip
+    words = ["experiment=mine", "trainer.early_stopping=true", "trainer.ema=false"]
+    assert compose_run(words, tmp_path).config.trainer.early_stopping.patience == 1
+    compose_run(
+        ["preset=fast", "checkpoint=false"]
+    )  # the preset's checkpoint.keep_last is none of the user's
+
+
 @pytest.mark.parametrize("path", ["shard-{000..009}.tar", '"shard-{000..009}.tar"'])
 def test_a_path_with_a_range_of_shards_needs_no_quotes_of_its_own(path: str) -> None:
     assert compose_run(["data=webdataset", f"data.path={path}"]).config.data.path == "shard-{000..009}.tar"
@@ -163,6 +179,8 @@ def test_all_faults_are_listed_at_once() -> None:
             "early_stopping_patience=1",
             "does nothing while trainer.early_stopping.enabled=false; add trainer.early_stopping=true",
         ),
+        ("patience=3", "patience=3: does nothing while trainer.early_stopping.enabled=false"),  # the default
+        ("scheduler.warmup_steps=0.1", "of whole steps (a part of all steps is scheduler.warmup_ratio)"),
         (
             "trainer.compile.mode=max-autotune",
             "does nothing while trainer.compile.scope=off; add trainer.compile=model",
@@ -290,24 +308,6 @@ def test_validation_of_a_saved_run_follows_what_it_refers_to_unless_it_was_told_
     assert load_config(path, [*new, "data.val.val_fraction=0.3"]).data.val["val_fraction"] == 0.3
 
 
-def test_a_warmup_beyond_the_named_length_is_refused_with_the_other_mistakes() -> None:
-    assert faults_of("trainer.max_steps=50", "scheduler.warmup_steps=100", "optimizer.lr=-1") == (
-        "scheduler.warmup_steps=100: longer than the run: trainer.max_steps=50; choose fewer",
-        "optimizer.lr=-1: must be a number, 0 or more",
-    )
-    assert compose_run(["trainer.max_steps=50", "scheduler.warmup_steps=50"]).config.trainer.max_steps == 50
-
-
-def test_a_warmup_that_is_named_replaces_the_one_of_the_option(tmp_path: Path) -> None:
-    scheduler = compose_run(
-        ["scheduler=warmup_cosine", "scheduler.warmup_steps=7"], tmp_path
-    ).config.scheduler
-    assert (scheduler["warmup_steps"], scheduler["warmup_ratio"]) == (7, None)
-    kept = compose_run(["scheduler=warmup_cosine"], tmp_path).config.scheduler
-    assert (kept["warmup_steps"], kept["warmup_ratio"]) == (0, 0.05)
-    both = compose_run(["scheduler.warmup_steps=7", "scheduler.warmup_ratio=0.1"], tmp_path).config.scheduler
-    assert (both["warmup_steps"], both["warmup_ratio"]) == (7, 0.1)  # refused where it is built
-
 OWN = ["data.train._target_=my.load", "data.val._target_=my.load"]
 
 
@@ -355,6 +355,24 @@ def test_a_new_path_that_is_not_the_one_of_the_validation_is_told_and_refused_wh
     ):
         load()
 
+
+def test_a_warmup_beyond_the_named_length_is_refused_with_the_other_mistakes() -> None:
+    assert faults_of("trainer.max_steps=50", "scheduler.warmup_steps=100", "optimizer.lr=-1") == (
+        "scheduler.warmup_steps=100: longer than the run: trainer.max_steps=50; choose fewer",
+        "optimizer.lr=-1: must be a number, 0 or more",
+    )
+    assert compose_run(["trainer.max_steps=50", "scheduler.warmup_steps=50"]).config.trainer.max_steps == 50
+
+
+def test_a_warmup_that_is_named_replaces_the_one_of_the_option(tmp_path: Path) -> None:
+    scheduler = compose_run(
+        ["scheduler=warmup_cosine", "scheduler.warmup_steps=7"], tmp_path
+    ).config.scheduler
+    assert (scheduler["warmup_steps"], scheduler["warmup_ratio"]) == (7, None)
+    kept = compose_run(["scheduler=warmup_cosine"], tmp_path).config.scheduler
+    assert (kept["warmup_steps"], kept["warmup_ratio"]) == (0, 0.05)
+    both = compose_run(["scheduler.warmup_steps=7", "scheduler.warmup_ratio=0.1"], tmp_path).config.scheduler
+    assert (both["warmup_steps"], both["warmup_ratio"]) == (7, 0.1)  # refused where it is built
 
 
 def test_help_shows_the_options_of_every_folder_that_a_run_would_search(

@@ -122,19 +122,24 @@ def _named(option: str, node: Any) -> str:
     return name if target and name.isidentifier() else option
 
 
-def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
-    """What was typed for a section that is off, as the patience of no early stopping; off by its own word is fine."""
-    typed = dict.fromkeys(word.lstrip("+").partition("=")[0] for word in overrides)
+def idle_settings(config: RunConfig, overrides: list[str], in_files: bool = True) -> dict[str, str]:
+    """What was given for a section that is off, as the patience of no early stopping; off by its own word is fine.
+
+    in_files: also in the user's YAML files, of a section that is off unless it is switched on.
+    """
+    typed = {word.lstrip("+").partition("=")[0] for word in overrides}
     faults = {}
     for section, found in settings().items():
         switch = f"{section}.{found.short}"
         if not found.short or switch in typed or (off := value_of(config, switch)) not in (False, "off"):
             continue
-        on = "true" if off is False else "model"
-        for key in (key for key in typed if key.startswith(f"{section}.")):
-            if key in settings() and (value := value_of(config, key)) != settings()[key].default:
-                way = f"add {section}={on}, or leave it out"
-                faults[key] = f"{key}={value}: does nothing while {switch}={str(off).lower()}; {way}"
+        way = f"add {section}={'true' if off is False else 'model'}, or leave it out"
+        anywhere = in_files and off == settings()[switch].default
+        for key, setting in settings().items():
+            if key.startswith(f"{section}.") and key != switch:
+                value = value_of(config, key)
+                if key in typed or (anywhere and value != setting.default):
+                    faults[key] = f"{key}={value}: does nothing while {switch}={str(off).lower()}; {way}"
     return faults
 
 
