@@ -2,6 +2,7 @@
 
 import pytest
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainrun.assemble.assemble import check_targets
 from trainrun.assemble.optimizer_and_schedule import build_optimizer_of, build_schedule_of, describe_update
@@ -33,10 +34,10 @@ def test_the_line_says_what_was_built(words, line):
     assert describe_update(config, schedule_of(config)) == line
 
 
-def schedule_of(config):
+def schedule_of(config, **more):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     optimizer = build_optimizer_of(config, model, 1, [])
-    return build_schedule_of(config, optimizer, Intervals(Lengths(20), None, 1, 50, 200))
+    return build_schedule_of(config, optimizer, Intervals(Lengths(20), None, 1, 50, 200, **more))
 
 
 PLATEAU = ["scheduler=plateau", "scheduler.patience=0", "scheduler.metric=val/acc"]
@@ -49,10 +50,22 @@ def test_a_plateau_knows_which_way_its_metric_is_better(words):
     for accuracy, lr in ((0.5, 1e-3), (0.6, 1e-3), (0.55, 1e-4)):
         schedule.on_validation({"val/loss": 1.0, "val/acc": accuracy})
         assert schedule.lr == pytest.approx(lr)
-    said = schedule_of(compose_run([*words, "scheduler.mode=min"]).config)
-    for accuracy, lr in ((0.5, 1e-3), (0.6, 1e-4)):
-        said.on_validation({"val/acc": accuracy})
-        assert said.lr == pytest.approx(lr)
+    with pytest.raises(
+        ConfigError, match=r"scheduler\.mode=min: val/acc is better when larger; use scheduler"
+    ):
+        schedule_of(compose_run([*words, "scheduler.mode=min"]).config)
+
+
+def test_a_plateau_without_validation_is_refused():
+    for words in (PLATEAU, ["scheduler=custom", f"scheduler._target_={__name__}.waits"]):
+        with pytest.raises(
+            ConfigError, match=r"scheduler=plateau: there is no validation data \(data\.val\)"
+        ):
+            schedule_of(compose_run(words).config, validates=False)
+
+
+def waits(optimizer):
+    return ReduceLROnPlateau(optimizer)
 
 
 def test_a_plateau_is_told_the_way_of_a_metric_whose_name_says_nothing():

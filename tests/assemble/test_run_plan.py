@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from trainrun.assemble.run_plan import direction
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig
+from trainrun.errors import ConfigError
 from trainrun.task.metrics.directions import taken_as_larger
 
 
@@ -27,8 +28,28 @@ from trainrun.task.metrics.directions import taken_as_larger
     ],
 )  # fmt: skip
 def test_the_name_of_a_metric_says_which_way_is_better(metric: str, better: str) -> None:
-    assert direction(metric, "auto") == better
-    assert direction(metric, "max") == "max"
+    assert direction("checkpoint", metric, CheckpointConfig(monitor=metric)) == better
+
+
+@pytest.mark.parametrize(
+    ("metric", "wanted"),
+    [
+        ("val/acc", CheckpointConfig(mode="min")), ("val/day/acc", EarlyStoppingConfig(mode="min")),
+        ("val/loss", CheckpointConfig(mode="max", monitor="val/loss")), ("val/iou", CheckpointConfig(mode="min")),
+    ],
+)  # fmt: skip
+def test_a_mode_against_the_name_of_the_metric_is_refused(
+    metric: str, wanted: CheckpointConfig | EarlyStoppingConfig
+) -> None:
+    better = "smaller; use checkpoint.mode=min" if wanted.mode == "max" else "larger; use checkpoint.mode=max"
+    with pytest.raises(ConfigError, match=f"checkpoint.mode={wanted.mode}: {metric} is better when {better}"):
+        direction("checkpoint", metric, wanted)
+
+
+def test_a_mode_beside_a_named_metric_is_believed() -> None:
+    for metric in ("val/perplexity", "val/mine"):  # of a codebook it is better when larger
+        assert direction("checkpoint", metric, CheckpointConfig(mode="max", monitor=metric)) == "max"
+    assert direction("checkpoint", None, CheckpointConfig(mode="max")) == "min"  # nothing is validated
 
 
 def test_a_name_that_says_nothing_is_told_where_nobody_says_more() -> None:

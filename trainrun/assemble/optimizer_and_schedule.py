@@ -143,18 +143,18 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
         from trainrun.optimizer.groups import peaks_of_groups
 
         keywords |= peaks_of_groups(keywords, optimizer)
-    if str(node["_target_"]).endswith(".ReduceLROnPlateau") and keywords.get("mode", "auto") == "auto":
-        from trainrun.task.metrics.directions import known_direction
+    if str(node["_target_"]).endswith(".ReduceLROnPlateau"):
+        from trainrun.task.metrics.directions import asked_direction
 
-        metric = node.get("metric") or "val/loss"
-        keywords["mode"] = known_direction(metric)
+        metric, mode = node.get("metric") or "val/loss", keywords.get("mode", "auto")
+        keywords["mode"] = asked_direction("scheduler", metric, mode, node.get("metric") is not None)
         if keywords["mode"] is None:
             raise ConfigError(
                 f"scheduler.mode=auto: the name {metric} does not say which way is better; set it to min or max"
             )
     return build_schedule(
         optimizer, locate(node["_target_"], "scheduler"), keywords, steps, rhythm.total_steps, node.get("metric"),
-        rhythm.steps_per_epoch, node.get("interval") == "epoch",
+        rhythm.steps_per_epoch, node.get("interval") == "epoch", rhythm.validates,
     )  # fmt: skip
 
 

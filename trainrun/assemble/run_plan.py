@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from trainrun.checkpoint.policy import KeepOptions
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig
 from trainrun.errors import ConfigError
 from trainrun.instantiate import named_nodes
 from trainrun.interfaces import Batches, Parallel
@@ -170,15 +170,13 @@ def default_monitor(task: Any, splits: Sequence[str]) -> str | None:
     return f"{splits[0]}/{getattr(task, 'monitor', 'loss')}"  # a task may name one; most do not
 
 
-def direction(metric: str, mode: str) -> str:
-    """min where smaller is better: a loss, an error, a distance."""
-    if mode != "auto":
-        return mode
-    if metric.endswith(("/loss", "/acc")):
-        return "min" if metric.endswith("loss") else "max"
-    from trainrun.task.metrics.directions import known_direction
+def direction(key: str, metric: str | None, wanted: CheckpointConfig | EarlyStoppingConfig) -> str:
+    """min where smaller is better: a loss, an error, a distance. Raises ConfigError for a mode that cannot be meant."""
+    if metric is None or (wanted.mode == "auto" and metric.endswith(("/loss", "/acc"))):
+        return "max" if metric and metric.endswith("acc") else "min"
+    from trainrun.task.metrics.directions import asked_direction
 
-    return known_direction(metric) or "max"
+    return asked_direction(key, metric, wanted.mode, wanted.monitor is not None) or "max"
 
 
 def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task: Any) -> KeepOptions:
@@ -192,7 +190,7 @@ def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task:
     if keep.monitor is not None and default is None:
         raise ConfigError(f"checkpoint.monitor={keep.monitor}: there is no validation data (data.val)")
     return KeepOptions(
-        keep.enabled, metric, direction(metric or "val/loss", keep.mode), keep.save_top_k,
+        keep.enabled, metric, direction("checkpoint", metric, keep), keep.save_top_k,
         keep.save_last, keep.keep_last, lambda state: any(one.passed(state) for one in distances),
         parse_seconds(keep.train_time_interval), keep.async_save, keep.monitor is not None,
     )  # fmt: skip
@@ -208,7 +206,7 @@ def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
             "trainer.early_stopping.enabled=true: there is no validation data (data.val) to watch"
         )
     return MetricTracker(
-        metric, direction(metric, wanted.mode), wanted.patience, wanted.min_delta,
+        metric, direction("trainer.early_stopping", metric, wanted), wanted.patience, wanted.min_delta,
         wanted.stopping_threshold, wanted.divergence_threshold, wanted.monitor is not None,
     )  # fmt: skip
 
@@ -284,5 +282,5 @@ def best_watch(config: RunConfig, default: str | None) -> MetricTracker:
     """The metric that the summary calls best, the same that `best` checkpoints go by."""
     keep = config.checkpoint
     metric = keep.monitor or default
-    mode = direction(metric or "val/loss", keep.mode)
+    mode = direction("checkpoint", metric, keep)
     return MetricTracker(metric if default else None, mode, named=keep.monitor is not None)

@@ -70,12 +70,14 @@ def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int
 def build_schedule(
     optimizer: Optimizer, target: Callable[..., Any], keywords: dict[str, Any], warmup_steps: int,
     total_steps: int | None, metric: str | None = None, steps_per_epoch: int | None = None, by_epoch: bool = False,
+    validates: bool = True,
 ) -> Schedule:  # fmt: skip
     """target: a torch scheduler class, or any function whose first argument is `optimizer` and that returns a torch
     scheduler; else a curve, called as `target(step, **keywords)`.
 
     total_steps: of the whole run, the warmup included; the target is told what is left after it.
     metric: what ReduceLROnPlateau looks at (`val/loss`). by_epoch: the target counts epochs, of `steps_per_epoch`.
+    validates: whether the run has validation data.
     """
     if by_epoch and (not makes_scheduler(target) or target is ReduceLROnPlateau):
         plateau = target is ReduceLROnPlateau
@@ -91,6 +93,8 @@ def build_schedule(
     try:
         if makes_scheduler(target):
             made = _checked_scheduler(target(optimizer, **keywords), name)
+            if isinstance(made, ReduceLROnPlateau) and not validates:
+                raise ConfigError("scheduler=plateau: there is no validation data (data.val) to watch")
             return Schedule(optimizer, None, warmup_steps, TorchScheduler(made, metric, by_epoch))
         curve = _checked_curve(partial(target, **keywords), name)
     except OF_ARGUMENTS as error:

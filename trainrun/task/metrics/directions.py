@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from trainrun.errors import ConfigError
+
 if TYPE_CHECKING:
     from trainrun.config.schema import RunConfig
 
@@ -35,6 +37,21 @@ def known_direction(metric: str) -> str | None:
         small = words[-1] in SMALL_WORDS or any(part in words[-1] for part in SMALL)
         large = words[-1] in LARGE_WORDS or any(part in words[-1] for part in LARGE)
     return None if small == large else "min" if small else "max"
+
+
+def asked_direction(key: str, metric: str, mode: str, is_named: bool) -> str | None:
+    """The mode of a setting; auto: by the name of the metric. Raises ConfigError where the name is sure of the other.
+
+    is_named: the user named the metric beside the mode, so that only a loss or an accuracy is sure.
+    """
+    known, sure = known_direction(metric), not is_named or metric.endswith(("/loss", "/acc"))
+    if mode != "auto" and known not in (None, mode) and sure:
+        better = "smaller" if known == "min" else "larger"
+        raise ConfigError(
+            f"{key}.mode={mode}: {metric} is better when {better}; use {key}.mode={known}, or name the metric that "
+            f"is meant, as {key}.{'metric' if key == 'scheduler' else 'monitor'}=val/mine"
+        )
+    return known if mode == "auto" else mode
 
 
 def taken_as_larger(config: RunConfig, default: str | None) -> str:
