@@ -180,7 +180,7 @@ def test_all_faults_are_listed_at_once() -> None:
             "does nothing while trainer.early_stopping.enabled=false; add trainer.early_stopping=true",
         ),
         ("patience=3", "patience=3: does nothing while trainer.early_stopping.enabled=false"),  # the default
-        ("scheduler.warmup_steps=0.1", "of whole steps (a part of all steps is scheduler.warmup_ratio)"),
+        ("scheduler.warmup_steps=0.1", "in whole steps (a part: scheduler.warmup_ratio)"),
         (
             "trainer.compile.mode=max-autotune",
             "does nothing while trainer.compile.scope=off; add trainer.compile=model",

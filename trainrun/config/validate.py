@@ -37,9 +37,7 @@ from trainrun.limits import (
 from trainrun.model import choices as names
 
 EXAMPLE = "my_file.MyClass"
-WarmupSteps = Annotated[
-    float, Limits(at_least=0, whole=True), "of whole steps (a part of all steps is scheduler.warmup_ratio)"
-]
+Warmup = Annotated[float, Limits(at_least=0, whole=True), "in whole steps (a part: scheduler.warmup_ratio)"]
 PACKAGE = Path(__file__).resolve().parents[1]
 KNOWN = {**vars(limits), **vars(names), "Sequence": Sequence}  # what a signature may name to be checked here
 GROUPS = ("optimizer", "scheduler", "task", "model", "data.train", "data.val", "data.test")
@@ -54,7 +52,7 @@ SHARED: dict[str, dict[str, Any]] = {  # what the runner itself reads, whatever 
     },
     "scheduler": {
         **dict.fromkeys(("warmup_ratio", "warmup_epochs"), NotNegative | None),
-        "warmup_steps": WarmupSteps | Lasting | None,
+        "warmup_steps": Warmup | Lasting | None,
         "interval": Literal["step", "epoch"],
         "lr_scaling": Literal["none", "linear", "sqrt"],
         "base_batch_size": Count,
