@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quiet_runs import QUIET
 
 from trainrun.cli import predict_command as evaluate
 from trainrun.cli.main import main
@@ -40,6 +41,21 @@ def test_without_a_validation_the_last_checkpoint_is_taken_and_said(
     assert "this is of the last" in capsys.readouterr().err
     assert main(["evaluate", *words, "--which", "best"]) == 2
     assert "best: no checkpoint" in capsys.readouterr().err
+
+
+def test_the_word_for_averaged_weights_holds(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trainer.max_steps=9", "trainer.ema=true", "trainer.ema.decay=0.99", *QUIET]
+    assert main([*words, "output_dir=run"]) == 0
+    assert main(["resume", "run", "trainer.max_steps=10", "trainer.ema=false"]) == 0
+    told = "checkpoint step-00000009 holds averaged weights, which trainer.ema=false leaves out"
+    assert told in capsys.readouterr().out
+    found = []
+    for more in ([], ["trainer.ema=true"], ["trainer.ema=false"]):
+        assert main(["evaluate", "run", "--which", "step-00000009", *more]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] != found[2]
+    assert main(["evaluate", "run", "--which", "step-00000010", "trainer.ema=true"]) == 2
+    assert "trainer.ema=true: checkpoint step-00000010 holds no averaged weights" in capsys.readouterr().err
 
 
 def test_other_classes_than_the_run_has_are_refused(

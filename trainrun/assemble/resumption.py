@@ -87,9 +87,11 @@ def network_of(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
     return model.eval()
 
 
-def load_weights(model: nn.Module, loaded: Loaded, device: torch.device) -> None:
-    """The averaged weights where there are any, else the trained ones."""
-    weights, _ = weights_of(loaded, model.state_dict())
+def load_weights(
+    model: nn.Module, loaded: Loaded, device: torch.device, averaged: bool | None = None
+) -> None:
+    """averaged: which weights; None takes the averaged ones where there are any, else the trained ones."""
+    weights, _ = weights_of(loaded, model.state_dict(), averaged)
     fit_buffers(model, weights, device)
     kinds = tensor_kinds(model.state_dict())
     check_tensors(loaded.folder.name, "this model", kinds, tensor_kinds(weights))

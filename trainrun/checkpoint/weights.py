@@ -139,10 +139,13 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def weights_of(loaded: Loaded, live: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], bool]:
+def weights_of(
+    loaded: Loaded, live: Mapping[str, Tensor] | None = None, wish: bool | None = None
+) -> tuple[dict[str, Tensor], bool]:
     """The weights that a checkpoint is evaluated with, and whether they are averaged. Raises CheckpointError.
 
-    live: of the network, with the base that an adapter needs.
+    live: of the network, with the base that an adapter needs. wish: for averaged weights, or for others; None takes
+    those that are there.
     """
     shared, weights, averaged = loaded.shared, None, None
     if isinstance(shared, dict):
@@ -153,10 +156,12 @@ def weights_of(loaded: Loaded, live: Mapping[str, Tensor] | None = None) -> tupl
             )
         shared = shared if live is None else put_back(loaded.folder.name, shared, live)
         ema = shared.get("ema")
-        averaged = ema.get("module") if isinstance(ema, dict) else None
+        averaged = ema.get("module") if isinstance(ema, dict) and wish is not False else None
         weights = averaged if averaged is not None else shared.get("model")
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"checkpoint {loaded.folder.name}: holds no weights")
+    if wish and averaged is None:
+        raise CheckpointError(f"trainer.ema=true: checkpoint {loaded.folder.name} holds no averaged weights")
     return weights, averaged is not None
 
 

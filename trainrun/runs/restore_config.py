@@ -42,6 +42,8 @@ def parts_of(
     """
     config = trusted_config(run_dir, overrides, trust, measured)
     check_found(run_dir, plain(config))
+    typed = any(word.partition("=")[0] in ("trainer.ema", "trainer.ema.enabled") for word in overrides)
+    averaged = config.trainer.ema.enabled if typed else None
     # the averaged weights are loaded into the model itself
     config = with_values(config, {"trainer.ema.enabled": False})
     listed = (
@@ -69,7 +71,7 @@ def parts_of(
     run, _ = build_components(config, site)
     seed_everything(derive_seed(seed, 1))
     check_classes(folder.name, loaded.shared, run.data_facts.class_names)
-    load_weights(run.model, loaded, device)
+    load_weights(run.model, loaded, device, averaged)
     give_task_state(run.task, loaded, device)
     return run, folder
 

@@ -66,6 +66,8 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     run.model.load_state_dict(shared["model"])
     if run.ema is not None:
         run.ema.load_state_dict(shared["ema"])
+    elif shared["ema"]:
+        run.monitors.note(f"checkpoint {place} holds averaged weights, which trainer.ema=false leaves out")
     _load_optimizers(run, place, shared["optimizer"])
     run.schedule.load_state_dict(shared["schedule"])
     run.precision.load_state_dict(shared["precision"])
