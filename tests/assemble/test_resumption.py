@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from trainrun.assemble.resumption import checkpoint_at, differences, last_step
+from trainrun.assemble.resumption import checkpoint_at, differences, last_step, tell
 from trainrun.assemble.run_plan import data_at
 from trainrun.cli.main import main
+from trainrun.runs.run_folder import RunDir
 
 pytestmark = pytest.mark.process
 
@@ -49,10 +51,34 @@ def test_a_resume_elsewhere(killed: Path, trainrun: Any) -> None:
     assert "goes on from step 4 (step-00000004); at least 2 steps after it are done again" in lines
     (line,) = [line for line in lines if "saved with another" in line]
     assert line.startswith(
-        "the checkpoint was saved with another num_threads (1, now 2): the numbers that follow may"
+        "the checkpoint was saved with another num_threads (1, now 2): the numbers that follow may differ in their last"
     )
     rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [
+        ({"num_threads": 9}, "(9, now 1): the numbers that follow may differ in their last bits from"),
+        ({"precision": "bf16-mixed"}, "(bf16-mixed, now 32-true): the numbers that follow may differ from"),
+        (
+            {"world_size": 2},
+            "(2, now 1): random states (as of dropout) begin anew, and the numbers that",
+        ),
+        ({"world_size": 1}, ""),
+    ],
+)
+def test_what_another_place_changes(then: dict[str, Any], told: str) -> None:
+    now = {"num_threads": 1, "precision": "32-true", "world_size": 1}
+    notes: list[str] = []
+    run: Any = SimpleNamespace(
+        checkpoints=SimpleNamespace(fingerprint=lambda: now), monitors=SimpleNamespace(note=notes.append),
+        config=SimpleNamespace(checkpoint=SimpleNamespace(strict=False)),
+    )  # fmt: skip
+    loaded: Any = SimpleNamespace(manifest=SimpleNamespace(step=4, fingerprint=then), folder=Path("step-4"))
+    tell(run, RunDir(Path("none")), loaded)
+    assert [told in note for note in notes[1:]] == ([True] if told else [])
 
 
 def test_a_new_run_from_one_that_stopped_early_trains_and_has_a_best_of_its_own(tmp_path: Path) -> None:

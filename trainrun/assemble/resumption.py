@@ -14,7 +14,6 @@ from torch import nn
 
 from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
-from trainrun.assemble.run_plan import DATA, DRAWN
 from trainrun.checkpoint.format import committed_steps
 from trainrun.checkpoint.load import best_checkpoint, load_together, resolve
 from trainrun.checkpoint.reading import Loaded, read_checkpoint
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     from trainrun.training.triggers import Intervals
 
 TAIL_BYTES = 1 << 16
+# of a fingerprint: what changes the order of sums alone, and what has random states of its own
+ROUNDING, RANDOM = {"python", "machine", "cpu", "num_threads", "deterministic"}, {"world_size", "device"}
 
 
 def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bool) -> TrainState:
@@ -150,7 +151,8 @@ def begin_anew(run_dir: RunDir, rank: int) -> None:
 def tell(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
     """Where the run goes on, what is done again, and what else is another than it was. Raises CheckpointError."""
     step = loaded.manifest.step
-    changed = differences(loaded.manifest.fingerprint, run.checkpoints.fingerprint())
+    then, now = loaded.manifest.fingerprint, run.checkpoints.fingerprint()
+    changed = differences(then, now)
     if changed and run.config.checkpoint.strict:
         raise CheckpointError(
             f"checkpoint.strict=true: {loaded.folder.name} was saved with another {changed}; go on there, or leave "
@@ -160,9 +162,11 @@ def tell(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
     lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
     run.monitors.note(f"goes on from step {step} ({loaded.folder.name}){lost}")
     if changed:
-        bits = "" if DATA in changed or DRAWN in changed else " in their last bits"
+        names = {name for name in now if then.get(name, now[name]) != now[name]}
+        anew = "random states (as of dropout) begin anew, and " if names & RANDOM else ""
+        bits = " in their last bits" if names <= ROUNDING else ""
         run.monitors.note(
-            f"the checkpoint was saved with another {changed}: the numbers that follow may differ{bits} "
+            f"the checkpoint was saved with another {changed}: {anew}the numbers that follow may differ{bits} "
             "from those of a run that was never stopped (checkpoint.strict=true refuses)"
         )
 
