@@ -290,9 +290,11 @@ def test_state_in_no_checkpoint_is_named_once_and_refused_at_a_resume(
     ],
 )
 def test_state_of_models_and_hooks_in_no_checkpoint_is_told_at_once_and_at_a_resume(
-    own: Path, words: list[str], told: str
+    own: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*WORDS, *words, stop_at(8), "output_dir=run"]) == 75
+    assert main(["evaluate", "run", "--which", "last"]) == 0
+    assert ("it is as the model makes it at first" in capsys.readouterr().err) == told.startswith("model")
     keeps = "keeps what no checkpoint holds "
     (first,) = notes_of(own / "run", keeps) or [""]
     assert first.replace(keeps, "").partition(", and a resume begins it anew; ")[0] == told

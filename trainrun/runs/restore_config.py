@@ -17,7 +17,7 @@ from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.schema import RunConfig, plain, with_values
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.resume import trusted_config
+from trainrun.runs.resume import tell, trusted_config
 from trainrun.runs.run_folder import RunDir, read_identity
 from trainrun.runs.trusted_code import check_found
 from trainrun.runtime.signals import StopFlag
@@ -78,6 +78,10 @@ def parts_of(
 
 def give_task_state(task: Any, loaded: Loaded, device: torch.device) -> None:
     if isinstance(kept := loaded.shared.get("task"), dict):
+        for lost in (one for one in kept.get("anew", ()) if one.startswith("model: ")):
+            tell(
+                f"{loaded.folder.name} does not hold what changed in {lost}: it is as the model makes it at first"
+            )
         load_task_state(loaded.folder.name, task, kept, device)
 
 
