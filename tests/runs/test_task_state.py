@@ -183,12 +183,24 @@ class Net(torch.nn.Module):  # caches, what others read, and counters of torch a
         return (out - self.mean) / self.temperature
 
 
-class Knows(Net):
+class Odd(Net):
     def get_extra_state(self):
-        return torch.tensor(self.temperature)
+        return self.temperature
+
+
+class Knows(Net):
+    seen_temperatures = ()
+
+    def forward(self, x):
+        self.seen_temperatures += (self.temperature,)
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return torch.tensor(self.seen_temperatures)
 
     def set_extra_state(self, state):
-        self.temperature = state.item()
+        self.seen_temperatures = tuple(state.tolist())
+        self.temperature = state[-1].item()
 
 
 class Averages:
@@ -303,6 +315,13 @@ def test_state_of_models_and_hooks_in_no_checkpoint_is_told_at_once_and_at_a_res
         own / "run", f"does not hold what changed in {told.replace(': (', ' (')}: that begins anew"
     )
     assert len(again) == bool(told)
+
+
+def test_extra_state_that_no_checkpoint_can_hold_is_refused(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "model=own.Odd", "output_dir=run"]) == 2
+    assert "model: _extra_state is a float, and checkpoints hold tensors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("task", "rate"), [("Weighted", 0.0), ("Module", 0.0), ("Module", 0.1)])

@@ -75,12 +75,11 @@ def build_changed(
         initial = load_initial(model, init_from, parallel, config.init)
         notes += initial.lines
     model = apply_transforms(config, model, parallel.device, notes)
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
-            raise PluginError(
-                f"model: {name} is sparse, which no checkpoint holds; say "
-                f"register_buffer({name.rpartition('.')[2]!r}, ..., persistent=False) where the model makes it itself"
-            )
+    for name, kept in model.state_dict().items():
+        if getattr(kept, "layout", None) is not torch.strided:
+            from trainrun.checkpoint.weights import not_held
+
+            raise PluginError(not_held(name, kept))
     if not all(layer.training for layer in model.modules()):
         from trainrun.hook.unfreeze import begin_training
 

@@ -36,6 +36,7 @@ MAX_INDEX_BYTES = 100 * 2**20
 SAME_MODEL = "build it with the same model and model.* as the checkpoint"
 BASE = "base"  # of a checkpoint: where the weights are that it leaves out
 ADAPTER_ONLY = "checkpoint.adapter_only=true"
+EXTRA_STATE = "_extra_state"  # how torch names what get_extra_state() gives
 EVERY = "*"  # in `init.rename`: the beginning of every name
 
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -377,6 +378,19 @@ def fit_buffers(model: nn.Module, weights: Mapping[str, Tensor], device: torch.d
     return longer
 
 
+def not_held(name: str, value: object) -> str:
+    """Why no checkpoint holds what `state_dict()` of a model has, and what to do."""
+    if isinstance(value, Tensor):
+        return (
+            f"model: {name} is sparse, which no checkpoint holds; say register_buffer"
+            f"({name.rpartition('.')[2]!r}, ..., persistent=False) where the model makes it itself"
+        )
+    return (
+        f"model: {name} is a {type(value).__name__}, and checkpoints hold tensors; let get_extra_state() give a "
+        "torch.tensor(...), and set_extra_state() take it"
+    )
+
+
 def is_longer(there: Tensor, here: Tensor) -> bool:
     more = there.dim() == here.dim() and all(map(ge, there.shape, here.shape))
     return more and there.shape != here.shape and there.dtype == here.dtype
@@ -408,6 +422,8 @@ def _difference(name: str, here: Kind | None, there: Kind | None) -> str:
         return f"{name} is missing there"
     if here is None:
         return f"{name} is there only"
+    if name.endswith(EXTRA_STATE):  # set_extra_state says what fits
+        return ""
     if here[0] != there[0]:
         return f"{name} is {there[0]} there and {here[0]} here"
     if here[1] != there[1]:
