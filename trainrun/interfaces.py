@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids",
+              "pixel_values", "input_values", "input_features")  # fmt: skip
 Sums = Mapping[str, "float | Tensor | tuple[float | Tensor, float | Tensor] | Callable[[], Any]"]
 
 

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from trainrun.errors import DataError, PluginError
+from trainrun.interfaces import INPUT_KEYS
 
-INPUT_KEYS = (
-    "input", "inputs", "x", "image", "images", "input_ids", "pixel_values", "input_values", "input_features",
-)  # fmt: skip
 TARGET_KEYS = ("target", "targets", "y", "label", "labels")
 IGNORED = -100  # torch's ignore_index
 HALF_TYPES = (torch.float16, torch.bfloat16)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import DataError, PluginError
-from trainrun.interfaces import StepOutput
+from trainrun.interfaces import INPUT_KEYS, StepOutput
 from trainrun.seeding import evaluating
-from trainrun.task.batches import HALF_TYPES, INPUT_KEYS, TARGET_KEYS, form_of
+from trainrun.task.batches import HALF_TYPES, TARGET_KEYS, form_of
 from trainrun.task.dict_batches import bare_model, keywords_of
 
 IGNORED = -100  # what transformers' losses ignore

@@ -64,6 +64,18 @@ def test_whole_numbers_and_floats_get_one_type(collate):
 
 
 @pytest.mark.parametrize(
+    "names", [("labels", "input_ids"), ("labels", "words", "input_ids"), ("labels", "words")]
+)
+@pytest.mark.parametrize("padder", [Padded(), Padded(width=9)])
+def test_the_mask_is_of_the_inputs_whatever_comes_first(names, padder):
+    longer = {"labels": [torch.arange(5), torch.arange(7)], "words": [A, C], "input_ids": [A, C]}
+    batch = padder([{name: longer[name][row] for name in names} for row in range(2)])
+    assert batch["attention_mask"].sum(1).tolist() == [3, 2]
+    fixed = padder([{"labels": longer["labels"][row], "input_ids": A} for row in range(2)])
+    assert fixed["attention_mask"].sum(1).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
     ("width", "multiple", "found"), [(None, None, 3), (None, 4, 4), (5, None, 5), (5, 8, 8)]
 )
 def test_widths(width, multiple, found):

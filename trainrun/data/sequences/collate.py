@@ -2,7 +2,8 @@
 
 A padded batch is a dict. Of dict samples it has their keys; of pairs `inputs` and `target` (inputs that
 are a dict give their own keys), of bare tensors `inputs`. With them come
-    attention_mask: (B, T) bool, False at padding; one that the samples bring themselves stays theirs
+    attention_mask: (B, T) bool, False at padding of the inputs, in whatever order a dict has its fields; one that the
+        samples bring themselves stays theirs
     target_weight: (B, T) float64, one over the length at each real position, for targets that are
         sequences of floats: the loss of a sample is the mean over its own positions
 A pack has, in place of attention_mask,
@@ -31,6 +32,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from trainrun.data.batch import arrays_to_tensors, map_leaves, of_numbers
 from trainrun.data.sequences.fields import Cut, Fields, fields_of, forms_of, sequence_names
 from trainrun.data.tensor_dataset import TARGET_NAMES
+from trainrun.interfaces import INPUT_KEYS
 
 Collate = Callable[[list[Any]], Any]
 IGNORED = -100  # what torch's losses ignore
@@ -82,8 +84,9 @@ class Padded:
             else joined([row[name] for row in rows])
             for name in rows[0]
         }
-        lengths = torch.tensor([len(row[names[0]]) for row in rows])
-        mask = torch.arange(batch[names[0]].shape[1]) < lengths[:, None]
+        masked = of_the_mask(rows[0], names)
+        lengths = torch.tensor([len(row[masked]) for row in rows])
+        mask = torch.arange(batch[masked].shape[1]) < lengths[:, None]
         batch.setdefault("attention_mask", mask)
         if (target := float_target(batch, names)) is not None:
             own = torch.tensor([len(row[target]) for row in rows])[:, None]
@@ -187,6 +190,14 @@ def filler(name: str, values: Sequence[Tensor], padding_value: float) -> tuple[f
         narrow = first.dtype in (torch.uint8, torch.bool)
         return IGNORED, [value.long() for value in values] if narrow else values
     return (0 if first.dtype is torch.bool or name == "attention_mask" else int(padding_value)), values
+
+
+def of_the_mask(fields: Fields, names: tuple[str, ...]) -> str:
+    """The sequence that attention_mask is made from: the inputs, else the first that is no target."""
+    forms = forms_of(fields)
+    inputs = [name for name in INPUT_KEYS if name in names or (name in forms and forms[name].tokens)]
+    others = [name for name in names if name not in TARGET_NAMES]
+    return (inputs or others or names)[0]
 
 
 def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
