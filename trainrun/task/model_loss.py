@@ -10,7 +10,8 @@ gain: gradient accumulation with sequences of several lengths is exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any, Literal
 
 import torch
@@ -101,12 +102,12 @@ def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
             other = parts[1] | {labels[0]: with_another_first(parts[1][labels[0]])}
             rules += ("next_labels",) if float(loss_of(model, other)) == means[1] else ("labels",)
     half = any(parameter.dtype in HALF_TYPES for parameter in model.parameters())
-    tolerance = (TOLERANCE_16_BITS if half else TOLERANCE) * max(abs(whole), *map(abs, means))
+    tolerance = TOLERANCE_16_BITS if half else TOLERANCE
     fitting = []
     for rule in rules:
-        first, second = (int(counted(part, rule)) for part in parts)
-        explained = (means[0] * first + means[1] * second) / (first + second)
-        fitting += [rule] if abs(whole - explained) <= tolerance else []
+        counts = [int(counted(part, rule)) for part in parts]
+        sums = [mean * count for mean, count in zip(means, counts, strict=True)]
+        fitting += [rule] if adds_up(whole * sum(counts), sums, tolerance) else []
     if len(fitting) != 1:
         raise PluginError(
             f"task.count=auto: the loss {whole:.6g} of two rows, {means[0]:.6g} and {means[1]:.6g} of each, may be the "
@@ -118,6 +119,12 @@ def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
             "learn to copy; give other labels, or task.count=labels if that is meant"
         )
     return fitting[0]
+
+
+def adds_up(whole: float, parts: Sequence[float], tolerance: float) -> bool:
+    """Whether the sum over some rows is that over their parts; so is what is not finite, which tells nothing."""
+    size = max(abs(whole), sum(map(abs, parts)))
+    return not isfinite(size) or abs(whole - sum(parts)) <= tolerance * size
 
 
 def probe(batch: Mapping[str, Any], labels: tuple[str, Tensor] | None) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a sum
     doubles, a mean stays. Only what clearly stays, while its count doubles, is refused. A count that stays is told, a
     loss that grows, but by less than half (a mean over pairs of the batch, a penalty that knows no count), and whole
-    numbers that stay (hits among the samples of a batch). A step that draws random numbers is repeated, and decided
-    only where its noise allows it. All runs on copies of model and task, in evaluation mode, and random states are put
-    back, so nothing of it remains.
+    numbers that stay (hits among the samples of a batch). Their halves are compared with them too: a loss that is not
+    the sum of both depends on micro-batches and ranks, which is told. A step that draws random numbers is repeated, and
+    decided only where its noise allows it; of its halves nothing is said. All runs on copies of model and task, in
+    evaluation mode, and random states are put back, so nothing of it remains.
 when: every new run with a task that is not ours; `trainer.check_task=false` leaves it out.
 when not: batches that cannot be cut, models that cannot be copied: one line says so, and the run goes on.
 source: the loss contract of `trainrun.interfaces`
-gain: a mean would train at 1/batch of the gradient without a word. Cost: three forward passes of half a batch, once.
+gain: a mean would train at 1/batch of the gradient without a word. Cost: six forward passes of half a batch, once.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from trainrun.errors import PluginError
 from trainrun.interfaces import Counting, MicroBatch, StepReport, counts_before
 from trainrun.seeding import kept_random_state
 from trainrun.sums import OWN, flat_sums, metrics_of
+from trainrun.task.batches import HALF_TYPES
+from trainrun.task.model_loss import adds_up
 from trainrun.training.components import Components, Step
 from trainrun.training.without_trace import copy_obstacle, stand_ins
 
 MOST_ROWS = 64
+LEAST_WHOLE = 4  # rows, so that no half is a single one
 REPEATS = 8  # of a step that draws random numbers
 SAME = 0.02  # of a value: far above rounding, also of bfloat16
+ROUNDING, ROUNDING_TF32 = 1e-4, 5e-3  # of a sum of float32
 LEAST = 1e-12  # values below say nothing
 ERRORS = 3.0  # standard errors of a mean over the repeats
 LOSS = ""  # its place among the sums
@@ -52,10 +57,15 @@ class Checked:
 
 
 class Looks(NamedTuple):
-    """Values and counts by name, of each look at the same rows: given once, and twice."""
+    """Values and counts by name, of each look at the same rows: given once, and twice.
+
+    parts: of some rows, and of their halves. rounding: by how much the losses of these may differ, of 1.
+    """
 
     once: list[dict[str, Pair]]
     twice: list[dict[str, Pair]]
+    parts: list[dict[str, Pair]]
+    rounding: float
 
 
 def check_task(run: Components, data: Any) -> None:
@@ -90,17 +100,24 @@ def check_task(run: Components, data: Any) -> None:
             f"task: {names} of {name}.step() is a mean: it stays the same where a batch is given twice, and it is "
             f"divided by the count once more. Give the sum, or the pair (sum, its own count). {way_out}"
         )
-    once, doubled = (float(seen[0][LOSS][1]) for seen in looks)
+    once, doubled = (float(seen[0][LOSS][1]) for seen in looks[:2])
     if 0 < once == doubled:
         run.monitors.note(
             f"task: the count of {name} is {once:g} where a batch is given once, and where it is given twice: a small "
             "last batch weighs as much as a full one; let it be the number of items, and the loss their sum"
         )
-    if found_of(looks, LOSS) == UNCLEAR:
+    elif found_of(looks, LOSS) == UNCLEAR:
         run.monitors.note(
             f"task: the loss of {name}.step() does not double where a batch is given twice, and it is divided by the "
             "count: where it is a mean (of a contrastive loss, for instance), return StepOutput(loss_mean=loss, "
             "count=number of items)"
+        )
+    elif (found := no_sum_of_parts(looks)) is not None:
+        run.monitors.note(
+            f"task: the loss of {name}.step() is {found[0]:.6g} for some rows, and {found[1]:.6g} for their halves "
+            "together, so trainer.accumulate_grad_batches, ranks and data.val_batch_size change it (`trainrun verify` "
+            "shows it). Let count be what a mean is over, and add a penalty times the count. A contrastive loss sees "
+            "the pairs of one micro-batch: with several ranks gather the embeddings"
         )
 
 
@@ -113,6 +130,7 @@ def looks_at(run: Components, data: Any) -> Looks:
         raise ValueError(obstacle)
     count = num_rows(data)
     rows = min(max(count // 2, 1), MOST_ROWS)
+    whole = min(max(rows, LEAST_WHOLE), count)
     with kept_random_state():
         with run.task_calls.unwatched():
             model, task = stand_ins(run.model, run.task)
@@ -124,13 +142,34 @@ def looks_at(run: Components, data: Any) -> Looks:
             return values_of(task, run.counting, data, out)
 
         few = rows_of(data, 0, rows, count)
-        looks = Looks([look(few)], [look(twice(few, rows))])
+        looks = Looks([look(few)], [look(twice(few, rows))], [], rounding_of(run))
         looks.once.append(look(few))
+        if whole > 1:
+            ends = ((0, whole), (0, whole // 2), (whole // 2, whole))
+            looks.parts.extend(look(rows_of(data, *pair, count)) for pair in ends)
         if not all(same(*(seen[key][0] for seen in looks.once)) for key in looks.once[0]):
             for _ in range(REPEATS - 1):
                 looks.once.append(look(few))
                 looks.twice.append(look(twice(few, rows)))
     return looks
+
+
+def rounding_of(run: Components) -> float:
+    """What whole and parts may differ by, as a share of them."""
+    with run.precision.autocast():
+        mixed = torch.is_autocast_enabled(run.parallel.device.type)
+    if mixed or any(parameter.dtype in HALF_TYPES for parameter in run.model.parameters()):
+        return SAME
+    return ROUNDING if torch.get_float32_matmul_precision() == "highest" else ROUNDING_TF32
+
+
+def no_sum_of_parts(looks: Looks) -> tuple[float, float] | None:
+    """The loss of some rows and that of their halves, if these clearly differ, and no random number is the reason."""
+    once, again = (float(seen[LOSS][0]) for seen in looks.once[:2])
+    whole, *halves = (float(seen[LOSS][0]) for seen in looks.parts) if looks.parts else (once, once)
+    if max(map(abs, (whole, *halves))) < LEAST or abs(once - again) > 0.1 * looks.rounding * abs(once):
+        return None
+    return None if adds_up(whole, halves, looks.rounding) else (whole, sum(halves))
 
 
 def values_of(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, Pair]:
@@ -178,8 +217,8 @@ def same(left: Tensor, right: Tensor) -> bool:
 def found_of(looks: Looks, key: str) -> str:
     """MEAN: the value clearly stays where its count doubles. UNCLEAR: it is clearly nearer to that than to a sum. SUM:
     all else. Of a tensor, its numbers all together."""
-    once, twice = (torch.stack([seen[key][0] for seen in some]) for some in looks)
-    counts = [float(torch.stack([seen[key][1] for seen in some]).mean()) for some in looks]
+    once, twice = (torch.stack([seen[key][0] for seen in some]) for some in looks[:2])
+    counts = [float(torch.stack([seen[key][1] for seen in some]).mean()) for some in looks[:2]]
     size = float(once.mean(0).abs().sum())
     if not LEAST < size < torch.inf or not counts[1] >= 1.5 * counts[0] > 0:
         return SUM
