@@ -21,7 +21,8 @@ from trainrun.errors import ConfigError
 from trainrun.interfaces import MicroBatch
 from trainrun.runs.api import train
 from trainrun.timing.phases import COPY, FORWARD, PhaseTimer
-from trainrun.training.checks.sync_debug import Watched
+from trainrun.training.checks.first_step import Checked
+from trainrun.training.checks.sync_debug import Watched, hidden_syncs
 
 SYNC = "called a synchronizing CUDA operation (Triggered internally at c10/cuda/CUDAFunctions.cpp:1)"
 
@@ -66,6 +67,7 @@ def test_lines_that_wait_are_named_once_and_counted():
         watched(None, [])
     place = f"{__file__}:{waits.__code__.co_firstlineno + 1}"
     assert watched.found == {place: 4}
+    assert hidden_syncs(Checked(watched)) == hidden_syncs(watched) == {"hidden_syncs": {place: 4}}
     assert notes == [
         f"{place} makes the host wait for the GPU: warnings.warn(SYNC, UserWarning, stacklevel=1)"
     ]

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, normalize
 
 import trainrun as package
+from trainrun.data.sequences.collate import Padded
 from trainrun.errors import PluginError
 from trainrun.interfaces import StepOutput
+from trainrun.task.classification import Classification
 from trainrun.training.checks.contract import check_task
+from trainrun.training.checks.padding import check_padding
 from trainrun.training.components import Components
 from trainrun.training.train_step import CountedBefore
 
@@ -288,6 +291,98 @@ def test_a_loss_that_is_no_sum_over_its_rows_is_told_and_leaves_no_trace(kind: t
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Tokens(nn.Module):
+    """A class of each position, or with `last` of a sample."""
+
+    def __init__(self, last: bool = False, both_ways: bool = False) -> None:
+        super().__init__()
+        self.last, self.embedding = last, nn.Embedding(9, 4)
+        self.rnn = nn.GRU(4, 4, batch_first=True, bidirectional=both_ways)
+        self.head = nn.Linear(8 if both_ways else 4, 3)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = self.head(self.rnn(self.embedding(input_ids))[0])
+        return logits[:, -1] if self.last else logits
+
+
+class Masked(Tokens):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        assert attention_mask is not None
+        states, mask = self.embedding(input_ids).repeat(1, 1, 2), attention_mask[..., None].double()
+        return self.head(((states * mask).sum(1) / mask.sum(1)).float())
+
+
+class OwnTags(Sum):
+    def count(self, batch: Any) -> int:
+        return batch["tags"].numel()
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        logits = model(batch["input_ids"])
+        return StepOutput(cross_entropy(logits.flatten(0, 1), batch["tags"].flatten(), reduction="sum"))
+
+
+MASK_NOT_TAKEN = "leave out the others; Tokens.forward does not take it"
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "labels", "told"),
+    [
+        (Tokens(last=True), Classification(), "label", MASK_NOT_TAKEN),
+        (Tokens(both_ways=True), Classification(class_dim=-1), "labels", MASK_NOT_TAKEN),
+        (
+            Tokens(),
+            OwnTags(),
+            "tags",
+            "tags: filled with 0, which may be a class; under the name labels it is with",
+        ),
+        (Tokens(), Classification(class_dim=-1), "labels", ""),
+        (Masked(both_ways=True), Classification(), "label", ""),
+    ],
+)
+def test_padding_that_reaches_a_result_is_told(model: nn.Module, task: Any, labels: str, told: str) -> None:
+    run, _, notes = parts_with(task)
+    run = replace(run, model=model)
+    lengths = (5, 3, 4)
+    rows = [{"input_ids": torch.arange(1, n + 1), labels: torch.arange(n) % 3} for n in lengths]
+    if labels == "label":
+        rows = [{**row, labels: n % 3} for row, n in zip(rows, lengths, strict=True)]
+    assert not check_padding(run, Padded(("input_ids",))(rows[:1] * 2))  # nothing is padded
+    assert check_padding(run, Padded()(rows))
+    assert len(notes) == bool(told)
+    if told:
+        assert notes[0].startswith("data: samples differ in length: the loss of one of 3 positions is ")
+        assert told in notes[0]
+
+
+QUIET = ("monitor.plots=false", "monitor.hardware=false", "trainer.num_threads=1", "trainer.max_steps=2")
+RAGGED = """
+import torch
+from torch import nn
+
+class Samples:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.ones(3 + index % 5, 2), index % 2
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+"""
+
+
+def test_a_run_tells_of_padding_that_its_model_sees(workdir: Path) -> None:
+    (workdir / "my_gru.py").write_text(RAGGED)
+    words = ("data.train._target_=my_gru.Samples", "data.val=null", "model=my_gru.Last", *QUIET)
+    told = [row.get("text", "") for row in package.train(*words).metrics]
+    assert sum("Last.forward does not take it" in text for text in told) == 1
+
+
 class Output(Sum):
     def __init__(self, out: Any) -> None:
         super().__init__()
@@ -367,7 +462,6 @@ class Mine:
     def step(self, model, batch{more}):
         return StepOutput(cross_entropy(model(batch[0]), batch[1]))
 """
-QUIET = ("monitor.plots=false", "monitor.hardware=false", "trainer.num_threads=1", "trainer.max_steps=2")
 
 
 @pytest.mark.parametrize(

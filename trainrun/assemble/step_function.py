@@ -88,11 +88,11 @@ def build_step(
     return build_whole_step(config, accumulate_gradients, task, calls.informed, device, log), None
 
 
-def checked_step(step: Step, wanted: bool, task: Any) -> Step:
-    """The step, before whose first the task is looked at, if it is the user's own."""
-    if not wanted or type(task).__module__.startswith("trainrun."):
+def checked_step(step: Step, wanted: bool, *parts: Any) -> Step:
+    """The step, before whose first task and model are looked at, if one of them is the user's own."""
+    if not wanted or all(type(part).__module__.startswith("trainrun.") for part in parts):
         return step
-    from trainrun.training.checks.contract import Checked
+    from trainrun.training.checks.first_step import Checked
 
     return Checked(step)
 

@@ -280,7 +280,7 @@ class TrainerConfig:
     benchmark: bool = setting(False, "cuDNN picks kernels by timing (GPU)")
     num_threads: Any = setting("auto", "threads of one operation on a CPU", kind=Count | Auto)
     flush_denormal: bool = setting(False, "numbers below 1e-38 count as 0 (CPU)")
-    check_task: bool = setting(True, "refuse a task of your own that returns a mean where a sum is wanted")
+    check_task: bool = setting(True, "look at the first loss of your own task or model: a sum, no padding")
     python_gc: str = choice("between_steps", "automatic", help="when Python looks for garbage")
     ema: EmaConfig = section(EmaConfig, "enabled", ("ema",))
     early_stopping: EarlyStoppingConfig = section(EarlyStoppingConfig, "enabled", ("early_stopping",))

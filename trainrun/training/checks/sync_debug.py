@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from trainrun.interfaces import MicroBatch, StepReport
+from trainrun.training.checks.first_step import Checked
 from trainrun.training.components import Components, Step
 
 WARNING = "synchronizing CUDA operation"  # of torch (1.10 to 2.13)
@@ -88,4 +89,5 @@ def inside(filename: str, place: Path) -> bool:
 
 def hidden_syncs(step: Any) -> dict[str, Any]:
     """What made the host wait, where the step was watched."""
+    step = step.inner if isinstance(step, Checked) else step
     return {"hidden_syncs": dict(step.found.most_common())} if isinstance(step, Watched) else {}

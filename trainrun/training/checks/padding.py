@@ -1,0 +1,89 @@
+"""Before the first step whose samples differ in length: whether a result depends on what they are padded to.
+
+what: one sample, padded as in its batch and cut to its own length. Where loss or count differ, the batch decides over
+    both: the model sees the padding, or the task counts it. One line says so, and what the way out is.
+when: every new run with a task or model that is not ours; `trainer.check_task=false` leaves it out. A causal model and
+    targets of -100 pass, and so does whatever masks the padding by itself.
+when not: a step that draws random numbers, a model that takes one length alone: nothing is said.
+source: what `trainrun verify` shows in float64
+gain: an LSTM read at its last position learns from zeros. Cost: three forward passes of two rows, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.data.batch import is_integer
+from trainrun.data.split_batch import num_rows, rows_of, twice
+from trainrun.interfaces import INPUT_KEYS
+from trainrun.seeding import kept_random_state
+from trainrun.task.batches import TARGET_KEYS
+from trainrun.task.dict_batches import bare_model, keywords_of
+from trainrun.training.checks.contract import LOSS, look_of, rounding_of
+from trainrun.training.components import Components
+
+MASK = "attention_mask"
+
+
+def check_padding(run: Components, data: Any) -> bool:
+    """Whether the batches of the ranks could tell: one is padded. The host waits for its mask."""
+    mask = data.get(MASK) if isinstance(data, Mapping) else None
+    mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
+    if not run.parallel.sum_over_ranks([mask is not None])[0]:
+        return False
+    told = ""
+    # What the user's code does with two rows, with fewer positions or in a copy is no fault of the run.
+    with suppress(Exception):
+        told = difference(run, data, mask)
+    if told := next(filter(None, run.parallel.gather(told)), ""):
+        run.monitors.note(told)
+    return True
+
+
+def difference(run: Components, data: Any, mask: Tensor | None) -> str:
+    """What to say, "" where a padded sample gives what it gives alone. All ranks call it: a task may join them."""
+    row, length, filled = 0, 0, {}
+    if mask is not None:
+        row, length = int(mask.sum(1).argmin()), int(mask.sum(1).min())
+        if length and bool(mask[row, :length].all()):  # and not padded at its beginning
+            filled = {name: leaf for name, leaf in data.items() if is_filled(leaf, mask)}
+    padded = twice(rows_of(data, row, row + 1, num_rows(data)), 1)
+    cut = {**padded, **{name: padded[name][:, :length].contiguous() for name in filled}} if filled else padded
+    with kept_random_state():
+        look, rounding = look_of(run), rounding_of(run)
+        looks = [look(batch, exact=True)[LOSS] for batch in (padded, cut, padded)]
+    (loss, count), (own_loss, own_count), (again, _) = ((float(a), float(b)) for a, b in looks)
+    if mask is None or abs(loss - again) > 0.1 * rounding * abs(loss):  # random numbers
+        return ""
+    if count == own_count and not abs(loss - own_loss) > rounding * max(abs(loss), abs(own_loss)):
+        return ""
+    model = type(bare_model(run.model))
+    named, takes_all, _ = keywords_of(model.forward)
+    others = {name: data[name] for name in filled if name not in (MASK, *named, *INPUT_KEYS, *TARGET_KEYS)}
+    whole = {name: leaf for name, leaf in others.items() if is_integer(leaf) and leaf.dtype is not torch.bool}
+    zeros = [name for name, leaf in whole.items() if not bool(leaf[~mask].any())]
+    width = mask.shape[1]
+    told = (
+        f"data: samples differ in length: the loss of one of {length} positions is {own_loss / 2:.6g} over "
+        f"{own_count / 2:g} items alone, and {loss / 2:.6g} over {count / 2:g} where it is padded to {width}, so "
+        "data.batch_size, trainer.accumulate_grad_batches, ranks and data.val_batch_size change results (`trainrun "
+        f"verify` shows it; data.padding=bucket lessens it). {MASK} is True at real positions: leave out the others"
+    )
+    if MASK not in named and not takes_all:
+        told += f"; {model.__name__}.forward does not take it"
+    if zeros:
+        told += f". {', '.join(zeros)}: filled with 0, which may be a class; under the name labels it is with -100"
+    return told
+
+
+def is_filled(leaf: Any, mask: Tensor) -> bool:
+    """Whether it has the positions of the mask, and one and the same value wherever there is padding."""
+    if not isinstance(leaf, Tensor) or leaf.shape[:2] != mask.shape:
+        return False
+    hidden = leaf[~mask]
+    return torch.equal(hidden, hidden.flatten()[:1].expand_as(hidden))
