@@ -197,7 +197,7 @@ def test_what_getitems_draws_does_not_depend_on_the_batch():
 @pytest.mark.parametrize("more", [{"accumulates": True}, {"world_size": 2}, {}])
 def test_a_collate_function_that_draws_is_told_where_batches_are_cut(more):
     options = StreamOptions("data.train", True, 2, 5, collate_fn=drawn_together, **more)
-    assert ("\ndata.collate_fn: draws random numbers" in open_batches(Noise(), options)[1]) == bool(more)
+    assert ("and mix samples with data.augment.mixup" in open_batches(Noise(), options)[1]) == bool(more)
 
 
 class Epochs(Noise):

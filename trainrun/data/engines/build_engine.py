@@ -80,7 +80,7 @@ def told_of_draws(reader: BatchReader, options: StreamOptions) -> tuple[BatchRea
     if COLLATE_KEY in found and (options.accumulates or options.world_size > 1):
         lines.append(
             f"{COLLATE_KEY}: draws random numbers, other ones if accumulation or ranks cut the batches in another "
-            "way; draw them in data.transform"
+            "way; draw them in data.transform, and mix samples with data.augment.mixup"
         )
     lines += [
         f"{name}{ANEW} from a parameter `generator`, seeded for each sample"
