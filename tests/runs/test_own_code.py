@@ -174,3 +174,67 @@ def test_a_buffer_that_the_first_forward_makes_is_resumed_and_loaded(project: Pa
     assert main(["resume", "run", "trainer.max_epochs=3"]) == 0
     assert main(["evaluate", "run", "--which", "last"]) == 0
     assert trainrun_of_python.load_run("run").load_model("last").mask.tolist() == [1] * 64
+
+
+BATCHES = """
+import collections, dataclasses, torch
+from torch.nn.functional import cross_entropy
+from trainrun.interfaces import StepOutput
+from torch.utils.data import default_collate
+
+class Named(collections.UserDict):
+    def to(self, device):
+        return Named({name: value.to(device) for name, value in self.items()})
+
+@dataclasses.dataclass
+class Both:
+    x: torch.Tensor
+    y: torch.Tensor
+    def to(self, device):
+        return Both(self.x.to(device), self.y.to(device))
+
+def named(samples):
+    x, y = default_collate(samples)
+    return Named(x=x, y=y)
+
+def both(samples):
+    return Both(*default_collate(samples))
+
+class Task:
+    def count(self, batch):
+        return len(batch.y)
+    def step(self, model, batch):
+        return StepOutput(cross_entropy(model(batch.x), batch.y, reduction="sum"))
+    def predict(self, model, batch):
+        return {"prediction": model(batch.x).argmax(1), "target": batch.y}
+
+class Broken(Task):
+    def predict(self, model, batch):
+        return {"prediction": model(batch[0])}
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["data.collate_fn._target_=my_batches.named"], ""),
+        (["data.collate_fn._target_=my_batches.both", "task=my_batches.Task"], ""),
+        (["data.collate_fn._target_=my_batches.both", "task=my_batches.Broken"], "TypeError"),
+    ],
+)
+def test_a_batch_of_any_form_has_a_report(
+    project: Path, capsys: pytest.CaptureFixture[str], words: list[str], fault: str
+) -> None:
+    (project / "my_batches.py").write_text(BATCHES)
+    short = [
+        "trainer.max_steps=2",
+        "data.collate_fn._partial_=true",
+        "monitor.plots=true",
+        "monitor.hardware=false",
+    ]
+    assert main([*words, *short, "model=mine", "data.transform=null", "output_dir=run"]) == 0
+    assert status_of(project)["state"] == "done"
+    told = capsys.readouterr()
+    assert fault in told.out + told.err
+    rows = (project / "run/metrics.jsonl").read_text()
+    assert ('"confusion"' in rows) == (not fault)

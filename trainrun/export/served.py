@@ -30,6 +30,7 @@ from trainrun.data.split_batch import tensors_in
 from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
 from trainrun.runs.restore_config import give_task_state
+from trainrun.task.batches import form_of
 from trainrun.training.task_calls import Place, TaskCalls
 
 BATCH, BATCHES = 32, 3  # of real samples; the batches after the first have its shapes
@@ -184,9 +185,12 @@ def _place(value: Any) -> Any:
 
 def first_of(batch: Any) -> Tensor:
     """The inputs of a batch: itself, or what is first in it."""
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return batch
+    if tensors := tensors_in(batch):
+        return tensors[0]
+    raise ConfigError(
+        f"data: a batch is {form_of(batch)}, and its inputs are not known; let data.collate_fn give a tuple, a list or "
+        "a mapping"
+    )
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:

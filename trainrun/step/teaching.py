@@ -182,7 +182,7 @@ def all_answers(
     right = asked = 0
     limit = MOST_OF_FREE * min(parallel.gather(free_bytes(parallel.device))) / parallel.local_world_size
     for batch in stream.epoch(0):
-        if not isinstance(batch.data, dict) or "index" not in batch.data:
+        if not isinstance(batch.data, Mapping) or "index" not in batch.data:
             return None, "", "data.augment.index, which numbers the samples, was taken away"
         found = teacher(batch.data)
         shapes = {name: (stream.num_samples or 0, *rows.shape[1:]) for name, rows in found.items()}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from trainrun.data.split_batch import tensors_in
 from trainrun.interfaces import Predicts
 from trainrun.runs.run_folder import RunDir
 from trainrun.seeding import evaluating
@@ -17,18 +19,37 @@ from trainrun.training.components import Components
 MAX_SAMPLES = 10_000  # per rank: the pictures are for the eye
 MAX_CLASSES = 100
 GRID = 25
+Pairs = tuple[list[int], list[int]]  # targets and predictions
+Found = TypeVar("Found")
 
 
 def confusion_row(run: Components, run_dir: RunDir) -> dict[str, Any] | None:
     """The row of the confusion matrix; None if there are no classes. Sample predictions are written on rank 0."""
     if run.val is None or not isinstance(run.task, Predicts):
         return None
-    class_names = run.data_facts.class_names
-    columns, images = _predictions(run)
-    pairs = _class_pairs(columns)
-    everyone = [pair for pair in run.parallel.gather(pairs) if pair is not None]
-    if not everyone:
+    own = _tried(run, lambda: _predictions(run))
+    pairs = None if own is None else _class_pairs(own[0])
+    found = run.parallel.gather((own is None, pairs))
+    everyone = [pair for _, pair in found if pair is not None]
+    if own is None or not everyone or any(fault for fault, _ in found):
         return None
+    return _tried(run, lambda: _row(run, run_dir, everyone, *own))
+
+
+def _tried(run: Components, call: Callable[[], Found]) -> Found | None:
+    """Whatever the user's code or the disk does, a run that has finished is not lost to a picture."""
+    try:
+        return call()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        run.monitors.note(f"report.html shows no predictions of the validation data ({reason})")
+        return None
+
+
+def _row(
+    run: Components, run_dir: RunDir, everyone: list[Pairs], columns: dict[str, Tensor], images: Tensor | None
+) -> dict[str, Any] | None:
+    class_names = run.data_facts.class_names
     target = torch.tensor([value for pair in everyone for value in pair[0]])
     prediction = torch.tensor([value for pair in everyone for value in pair[1]])
     classes = int(max(target.max(), prediction.max())) + 1
@@ -43,7 +64,7 @@ def confusion_row(run: Components, run_dir: RunDir) -> dict[str, Any] | None:
     return {"kind": "confusion", "split": "val", "class_names": names, "matrix": counts.tolist()}
 
 
-def _class_pairs(columns: dict[str, Tensor]) -> tuple[list[int], list[int]] | None:
+def _class_pairs(columns: dict[str, Tensor]) -> Pairs | None:
     """Targets and predictions of this rank, where both are one class a sample."""
     if "target" not in columns or "prediction" not in columns:
         return None
@@ -76,9 +97,9 @@ def _predictions(run: Components) -> tuple[dict[str, Tensor], Tensor | None]:
 
 
 def _images(batch: Any) -> Tensor | None:
-    """The first inputs of a batch, if they are pictures: (B, 1 or 3, H, W)."""
-    inputs = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
+    """What stands first in a batch, if it is pictures: (B, 1 or 3, H, W)."""
+    inputs = next(iter(tensors_in(batch)), None)
+    if inputs is None or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
         return None
     return inputs[:GRID].detach().float().cpu()
 

@@ -9,6 +9,7 @@ source: max(load, train) as in the data stalls of https://arxiv.org/abs/2007.067
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -102,7 +103,7 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
 
 def real_positions(batch: Any) -> Tensor | None:
     """(B, T), 0 at padding; None if nothing says so."""
-    if not isinstance(batch, dict):
+    if not isinstance(batch, Mapping):
         return None
     found = batch.get("attention_mask", batch.get("segment_ids"))
     return found if isinstance(found, Tensor) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -146,7 +146,7 @@ def _is_additive_in_training(components: Components, batch: Any) -> bool:
 
 def padding(components: Components, batch: Any) -> Certificate:
     """Other values at padding, the same loss."""
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is None:
         raise NotApplicable("the data has no padding")
     if bool(mask.all()):
@@ -164,7 +164,7 @@ def padding(components: Components, batch: Any) -> Certificate:
         return torch.where(keep, leaf, other)
 
     clean, _ = _step(components, batch)
-    dirty, _ = _step(components, {name: poisoned(leaf) for name, leaf in batch.items()})
+    dirty, _ = _step(components, map_leaves(batch, poisoned))
     difference = abs(clean - dirty) / max(abs(clean), 1e-12)
     return compared("padding", difference, 1e-10, "the values at padding do not reach the loss, in float64")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ def images_of(batch: Any) -> Tensor:
     inputs = batch
     if isinstance(batch, tuple | list):
         inputs = batch[0] if batch else None
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         inputs = next((batch[name] for name in INPUT_NAMES if name in batch), None)
     if isinstance(inputs, Tensor) and inputs.ndim == 4:
         return inputs
     found = f"have shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else "are no tensor"
-    if isinstance(batch, dict) and inputs is None:
+    if isinstance(batch, Mapping) and inputs is None:
         found = f"are not under one of the names {', '.join(INPUT_NAMES)} (there are {', '.join(map(str, batch))})"
     raise DataError(
         f"needs images (B, C, H, W), but the inputs of this batch {found}; leave it out for other data"
@@ -45,7 +45,7 @@ def target_of(batch: Any) -> Tensor:
     target = None
     if isinstance(batch, tuple | list) and len(batch) > 1:
         target = batch[1]
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         target = next((batch[name] for name in TARGET_NAMES if name in batch), None)
     if not isinstance(target, Tensor):
         raise DataError(
@@ -62,7 +62,7 @@ def map_of(batch: Any, images: Tensor) -> Tensor | None:
     else:
         target = (
             next((batch[name] for name in TARGET_NAMES if name in batch), None)
-            if isinstance(batch, dict)
+            if isinstance(batch, Mapping)
             else None
         )
     if not isinstance(target, Tensor) or target.ndim not in (3, 4):
@@ -87,8 +87,8 @@ def with_target(batch: Any, target: Tensor) -> Any:
 def _replaced(batch: Any, place: int, names: tuple[str, ...], tensor: Tensor) -> Any:
     if isinstance(batch, Tensor):
         return tensor
-    if isinstance(batch, dict):
-        clone = copy.copy(batch)
+    if isinstance(batch, Mapping):
+        clone: Any = copy.copy(batch)
         clone[next(name for name in names if name in batch)] = tensor
         return clone
     parts = [*batch[:place], tensor, *batch[place + 1 :]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ class LatentNoise:
         self.size = size
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        return batch if self.size is None else by_name(batch) | {"noise": draws.normal("noise", self.size)}
+        return batch if self.size is None else with_field(batch, "noise", draws.normal("noise", self.size))
 
 
 class SampleNumbers:
@@ -35,7 +37,7 @@ class SampleNumbers:
     random = False
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        return by_name(batch) | {"index": draws.numbers()}
+        return with_field(batch, "index", draws.numbers())
 
 
 class WordDropout:
@@ -54,16 +56,23 @@ class WordDropout:
         tokens = next((value for value in named.values() if is_tokens(value)), None)
         if tokens is None:
             raise DataError("drops tokens, and this batch has no whole numbers (B, T)")
-        return named | {"word_dropout": draws.uniform("words", tokens.shape[1] + 1) < self.rate}
+        return with_field(batch, "word_dropout", draws.uniform("words", tokens.shape[1] + 1) < self.rate)
 
 
 def is_tokens(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32)
 
 
-def by_name(batch: Any) -> dict[str, Any]:
+def with_field(batch: Any, name: str, value: Tensor) -> Any:
+    """A mapping of the same kind with one more field; the batch itself is not changed."""
+    named = copy.copy(by_name(batch))
+    named[name] = value
+    return named
+
+
+def by_name(batch: Any) -> MutableMapping[str, Any]:
     """DataError: the batch has another form."""
-    if isinstance(batch, dict):
+    if isinstance(batch, MutableMapping):
         return batch
     if isinstance(batch, Tensor):
         return {"input": batch}
