@@ -150,6 +150,16 @@ def test_a_task_is_told_where_it_is_asked(own: Path) -> None:
     assert draws[23] == draws[-1]  # each validation draws the same
 
 
+def test_an_evaluation_later_stands_where_its_checkpoint_does(own: Path) -> None:
+    assert main([*WORDS, "task=own.Told", "output_dir=run"]) == 0
+    last = [line[:5] for line in said(own) if line[0] == "step"][-1]
+    commands = (["evaluate", "run"], ["prune", "run", "--amount", "0.5"], ["export", "run", "--to", "onnx"])
+    for command in commands:
+        assert main([*command, "--which", "last"]) == 0
+        told = [line[:5] for line in said(own) if line[0] == "step"]
+        assert {tuple(line[1:3]) for line in told} == {tuple(last[1:3])}, command
+
+
 def test_its_numbers_are_the_same_after_a_resume(own: Path) -> None:
     words = (*WORDS, "trainer.accumulate_grad_batches=3", "task=own.Told")
     assert main([*words, "output_dir=whole"]) == 0

@@ -123,8 +123,10 @@ def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Load
         raise no_split(there, split)
     source = sources[split]
     task = build_task(config, facts_of_all(sources, build_transform(config, "train")))
-    TaskCalls(task, model, Place(config.seed or 0, 0, CPU), None)  # gives it `info`, where it takes that
-    give_task_state(task, loaded, CPU)
+    calls = TaskCalls(
+        task, model, Place(config.seed or 0, 0, CPU), None
+    )  # gives it `info`, where it takes that
+    give_task_state(task, calls, loaded, CPU)
     options = stream_options(config, alone, split, lambda line: None)
     beside = (LatentNoise, SampleNumbers, WordDropout)  # inputs of the graph where the network takes them
     changes = [one for one in options.augment if not (one.random or isinstance(one.apply, beside))]

@@ -24,6 +24,8 @@ from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.training.components import Components
 from trainrun.training.recovery.restore import check_classes, load_task_state
+from trainrun.training.state import TrainState
+from trainrun.training.task_calls import TaskCalls
 
 
 def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
@@ -72,11 +74,13 @@ def parts_of(
     seed_everything(derive_seed(seed, 1))
     check_classes(folder.name, loaded.shared, run.data_facts.class_names)
     load_weights(run.model, loaded, device, averaged)
-    give_task_state(run.task, loaded, device)
+    give_task_state(run.task, run.task_calls, loaded, device)
     return run, folder
 
 
-def give_task_state(task: Any, loaded: Loaded, device: torch.device) -> None:
+def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:
+    """What the task kept, and where it stood: its loss may depend on the step."""
+    calls.start(TrainState(loaded.manifest.step, loaded.manifest.epoch))
     if isinstance(kept := loaded.shared.get("task"), dict):
         for lost in (one for one in kept.get("anew", ()) if one.startswith("model: ")):
             tell(

@@ -124,7 +124,8 @@ def write_run(
             parts, _ = build_components(with_values(without_gpu(config), changes), site)
         finally:
             GIVEN.clear()
-        give_task_state(parts.task, read_checkpoint(checkpoint), parts.parallel.device)
+        loaded = read_checkpoint(checkpoint)
+        give_task_state(parts.task, parts.task_calls, loaded, parts.parallel.device)
         state = TrainState(stop_reason=words)
         if parts.validation:
             found: dict[str, float] = {}
@@ -170,6 +171,9 @@ def measured(parts: Components) -> CostAndWorth:
 def compare_with(run: RunDir, before: CostAndWorth, parts: Components) -> int:
     """Load the new run, and say what it costs and gives beside the old one."""
     again, _ = parts_of(run, checkpoint_of(run, None), AS_IT_IS, trust=True)
+    again.task_calls.start(
+        parts.task_calls.place
+    )  # a loss that depends on the step is compared at the same one
     say_both(before, measured(again), parts)
     close(parts)
     close(again)

@@ -32,7 +32,7 @@ class Place:
         self._seed, self._rank, self.device = seed, rank, device
         self.step = self.epoch = self.batches = self.calls = 0
 
-    def be_at(self, state: TrainState) -> None:
+    def be_at(self, state: TrainState | Place) -> None:
         self.step, self.epoch, self.batches, self.calls = state.step, state.epoch, state.batches, 0
 
     def info(self, hook: str = "") -> StepInfo:
@@ -65,7 +65,7 @@ class TaskCalls:
     """
 
     def __init__(self, task: Any, model: nn.Module, place: Place, pictures: Path | None) -> None:
-        self._task, self._model, self._place, self._pictures = task, model, place, pictures
+        self._task, self._model, self.place, self._pictures = task, model, place, pictures
         self._name = type(task).__name__
         self._hooks = {name: getattr(task, name) for name in HOOKS if callable(getattr(task, name, None))}
         self._watch: TaskWatch | None = None
@@ -81,9 +81,9 @@ class TaskCalls:
             except AttributeError as error:
                 raise PluginError(f"task: {self._name}: takes info, so it must not have __slots__") from error
 
-    def start(self, state: TrainState) -> None:
-        """Ahead of the first step or validation of a session."""
-        self._place.be_at(state)
+    def start(self, state: TrainState | Place) -> None:
+        """Ahead of the first step or validation of a session, or of an evaluation of a checkpoint."""
+        self.place.be_at(state)
 
     def watch(self, run: Any) -> None:
         """Ahead of the first step of a session; what is not the user's own code needs no watching."""
@@ -106,7 +106,7 @@ class TaskCalls:
 
     def before_step(self, state: TrainState) -> None:
         self._trains = True
-        self._place.be_at(state)
+        self.place.be_at(state)
         if self._hooks and state.batches == 0:
             self._call("on_epoch_start", self._model)
 
@@ -114,12 +114,12 @@ class TaskCalls:
         if self._watching:
             self._watching = [one for one in self._watching if not one.after_step(log)]
         if self._hooks and state.batches == 0:
-            self._place.step = state.step
+            self.place.step = state.step
             self._call("on_epoch_end", self._model)
-        self._place.be_at(state)
+        self.place.be_at(state)
 
     def evaluation_starts(self, model: nn.Module, split: str) -> None:
-        self._place.calls = 0
+        self.place.calls = 0
         self._unseen = self._trains and split.startswith("val") and "pictures" in self._hooks
         self._call("on_validation_start", model)
 
@@ -138,12 +138,12 @@ class TaskCalls:
     def _call(self, name: str, model: nn.Module) -> None:
         hook = self._hooks.get(name)
         if hook is not None:
-            hook(model, self._place.info(name))
+            hook(model, self.place.info(name))
 
     def state_dict(self) -> dict[str, Any]:
         """state: the task's own; what the watchers add. Empty if there is none."""
         added = {key: value for one in self._watchers for key, value in one.kept().items()}
-        return saved_state(self._task, self._place.device) | added
+        return saved_state(self._task, self.place.device) | added
 
 
 def wants_info(task: Any) -> bool:
