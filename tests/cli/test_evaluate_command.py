@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quiet_runs import QUIET
 
 from trainrun.cli import predict_command as evaluate
@@ -127,6 +128,29 @@ def test_a_sample_that_is_a_bare_tensor_is_one_row(workdir: Path, capsys: pytest
     rows = (workdir / "run/predictions-val.csv").read_text().splitlines()
     assert rows[0] == ",".join(["index", *(f"output_{i}" for i in range(8))])
     assert len(rows) == 41
+
+
+@pytest.mark.parametrize(
+    ("more", "hidden"),
+    [
+        ({}, True),
+        ({"target": torch.tensor([[0, 1, -100], [2, -100, -100]])}, True),
+        ({"target": torch.tensor([[0, 1, 1], [2, 0, -100]])}, False),  # of a decoder: of other places
+        ({"decoder_input_ids": torch.zeros(2, 3)}, False),
+    ],
+)
+def test_there_are_no_predictions_of_padding(more: dict[str, torch.Tensor], hidden: bool) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    given = {"prediction": torch.ones(2, 3).long(), "confidence": torch.ones(2, 3), "length": torch.ones(2)}
+    columns = evaluate.without_padding(
+        given | {name: more[name] for name in more.keys() & {"target"}}, {"attention_mask": mask, **more}
+    )
+    assert torch.equal(columns["prediction"] == -100, (mask == 0) & hidden)
+    assert torch.equal(columns["confidence"].isnan(), (mask == 0) & hidden)
+    output = evaluate.without_padding({"output": torch.ones(2, 3, 5)}, {"attention_mask": mask})["output"]
+    assert torch.equal(output.isnan(), (mask == 0)[..., None].expand(2, 3, 5))
+    of_samples = torch.ones(2, 3)
+    assert evaluate.without_padding({"output": of_samples}, {"attention_mask": mask})["output"] is of_samples
 
 
 TOKENS = """

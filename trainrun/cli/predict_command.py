@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,8 @@ def with_all_samples(
 
 
 def predict_split(run: Components, split: str) -> dict[str, Tensor]:
-    """The task's columns over a whole split, on the CPU; raw outputs where the task predicts nothing."""
+    """The task's columns over a whole split, on the CPU; raw outputs where the task predicts nothing. At padding, -100
+    or NaN."""
     import torch
 
     from trainrun.interfaces import Predicts
@@ -97,6 +99,7 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
                     columns = run.task.predict(run.model, batch.data)
                 else:
                     columns = {"output": raw_output(run.model, batch.data)}
+            columns = without_padding(columns, batch.data)
             if batch.indices is not None and len(batch.indices) == len(next(iter(columns.values()))):
                 columns = {"index": batch.indices, **columns}
             for name, column in columns.items():
@@ -109,6 +112,29 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
         piece = torch.arange(len(index)) - torch.searchsorted(index, index)
         found = {"index": index, "piece": piece, **found}
     return found
+
+
+def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
+    """Columns (B, T, ...) of predictions of tokens, with -100, or NaN among floats, where `attention_mask` (B, T) is 0.
+    Left as they are: numbers (B, T), which may be of samples, and what a decoder gives, of other places."""
+    from torch import Tensor
+
+    from trainrun.task.batches import IGNORED
+
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or any(str(name).startswith("decoder_") for name in batch):
+        return columns
+    hidden, (first, *_), target = mask == 0, columns.values(), columns.get("target")
+    if first.shape[: mask.ndim] != mask.shape or (first.ndim == mask.ndim and first.is_floating_point()):
+        return columns
+    if target is not None and target.shape == mask.shape and bool((target[hidden] >= 0).any()):
+        return columns
+    shown, places = dict(columns), hidden.nonzero(as_tuple=True)
+    for name, column in columns.items():
+        if column.shape[: mask.ndim] == mask.shape:
+            column, fill = (column, float("nan")) if column.is_floating_point() else (column.long(), IGNORED)
+            shown[name] = column.index_put(places, column.new_tensor(fill))
+    return shown
 
 
 def raw_output(model: Any, batch: Any) -> Tensor:
