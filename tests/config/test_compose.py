@@ -111,6 +111,13 @@ def test_what_stands_beside_optimizers_by_name_and_is_for_none_of_them_is_refuse
     compose_run(["optimizer=custom", *named, *schedule])
 
 
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_set_of_the_data_may_be_named_by_its_dotted_path_alone(split: str) -> None:
+    words = [f"data.{split}.count=3", f"data.{split}=my_data.points", f"data.{split}.seed=5"]
+    found = getattr(compose_run(words).config.data, split)
+    assert found == {"_target_": "my_data.points", "count": 3, "seed": 5}
+
+
 def test_a_setting_of_what_is_switched_off_by_its_own_word_is_fine() -> None:
     config = compose_run(["trainer.ema=false", "trainer.ema.decay=0.9"]).config
     assert (config.trainer.ema.enabled, config.trainer.ema.decay) == (False, 0.9)
@@ -202,6 +209,15 @@ def test_all_faults_are_listed_at_once() -> None:
         ("trainer={max_epoch:3}", "Did you mean trainer.max_epochs?"),
         ("trainer.max_epochs.x=3", "trainer.max_epochs is a single value"),
         ("model=CNN", "Did you mean cnn?"),
+        ("model=[1]", "model=[1]: there is no such model. Choose from: cnn,"),
+        ("+model/foo=bar", "model/foo=bar: no such group"),
+        ("+foo/bar=baz", "foo/bar=baz: no such group"),
+        ("monitor.tracker=true", "monitor.tracker=true: must be csv,"),
+        (
+            "data.val=none",
+            "data.val=none: must name a class or function, as data.val._target_=my_file.MyClass, or be null",
+        ),
+        ("data.train=points", "data.train=points: must name a class or function"),
         ("data.trian._target_=my.load", "Did you mean data.train._target_?"),
         ("data.transform._targt_=my.flip", "data.transform._target_=my_file.MyClass"),
         ("data.augment=flip", "data.augment.mine._target_=my_file.MyClass"),

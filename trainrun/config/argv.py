@@ -13,11 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainrun.config.aliases import (
-    key_of_today,
-    stands_for,
-    value_of_today,
-)
+from trainrun.config.aliases import key_of_today, stands_for, value_of_today
 from trainrun.config.schema import is_tracker, settings
 from trainrun.errors import ConfigError
 from trainrun.limits import NODE, NODES
@@ -104,8 +100,10 @@ def translate(
         elif known is not None and known.short and equals and not set(value) & set("{(,$"):
             key = f"{key}.{known.short}"
             meant = [f"{key}={value_of_today(key, value)}"]
-        elif _takes_a_target(key) and DOTTED.fullmatch(value):
+        elif _takes_a_target(key) and DOTTED.fullmatch(value) and not os.path.exists(value):
             meant = [f"+{key}._target_={value}"]
+            if key in DATA_SETS[1:]:
+                out.insert(0, f"{key}=null")  # the arguments of the option are not those of another target
         elif key in OWN_KEYS:
             words.twice += _said_twice(f"{key}={value}", shown, typed)
             words.own[key] = value
@@ -159,10 +157,10 @@ def _without_cases(words: CommandLine) -> Iterator[tuple[str, str, bool]]:
 
 
 def _takes_a_target(key: str) -> bool:
-    """Whether `key=my_file.MyClass` names what stands at an open node; the sets of `data` keep their arguments."""
+    """Whether `key=my_file.MyClass` names what stands at an open node."""
     known, above = settings().get(key), settings().get(key.rpartition(".")[0])
     if known is not None:
-        return known.opens == NODE and key not in DATA_SETS
+        return known.opens == NODE or key in DATA_SETS
     return (above is not None and above.opens == NODES) or (is_tracker(key) and key.count(".") == 1)
 
 

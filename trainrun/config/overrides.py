@@ -145,7 +145,8 @@ def tracker_nodes() -> dict[str, dict[str, Any]]:
 def add_trackers(cfg: DictConfig, names: Any) -> None:
     """The nodes of `monitor.tracker` in place of those it named before; a wrong name is told with its value, later."""
     wanted, before = (
-        [found] if isinstance(found, str) else list(found or []) for found in (names, cfg.monitor.tracker)
+        found if isinstance(found, list | ListConfig) else [found] * (found is not None)
+        for found in (names, cfg.monitor.tracker)
     )
     if not wanted and not before:
         return
@@ -201,10 +202,10 @@ def _is_choice(override: Override, known: list[str]) -> bool:
 
 
 def _no_option(override: Override, folders: list[Path]) -> str:
-    """What is wrong with a choice; empty if Hydra will find its file, or is to say what it does not like."""
+    """What is wrong with a choice; empty if Hydra will find its files, or is to say what it does not like."""
     group, option = override.key_or_group, override.value()
-    known = options(group, folders)
-    if override.is_delete() or not isinstance(option, str) or not known:
+    wanted, known = option if isinstance(option, list) else [option], options(group, folders)
+    if override.is_delete() or (known and (option is None or set(map(str, wanted)) <= {*known})):
         return ""
     if any((folder / group / f"{option}.yaml").is_file() for folder in folders):
         return ""
@@ -306,7 +307,7 @@ def in_tracker(key: str) -> bool:
 
 def opened(overrides: list[str], folders: list[Path]) -> list[str]:
     """Keys below a node of the user's own may be new: the target's signature decides, not Hydra."""
-    chosen = dict(word.partition("=")[::2] for word in overrides)
+    chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     targets = [key.removesuffix("._target_") for key in chosen if key.endswith("._target_")]
     named = [key for key in targets if any(f"{key}.".startswith(f"{node}.") for node in open_nodes())]
     own, user_dirs = groups([conf_dir()]), folders[:-1]

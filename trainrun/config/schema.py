@@ -140,7 +140,7 @@ class DataConfig:
 
 def validation_nodes(data: DataConfig) -> dict[str, Any]:
     """The nodes of `data.val` by the name of their split: `val`, or `val/day` and `val/night` of named sets."""
-    if not data.val:
+    if not isinstance(data.val, dict):
         return {}
     if "_target_" in data.val:
         return {"val": data.val}

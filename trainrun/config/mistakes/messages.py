@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
+from trainrun.config.mistakes.node_words import no_node
 from trainrun.config.mistakes.value_words import closest, described, nearest
 from trainrun.config.other_trainers.names import CASES, answers
 from trainrun.config.saved_values import LOADER, read_yaml_text, yaml_place
@@ -70,9 +71,12 @@ def _explain_file(file: str, text: str, key: str, folders: list[Path]) -> str:
     return unknown_key(key, f"{file}.yaml: {key}", above, names)
 
 
-def no_option(group: str, option: str, known: list[str]) -> str:
+def no_option(group: str, option: Any, known: list[str]) -> str:
+    if not known:
+        return unknown_key(group, f"{group}={option}", "", top_names([]))
     return (
-        f"{group}={option}: there is no such {group}.{nearest(option, known)} Choose from: {', '.join(known)}"
+        f"{group}={option}: there is no such {group}.{nearest(str(option), known)} "
+        f"Choose from: {', '.join(known)}"
     )
 
 
@@ -143,6 +147,8 @@ def explain_reference(error: OmegaConfBaseException) -> str:
     value = str(above.get(error.key, "")) if isinstance(above, dict) else ""
     for start in ("raised while resolving interpolation: ", f"interpolation '{value}': "):
         text = text.rpartition(start)[2]
+    if (single := re.search(r"node `(.+?)` is not a container", text)) and node is not None:
+        return no_node(settings()[single[1]], single[1], OmegaConf.select(node._get_root(), single[1]))
     missing = re.fullmatch(r"Interpolation key '(.+)' not found", text)
     return f"{key}={value}: {f'there is no setting {missing[1]}' if missing else _rule(text)}"
 

@@ -29,7 +29,10 @@ def no_node(setting: Setting, key: str, value: Any) -> str:
         return (
             f"{key}.{name}={inner}: belongs to a class or function that is not named; name it, as {example}"
         )
-    also = "".join(f", or be {name}" for name in setting.also)
+    also = "".join(
+        f", or be {name}"
+        for name in (*setting.also, *(["null"] if key == setting.key and not setting.required else []))
+    )
     return f"{key}={value}: must name a class or function, as {key}.{TARGET}={EXAMPLE}{also}"
 
 
