@@ -37,6 +37,10 @@ def is_node(value: Any) -> bool:
     return isinstance(value, dict) and TARGET in value
 
 
+def target_of(node: Any, usual: str = "") -> str:
+    return str((node or {}).get(TARGET) or usual)
+
+
 def named_nodes(value: Any) -> dict[str, Any]:
     """The nodes that stand by name in a place without a target of its own; empty in every other place."""
     if not isinstance(value, dict) or value.get(TARGET):

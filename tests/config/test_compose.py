@@ -111,6 +111,30 @@ def test_what_stands_beside_optimizers_by_name_and_is_for_none_of_them_is_refuse
     compose_run(["optimizer=custom", *named, *schedule])
 
 
+@pytest.mark.parametrize(
+    ("words", "epochs"),
+    [
+        ("seed=1", 20),
+        ("trainer.max_steps=5000", None),
+        ("trainer.max_duration=1e6sample", None),
+        ("trainer.max_time=10min", 20),
+        ("trainer.max_steps=5000 trainer.max_epochs=20", 20),
+        ("trainer.max_steps=5000 experiment=own", 20),
+        ("trainer.max_steps=5000 preset=debug", 2),
+        ("trainer.max_steps=null", 20),
+    ],
+)
+def test_a_length_that_is_named_lifts_the_epochs_that_nobody_set(
+    words: str, epochs: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "own.yaml").write_text(
+        "# @package _global_\ntrainer: {max_epochs: 20}\n"
+    )
+    config = compose_run(words.split(), tmp_path).config
+    assert config.trainer.max_epochs == epochs
+
+
 @pytest.mark.parametrize("split", ["train", "val", "test"])
 def test_a_set_of_the_data_may_be_named_by_its_dotted_path_alone(split: str) -> None:
     words = [f"data.{split}.count=3", f"data.{split}=my_data.points", f"data.{split}.seed=5"]

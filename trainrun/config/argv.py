@@ -229,9 +229,8 @@ def options(group: str, folders: list[Path]) -> list[str]:
 
 def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
     """Folders searched before ours: each --config-dir, then ./conf if it has one of our groups."""
-    folders = [
-        Path(os.path.realpath(os.path.expanduser(folder))) for folder in extra
-    ]  # no link, but to itself
+    # No link, but to itself.
+    folders = [Path(os.path.realpath(os.path.expanduser(folder))) for folder in extra]
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"--config-dir {folder}: no such folder")

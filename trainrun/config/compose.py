@@ -70,9 +70,8 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
     try:
         return _composition(words, folders, working_dir or Path.cwd())
     except ConfigError as error:
-        told = dict.fromkeys(
-            words.as_typed(fault) for fault in error.faults
-        )  # a word may stand for several settings
+        # A word may stand for several settings.
+        told = dict.fromkeys(map(words.as_typed, error.faults))
         raise ConfigError(*told) from error
 
 

@@ -25,7 +25,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.argv import CUSTOM, conf_dir, groups, options
@@ -92,7 +92,9 @@ def _unlock(section: DictConfig) -> None:
 def _register() -> None:
     """Our search path and our schema, made known to Hydra once: the schema takes 10 ms."""
     Plugins.instance().register(TrainrunSearchPath)
-    ConfigStore.instance().store(name="trainrun_schema", node=schema_node(), provider="trainrun")
+    node = schema_node()
+    node.trainer.max_epochs = MISSING  # so that it is seen whether anybody sets it
+    ConfigStore.instance().store(name="trainrun_schema", node=node, provider="trainrun")
 
 
 def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
@@ -127,7 +129,16 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
             if override.key_or_group == "monitor.tracker":
                 add_trackers(cfg, override.value())
         faults += [fault for override in settings if (fault := _put(cfg, override, folders))]
+        _fill_epochs(cfg)
     return cfg
+
+
+def _fill_epochs(cfg: DictConfig) -> None:
+    """The default number of epochs, unless another limit says how long the run is."""
+    found = OmegaConf.to_container(cfg.trainer, resolve=False)
+    if OmegaConf.is_missing(cfg.trainer, "max_epochs") and isinstance(found, dict):
+        no_other = found["max_steps"] is found["max_duration"] is None
+        cfg.trainer.max_epochs = settings()["trainer.max_epochs"].default if no_other else None
 
 
 def raise_trackers(cfg: DictConfig) -> None:

@@ -7,13 +7,10 @@ from contextlib import suppress
 from typing import Any
 
 from trainrun.config.schema import SAME, RunConfig, validation_nodes
-from trainrun.instantiate import TARGET, is_node
+from trainrun.instantiate import is_node, target_of
 from trainrun.limits import EPOCH, Duration, is_finite, parse_interval
 
-VAES = ("trainrun.model.vae.Vae", "trainrun.model.sequence_vae.SequenceVae")
-VAE_TASK, VAE_HEALTH = "trainrun.task.vae.Vae", "trainrun.hook.vae_health.VaeHealth"
-GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
-CLASSIFICATION = "trainrun.task.classification.Classification"
+NETWORKS = tuple(f"trainrun.model.{name}." for name in ("vae", "sequence_vae", "gpt", "lstm"))
 PARTS = ("path", "val_fraction", "seed")  # which part of the data is held out
 USUAL = ("off", "none", "none")  # compile.scope, gradient_checkpointing, cpu_offload
 Rules = tuple[tuple[Any, str], ...]  # whether a line applies, and the line
@@ -33,6 +30,10 @@ def pair_faults(config: RunConfig) -> Iterator[str]:
         from trainrun.config.mistakes.sampling_rules import parts
 
         yield from parts(config)
+    if config.hook or target_of(config.model).startswith(NETWORKS):
+        from trainrun.config.mistakes.technique_rules import networks
+
+        yield from (line for applies, line in networks(config) if applies)
     techniques = (trainer.cuda_graphs, trainer.activation_offload, trainer.optimizer_in_backward)
     if (
         any(techniques)
@@ -106,34 +107,16 @@ def _general(config: RunConfig) -> Rules:
 
 
 def _parts(config: RunConfig) -> Rules:
-    """Arguments of the schedule; networks that only their own task can train."""
-    scheduler = config.scheduler or {}
-    model, task = config.model or {}, config.task or {}
-    warmup, most = scheduler.get("warmup_steps"), config.trainer.max_steps
-    name, kind = _target(model), _target(task)
-    class_dim, of_tokens = task.get("class_dim", 1), "gpt" if name == GPT else "lstm"
-    classes_last = name == GPT or (name == LSTM and model.get("outputs", "each") == "each")
+    """Arguments of the schedule."""
+    scheduler, most = config.scheduler or {}, config.trainer.max_steps
+    warmup = scheduler.get("warmup_steps")
     return (
         (warmup is not None and is_finite(warmup) and most is not None and warmup > most,
          f"scheduler.warmup_steps={warmup}: longer than the run: trainer.max_steps={most}; choose fewer"),
-        (scheduler.get("interval") == "epoch" and not _target(config.loop, "trainrun.").startswith("trainrun."),
+        (scheduler.get("interval") == "epoch" and not target_of(config.loop, "trainrun.").startswith("trainrun."),
          "scheduler.interval=epoch: a loop of your own ends its epochs itself; use scheduler.interval=step"),
-        (name in VAES and kind.startswith("trainrun.task.") and kind != VAE_TASK,
-         f"model={name.split('.')[-2:][0]}: gives a reconstruction, not classes; its task is task=vae"),
-        *((kind.startswith("trainrun.task.") and kind != VAE_TASK and _target(node) == VAE_HEALTH,
-           f"hook.{key}: monitor=vae watches the code of a VAE, and task={kind.split('.')[-2]} has none; use model=vae "
-           "task=vae, or leave it out")
-          for key, node in config.hook.items()),
-        (classes_last and kind == CLASSIFICATION and class_dim in (0, 1),
-         f"model={of_tokens}: reads tokens and gives classes for each of them, in the last dimension, where "
-         f"task.class_dim={class_dim} does not look; for text: data=text task=language_modeling; for a class of every "
-         "token: task.class_dim=-1"),
     )  # fmt: skip
 
 
 def _several(devices: Any) -> bool:
     return len(devices) > 1 if isinstance(devices, list) else devices not in ("auto", 1)
-
-
-def _target(node: Any, usual: str = "") -> str:
-    return str((node or {}).get(TARGET) or usual)

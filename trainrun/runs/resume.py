@@ -251,8 +251,9 @@ def finished(run: RunDir, config: RunConfig) -> str:
     ]
     if not same or (before != config and not any(reached)):
         return ""
-    reason, more = str(status.get("reason")), "trainer.max_epochs=... (or trainer.max_steps=...)"
+    reason, more = str(status.get("reason")), "trainer.max_epochs=... (or null, with trainer.max_steps=...)"
     for key, way in (
+        ("trainer.max_steps", "trainer.max_steps=..."),
         ("trainer.max_duration", "trainer.max_duration=..."),
         ("trainer.max_time", "trainer.max_time=..."),
         ("early stopping", "trainer.early_stopping=false (or trainer.early_stopping.patience=...)"),

@@ -6,9 +6,33 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainrun.config.schema import DISTILLATION, RunConfig
-from trainrun.instantiate import TARGET, is_node, named_nodes
+from trainrun.instantiate import TARGET, is_node, named_nodes, target_of
 
 Rules = tuple[tuple[Any, str], ...]  # whether a line applies, and the line
+VAES = ("trainrun.model.vae.Vae", "trainrun.model.sequence_vae.SequenceVae")
+GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
+VAE_TASK, VAE_HEALTH = "trainrun.task.vae.Vae", "trainrun.hook.vae_health.VaeHealth"
+CLASSIFICATION = "trainrun.task.classification.Classification"
+
+
+def networks(config: RunConfig) -> Rules:
+    """Networks that only their own task can train, and a hook that looks at one of them."""
+    model, task = config.model or {}, config.task or {}
+    name, kind = target_of(model), target_of(task)
+    class_dim, of_tokens = task.get("class_dim", 1), "gpt" if name == GPT else "lstm"
+    classes_last = name == GPT or (name == LSTM and model.get("outputs", "each") == "each")
+    return (
+        (name in VAES and kind.startswith("trainrun.task.") and kind != VAE_TASK,
+         f"model={name.split('.')[-2:][0]}: gives a reconstruction, not classes; its task is task=vae"),
+        *((kind.startswith("trainrun.task.") and kind != VAE_TASK and target_of(node) == VAE_HEALTH,
+           f"hook.{key}: monitor=vae watches the code of a VAE, and task={kind.split('.')[-2]} has none; use model=vae "
+           "task=vae, or leave it out")
+          for key, node in config.hook.items()),
+        (classes_last and kind == CLASSIFICATION and class_dim in (0, 1),
+         f"model={of_tokens}: reads tokens and gives classes for each of them, in the last dimension, where "
+         f"task.class_dim={class_dim} does not look; for text: data=text task=language_modeling; for a class of every "
+         "token: task.class_dim=-1"),
+    )  # fmt: skip
 
 
 def technique_faults(config: RunConfig) -> Iterator[str]:
