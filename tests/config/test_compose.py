@@ -73,6 +73,16 @@ def test_an_entry_by_name_is_taken_away_by_null() -> None:
     assert (config.monitor.listeners, config.hook, config.transform) == ({}, {}, {})
 
 
+def test_no_tracker_means_that_of_an_option_too() -> None:
+    words = ["monitor=tensorboard", "monitor.mine=a.B"]
+    assert list(compose_run([*words, "monitor.tracker=null"]).config.monitor.listeners) == ["mine"]
+    assert list(compose_run([*words, "monitor.tracker=csv"]).config.monitor.listeners) == [
+        "tensorboard",
+        "csv",
+        "mine",
+    ]
+
+
 def test_trackers_are_keys_of_monitor_in_saved_configs_too(tmp_path: Path) -> None:
     words = ["monitor=tensorboard", "monitor.mine=a.B", "monitor.mine.at=3", "hook.h=a.B"]
     saved, path = save_config(compose_run(words).config), tmp_path / "config.yaml"
@@ -241,6 +251,13 @@ def test_all_faults_are_listed_at_once() -> None:
             "data.val=none",
             "data.val=none: must name a class or function, as data.val._target_=my_file.MyClass, or be null",
         ),
+        (
+            "trainer.gradient_clip_algorithm=value",
+            "=value: does nothing without trainer.gradient_clip_val=1.0",
+        ),
+        ("trainer.max_rollbacks=5", "does nothing without trainer.nan_policy=rollback"),
+        ("data.max_skipped_fraction=0.1", "does nothing without data.on_error=skip"),
+        ("scheduler.base_batch_size=64", "does nothing without scheduler.lr_scaling=linear"),
         ("data.train=points", "data.train=points: must name a class or function"),
         ("data.trian._target_=my.load", "Did you mean data.train._target_?"),
         ("data.transform._targt_=my.flip", "data.transform._target_=my_file.MyClass"),
@@ -607,7 +624,13 @@ def test_a_known_name_of_another_framework_gets_its_answer(word: str, said: str)
 
 def test_old_and_foreign_names_of_settings_are_read_with_a_note(tmp_path: Path) -> None:
     found = compose_run(
-        ["trainer.freed_memory=keep", "data.max_skipped_share=0.5", "eval_steps=7", "accelerator=gpu"]
+        [
+            "trainer.freed_memory=keep",
+            "data.max_skipped_share=0.5",
+            "data.on_error=skip",
+            "eval_steps=7",
+            "accelerator=gpu",
+        ]
     )
     config = found.config
     assert (config.trainer.cpu_allocator, config.data.max_skipped_fraction) == ("keep", 0.5)

@@ -33,6 +33,9 @@ from trainrun.errors import ConfigError
 from trainrun.limits import NODES, choices_of
 from trainrun.runs.run_folder import RunDir, write_json, write_text
 
+# What changes nothing without another setting.
+NEEDING = {f"trainer.{name}" for name in ("gradient_clip_algorithm", "max_rollbacks")}
+NEEDING |= {"data.max_skipped_fraction", "scheduler.base_batch_size"}
 SEAL = "# sha256 of the lines above: "
 
 
@@ -99,14 +102,16 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
 
         faults += unread_path(config)
     faults += untold(argument_faults(config) | idle_settings(config, overrides), faults)
+    if needing := NEEDING.intersection(word.lstrip("+").partition("=")[0] for word in overrides):
+        from trainrun.config.mistakes.technique_rules import without_effect
+
+        faults += untold(without_effect(config, needing), faults)
     if faults:
         raise ConfigError(*faults)
     if config.run_name is None:
-        names = (
-            _named(config.data.name, config.data.train),
-            _named(choices.get("model", "model"), config.model),
-        )
-        config = replace(config, run_name="-".join(names))
+        data = _named(config.data.name, config.data.train)
+        model = _named(choices.get("model", "model"), config.model)
+        config = replace(config, run_name=f"{data}-{model}")
     if (preset := choices.get("preset", "none")) != "none":
         from trainrun.config.tuned_settings import stale
 

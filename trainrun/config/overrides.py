@@ -124,7 +124,8 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
     cfg = _composed_choices(choices, folders, faults)
     if cfg is not None:
         raise_trackers(cfg)
-        add_trackers(cfg, cfg.monitor.get("tracker"))
+        if cfg.monitor.tracker is not None:
+            add_trackers(cfg, cfg.monitor.tracker)
         for override in settings:
             if override.key_or_group == "monitor.tracker":
                 add_trackers(cfg, override.value())
@@ -154,17 +155,16 @@ def tracker_nodes() -> dict[str, dict[str, Any]]:
 
 
 def add_trackers(cfg: DictConfig, names: Any) -> None:
-    """The nodes of `monitor.tracker` in place of those it named before; a wrong name is told with its value, later."""
+    """The nodes of `monitor.tracker` in place of those it named before, or of all these if it is null; a wrong name is
+    told with its value, later."""
     wanted, before = (
         found if isinstance(found, list | ListConfig) else [found] * (found is not None)
         for found in (names, cfg.monitor.tracker)
     )
-    if not wanted and not before:
-        return
     for name, node in tracker_nodes().items():
         if name in wanted and name not in cfg.monitor:
             cfg.monitor[name] = node
-        elif name in before and name not in wanted:
+        elif (name in before or names is None) and name not in wanted:
             cfg.monitor.pop(name, None)
 
 

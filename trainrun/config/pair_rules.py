@@ -18,7 +18,7 @@ Rules = tuple[tuple[Any, str], ...]  # whether a line applies, and the line
 
 def pair_faults(config: RunConfig) -> Iterator[str]:
     """Every pair of settings that is refused, whatever the device is."""
-    yield from (line for applies, line in (*_general(config), *_parts(config)) if applies)
+    yield from (line for applies, line in _general(config) if applies)
     trainer, data = config.trainer, config.data
     asked = (data.weights, data.mix, data.shuffle_buffer, data.folds, data.fold)
     if data.sampling != "none" or data.stratified or any(value is not None for value in asked):
@@ -35,10 +35,8 @@ def pair_faults(config: RunConfig) -> Iterator[str]:
 
         yield from (line for applies, line in networks(config) if applies)
     techniques = (trainer.cuda_graphs, trainer.activation_offload, trainer.optimizer_in_backward)
-    if (
-        any(techniques)
-        or (trainer.compile.scope, trainer.gradient_checkpointing, trainer.cpu_offload) != USUAL
-    ):
+    chosen = (trainer.compile.scope, trainer.gradient_checkpointing, trainer.cpu_offload)
+    if any(techniques) or chosen != USUAL:
         from trainrun.config.mistakes.technique_rules import technique_faults
 
         yield from technique_faults(config)
@@ -56,6 +54,8 @@ def _general(config: RunConfig) -> Rules:
     interval = Duration(1, EPOCH)
     with suppress(ValueError):  # told already
         interval = parse_interval(trainer.val_check_interval)
+    scheduler, most = config.scheduler or {}, trainer.max_steps
+    warmup = scheduler.get("warmup_steps")
     no_limit = trainer.max_epochs is trainer.max_steps is trainer.max_time is trainer.max_duration is None
     return (
         (no_limit,
@@ -65,7 +65,7 @@ def _general(config: RunConfig) -> Rules:
          f"trainer.val_check_interval={trainer.val_check_interval}; leave one of them out"),
         (data.global_batch_size is not None and trainer.accumulate_grad_batches != 1,
          f"data.global_batch_size={data.global_batch_size}: sets the accumulation itself; "
-         "leave out trainer.accumulate_grad_batches"),
+         "use trainer.accumulate_grad_batches=1"),
         *((getattr(data, name) == SAME and data.transform is None,
            f"data.{name}=same: there is no data.transform; name that, or data.{name}._target_=my_file.MyClass")
           for name in ("val_transform", "test_transform")),
@@ -103,14 +103,6 @@ def _general(config: RunConfig) -> Rules:
         (precision.master_weights and precision.mode != "bf16-true",
          f"precision.master_weights=true: keeps float32 copies of bfloat16 weights, and those of "
          f"precision={precision.mode} are none; use precision=bf16-true, or leave it out"),
-    )  # fmt: skip
-
-
-def _parts(config: RunConfig) -> Rules:
-    """Arguments of the schedule."""
-    scheduler, most = config.scheduler or {}, config.trainer.max_steps
-    warmup = scheduler.get("warmup_steps")
-    return (
         (warmup is not None and is_finite(warmup) and most is not None and warmup > most,
          f"scheduler.warmup_steps={warmup}: longer than the run: trainer.max_steps={most}; choose fewer"),
         (scheduler.get("interval") == "epoch" and not target_of(config.loop, "trainrun.").startswith("trainrun."),
