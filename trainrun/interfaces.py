@@ -181,10 +181,10 @@ class MicroBatch(NamedTuple):
     whole: str = ""
 
     def counted_by(self, task: Task) -> int:
-        """The items of it; the task is asked where nobody has counted yet. 0 if its outputs will say."""
+        """The items of it; the task is asked where nobody has counted yet. 0 if its outputs will say, or not real."""
         if self.items is not None:
-            return self.items
-        return task.count(self.data) if counts_before(task) else 0
+            return self.items * self.real
+        return task.count(self.data) if self.real and counts_before(task) else 0
 
 
 class Batches(Protocol):

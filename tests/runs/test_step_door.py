@@ -146,6 +146,42 @@ def test_two_ranks_train_what_one_does(own: Path, words: list[str]) -> None:
         torch.testing.assert_close(two[name], weight, rtol=1e-9, atol=1e-12)
 
 
+COUNTING = """
+from trainrun.interfaces import StepReport
+def step(run, micro_batches, closes=False):
+    def closure():
+        run.optimizer.zero_grad()
+        losses.append(sum(run.task.step(run.model, batch.data).loss_sum for batch in micro_batches))
+        run.precision.backward(losses[-1], share)
+        return losses[-1].detach() * share
+    items, losses = sum(len(batch.data[0]) for batch in micro_batches), []
+    share = 1 / run.agree(items).items
+    if not closes:
+        closure()
+    return StepReport(losses, items, grad=run.update(closure if closes else None))
+"""
+
+
+@pytest.mark.parametrize("words", [["data.batch_size=2"], ["data.batch_size=2", "step.closes=true"],
+    ["data.batch_size=1", "trainer.accumulate_grad_batches=2"]], ids=["one", "closure", "two"])  # fmt: skip
+def test_a_micro_batch_that_is_another_rank_s_counts_nothing(own: Path, words: list[str]) -> None:
+    (own / "counting.py").write_text(COUNTING)
+    rest = (
+        2 if words[0] == "data.batch_size=2" else 4
+    )  # samples at the end of an epoch: too few for each rank
+    common = [*LBFGS[6:10], *LBFGS[11:], *QUIET, "trainer.max_steps=3", "step._target_=counting.step", "optimizer=sgd",
+              "optimizer.lr=0.1", f"data.train.count={6 + rest}"]  # fmt: skip
+    ranks = ["parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=3", "output_dir=two"]
+    assert main([*common, "data.batch_size=6", "output_dir=one"]) == 0
+    assert main([*common, *words, *ranks]) == 0
+    one, two = (package.load_run(name).load_model("last").state_dict() for name in ("one", "two"))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-9, atol=1e-12)
+    one, two = ([row["train/loss"] for row in package.load_run(name).metrics if "train/loss" in row]
+                for name in ("one", "two"))  # fmt: skip
+    assert two == pytest.approx(one)
+
+
 def test_the_hidden_state_is_carried_and_dropped_at_the_end_of_an_epoch(own: Path) -> None:
     run = package.train(*SERIES, *QUIET, "trainer.max_steps=7", "output_dir=middle")
     hidden = read_checkpoint(resolve(run.files.checkpoints, "last")).shared["step"]["state"]["hidden"]

@@ -290,7 +290,7 @@ class Worker:
         settle(self._device)
         began, cpu = time.perf_counter(), cpu_seconds()
         for window in islice(windows, message.batches):
-            items += sum(batch.counted_by(task) for batch in window if batch.real)
+            items += sum(batch.counted_by(task) for batch in window)
         settle(self._device)
         seconds = time.perf_counter() - began
         return Turn(seconds, message.batches, items * self._own.parallel.world_size, cpu_seconds() - cpu)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, locate
-from trainrun.interfaces import NOT_AGREED, MicroBatch, StepReport
+from trainrun.interfaces import NOT_AGREED, Agreed, MicroBatch, Parallel, StepReport
 from trainrun.timing.phases import FORWARD, RUNNER
 from trainrun.training.components import Components, Step
 from trainrun.training.named_optimizers import end_step
@@ -52,7 +52,7 @@ class OwnStep:
     def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
         run.phases.open(FORWARD)  # and all else that it does between its updates
         run.precision.look_again()  # at what the step before has done behind its update
-        report: Any = self._step(run, micro_batches)
+        report: Any = self._made(run, micro_batches)
         run.phases.open(RUNNER)
         if (
             not isinstance(report, StepReport)
@@ -76,3 +76,42 @@ class OwnStep:
             if run.ema is not None and not report.grad.skipped:
                 run.ema.update()
         return report
+
+    def _made(self, run: Components, micro_batches: list[MicroBatch]) -> Any:
+        """The report of a step from the samples of this rank, without those that only keep it in step with others."""
+        real = [batch for batch in micro_batches if batch.real]
+        if len(real) == len(micro_batches):
+            return self._step(run, micro_batches)
+        if real:
+            real[-1] = real[-1]._replace(last=micro_batches[-1].last)
+            return self._step(run, real)
+        losses = [torch.zeros((), device=run.parallel.device)]
+        if run.parallel.world_size == 1:  # none of its samples could be read
+            if not run.optimizers:
+                run.schedule.step()
+            return StepReport(losses, 0)
+        report = self._step(replace(run, parallel=cast("Parallel", Idle(run))), micro_batches)
+        return replace(report, losses=losses, items=0, sums={}) if isinstance(report, StepReport) else report
+
+
+class Idle:
+    """Fills `Parallel` in a step for which this rank has no sample: it counts none, and its gradients are 0."""
+
+    def __init__(self, run: Components) -> None:
+        self._model, self._inner = run.model, run.parallel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def agree(self, items: int, stop: int, save: int) -> Agreed:
+        found = self._inner.agree(0, stop, save)
+        return found._replace(items=found.items or 1.0)  # the step divides by it
+
+    def exchange(self) -> None:
+        for param in self._model.parameters():
+            if param.grad is not None:
+                param.grad.zero_()
+        self._inner.exchange()
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        return self._inner.sum_over_ranks([0.0 for _ in values])
