@@ -103,11 +103,15 @@ class Slow(SGD):
         super().__init__(params, lr=lr)
         self.params = list(self.param_groups[0]["params"])
         self.slow = [param.detach().clone() for param in self.params]
+        self.parts = {"ours": SGD(self.params, lr), "strange": [SGD([nn.Parameter(torch.zeros(2))], lr)]}
+        self.scaler = torch.amp.GradScaler("cpu")
 
 
 def test_tensors_outside_of_the_state_are_told() -> None:
     _, note = build_optimizer(Slow, {"lr": 0.1}, nn.Linear(2, 2))
-    assert note.endswith("; a resume begins with a new slow: keep it in its state, or in its state_dict()")
+    assert note.endswith(
+        "; a resume begins with a new slow, parts, scaler: keep it in its state, or in its state_dict()"
+    )
 
 
 def test_sparse_gradients_are_not_fused() -> None:

@@ -60,6 +60,24 @@ class Around(Optimizer):
         self.inner.step()
 
 
+class Both(Optimizer):
+    """Keeps two inside: one for matrices, and one for the rest."""
+
+    def __init__(self, params: Any, lr: float, as_dict: bool) -> None:
+        super().__init__(params, {"lr": lr})
+        ours = self.param_groups[0]["params"]
+        rest = AdamW([param for param in ours if param.ndim < 2], lr=lr)
+        parts = {
+            "matrices": SGD([param for param in ours if param.ndim > 1], lr=lr, momentum=0.9),
+            "rest": rest,
+        }
+        self.parts: Any = parts if as_dict else ([*parts.values()],)
+
+    def step(self, closure: None = None) -> None:
+        for part in self.parts.values() if isinstance(self.parts, dict) else self.parts[0]:
+            part.step()
+
+
 FACTORIES: dict[str, Callable[[Any], Optimizer]] = {
     "adamw fused": lambda params: AdamW(params, lr=0.05, fused=True),
     "adamw": lambda params: AdamW(params, lr=0.05, amsgrad=True, fused=False),
@@ -69,6 +87,8 @@ FACTORIES: dict[str, Callable[[Any], Optimizer]] = {
     "adagrad": lambda params: Adagrad(params, lr=0.05, fused=True),
     "nested": lambda params: Nested(params, lr=0.05),
     "around": lambda params: Around(params, lr=0.05),
+    "both in a list": lambda params: Both(params, lr=0.05, as_dict=False),
+    "both in a dict": lambda params: Both(params, lr=0.05, as_dict=True),
 }
 
 

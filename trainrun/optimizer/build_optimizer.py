@@ -80,7 +80,7 @@ def build_optimizer(
         from trainrun.optimizer.other_optimizers import check_contract, lost_at_a_resume
 
         check_contract(optimizer, name, closures)
-        lost = lost_at_a_resume(optimizer)
+        lost = lost_at_a_resume(optimizer, model)
     lines = division.settle(optimizer, factory, keywords) if division else []
     start_momentum(optimizer)
     devices = ", ".join(sorted({param.device.type for param in params}))
@@ -169,7 +169,7 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
 
     groups: the fields of each group, with names for parameters; state: by name; shapes: by name.
     others: state that belongs to no parameter; own: what the optimizer adds to its own `state_dict`; inner: all of this
-    of the optimizers that it keeps as attributes.
+    of the optimizers that it keeps.
     Tensors are the live ones, not copies. Parameters outside the model are an error.
     """
     names = names_of(optimizer, model)
@@ -185,19 +185,17 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
         "state": {names[key]: value for key, value in optimizer.state.items() if key in names},
         "others": {key: value for key, value in optimizer.state.items() if key not in names},
         "own": _own_fields(optimizer),
-        "inner": {
-            name: named_optimizer_state(inner, model)
-            for name, inner in inner_of(optimizer).items()
-            if all(param in names for group in inner.param_groups for param in group["params"])
-        },
+        "inner": {} if type(optimizer) in PLAIN else _inner_states(optimizer, model),
     }
 
 
-def inner_of(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """The optimizers with a state of their own that one keeps, as SAM and Lookahead do, by its attributes."""
-    found = {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
+def _inner_states(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    from trainrun.optimizer.other_optimizers import inner_of, is_of
+
     return {
-        name: inner for name, inner in found.items() if inner.state and inner.state is not optimizer.state
+        name: named_optimizer_state(inner, model)
+        for name, inner in inner_of(optimizer).items()
+        if inner.state and inner.state is not optimizer.state and is_of(inner, model)
     }
 
 

@@ -64,8 +64,12 @@ def load_named_optimizer_state(
         cycled = CYCLED if "base_momentum" in stored else ()  # a schedule moves them
         kept = configured if number < num_built else ()
         _load_fields(group, stored, {name for name in kept if name not in cycled})
-    for name, stored in tree.get("inner", {}).items():
-        load_named_optimizer_state(getattr(optimizer, name), model, stored, configured, device)
+    if tree.get("inner"):
+        from trainrun.optimizer.other_optimizers import inner_of
+
+        inner = inner_of(optimizer)
+        for name, stored in tree["inner"].items():
+            load_named_optimizer_state(inner[name], model, stored, configured, device)
     optimizer.state.update(copy.deepcopy(tree["others"]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from trainrun.errors import PluginError
 
+DEEPEST = 3  # lists in lists of what an optimizer keeps
 OF_TORCH = ("defaults", "state", "param_groups")
 
 
@@ -41,22 +43,49 @@ def check_contract(optimizer: Any, name: str, closures: bool) -> None:
         )
 
 
-def lost_at_a_resume(optimizer: Optimizer) -> str:
-    """What to say of tensors that it keeps outside of its state, where no checkpoint finds them."""
+def lost_at_a_resume(optimizer: Optimizer, model: nn.Module) -> str:
+    """What to say of what it keeps outside of its state, where no checkpoint finds it."""
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return ""
-    own = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH}
-    names = [
-        name for name, value in own.items() if any(map(_is_own, value if type(value) is list else [value]))
-    ]
-    kept = ", ".join(names)
+    kept = ", ".join(
+        dict.fromkeys(name.partition(".")[0] for name, value in _kept(optimizer) if _is_lost(value, model))
+    )
     return (
         f"; a resume begins with a new {kept}: keep it in its state, or in its state_dict()" if kept else ""
     )
 
 
-def _is_own(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+def inner_of(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """The optimizers that one keeps, as SAM and Lookahead do, by the place in its attributes (`parts.0`)."""
+    return {name: value for name, value in _kept(optimizer) if isinstance(value, Optimizer)}
+
+
+def is_of(optimizer: Optimizer, model: nn.Module) -> bool:
+    known = set(model.parameters())
+    return all(param in known for group in optimizer.param_groups for param in group["params"])
+
+
+def _kept(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """The attributes of its own by name; in place of a list, tuple or dict its members."""
+    for name, value in vars(optimizer).items():
+        if name not in OF_TORCH:
+            yield from _members(name, value, DEEPEST)
+
+
+def _members(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, list | tuple | dict) or not depth:
+        yield name, value
+        return
+    for place, key in enumerate(value if isinstance(value, dict) else range(len(value))):
+        yield from _members(f"{name}.{key if isinstance(key, str) else place}", value[key], depth - 1)
+
+
+def _is_lost(value: Any, model: nn.Module) -> bool:
+    if isinstance(value, Optimizer):
+        return not is_of(value, model)
+    if isinstance(value, nn.Module | nn.Parameter):
+        return False
+    return isinstance(value, Tensor) or (hasattr(value, "state_dict") and not isinstance(value, type))
 
 
 def _only_sparse(optimizer: Optimizer, *_: Any) -> None:

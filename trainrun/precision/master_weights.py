@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import GradReport, Precision
+from trainrun.optimizer.other_optimizers import inner_of
 from trainrun.runtime.foreach_copy import copy_
 
 
@@ -179,9 +180,8 @@ def exchange(optimizer: Optimizer, other_of: Mapping[Tensor, Tensor]) -> None:
         group["params"] = [other_of.get(param, param) for param in group["params"]]
     for param in [key for key in optimizer.state if key in other_of]:
         optimizer.state[other_of[param]] = optimizer.state.pop(param)
-    for inner in vars(optimizer).values():
-        if isinstance(inner, Optimizer):
-            exchange(inner, other_of)
+    for inner in inner_of(optimizer).values():
+        exchange(inner, other_of)
 
 
 def _copied(weight: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
