@@ -224,6 +224,16 @@ def test_a_group_that_a_hook_has_added_is_there_after_a_resume(scheduler: str) -
     assert not torch.equal(weights_of("whole")["layers.1.weight"], before)
 
 
+def test_a_resume_that_freezes_a_group_of_the_config_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    group = "optimizer.groups=[{params: layers.1.*, lr: 1e-4}]"
+    words = [*SHORT[1:], "trainer.max_steps=2", "hook.counts._target_=own.Counts", group, "output_dir=run"]
+    assert main(words) == 0
+    assert (
+        main(["resume", "run", "trainer.max_steps=4", "model.freeze=layers.1.*", "optimizer.groups=[]"]) == 2
+    )
+    assert "layers.1.weight is not trained here" in capsys.readouterr().err
+
+
 def test_a_resume_before_they_are_trained_and_units_of_steps(workdir: Path) -> None:
     words = [*SHORT, "model.freeze=layers.1.*", "optimizer=muon", "model.unfreeze_at=18step", *STOP]
     assert main([*words, "output_dir=part"]) == 75

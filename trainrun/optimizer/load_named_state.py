@@ -37,18 +37,18 @@ def load_named_optimizer_state(
     tree: dict[str, Any],
     configured: Collection[str] = (),
     device: torch.device | None = None,
-    grows: bool = False,
+    added_from: int | None = None,
 ) -> None:
     """Put copies of the stored state into a freshly built optimizer of the same parameters.
 
     configured: group fields that the config names (`weight_decay`): those stay as it says now. device: where the state
-    is put; None is next to the parameters, where there may be no room for it. grows: the run's own code may have added
-    groups of parameters that were frozen; those are added again.
+    is put; None is next to the parameters, where there may be no room for it. added_from: the number of the first
+    stored group that code of the run's own has added, of parameters that were frozen; those are added again.
     """
     _check_class(optimizer, tree.get("class"))
     num_built = len(optimizer.param_groups)
-    if grows:
-        _add_groups(optimizer, model, tree["groups"][num_built:])
+    if added_from is not None:
+        _add_groups(optimizer, model, tree["groups"][added_from:])
     params = {name: param for param, name in names_of(optimizer, model).items()}
     _check_same(params, optimizer, tree)
     _check_fields(optimizer, tree)

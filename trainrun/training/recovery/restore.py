@@ -68,7 +68,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         run.ema.load_state_dict(shared["ema"])
     elif shared["ema"]:
         run.monitors.note(f"checkpoint {place} holds averaged weights, which trainer.ema=false leaves out")
-    _load_optimizers(run, place, shared["optimizer"])
+    _load_optimizers(run, place, shared["optimizer"], shared["schedule"].get("built"))
     run.schedule.load_state_dict(shared["schedule"])
     run.precision.load_state_dict(shared["precision"])
     if "retry" in shared:  # else the checkpoint is older than this
@@ -98,7 +98,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     return state
 
 
-def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
+def _load_optimizers(run: Components, place: str, tree: dict[str, Any], built: int | None) -> None:
     if run.optimizers:
         from trainrun.training.named_optimizers import load_optimizer_states
 
@@ -108,8 +108,8 @@ def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
 
     configured = configured_fields(run.config.optimizer)
     host = torch.device("cpu") if run.config.trainer.cpu_offload == "optimizer" else None
-    grows = bool(run.config.hook or run.config.step)
-    load_named_optimizer_state(run.optimizer, run.model, tree, configured, host, grows)
+    added_from = built if run.config.hook or run.config.step else None
+    load_named_optimizer_state(run.optimizer, run.model, tree, configured, host, added_from)
 
 
 def position(run: Components, place: str, shared: dict[str, Any]) -> int:
