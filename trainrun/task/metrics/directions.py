@@ -17,7 +17,8 @@ SMALL = (
 )  # fmt: skip
 SMALL_WORDS = {
     "kl", "kld", "nll", "ppl", "bpb", "bpc", "bpd", "wer", "cer", "ece", "fid", "kid", "lpips",
-    "cost", "crps", "eer", "err", "fnr", "fpr", "inaccuracy", "mismatch", "regret", "std",
+    "cost", "crps", "dissimilarity", "eer", "err", "fnr", "fpr", "imprecision", "inaccuracy", "mismatch", "mismatches",
+    "regret", "std", "unmatched",
 }  # fmt: skip
 PARTS_OF_LOSS = ("soft", "hard", "hidden")  # whole names, of task=distillation
 LARGE = ("acc", "precision", "recall", "auc", "auroc", "dice", "correlation", "similarity", "match")
@@ -30,13 +31,20 @@ LARGE_WORDS = {
 def known_direction(metric: str) -> str | None:
     """min, max, or None where the name does not say. `val/mse/0` is the first of several numbers named `mse`."""
     name = re.sub(r"(/\d+)+$", "", metric).rpartition("/")[2].lower()
-    words = re.findall("[a-z]+", name)
-    small = bool(SMALL_WORDS & {*words}) or any(part in name for part in SMALL) or name in PARTS_OF_LOSS
-    large = bool(LARGE_WORDS & {*words}) or any(part in name for part in LARGE)
+    words = re.findall("[a-z]+", re.split("(?<=[a-z0-9])(?:[^a-z]at[^a-z]|@)", name)[0])  # `fpr_at_95_recall`
+    small, large = (any(is_it(word) for word in words) for is_it in (_is_small, _is_large))
     if small and large:  # the last word is what it is: `hard_acc`, `acc_loss`
-        small = words[-1] in SMALL_WORDS or any(part in words[-1] for part in SMALL)
-        large = words[-1] in LARGE_WORDS or any(part in words[-1] for part in LARGE)
+        small, large = _is_small(words[-1]), _is_large(words[-1])
+    small = small or name in PARTS_OF_LOSS
     return None if small == large else "min" if small else "max"
+
+
+def _is_small(word: str) -> bool:
+    return word in SMALL_WORDS or any(part in word for part in SMALL)
+
+
+def _is_large(word: str) -> bool:
+    return word not in SMALL_WORDS and (word in LARGE_WORDS or any(part in word for part in LARGE))
 
 
 def asked_direction(key: str, metric: str, mode: str, is_named: bool) -> str | None:
