@@ -298,27 +298,28 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.a = nn.Linear(64, 10)
-    def forward(self, x, mask=0, scale=1.0, return_more=False):
+    def forward(self, x, mask=0, scale=1.0, output_dim=5, return_more=False):
         out = self.a(x.flatten(1)) * (scale if mask is None else 0)
+        out = out[:, :output_dim]
         return (out, out) if return_more else out
 class Task:
     def count(self, batch):
         return len(batch[1])
     def step(self, model, batch):
-        out, _ = model(batch[0], None, scale=2.0, return_more=True)
+        out, _ = model(batch[0], None, scale=2.0, output_dim=10, return_more=True)
         return StepOutput(nn.functional.cross_entropy(out, batch[1], reduction="sum"))
 """
 
 
 @pytest.mark.parametrize("name", ["torch.export", "onnx"])
-def test_flags_that_the_task_gives_are_in_the_graph(workdir: Path, name: str) -> None:
+def test_numbers_that_the_task_gives_are_in_the_graph(workdir: Path, name: str) -> None:
     (workdir / "own_flags.py").write_text(FLAGS)
     assert main(["model=own_flags.Net", "task=own_flags.Task", *SHORT]) == 0
     assert main(["export", "run", "--to", name, "--dynamic", "batch"]) == 0
     if name == "torch.export":
         x, net = torch.rand(5, 1, 8, 8), load_run("run").load_model()
         found = torch.export.load("run-export/model.pt2").module()(x)
-        assert torch.allclose(found, net(x, None, 2.0))
+        assert torch.allclose(found, net(x, None, 2.0, 10))
 
 
 def test_weights_are_written_where_the_network_cannot_be_called(

@@ -157,7 +157,8 @@ def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Load
 
 @torch.no_grad()  # a task that teaches looks its answers up where gradients are wanted
 def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], Call]:
-    """The tensors that the task gives the network, and how it does; flags about what comes out keep their defaults."""
+    """The tensors that the task gives the network, and how it does; flags about what comes out keep their defaults:
+    true, false or null by a name that begins with `return_` or `output_`."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -171,7 +172,10 @@ def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], Call
     if not calls:
         raise ConfigError("task: its step does not call the model, so nobody knows its inputs")
     args, kwargs = calls[0]
-    named = {name: value for name, value in kwargs.items() if not name.startswith(("return_", "output_"))}
+    named = {
+        name: value for name, value in kwargs.items()
+        if not (name.startswith(("return_", "output_")) and isinstance(value, bool | None))
+    }  # fmt: skip
     given = [*args, *named.values()]
     tensors = [value for value in given if isinstance(value, Tensor)]
     if not tensors or not all(isinstance(value, Tensor | CONSTANTS) for value in given):
