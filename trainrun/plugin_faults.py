@@ -89,6 +89,8 @@ def unknown(
         return f"{key}.{name}: not a word of trainrun, which knows {', '.join(words)}"
     takes_text = f"It takes: {', '.join(takes)}" if takes else "It takes none"
     near = nearest(name, [*takes, *also]) or "."
+    if (key, name) == ("data.train", "val_fraction"):
+        near = "; of data of your own nothing is held out: give data.val._target_=... too, or data.folds=5 data.fold=0."
     return f"{key}.{name}: {target} takes no such argument{near} {takes_text}"
 
 

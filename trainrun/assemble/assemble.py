@@ -215,6 +215,10 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     if len(validation) > 1:
         best = config.checkpoint.monitor or f"{default_metric} (the default, as of early stopping)"
         notes.append(f"validation: {', '.join(validation)}; best is by {best}")
+    if site.trains and not validation:
+        notes.append(
+            "no validation data, and so no best checkpoint; give data.val._target_=... or data.folds=5 data.fold=0"
+        )
     trainer, keep = config.trainer, keep_options(config, default_metric, lengths, task)
     watched = {keep.monitor, trainer.early_stopping.monitor} - {None}
     if not all(str(name).endswith(("/loss", "/acc")) for name in watched):

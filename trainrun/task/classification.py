@@ -91,8 +91,7 @@ class Classification:
             self.is_summed = is_summed(self.loss)
         self.class_dim = class_dim
         self.ignore_index = ignore_index
-        self.checked = False
-        self.checked_soft = False
+        self.checked = self.checked_soft = False
         self.metrics: ClassMetrics | None = None
         if metrics:
             from trainrun.task.metrics.by_name import GIVEN, OF_CLASSES, ClassMetrics, chosen
