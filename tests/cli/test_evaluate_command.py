@@ -11,6 +11,7 @@ from quiet_runs import QUIET
 
 from trainrun.cli import predict_command as evaluate
 from trainrun.cli.main import main
+from trainrun.errors import PluginError
 
 
 def test_metrics_are_said_where_the_folder_takes_no_file(
@@ -151,6 +152,15 @@ def test_there_are_no_predictions_of_padding(more: dict[str, torch.Tensor], hidd
     assert torch.equal(output.isnan(), (mask == 0)[..., None].expand(2, 3, 5))
     of_samples = torch.ones(2, 3)
     assert evaluate.without_padding({"output": of_samples}, {"attention_mask": mask})["output"] is of_samples
+
+
+def test_a_model_with_several_outputs_needs_a_predict_of_its_task() -> None:
+    class Two(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, x
+
+    with pytest.raises(PluginError, match=r"give your task a method predict\(model, batch\)"):
+        evaluate.raw_output(Two(), torch.ones(2, 3))
 
 
 TOKENS = """

@@ -128,6 +128,12 @@ def test_faults_of_a_transform_are_skipped_and_those_of_collating_are_not():
     with pytest.raises(DataError, match="data.transform: sample 6 "):
         list(opened(Samples(), transform=refuse, on_error="raise").epoch(0))
 
+
+def test_a_transform_of_a_part_is_told_that_it_gets_all():
+    pairs = [(torch.ones(3), number) for number in range(4)]
+    with pytest.raises(DataError, match="it gets the whole sample, a tuple: let it change its part"):
+        list(opened(pairs, transform=lambda picture: torch.roll(picture, 1), on_error="raise").epoch(0))
+
     def fail(samples):
         raise ValueError("no batch")
 

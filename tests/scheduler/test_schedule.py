@@ -339,3 +339,11 @@ def test_plateau_names_a_metric_that_is_not_there() -> None:
     schedule = plateau(new_optimizer(), 0, "val/los")
     with pytest.raises(ConfigError, match=r"scheduler\.metric=val/los: .* it has: val/acc, val/loss"):
         schedule.on_validation({"val/loss": 1.0, "val/acc": 1.0})
+
+
+def test_a_rate_that_starts_from_nothing_is_described_by_its_peak() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.3)
+    keywords: dict[str, Any] = {"lr_lambda": lambda step: min(1.0, step / 10)}
+    assert build_schedule(optimizer, LambdaLR, keywords, 0, 50).peak_lrs == [0.3]
+    with pytest.raises(PluginError, match="give a function as a node: .*_partial_: true"):
+        build_schedule(optimizer, LambdaLR, {"lr_lambda": "mine.curve"}, 0, 50)

@@ -237,3 +237,18 @@ def test_under_autocast_the_loss_is_summed_in_float32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = Classification().step(nn.Linear(5, 5), (x, y))
     assert out.loss_sum.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ignored", "way"),
+    [
+        (255, -100, "task.ignore_index=255"),
+        (-1, -100, "task.ignore_index=-1"),
+        (-100, 255, "data.augment.crop.ignored=255"),
+    ],
+)
+def test_a_mark_in_a_map_that_counts_nothing_is_named(wrong: int, ignored: int, way: str) -> None:
+    target = torch.zeros(2, 3, 3, dtype=torch.int64)
+    target[0, 0, 0] = wrong
+    with pytest.raises(DataError, match=way):
+        Classification(ignore_index=ignored).step(MODEL, (torch.randn(2, 5, 3, 3), target))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, no_split, parse, run_parser
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.errors import EXIT_DONE, ConfigError, PluginError
 from trainrun.output import counted, say
 from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.run_folder import RunDir, write_json
@@ -142,7 +142,10 @@ def raw_output(model: Any, batch: Any) -> Tensor:
     from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
 
     inputs = batch[0] if isinstance(batch, tuple | list) else inputs_and_maybe_target(batch)[0]
-    return output_tensor(run_model(model, inputs, batch))
+    try:
+        return output_tensor(run_model(model, inputs, batch))
+    except PluginError as error:
+        raise PluginError(f"{error}; or give your task a method predict(model, batch)") from error
 
 
 def write_table(out: Path, columns: dict[str, list[Any]]) -> None:

@@ -100,7 +100,9 @@ def build_schedule(
     except OF_ARGUMENTS as error:
         if not (isinstance(error, TypeError | ValueError) or is_of_torch(error)):
             raise
-        raise PluginError(f"scheduler: {name}: {named(error)}") from error
+        way = "; give a function as a node: {_target_: package.function, _partial_: true}"
+        way *= "'str' object is not callable" in str(error)
+        raise PluginError(f"scheduler: {name}: {named(error)}{way}") from error
     return Schedule(optimizer, curve, warmup_steps)
 
 

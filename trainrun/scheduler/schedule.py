@@ -54,8 +54,8 @@ class Schedule:
     @property
     def peak_lrs(self) -> list[float]:
         """The rate of each group that the schedule starts from, or climbs to."""
-        groups = self._optimizer.param_groups
-        return [float(group.get("max_lr", base)) for group, base in zip(groups, self._base_lrs, strict=True)]
+        pairs = zip(self._optimizer.param_groups, self._base_lrs, strict=True)
+        return [float(one.get("max_lr", base or one.get("initial_lr", base))) for one, base in pairs]
 
     @property
     def lrs(self) -> list[float]:

@@ -73,10 +73,10 @@ def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
 
         args, asked = asked_for(model, inputs, batch, INPUT_KEYS, TARGET_KEYS)
         return model(*args, **asked, **more)
-    except (IndexError, RuntimeError, ValueError) as error:
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         from trainrun.task.dict_batches import misfit
 
-        if fault := misfit(model, inputs, error):
+        if fault := misfit(model, inputs, batch, error):
             raise PluginError(fault) from error
         raise
 

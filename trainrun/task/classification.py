@@ -202,13 +202,19 @@ class Classification:
             options.update(dict.fromkeys({"ignore_index"} & set(options), NOTHING))
         real = target[target != self.ignore_index] if ignores else target
         if real.numel():
-            check_range(int(real.min()), int(real.max()), logits.shape[1])
+            self._check_range(int(real.min()), int(real.max()), logits.shape[1], target.ndim)
         if self.metrics is not None:
             self.metrics.check(*self.real(logits, target))
         self.check_weights(logits)
         if isinstance(self.loss, nn.Module):
             self.loss.to(logits)  # class weights follow the model's device and number type
         self.checked = True
+
+    def _check_range(self, lowest: int, highest: int, num_classes: int, ndim: int) -> None:
+        if not 0 <= lowest <= highest < num_classes:
+            from trainrun.task.losses import out_of_range
+
+            raise out_of_range(lowest, highest, num_classes, self.ignore_index if ndim > 1 else None)
 
     def check_weights(self, logits: Tensor) -> None:
         if self.weighted and self.weighted != logits.shape[1]:
@@ -236,11 +242,3 @@ def check_shapes(logits: Tensor, target: Tensor) -> None:
         f"model: the output has shape {tuple(logits.shape)}, but the task needs ({needed}) "
         f"for targets of shape {tuple(target.shape)}; change the model's last layer, or task.class_dim"
     )
-
-
-def check_range(lowest: int, highest: int, num_classes: int) -> None:
-    if not 0 <= lowest <= highest < num_classes:
-        raise DataError(
-            f"data: the targets of the first batch lie between {lowest} and {highest}, but the model gives "
-            f"{num_classes} classes, 0 to {num_classes - 1}; correct the labels, or the model's last layer"
-        )

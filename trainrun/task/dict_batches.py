@@ -53,10 +53,17 @@ def asked_for(
     return (inputs,), asked
 
 
-def misfit(model: nn.Module, inputs: Any, error: Exception) -> str:
+def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
     """What to say of an error of torch's that tells of shapes, where one of our networks gets other samples than it was
     built for."""
     model = bare_model(model)
+    if isinstance(batch, Mapping) and "labels" in batch and "decoder_input_ids" not in batch:
+        taken, _, _ = keywords_of(type(model).forward)
+        if {"labels", "decoder_input_ids"} <= set(taken):
+            return (
+                f"model: {type(model).__name__} failed without its labels, from which it makes decoder_input_ids "
+                f"({type(error).__name__}: {error}); use its own loss, task=model_loss, or let the data give those"
+            )
     if not type(model).__module__.startswith("trainrun.model.") or not isinstance(inputs, Tensor):
         return ""
     known = getattr(model, "tokens", None)

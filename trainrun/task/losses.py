@@ -152,3 +152,16 @@ def soft_step(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
     loss = task.loss_sum(logits, target)
     sums, rows = task.measured(logits, target.argmax(1))
     return StepOutput(loss, {"acc": lambda: (logits.argmax(1) == target.argmax(1)).sum(), **sums}, rows=rows)
+
+
+def out_of_range(lowest: int, highest: int, num_classes: int, ignored: int | None) -> DataError:
+    """Targets that are no class. ignored: task.ignore_index; None where no target may be ignored."""
+    wrong, way = highest if highest >= num_classes else lowest, ""
+    if ignored is not None and wrong == IGNORED:
+        way = f"; where a random crop put {wrong} into a map of classes: data.augment.crop.ignored={ignored}"
+    elif ignored is not None:
+        way = f"; where {wrong} marks what counts nothing: task.ignore_index={wrong}"
+    return DataError(
+        f"data: the targets of the first batch lie between {lowest} and {highest}, but the model gives "
+        f"{num_classes} classes, 0 to {num_classes - 1}; correct the labels, or the model's last layer{way}"
+    )

@@ -105,6 +105,15 @@ class Recipe:
     one_by_one: bool = False
 
 
+def of_whole(sample: Any, error: BaseException) -> str:
+    """What to say where a transform of a picture alone may have got a sample."""
+    if not (isinstance(sample, tuple | list | dict) and isinstance(error, TypeError | AttributeError)):
+        return ""
+    return (
+        f"; it gets the whole sample, a {type(sample).__name__}: let it change its part and return all of it"
+    )
+
+
 class Transform:
     """A user's transform, with its numbers drawn from (seed, epoch, index). number: of samples, where it is known."""
 
@@ -131,7 +140,7 @@ class Transform:
             place = describe(self._dataset, row)
             raise DataError(
                 f"{recipe.transform_key}: sample {row}{place} of {recipe.key} cannot be transformed: "
-                f"{type(error).__name__}: {error}{line_of(error)}"
+                f"{type(error).__name__}: {error}{line_of(error)}{of_whole(sample, error)}"
             ) from error
 
 
