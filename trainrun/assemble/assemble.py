@@ -212,13 +212,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     validated = model if ema is None else ema.module
     monitors = build_monitors(config, site, schedule, rhythm, task, tally, validated, validation)
     default_metric = default_monitor(task, list(validation))
-    if len(validation) > 1:
-        best = config.checkpoint.monitor or f"{default_metric} (the default, as of early stopping)"
-        notes.append(f"validation: {', '.join(validation)}; best is by {best}")
-    if site.trains and not validation:
-        notes.append(
-            "no validation data, and so no best checkpoint; give data.val._target_=... or data.folds=5 data.fold=0"
-        )
+    notes += told_of_validation(config, site.trains, default_metric, list(validation))
     trainer, keep = config.trainer, keep_options(config, default_metric, lengths, task)
     watched = {keep.monitor, trainer.early_stopping.monitor} - {None}
     if not all(str(name).endswith(("/loss", "/acc")) for name in watched):
@@ -254,6 +248,17 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     for one in optimizers.values():
         one.show = run.show_gradients
     return run, run_facts(run, site, rhythm, notes)
+
+
+def told_of_validation(
+    config: RunConfig, trains: bool, default_metric: str | None, names: list[str]
+) -> list[str]:
+    if trains and not names:
+        return [
+            "no validation data, so no best checkpoint; give data.val._target_=... or data.folds=5 data.fold=0"
+        ]
+    best = config.checkpoint.monitor or f"{default_metric} (the default, as of early stopping)"
+    return [f"validation: {', '.join(names)}; best is by {best}"] if len(names) > 1 else []
 
 
 def prepare_task(
