@@ -297,6 +297,14 @@ def test_a_mistake_names_the_key_and_the_way_out(word: str, said: str) -> None:
     assert "+" not in faults[0].replace("--", "")
 
 
+def test_a_preset_without_what_it_sets_something_of_names_the_way() -> None:
+    (fault,) = faults_of("preset=max-perf", "~scheduler")
+    assert fault.startswith("scheduler.lr_scaling=sqrt: belongs to a class")
+    assert "scheduler=constant" in fault
+    (fault,) = faults_of("preset=memory-limited", "data.global_batch_size=64")
+    assert fault.endswith("sets the accumulation itself; use trainer.accumulate_grad_batches=1")
+
+
 def test_going_back_to_a_checkpoint_needs_one() -> None:
     for name in ("enabled", "save_last"):
         (fault,) = faults_of("trainer.nan_policy=rollback", f"checkpoint.{name}=false")
@@ -320,7 +328,8 @@ def test_single_values_of_a_saved_run_can_change_groups_cannot(tmp_path: Path) -
     assert load_config(path, ["trainer.max_epochs=40", "lr=0.1"]).trainer.max_epochs == 40
     assert load_config(path, ["model.hidden=[3]"]).model["hidden"] == [3]
     with pytest.raises(ConfigError, match="groups of a run are fixed"):
-        load_config(path, ["precision=16-mixed"])
+        load_config(path, ["model=cnn"])
+    assert load_config(path, ["precision=bf16"]).precision.mode == "bf16-mixed"
     with pytest.raises(ConfigError, match="Did you mean trainer.max_epochs"):
         load_config(path, ["trainer.max_epoch=1"])
     path.write_text("- a list\n")

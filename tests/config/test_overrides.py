@@ -58,6 +58,14 @@ def test_a_plus_in_front_of_what_is_there_already_changes_nothing() -> None:
             "mine.yaml: trainer.max_epochs: must be a whole number",
         ),
         ("trainer:\n  max_epochs: 1\n", "experiment/mine.yaml: there is no section experiment;"),
+        (
+            "# @package _global_\ntrainer: {ema: true}\n",
+            "experiment/mine.yaml: trainer.ema: is a section; write ema: {enabled: true}",
+        ),
+        (
+            "# @package _global_\ngradient_accumulation_steps: 3\n",
+            "no such group or setting. Did you mean trainer.accumulate_grad_batches?",
+        ),
     ],
 )
 def test_a_fault_in_a_recipe_names_its_file_and_hides_no_other(text: str, said: str, tmp_path: Path) -> None:
@@ -67,6 +75,29 @@ def test_a_fault_in_a_recipe_names_its_file_and_hides_no_other(text: str, said: 
         compose_run(["experiment=mine", "optimizer.lrr=1"], tmp_path)
     assert said in caught.value.faults[0]
     assert caught.value.faults[1:] == ("optimizer.lrr=1: no such setting. Did you mean optimizer.lr?",)
+
+
+def test_a_time_that_yaml_reads_as_another_number_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    recipe = tmp_path / "conf" / "experiment" / "mine.yaml"
+    recipe.write_text("# @package _global_\ntrainer:\n  max_time: 1:12:00:00\n")
+    with pytest.raises(
+        ConfigError, match="line 3: 1:12:00:00: YAML reads a number to the base 60; write '1:12:00:00'"
+    ):
+        compose_run([], tmp_path)
+    recipe.write_text("# @package _global_\ntrainer:\n  max_time: '1:12:00:00'\n")
+    assert compose_run(["experiment=mine"], tmp_path).config.trainer.max_time == "1:12:00:00"
+
+
+def test_a_file_of_conf_that_nothing_reads_is_named(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("defaults: [/shared]\n_target_: a.B\n")
+    for name in ("config", "shared"):
+        (tmp_path / "conf" / f"{name}.yaml").write_text("{}\n")
+    (note,) = compose_run([], tmp_path).notes
+    assert note.startswith(
+        "conf/config.yaml is not read; move what it sets to conf/experiment/config.yaml, with"
+    )
 
 
 def test_an_object_takes_the_place_of_a_name() -> None:

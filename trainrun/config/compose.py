@@ -112,6 +112,10 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
         data = _named(config.data.name, config.data.train)
         model = _named(choices.get("model", "model"), config.model)
         config = replace(config, run_name=f"{data}-{model}")
+    if beside := [path for path in sorted(working_dir.glob("conf/*.y*ml")) if path.stem != "trainrun"]:
+        from trainrun.config.mistakes.messages import unread_files
+
+        words.notes += unread_files(beside)
     if (preset := choices.get("preset", "none")) != "none":
         from trainrun.config.tuned_settings import stale
 

@@ -40,7 +40,11 @@ from trainrun.limits import (
 )  # fmt: skip
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
+OTHER_WORDS = {"32-true": "32 fp32 float32 no", "16-mixed": "16 fp16 float16 amp_fp16 mixed_float16",
+               "bf16-mixed": "bf16 bfloat16 amp_bf16 mixed_bfloat16", "64-true": "64 fp64 float64 double"}  # fmt: skip
+PRECISION_WORDS = {word: mode for mode, words in OTHER_WORDS.items() for word in words.split()}
 SAME = "same"  # of data.val_transform: that of data.transform
+NO_LIMIT = {"-1": "null"}
 PARALLELS = ("single", "ddp")
 DISTILLATION = "trainrun.task.distillation.Distillation"
 TrackerName = Literal["csv", "mlflow", "tensorboard", "trackio", "wandb"]
@@ -196,9 +200,6 @@ class CompileConfig:
     dynamic: bool | None = setting(None, "one graph for all shapes; null: torch decides")
 
 
-NO_LIMIT = {"-1": "null"}
-
-
 @dataclass(frozen=True)
 class TrainerConfig:
     """The loop. A step is one optimizer update, everywhere."""
@@ -320,7 +321,7 @@ class CheckpointConfig:
 class PrecisionConfig:
     """Number types; mode `auto` is 32-true or bf16-mixed, whichever is measured to be faster."""
 
-    mode: str = choice(*PRECISIONS, help="number types; chosen by precision=")
+    mode: str = choice(*PRECISIONS, help="number types; chosen by precision=", words=PRECISION_WORDS)
     matmul: str = choice(
         "highest", "high", "medium", help="what float32 products may round to; high and medium: TF32 or bfloat16"
     )  # fmt: skip
@@ -409,8 +410,8 @@ class RunConfig:
     task: Any = node("_target_ and arguments; chosen by task=", required=True)
     optimizer: Any = node("_target_ and arguments; chosen by optimizer=", required=True, named=True)
     scheduler: Any = node("_target_ and arguments; chosen by scheduler=", named=True)
-    precision: PrecisionConfig = section(PrecisionConfig)
-    parallel: ParallelConfig = section(ParallelConfig)
+    precision: PrecisionConfig = section(PrecisionConfig, "mode")
+    parallel: ParallelConfig = section(ParallelConfig, "mode")
     trainer: TrainerConfig = section(TrainerConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig, "enabled")
     monitor: MonitorConfig = section(MonitorConfig)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from trainrun import limits
 from trainrun.config.pair_rules import pair_faults
 from trainrun.config.schema import RunConfig, settings, validation_nodes, value_of
-from trainrun.instantiate import TARGET, named_nodes
+from trainrun.instantiate import TARGET, is_node, named_nodes
 from trainrun.limits import (
     ANY,
     NAMED,
@@ -129,14 +129,15 @@ def _node_fault(setting: Setting, value: Any) -> str:
     if setting.opens == ANY or empty or target or value in setting.also:
         return ""
     if setting.opens in (NODES, NAMED) and isinstance(value, dict):
+        # Null takes one out.
         wrong = [
-            name
-            for name, inner in value.items()  # null takes one out
-            if inner is not None and not (isinstance(inner, dict) and inner.get(TARGET))
+            name for name, one in value.items() if one is not None and not (is_node(one) and one[TARGET])
         ]
         if not wrong:
             return ""
-        key, value = f"{key}.{wrong[0]}", value[wrong[0]]
+        inner = value[wrong[0]]
+        single = setting.opens == NAMED and not isinstance(inner, dict)
+        key, value = (key, {wrong[0]: inner}) if single else (f"{key}.{wrong[0]}", inner)
     from trainrun.config.mistakes.node_words import no_node
 
     return no_node(setting, key, value)
@@ -150,10 +151,8 @@ def argument_faults(config: RunConfig) -> dict[str, str]:
         node = value_of(config, group)
         if not isinstance(node, dict):
             continue
-        for place, inner in {
-            group: node,
-            **{f"{group}.{n}": one for n, one in named_nodes(node).items()},
-        }.items():
+        named = {f"{group}.{name}": one for name, one in named_nodes(node).items()}
+        for place, inner in {group: node, **named}.items():
             kinds = {**SHARED.get(group, {}), **kinds_of(str(inner.get(TARGET)))}
             for name, kind in kinds.items():
                 if name in inner and (fault := fault_of_value(inner[name], kind)):

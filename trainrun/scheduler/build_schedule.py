@@ -32,7 +32,7 @@ def resolve_warmup(
         return 0
     if len(given) > 1:
         keys = " and ".join(f"scheduler.warmup_{word}" for word in given)
-        raise ConfigError(f"{keys}: set only one of them")
+        raise ConfigError(f"{keys}: set only one of them, and the other to null")
     ((word, value),) = given.items()
     said = f"scheduler.warmup_{word}={value:g}"
     if value < 0 or (word == "ratio" and value > 1):

@@ -14,6 +14,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainrun.config.aliases import aliases
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.mistakes.node_words import no_node
 from trainrun.config.mistakes.value_words import closest, described, nearest
@@ -31,6 +32,8 @@ KINDS = {
     "bool": "true or false",
 }
 _FILE_FAULT = re.compile(r"In '(.+?)': \w+ raised while composing config:\n(.*)\n\s*full_key: (\S+)")
+BASE_60 = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.\d*)?")
+_NO_SECTION = re.compile(r"In '(.+?)': .*\bis not a subclass of (\w+)\. value: (\S+)", re.DOTALL)
 MAX_NAMES = 12  # that are listed where none is near
 
 
@@ -42,6 +45,11 @@ def explain(error: Exception, words: list[str], folders: list[Path]) -> tuple[st
         fault = no_option(group, option, [name for name in error.options if "/" not in name])
         culprit = next((word for word in words if word.partition("=")[0].lstrip("+~") == group), None)
         return fault, culprit
+    if found := _NO_SECTION.match(text):
+        section = next(one for one in settings().values() if one.section and one.section.__name__ == found[2])
+        inner = f"{{{section.short or 'NAME'}: {found[3].lower()}}}"
+        way = f"is a section; write {section.key.rpartition('.')[2]}: {inner}"
+        return f"{found[1]}.yaml: {section.key}: {way}", _choosing(found[1], words)
     if found := _FILE_FAULT.match(text):
         return _explain_file(found[1], found[2], found[3], folders), _choosing(found[1], words)
     for word in words:
@@ -178,6 +186,8 @@ def unknown_key(key: str, word: str, above: str, names: list[str]) -> str:
         return f"{word}: {kind}; {answers()[last]}"
     if last in CASES:
         return f"{word}: must be {' or '.join(f'{last}={case}' for case in CASES[last])}, or be left out"
+    if meant := aliases().get(key, aliases().get(last)):
+        return f"{word}: {kind}. Did you mean {meant}?"
     if not below and 0 < len(elsewhere) <= 2:
         return f"{word}: {kind}. Did you mean {' or '.join(elsewhere)}?"
     known = sections if below and not head else [*names, *(WORDS if above == "model" else ())]
@@ -212,11 +222,26 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def unread_files(paths: list[Path]) -> list[str]:
+    """A note for each file beside the folders of options that none of their files names."""
+    said = "".join(file.read_text("utf-8", "replace") for file in paths[0].parent.glob("*/*.yaml"))
+    return [
+        f"{path.parent.name}/{path.name} is not read; move what it sets to {path.parent.name}/experiment/{path.name}, "
+        f"with `# @package _global_` as first line, and add experiment={path.stem}"
+        for path in paths
+        if not re.search(rf"[-/ ]{re.escape(path.stem)}\b", said)
+    ]
+
+
 def limit_fault(path: Path) -> str:
     """Why Hydra must not look at a file of `conf/`; what is no YAML at all it says itself, where it is chosen."""
     try:
-        events = yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER)
+        events = list(yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER))
         first = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
+        for event in events:
+            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and BASE_60.fullmatch(event.value):
+                line = event.start_mark.line + 1
+                return f"{path}: line {line}: {event.value}: YAML reads a number to the base 60; write '{event.value}'"
     except ConfigError as error:
         return "" if isinstance(error.__cause__, yaml.YAMLError | OSError) else str(error)
     is_map = first is None or isinstance(first, yaml.MappingStartEvent)

@@ -25,7 +25,8 @@ def no_node(setting: Setting, key: str, value: Any) -> str:
     """What stands at an open node and names no class or function."""
     if isinstance(value, dict):
         name, inner = next(iter(value.items()))
-        example = "transform=lora" if key == "transform.lora" else f"{key}.{TARGET}={EXAMPLE}"
+        choice = {"transform.lora": "transform=lora", "scheduler": "scheduler=constant"}
+        example = choice.get(key, f"{key}.{TARGET}={EXAMPLE}")
         return (
             f"{key}.{name}={inner}: belongs to a class or function that is not named; name it, as {example}"
         )

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
-from trainrun.config.schema import TrackerName
+from trainrun.config.schema import PRECISION_WORDS, TrackerName
 
 KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and what only other trainers say
     **dict.fromkeys(("lr", "learning_rate", "optimizer.learning_rate"), "optimizer.lr"),
@@ -91,12 +91,7 @@ BY_NAMES: tuple[tuple[str, Cases], ...] = (
 )  # fmt: skip
 CASES = {name: cases for names, cases in BY_NAMES for name in names.split()}  # -> value -> what it is read as
 OPTIONS = {
-    "precision": {
-        **dict.fromkeys(("32", "fp32", "float32", "no"), "32-true"),
-        **dict.fromkeys(("16", "fp16", "float16", "amp_fp16", "mixed_float16"), "16-mixed"),
-        **dict.fromkeys(("bf16", "bfloat16", "amp_bf16", "mixed_bfloat16"), "bf16-mixed"),
-        **dict.fromkeys(("64", "fp64", "float64", "double"), "64-true"),
-    },
+    "precision": PRECISION_WORDS,
     "parallel": {"none": "single", "null": "single", "ddp_spawn": "ddp", "processes": "ddp"},
     "scheduler": {
         **dict.fromkeys(("none", "null", "off", "constant_with_warmup"), "constant"),
