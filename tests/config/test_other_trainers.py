@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from trainrun.config.aliases import aliases
 from trainrun.config.argv import conf_dir, groups
 from trainrun.config.compose import compose_run
 from trainrun.config.other_trainers.names import BY_NAMES, CASES, KEYS, answers
@@ -79,6 +80,10 @@ READ = {  # words -> what they set
     "steps_per_epoch=10 validation_steps=4 validation_freq=2": {
         "trainer.limit_train_batches": 10, "trainer.limit_val_batches": 4, "trainer.check_val_every_n_epoch": 2,
     },
+    "--max-iters=500 grad_clip=2.0 warmup_iters=10 eval_iters=20": {
+        "trainer.max_steps": 500, "trainer.gradient_clip_val": 2.0, "scheduler.warmup_steps": 10,
+        "trainer.limit_val_batches": 20,
+    },
     "--grad-checkpointing": {"trainer.gradient_checkpointing": "full"},
     "trainer.strategy=ddp trainer.num_epochs=2": {"parallel.mode": "ddp", "trainer.max_epochs": 2},
 }  # fmt: skip
@@ -95,7 +100,10 @@ def test_a_word_that_means_the_same_is_read_and_said(typed: str) -> None:
 
 
 def test_a_word_that_has_no_setting_is_answered_with_what_to_write() -> None:
-    typed = [f"{'trainer.' if len(name) % 2 else ''}{name}=something" for name in answers()]
+    typed = [
+        f"{name}=0.1" if name in aliases() else f"{'trainer.' if len(name) % 2 else ''}{name}=something"
+        for name in answers()
+    ]
     with pytest.raises(ConfigError) as error:
         compose_run(typed)
     assert len(error.value.faults) == len(typed)
@@ -134,6 +142,15 @@ def test_what_a_word_stands_for_is_there() -> None:
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
+        ("--mixup 0.8", "data.augment.mixup.alpha=0.8"),
+        ("mixup=true", "data.augment.mixup.alpha=0.2"),
+        ("min_lr=1e-4", "scheduler.min_factor=0.01, a part of optimizer.lr: 1e-4 divided by it"),
+        ("beta2=0.95", "write optimizer.betas=[0.9,0.95]"),
+        ("lr_decay_iters=600", "write trainer.max_steps=600"),
+        (
+            "--eval-steps 0.25",
+            "or trainer.val_check_interval=0.25 for a part of an epoch; a share of all steps has no",
+        ),
         ("bf16=false", "for bfloat16 write precision=bf16-mixed; else leave it out"),
         ("--learning_rate=-1", "--learning_rate=-1: must be a number, 0 or more"),
         ("--epochs", "--epochs: needs a value after it"),

@@ -23,6 +23,9 @@ OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 RENAME = "init.rename"
 DATA_SETS = ("data.train", "data.val", "data.test")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
+SHARE_OF_ALL = re.compile(
+    r"(eval|save|logging)_steps=0?\.\d+"
+)  # of all steps, by transformers; not known here
 CUSTOM = "custom"  # the option of a group that holds nothing but what the user names
 
 # data.path, data.train.val_path, data.train.labels, ... ; init_from, ckpt_path and task.teacher
@@ -93,7 +96,7 @@ def translate(
         bare = word.lstrip("+~")
         sign = word[: len(word) - len(bare)]
         typed_key, equals, value = bare.partition("=")
-        key = key_of_today(typed_key, is_group)
+        key = typed_key if SHARE_OF_ALL.fullmatch(bare) else key_of_today(typed_key, is_group)
         known = settings().get(key)
         if is_group(key) and equals:
             meant = [sign + part for part in _chosen(key, value, is_option)]

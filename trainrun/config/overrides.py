@@ -155,8 +155,7 @@ def tracker_nodes() -> dict[str, dict[str, Any]]:
 
 
 def add_trackers(cfg: DictConfig, names: Any) -> None:
-    """The nodes of `monitor.tracker` in place of those it named before, or of all these if it is null; a wrong name is
-    told with its value, later."""
+    """The nodes of `monitor.tracker` in place of those named before, or of all if it is null; faults are told later."""
     wanted, before = (
         found if isinstance(found, list | ListConfig) else [found] * (found is not None)
         for found in (names, cfg.monitor.tracker)

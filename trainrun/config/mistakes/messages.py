@@ -18,7 +18,7 @@ from trainrun.config.aliases import aliases
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.mistakes.node_words import no_node
 from trainrun.config.mistakes.value_words import closest, described, nearest
-from trainrun.config.other_trainers.names import CASES, answers
+from trainrun.config.other_trainers.names import CASES, answer_to, answers
 from trainrun.config.saved_values import LOADER, read_yaml_text, yaml_place
 from trainrun.config.schema import RunConfig, open_nodes, settings
 from trainrun.errors import ConfigError
@@ -183,7 +183,7 @@ def unknown_key(key: str, word: str, above: str, names: list[str]) -> str:
         name for name, found in settings().items() if not found.section and name.endswith(f".{last}")
     ]
     if last in answers():
-        return f"{word}: {kind}; {answers()[last]}"
+        return f"{word}: {kind}; {answer_to(last, word.partition('=')[2])}"
     if last in CASES:
         return f"{word}: must be {' or '.join(f'{last}={case}' for case in CASES[last])}, or be left out"
     if meant := aliases().get(key, aliases().get(last)):

@@ -5,6 +5,7 @@ Imported for a word that is no setting of ours.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -26,6 +27,10 @@ KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and wha
     **dict.fromkeys(("trainer.compile.enabled", "compile.enabled"), "trainer.compile"),
     **{f"warmup_{unit}": f"scheduler.warmup_{unit}" for unit in ("steps", "ratio", "epochs")},
     **dict.fromkeys(("num_epochs", "n_epochs", "nb_epochs"), "trainer.max_epochs"),
+    "max_iters": "trainer.max_steps",
+    "grad_clip": "trainer.gradient_clip_val",
+    "warmup_iters": "scheduler.warmup_steps",
+    "eval_iters": "trainer.limit_val_batches",
     "steps_per_epoch": "trainer.limit_train_batches",
     "validation_steps": "trainer.limit_val_batches",
     "validation_freq": "trainer.check_val_every_n_epoch",
@@ -108,8 +113,15 @@ OPTIONS = {
 
 @cache
 def answers() -> dict[str, str]:
-    """What to write in place of a name of another trainer that has no single setting here."""
+    """What to write in place of a name of another trainer that has no single setting here; `{0.1}`: the value that was
+    typed, or 0.1."""
     import yaml
 
     found = yaml.safe_load(Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"))
     return {name: answer for names, answer in found.items() for name in names.split()}
+
+
+def answer_to(name: str, value: str = "") -> str:
+    """The answer to `name=value`, with the value in it where that is a number."""
+    is_number = re.fullmatch(r"[\d.]+(e-?\d+)?", value) is not None
+    return re.sub(r"\{(.+?)\}", lambda found: value if is_number else found[1], answers()[name])
