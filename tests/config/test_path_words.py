@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from trainrun.config.compose import compose_run, prepare, save_config
 from trainrun.config.saved_config import load_config
 from trainrun.config.typed_values import as_path
 from trainrun.errors import ConfigError
+from trainrun.runs.run import new_run
+from trainrun.runs.run_folder import RunDir, named_folder
 from trainrun.sweep.jobs import expand
 
 NAMES = [
@@ -53,6 +56,24 @@ def test_a_saved_run_takes_another_path(tmp_path: Path) -> None:
         Path(name).write_text("")
         config = load_config(Path("run.yaml"), [f"data.path={name}"])
         assert (config.data.path, config.data.train["path"]) == (name, name)
+
+
+def test_relative_paths_lead_from_where_a_run_began_and_from_a_copy_of_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("x", "y"):
+        Path(name).mkdir()
+        Path(name, "table.csv").write_text("a,y\n")
+    monkeypatch.chdir("x")
+    composition = compose_run(["data=csv", "data.path=table.csv", "seed=1"])
+    for place in ("../y/run", "run"):
+        new_run(composition, [], RunDir(named_folder(place)))
+    shutil.copytree(tmp_path / "x", tmp_path / "z")
+    for folder, began in (("y", "x"), ("z", "z")):
+        monkeypatch.chdir(tmp_path / folder)
+        assert load_config(Path("run/config.yaml").absolute(), []).data.path == str(
+            tmp_path / began / "table.csv"
+        )
 
 
 def test_a_comma_is_a_sweep_only_where_it_clearly_is_one() -> None:

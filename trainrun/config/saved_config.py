@@ -138,8 +138,11 @@ def may_be_path(key: str, value: str) -> bool:
 def places_of(run: RunDir, found: dict[str, Any]) -> list[Path]:
     """The directories that the relative paths of a run lead from, the first where something is; none: from this one."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        here, began = Path.cwd(), Path(read_json(run.environment)["working_dir"])
-        has_moved = here in run.root.parents and began not in run.root.parents  # with the project, as a whole
+        here, told = Path.cwd(), read_json(run.environment)
+        began = Path(told["working_dir"])
+        was_below = began in Path(told.get("folder", began / "run")).parents
+        # with the project, as a whole
+        has_moved = was_below and here in run.root.parents and began not in run.root.parents
         if began == here:
             return []
         if (

@@ -65,7 +65,7 @@ def compare(runs: list[RunDir], out: Path) -> RunComparison:
 def environment_of(history: History) -> dict[str, Any]:
     """Versions, machine, device and the state of the code."""
     found, run = read_environment(history.run), history.run
-    found = {name: value for name, value in found.items() if name not in ("command", "working_dir")}
+    found = {name: value for name, value in found.items() if name not in ("command", "folder", "working_dir")}
     with suppress(OSError):
         found["changes.diff"] = hashlib.sha256(run.changes.read_bytes()).hexdigest()[:8]
     return found | {name: history.facts.get(name) for name in ("device", "world_size")}

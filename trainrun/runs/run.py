@@ -93,7 +93,7 @@ def new_run(
         write_identity(run, identity)
         write_config(run, config)
         write_words(run, words)
-        write_json(run.environment, found := surroundings(Path.cwd()))
+        write_json(run.environment, found := surroundings(Path.cwd()) | {"folder": str(run.root)})
         if (found["git"] or {}).get("changed"):
             from trainrun.runs.exceptional.code_state import uncommitted
 
