@@ -32,19 +32,13 @@ def known_direction(metric: str) -> str | None:
     """min, max, or None where the name does not say. `val/mse/0` is the first of several numbers named `mse`."""
     name = re.sub(r"(/\d+)+$", "", metric).rpartition("/")[2].lower()
     words = re.findall("[a-z]+", re.split("(?<=[a-z0-9])(?:[^a-z]at[^a-z]|@)", name)[0])  # `fpr_at_95_recall`
-    small, large = (any(is_it(word) for word in words) for is_it in (_is_small, _is_large))
-    if small and large:  # the last word is what it is: `hard_acc`, `acc_loss`
-        small, large = _is_small(words[-1]), _is_large(words[-1])
-    small = small or name in PARTS_OF_LOSS
-    return None if small == large else "min" if small else "max"
-
-
-def _is_small(word: str) -> bool:
-    return word in SMALL_WORDS or any(part in word for part in SMALL)
-
-
-def _is_large(word: str) -> bool:
-    return word not in SMALL_WORDS and (word in LARGE_WORDS or any(part in word for part in LARGE))
+    small = [word in SMALL_WORDS or any(part in word for part in SMALL) for word in words]
+    large = [word in LARGE_WORDS or any(part in word for part in LARGE) for word in words]
+    large = [one and word not in SMALL_WORDS for word, one in zip(words, large, strict=True)]  # `mismatch`
+    if any(small) and any(large):  # the last word is what it is: `hard_acc`, `acc_loss`
+        small, large = small[-1:], large[-1:]
+    is_small = any(small) or name in PARTS_OF_LOSS
+    return None if is_small == any(large) else "min" if is_small else "max"
 
 
 def asked_direction(key: str, metric: str, mode: str, is_named: bool) -> str | None:
