@@ -16,19 +16,24 @@ from trainrun.timing.phases import PhaseTimer
 from trainrun.training.state import TrainState
 
 
+def logger_and_rows(on_log: Any = None) -> tuple[metric_logger.MetricLogger, list[dict[str, float]]]:
+    rows: list[dict[str, float]] = []
+    monitor: Any = SimpleNamespace(on_step=lambda step, epoch, row: rows.append(row))
+    tokens: Any = SimpleNamespace(take=lambda: 0.0, counts=False)
+    return metric_logger.MetricLogger(
+        Single(torch.device("cpu")), [monitor], dict, 10, 1, True, None, on_log, "samples", None, tokens,
+        PhaseTimer(), None, None, None,
+    ), rows  # fmt: skip
+
+
 def test_pictures_drawn_on_the_way_are_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, rows = [0.0], []
+    now = [0.0]
     monkeypatch.setattr(metric_logger, "perf_counter", lambda: now[0])
 
     def draw(step: int) -> None:
         now[0] += 100.0
 
-    monitor: Any = SimpleNamespace(on_step=lambda step, epoch, row: rows.append(row))
-    tokens: Any = SimpleNamespace(take=lambda: 0.0, counts=False)
-    logger = metric_logger.MetricLogger(
-        Single(torch.device("cpu")), [monitor], dict, 10, 1, True, None, draw, "samples", None, tokens,
-        PhaseTimer(), None, None, None,
-    )  # fmt: skip
+    logger, rows = logger_and_rows(draw)
     for step in (1, 2):
         now[0] += 2.0
         state = TrainState(step=step, items=8.0 * step, losses=[torch.ones(())], logged_items=8)
@@ -36,11 +41,16 @@ def test_pictures_drawn_on_the_way_are_no_training_time(monkeypatch: pytest.Monk
     assert [(row["samples_per_second"], row["step_seconds"]) for row in rows] == [(4.0, 2.0)] * 2
 
 
-def test_a_loss_that_is_not_finite_is_in_no_row_where_its_step_was_left_out() -> None:
-    state, batch = TrainState(), MicroBatch(None)
-    for loss, skipped in ((2.0, False), (math.nan, True), (4.0, False), (3.0, True)):
-        state.advance(
-            [batch], StepReport([torch.tensor(loss)], 2, Agreed(2.0, 0, 0), grad=GradReport(None, skipped))
-        )
-    assert [loss.item() for loss in state.losses] == [2.0, 4.0, 3.0]
-    assert (state.logged_items, state.step, state.skipped_steps) == (6, 4, 2)
+def test_the_loss_of_a_step_that_was_left_out_is_in_no_row() -> None:
+    """Whether it is finite or not, which one rank alone may know, and where an own step gives none."""
+    state, batch, (logger, rows) = TrainState(), MicroBatch(None), logger_and_rows()
+    for losses, skipped in (([2.0], False), ([math.nan], True), ([], True), ([4.0], False), ([3.0], True)):
+        given, grad = [torch.tensor(loss) for loss in losses], GradReport(None, skipped)
+        report = StepReport(given, 2, Agreed(2.0, 0, 0), grad=grad)
+        state.advance([batch], report)
+    assert [loss.item() for loss in state.losses] == [2.0, 4.0]
+    assert (state.logged_items, state.step, state.skipped_steps) == (4, 5, 3)
+    logger.on_step(state, report)
+    logger.on_step(state, StepReport([], 0, grad=GradReport(None, True)))
+    assert rows[0]["train/loss"] == 1.5
+    assert math.isnan(rows[1]["train/loss"])

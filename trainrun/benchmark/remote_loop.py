@@ -237,7 +237,7 @@ class Worker:
 
         def recorded(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
             report = self._own.step(run, micro_batches)
-            sums = [float(torch.stack(report.losses).sum()), float(report.items)]
+            sums = [sum(map(float, report.losses)), float(report.items)]
             total, count = run.parallel.sum_over_ranks(sums)
             losses.append(total / count if count else 0.0)
             items.append(count)

@@ -77,11 +77,8 @@ class TrainState:
             self.bad = BadStep(window, report.losses, self.epoch, self.batches)
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
-        else:
+        else:  # a loss that is not finite may be of one rank alone, so all leave out those of a skipped step
             self.skipped_in_a_row = 0
-        if (
-            not report.grad.skipped or torch.stack(report.losses).isfinite().all()
-        ):  # or one NaN would be all of a row
             self.losses += report.losses
             self.logged_items += report.items
         self.step += 1
