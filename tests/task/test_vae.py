@@ -24,6 +24,11 @@ class Fixed(nn.Module):
         return self.output
 
 
+class Needy(nn.Module):
+    def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        return x, noise, noise
+
+
 def some(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -66,6 +71,8 @@ def test_the_model_gets_the_noise_of_the_batch() -> None:
         ConfigError, match=r"data\.augment\.noise\.size=1: the code of the model has 4 dimensions"
     ):
         Vae().step(model, {"input": some(2, 3), "noise": some(2, 1)})
+    with pytest.raises(ConfigError, match=r"noise\.size=null: Needy\.forward needs noise; say how"):
+        Vae().step(Needy(), (some(2, 3), torch.zeros(2)))
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -14,6 +15,7 @@ from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepInfo, StepOutput
 from trainrun.limits import Count, NotNegative, PositiveFraction
 from trainrun.task.batches import HALF_TYPES, IGNORED, form_of, inputs_and_maybe_target, run_model
+from trainrun.task.dict_batches import bare_model
 
 
 class BoundTerms(NamedTuple):
@@ -136,6 +138,8 @@ class Vae:
 
     def terms(self, model: nn.Module, batch: Any) -> BoundTerms:
         inputs = inputs_and_maybe_target(batch)[0]
+        if not self.checked:
+            check_noise_is_there(model, batch)
         if self.of_tokens(inputs):
             return self._terms_of_tokens(model, batch)
         output, bernoulli = run_model(model, inputs, batch), self.likelihood == "bernoulli"
@@ -204,6 +208,19 @@ def has_next_tokens(batch: Any) -> bool:
     given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     real = target[:, :-1] != IGNORED if given is None else given[:, 1:].bool()
     return bool((target[:, :-1] == tokens[:, 1:])[real].all())
+
+
+def check_noise_is_there(model: nn.Module, batch: Any) -> None:
+    """A forward that cannot do without noise, in a batch that has none."""
+    if isinstance(batch, Mapping) and "noise" in batch:
+        return
+    forward = type(bare_model(model)).forward
+    noise = inspect.signature(forward).parameters.get("noise")
+    if noise is not None and noise.default is noise.empty:
+        raise ConfigError(
+            f"data.augment.noise.size=null: {forward.__qualname__} needs noise; say how many numbers it draws for a "
+            "sample, as data.augment.noise.size=16"
+        )
 
 
 def check_noise(batch: Any, mean: Tensor) -> None:
