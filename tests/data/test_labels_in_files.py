@@ -91,6 +91,9 @@ def test_the_ways_out(tmp_path):
     numbered = as_csv(tmp_path, labels_with(-5), target_dtype="class")
     check_classes(config, facts_of(numbered), {"train": numbered})
     assert numbered.num_classes == 4
+    words = ["data=csv", "data.path=t.csv", "model=mlp", "task=multilabel", "model.num_classes=1"]
+    both = as_csv(tmp_path, [label % 2 for label in labels_with(0)])  # one output tells two classes apart
+    check_classes(compose_run(words).config, facts_of(both), {"train": both})
 
 
 def test_a_single_class_is_refused_unless_it_is_asked_for(tmp_path):
