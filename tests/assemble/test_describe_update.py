@@ -56,6 +56,22 @@ def test_a_plateau_knows_which_way_its_metric_is_better(words):
         schedule_of(compose_run([*words, "scheduler.mode=min"]).config)
 
 
+class Plateau:
+    """Of one's own, with a mode that nobody can set."""
+
+    class ReduceLROnPlateau(ReduceLROnPlateau):
+        def __init__(self, optimizer):
+            super().__init__(optimizer, mode="max", patience=0)
+
+
+def test_a_plateau_of_ones_own_gets_what_it_takes():
+    words = ["scheduler=custom", f"scheduler._target_={__name__}.Plateau.ReduceLROnPlateau"]
+    schedule = schedule_of(compose_run(words).config)
+    for loss in (1.0, 2.0, 1.5):
+        schedule.on_validation({"val/loss": loss})
+    assert schedule.lr == pytest.approx(1e-4)
+
+
 def test_a_plateau_without_validation_is_refused():
     for words in (PLATEAU, ["scheduler=custom", f"scheduler._target_={__name__}.waits"]):
         with pytest.raises(

@@ -143,7 +143,8 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
         from trainrun.optimizer.groups import peaks_of_groups
 
         keywords |= peaks_of_groups(keywords, optimizer)
-    if str(node["_target_"]).endswith(".ReduceLROnPlateau"):
+    tried = {**keywords, "_target_": node["_target_"], "mode": "min"}  # a class of one's own may fix its mode
+    if tried["_target_"].endswith(".ReduceLROnPlateau") and not bind_faults(tried, "", ["optimizer"]):
         from trainrun.task.metrics.directions import asked_direction
 
         metric, mode = node.get("metric") or "val/loss", keywords.get("mode", "auto")
