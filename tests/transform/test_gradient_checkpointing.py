@@ -213,6 +213,15 @@ class Residual(nn.Sequential):
         return x + super().forward(x)
 
 
+class Scaled(nn.Sequential):
+    """Calls its parts with more than their input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self:
+            x, _ = part(x, scale=(x.new_ones(8), 0.5))
+        return x
+
+
 def shared_activation() -> nn.Module:
     act = nn.GELU()
     return nn.Sequential(act, nn.Linear(8, 8), act, nn.Linear(8, 8), act, nn.Dropout(0.5), nn.Linear(8, 8))
@@ -235,6 +244,7 @@ def shared_part() -> nn.Module:
         (shared_layers, 5),
         (shared_part, 1),
         (lambda: Residual(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), 0),
+        (lambda: Scaled(Own.Part(), Own.Part()), 2),
     ],
 )
 def test_layers_that_stand_twice_are_called_twice(build: Callable[[], nn.Module], number: int) -> None:

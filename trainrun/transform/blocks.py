@@ -27,7 +27,8 @@ def blocks_of(model: nn.Module) -> list[ModelBlock]:
     """In the order of the model; none twice, and none inside of another.
 
     Children of a ModuleList or a Sequential that have layers of their own and are not the only ones of their
-    class; and in a Sequential, a layer with weights together with the simple ones that follow it.
+    class; and in a Sequential without a forward of its own, a layer with weights together with the simple ones that
+    follow it.
     """
     return list(dict.fromkeys(_blocks(model)))
 
@@ -36,7 +37,7 @@ def _blocks(module: nn.Module) -> Iterator[ModelBlock]:
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         yield from _runs(module)
         return
-    repeated = _repeated(module) if isinstance(module, nn.ModuleList) else set()
+    repeated = _repeated(module) if isinstance(module, nn.ModuleList | nn.Sequential) else set()
     for child in module.children():
         if type(child) in repeated:
             yield ModelBlock(child)
