@@ -197,10 +197,14 @@ def test_masked_weights_become_bytes_and_stay_zero() -> None:
 
 def test_layers_without_masks_are_named() -> None:
     net = nn.ModuleList(
-        [nn.Embedding(4, 2), nn.LSTM(2, 3), nn.Conv1d(3, 2, 3, padding="same"), nn.Linear(3, 2)]
-    )
-    left = unmasked(net)
-    assert left == {"0": "no mask for this Embedding", "1": "no mask for this LSTM"}
+        [nn.Embedding(4, 2), nn.LSTM(2, 3), nn.Conv1d(3, 2, 3, padding="same"), nn.Linear(3, 2),
+         nn.utils.spectral_norm(nn.Linear(3, 2))]
+    )  # fmt: skip
+    assert unmasked(net) == {
+        "0": "no mask for this Embedding",
+        "1": "no mask for this LSTM",
+        "4": "no mask for this Linear, whose weight is computed",
+    }
     assert [layer for layer in masked(net).modules() if isinstance(layer, Mask)] == [
         net[number].parametrizations.weight[0] for number in (2, 3)
     ]

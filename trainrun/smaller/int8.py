@@ -224,13 +224,18 @@ def owning(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+def computed(layer: nn.Module) -> bool:
+    """Whether the weight is made at each call, by torch's old weight_norm or spectral_norm."""
+    return not isinstance(getattr(layer, "weight", None), nn.Parameter | None)
+
+
 def in_floats(model: nn.Module, what: str = "bytes") -> dict[str, str]:
     """The layers whose matrices are no bytes, and why."""
     alone = owning(model)
     return {
-        name: f"no {what} for this {type(layer).__name__}"
-        if name in alone
-        else "a weight under several names"
+        name: "a weight under several names"
+        if name not in alone
+        else f"no {what} for this {type(layer).__name__}" + ", whose weight is computed" * computed(layer)
         for name, layer in model.named_modules()
         if any(one.ndim > 1 and one.is_floating_point() for one in layer.parameters(recurse=False))
     }

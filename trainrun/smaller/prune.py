@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from trainrun.export.served import outputs_of
 from trainrun.smaller.channels import NORMS, Channels, by_reason, groups_of
-from trainrun.smaller.int8 import in_floats, owning
+from trainrun.smaller.int8 import computed, in_floats, owning
 
 CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
@@ -55,7 +55,8 @@ def masked(model: nn.Module, amount: float = 0.5) -> nn.Module:
 
 
 def maskable(model: nn.Module) -> dict[str, Any]:
-    return {name: layer for name, layer in owning(model).items() if type(layer) in (nn.Linear, *CONVOLUTIONS)}
+    kinds = (nn.Linear, *CONVOLUTIONS)
+    return {name: one for name, one in owning(model).items() if type(one) in kinds and not computed(one)}
 
 
 def unmasked(model: nn.Module) -> dict[str, str]:
