@@ -178,10 +178,10 @@ def load_initial(
     """
     try:
         place, there, about = _found(Path(init_from).expanduser().absolute(), parallel)
-        here = model.state_dict()
-        taken, lines = _selected(here, there, chosen or InitConfig(), place)
+        taken, lines = _selected(model, there, chosen or InitConfig(), place)
     except CheckpointError as error:
         raise CheckpointError(f"{KEY}={init_from}: {error}") from error
+    here = model.state_dict()
     model.load_state_dict(parallel.load_state_dict(here | taken, here))
     own = dict(model.named_parameters(remove_duplicate=False))
     params = [own[name] for name in taken if name in own]
@@ -189,15 +189,19 @@ def load_initial(
 
 
 def _selected(
-    here: Mapping[str, Tensor], there: Mapping[str, Tensor], chosen: InitConfig, place: str
+    model: nn.Module, there: Mapping[str, Tensor], chosen: InitConfig, place: str
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors to copy, by the names of the model, and a line for each reason why others are not."""
-    there = _renamed(there, chosen.rename or {})
+    there, here = _renamed(there, chosen.rename or {}), model.state_dict()
     names = [*here, *(name for name in there if name not in here)]
     try:
         skipped = matching(names, chosen.skip or (), "init.skip")
     except ValueError as error:
         raise CheckpointError(str(error)) from error
+    made = _made_in_a_forward(model) - set(skipped)
+    device = next((tensor.device for tensor in here.values()), torch.device("cpu"))
+    fit_buffers(model, {name: tensor for name, tensor in there.items() if name in made}, device)
+    here = model.state_dict()
     expected = {name: kind_of(tensor) for name, tensor in here.items() if name not in skipped}
     found = {name: _as_here(tensor, here.get(name)) for name, tensor in there.items() if name not in skipped}
     _fill_tied({name: here[name] for name in expected}, found)
@@ -225,6 +229,17 @@ def _selected(
         for reason, names in reasons.items()
         if names
     ]
+
+
+def _made_in_a_forward(model: nn.Module) -> set[str]:
+    """The buffers that hold nothing yet; of a layer of torch such a one means an option that is off."""
+    return {
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.")
+        for name, buffer in module._buffers.items()
+        if buffer is None or not buffer.numel()
+    }
 
 
 def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind], strict: bool) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.weights import fit_buffers
 from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import plain_config
@@ -57,6 +58,7 @@ GIVE = "trainrun-weights"  # of the transform that is there while the folder is 
 
 def given_weights(model: nn.Module) -> nn.Module:
     """The last transform while the folder is written: averages and optimizers are then built from these weights."""
+    fit_buffers(model, GIVEN, torch.device("cpu"))
     model.load_state_dict(GIVEN)
     return model
 
