@@ -201,7 +201,13 @@ def test_a_stream_of_unknown_length_is_read_as_far_as_the_run_read_it(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("endless_data.py").write_text(ENDLESS)
-    data = [f"data.{part}._target_=endless_data.Endless" for part in ("train", "val")]
+    endless = [f"data.{part}._target_=endless_data.Endless" for part in ("train", "val", "test")]
+    limits = ["trainer.limit_val_batches=0.1", "trainer.limit_test_batches=1"]
+    assert main(["trainer.max_steps=2", "monitor=none", *limits, endless[2], "hydra.run.dir=ends"]) == 0
+    capsys.readouterr()
+    assert main(["predict", "ends"]) == 0  # only its test data has no end
+    assert capsys.readouterr().out.startswith("359 predictions")
+    data = endless[:2]
     words = [
         "data.num_classes=2",
         "data.shape=[3]",

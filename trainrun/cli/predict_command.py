@@ -74,10 +74,12 @@ def with_all_samples(
     the data says no length, for it may have no end."""
     from trainrun.runs.restore_config import parts_of
 
-    limits = ("limit_val_batches", "limit_test_batches")
+    asked = split.partition("/")[0]
+    limits = [limit for limit in ("limit_val_batches", "limit_test_batches") if asked in limit.split("_")]
     lifted = [f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words)]
     run, folder = parts_of(run_dir, which, [*words, *lifted], trust, split)
-    if any(stream.num_samples is None for name, stream in run.splits().items() if name != "train"):
+    sets = [stream for name, stream in run.splits().items() if split in (name, name.partition("/")[0])]
+    if any(stream.num_samples is None for stream in sets):
         return parts_of(run_dir, which, words, trust, split)
     return run, folder
 
