@@ -98,3 +98,23 @@ def test_what_is_not_known_is_refused(reduce: str, change: dict[str, Tensor], sa
 def test_a_batch_of_another_form_is_refused(data: Any, said: str) -> None:
     with pytest.raises((PluginError, DataError, TypeError), match=said):
         ModelLoss("labels").step(Own("labels"), data)
+
+
+class Wrapper(nn.Module):
+    """Hands on whatever it gets, as peft does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def get_base_model(self) -> nn.Module:
+        return self.inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def test_a_wrapper_gets_the_fields_that_what_it_wraps_names() -> None:
+    model = Own("labels").eval()
+    alone, wrapped = (ModelLoss("labels").step(one, batch()).loss_sum for one in (model, Wrapper(model)))
+    assert torch.equal(alone, wrapped)

@@ -33,24 +33,30 @@ def asked_for(
     target_keys: tuple[str, ...],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a model gets of a dict: by position, and by name."""
-    bare = bare_model(model)
-    wrapped = getattr(bare, "get_base_model", None)  # of peft, which hands on what it gets
-    taken, takes_all, by_place = keywords_of(type(wrapped() if callable(wrapped) else bare).forward)
+    fields, taken, by_place = fields_of(model, batch)
     if "segment_ids" in batch and "segment_ids" not in taken:
+        name = type(bare_model(model)).__name__
         raise PluginError(
-            f"model: data.padding=pack puts several sequences into a row, and {type(bare).__name__}.forward has no "
+            f"model: data.padding=pack puts several sequences into a row, and {name}.forward has no "
             "argument segment_ids to keep them apart (see trainrun.data.sequences.collate.segment_mask); "
             "add one, or use data.padding=bucket"
         )
     own = next((key for key in input_keys if key in batch), "")
-    asked = {
-        key: value
-        for key, value in batch.items()
-        if key not in (*target_keys, own) and (key in taken or (takes_all and key not in NOT_ITS))
-    }
+    asked = {key: value for key, value in fields.items() if key not in (*target_keys, own)}
     if own in taken[2:] or not by_place:  # after self and the first
         return (), {own: inputs, **asked}
     return (inputs,), asked
+
+
+def fields_of(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], bool]:
+    """The fields of a batch that a model's forward takes by name, its arguments, and whether one goes by its place."""
+    bare = bare_model(model)
+    wrapped = getattr(bare, "get_base_model", None)  # of peft, which hands on what it gets
+    taken, takes_all, by_place = keywords_of(type(wrapped() if callable(wrapped) else bare).forward)
+    fields = {
+        key: value for key, value in batch.items() if key in taken or (takes_all and key not in NOT_ITS)
+    }
+    return fields, taken, by_place
 
 
 def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:

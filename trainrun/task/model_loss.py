@@ -21,7 +21,7 @@ from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import INPUT_KEYS, StepOutput
 from trainrun.seeding import evaluating
 from trainrun.task.batches import HALF_TYPES, TARGET_KEYS, form_of
-from trainrun.task.dict_batches import bare_model, keywords_of
+from trainrun.task.dict_batches import bare_model, fields_of
 
 IGNORED = -100  # what transformers' losses ignore
 LEAST_LENGTH = 3  # of a row that tells rules apart
@@ -55,14 +55,12 @@ class ModelLoss:
 
 def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """0-d."""
-    bare = bare_model(model)
-    named, takes_all, _ = keywords_of(type(bare).forward)
-    given = {key: value for key, value in batch.items() if takes_all or key in named}
+    given, *_ = fields_of(model, batch)
     output = model(**given)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise PluginError(
-            f"model: {type(bare).__name__} was given {', '.join(given) or 'nothing'} of a batch with "
+            f"model: {type(bare_model(model)).__name__} was given {', '.join(given) or 'nothing'} of a batch with "
             f"{', '.join(map(str, batch))}, and returned {form_of(output)} without a .loss of one number; name the "
             "fields as its forward does, or choose another task"
         )
