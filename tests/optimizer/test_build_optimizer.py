@@ -205,6 +205,17 @@ def test_any_other_error_of_the_factory_keeps_its_traceback() -> None:
         build_optimizer(broken, {}, nn.Linear(3, 2))
 
 
+@pytest.mark.parametrize(
+    ("option", "said"), [({"nesterov": True}, "nesterov=true"), ({"weight_decay": 0.1}, "weight_decay=0.1")]
+)
+def test_what_torch_cannot_add_to_sparse_gradients_is_refused(option: dict[str, Any], said: str) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True), "head": nn.Linear(2, 2)})
+    with pytest.raises(
+        PluginError, match=f"optimizer.{said}: does not go with sparse gradients, of words.weight"
+    ):
+        build_optimizer(SGD, {"lr": 0.1, "momentum": 0.9, **option}, model)
+
+
 def test_sparse_adam_over_dense_gradients_is_refused_at_the_first_step() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True), "unused": nn.Linear(2, 2)})
     optimizer, _ = build_optimizer(SparseAdam, {"lr": 0.1}, model)

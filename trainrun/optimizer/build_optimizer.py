@@ -82,6 +82,10 @@ def build_optimizer(
         check_contract(optimizer, name, closures)
         lost = lost_at_a_resume(optimizer, model)
     lines = division.settle(optimizer, factory, keywords) if division else []
+    if type(optimizer) is SGD and _is_sparse(model):
+        from trainrun.optimizer.other_optimizers import check_sparse
+
+        check_sparse(optimizer, model)
     start_momentum(optimizer)
     devices = ", ".join(sorted({param.device.type for param in params}))
     kernel, reason = kernel_of(optimizer, wish)
@@ -113,8 +117,11 @@ def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model
         return False
     if factory is SGD and keywords.get("momentum") and keywords.get("dampening"):
         return False  # see start_momentum
-    sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    return not (sparse or keywords.get("foreach") or keywords.get("differentiable"))
+    return not (_is_sparse(model) or keywords.get("foreach") or keywords.get("differentiable"))
+
+
+def _is_sparse(model: nn.Module) -> bool:
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -172,7 +179,11 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
     of the optimizers that it keeps.
     Tensors are the live ones, not copies. Parameters outside the model are an error.
     """
-    names = names_of(optimizer, model)
+    names, inner = names_of(optimizer, model), {}
+    if type(optimizer) not in PLAIN:
+        from trainrun.optimizer.other_optimizers import inner_states
+
+        inner = inner_states(optimizer, model, named_optimizer_state)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [names[param] for param in group["params"]]}
@@ -185,17 +196,7 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
         "state": {names[key]: value for key, value in optimizer.state.items() if key in names},
         "others": {key: value for key, value in optimizer.state.items() if key not in names},
         "own": _own_fields(optimizer),
-        "inner": {} if type(optimizer) in PLAIN else _inner_states(optimizer, model),
-    }
-
-
-def _inner_states(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    from trainrun.optimizer.other_optimizers import inner_of, is_of
-
-    return {
-        name: named_optimizer_state(inner, model)
-        for name, inner in inner_of(optimizer).items()
-        if inner.state and inner.state is not optimizer.state and is_of(inner, model)
+        "inner": inner,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from trainrun.errors import PluginError
 
+StateOf = Callable[[Optimizer, nn.Module], dict[str, Any]]
 DEEPEST = 3  # lists in lists of what an optimizer keeps
 OF_TORCH = ("defaults", "state", "param_groups")
 
@@ -55,12 +56,21 @@ def lost_at_a_resume(optimizer: Optimizer, model: nn.Module) -> str:
     )
 
 
+def inner_states(optimizer: Optimizer, model: nn.Module, state_of: StateOf) -> dict[str, Any]:
+    """What `named_optimizer_state` says of each optimizer that one keeps and that has a state of its own."""
+    return {
+        name: state_of(inner, model)
+        for name, inner in inner_of(optimizer).items()
+        if inner.state and inner.state is not optimizer.state and _is_of(inner, model)
+    }
+
+
 def inner_of(optimizer: Optimizer) -> dict[str, Optimizer]:
     """The optimizers that one keeps, as SAM and Lookahead do, by the place in its attributes (`parts.0`)."""
     return {name: value for name, value in _kept(optimizer) if isinstance(value, Optimizer)}
 
 
-def is_of(optimizer: Optimizer, model: nn.Module) -> bool:
+def _is_of(optimizer: Optimizer, model: nn.Module) -> bool:
     known = set(model.parameters())
     return all(param in known for group in optimizer.param_groups for param in group["params"])
 
@@ -82,10 +92,29 @@ def _members(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 def _is_lost(value: Any, model: nn.Module) -> bool:
     if isinstance(value, Optimizer):
-        return not is_of(value, model)
+        return not _is_of(value, model)
     if isinstance(value, nn.Module | nn.Parameter):
         return False
     return isinstance(value, Tensor) or (hasattr(value, "state_dict") and not isinstance(value, type))
+
+
+def check_sparse(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raises PluginError for an option of SGD that adds a dense tensor to a sparse gradient, which torch cannot."""
+    sparse = {
+        param: f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        if getattr(module, "sparse", False) is True
+        for name, param in module.named_parameters(recurse=False)
+    }
+    for group in optimizer.param_groups:
+        name = next((sparse[param] for param in group["params"] if param in sparse), None)
+        option = next((option for option in ("nesterov", "weight_decay") if group[option]), None)
+        if name is not None and option is not None:
+            off = "false" if option == "nesterov" else "0"
+            raise PluginError(
+                f"optimizer.{option}={str(group[option]).lower()}: does not go with sparse gradients, of {name}; use "
+                f"optimizer.{option}={off} (or for it alone, in optimizer.groups), or sparse=False in the embedding"
+            )
 
 
 def _only_sparse(optimizer: Optimizer, *_: Any) -> None:
