@@ -22,7 +22,6 @@ AS_IN_CONFIG = ("engine", "num_workers", "num_threads", "pin_memory", "persisten
                 "max_sequence_length", "on_error", "max_skipped_fraction", "truncate", "padding", "max_tokens",
                 "pad_multiple")  # fmt: skip
 REGRESSION = "trainrun.task.regression.Regression"
-MULTILABEL = "trainrun.task.multilabel.MultiLabel"  # one output tells 0 from 1
 
 
 def build_sources(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], Drawn | None]:
@@ -174,7 +173,7 @@ def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) 
     model, task = config.model or {}, config.task or {}
     asked = model.get("num_classes") or config.data.num_classes
     key = "data.num_classes" if asked == config.data.num_classes else "model.num_classes"
-    real = task.get("_target_") in (REGRESSION, MULTILABEL)
+    real = task.get("_target_") in (REGRESSION, "trainrun.task.multilabel.MultiLabel")
     is_ours = str(task.get("_target_")).startswith(OUR_TASKS) and not real
     ignored = (IGNORED_LABEL, *([task["ignore_index"]] if isinstance(task.get("ignore_index"), int) else []))
     if isinstance(asked, int) and real:
