@@ -76,10 +76,11 @@ class MetricLogger:
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
         """A log point: the one place where the host waits for the device."""
+        losses, items = (state.losses, state.logged_items) if state.losses else (report.losses, report.items)
         with self._book(DEVICE):
-            losses = torch.stack(state.losses or [torch.tensor(math.nan)]).to("cpu", torch.float64).sum()
+            total = torch.stack(losses or [torch.tensor(math.nan)]).to("cpu", torch.float64).sum().item()
         new_tokens = self._tokens.take() if self._tokens is not None else 0.0
-        values = [float(losses), float(state.logged_items), float(report.items), new_tokens]
+        values = [total, float(items), float(report.items), new_tokens]
         sums, numbers = over_ranks(self._parallel, self._sums_of(report), values)
         loss_total, logged_items, step_items, tokens = numbers
         metrics = {"loss": math.nan} | metrics_of(sums, step_items, self._task) if sums else {}
