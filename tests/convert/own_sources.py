@@ -22,7 +22,7 @@ class Points(Dataset):
     def __getitem__(self, index):
         if index == self.bad:
             raise ValueError("this one is broken")
-        if self.delay and Path("slow").exists():
+        if self.delay and any(Path().glob("slow*")):  # the name of a file would be in the fingerprint
             time.sleep(self.delay)
         x = torch.from_numpy(np.random.default_rng(index).standard_normal((2, 4)))
         return x.float(), index % 3
