@@ -182,9 +182,9 @@ class MicroBatch(NamedTuple):
 
     def counted_by(self, task: Task) -> int:
         """The items of it; the task is asked where nobody has counted yet. 0 if its outputs will say, or not real."""
-        if self.items is not None:
-            return self.items * self.real
-        return task.count(self.data) if self.real and counts_before(task) else 0
+        if self.items is not None or not self.real:
+            return (self.items or 0) * self.real
+        return task.count(self.data) if counts_before(task) else 0
 
 
 class Batches(Protocol):

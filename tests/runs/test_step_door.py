@@ -148,31 +148,44 @@ def test_two_ranks_train_what_one_does(own: Path, words: list[str]) -> None:
 
 COUNTING = """
 from trainrun.interfaces import StepReport
-def step(run, micro_batches, closes=False):
+from trainrun.training.train_step import train_step
+def step(run, micro_batches, way):
     def closure():
         run.optimizer.zero_grad()
-        losses.append(sum(run.task.step(run.model, batch.data).loss_sum for batch in micro_batches))
-        run.precision.backward(losses[-1], share)
-        return losses[-1].detach() * share
-    items, losses = sum(len(batch.data[0]) for batch in micro_batches), []
+        for batch in micro_batches:
+            loss = run.task.step(run.model, batch.data).loss_sum
+            if way != "forgets":
+                loss = loss * batch.real
+            losses.append(loss)
+            run.precision.backward(loss, share)
+        return sum(losses).detach() * share
+    if way == "ours":
+        return train_step(run, micro_batches)
+    items, losses = sum(batch.counted_by(run.task) for batch in micro_batches), []
     share = 1 / run.agree(items).items
-    if not closes:
+    if way != "closes":
         closure()
-    return StepReport(losses, items, grad=run.update(closure if closes else None))
+    return StepReport(losses, items, grad=run.update(closure if way == "closes" else None))
 """
 
 
-@pytest.mark.parametrize("words", [["data.batch_size=2"], ["data.batch_size=2", "step.closes=true"],
-    ["data.batch_size=1", "trainer.accumulate_grad_batches=2"]], ids=["one", "closure", "two"])  # fmt: skip
-def test_a_micro_batch_that_is_another_rank_s_counts_nothing(own: Path, words: list[str]) -> None:
+@pytest.mark.parametrize("way", ["asks", "closes", "ours", "forgets"])
+@pytest.mark.parametrize("words", [["data.batch_size=2"], ["data.batch_size=1", "trainer.accumulate_grad_batches=2"]],
+                         ids=["one", "two"])  # fmt: skip
+def test_a_micro_batch_that_is_another_rank_s_counts_nothing(
+    own: Path, words: list[str], way: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     (own / "counting.py").write_text(COUNTING)
-    rest = (
-        2 if words[0] == "data.batch_size=2" else 4
-    )  # samples at the end of an epoch: too few for each rank
+    # at the end of an epoch too few samples for each rank
+    rest = 2 if words[0] == "data.batch_size=2" else 4
     common = [*LBFGS[6:10], *LBFGS[11:], *QUIET, "trainer.max_steps=3", "step._target_=counting.step", "optimizer=sgd",
-              "optimizer.lr=0.1", f"data.train.count={6 + rest}"]  # fmt: skip
+              "optimizer.lr=0.1", f"data.train.count={6 + rest}", f"step.way={way}"]  # fmt: skip
     ranks = ["parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=3", "output_dir=two"]
     assert main([*common, "data.batch_size=6", "output_dir=one"]) == 0
+    if way == "forgets":
+        assert main([*common, *words, *ranks]) != 0
+        assert "does not ask for batch.real" in " ".join("".join(capfd.readouterr()).split())
+        return
     assert main([*common, *words, *ranks]) == 0
     one, two = (package.load_run(name).load_model("last").state_dict() for name in ("one", "two"))
     for name, weight in one.items():

@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, locate
-from trainrun.interfaces import NOT_AGREED, Agreed, MicroBatch, Parallel, StepReport
+from trainrun.interfaces import NOT_AGREED, MicroBatch, StepReport, Task
 from trainrun.timing.phases import FORWARD, RUNNER
 from trainrun.training.components import Components, Step
 from trainrun.training.named_optimizers import end_step
@@ -78,40 +78,33 @@ class OwnStep:
         return report
 
     def _made(self, run: Components, micro_batches: list[MicroBatch]) -> Any:
-        """The report of a step from the samples of this rank, without those that only keep it in step with others."""
-        real = [batch for batch in micro_batches if batch.real]
-        if len(real) == len(micro_batches):
+        """The report of a step. Raises PluginError if it took the samples of another rank for its own."""
+        real = [batch.real for batch in micro_batches]
+        if all(real):
             return self._step(run, micro_batches)
-        if real:
-            real[-1] = real[-1]._replace(last=micro_batches[-1].last)
-            return self._step(run, real)
-        losses = [torch.zeros((), device=run.parallel.device)]
-        if run.parallel.world_size == 1:  # none of its samples could be read
+        if run.parallel.world_size == 1 and not any(real):  # none of its samples could be read
             if not run.optimizers:
                 run.schedule.step()
-            return StepReport(losses, 0)
-        report = self._step(replace(run, parallel=cast("Parallel", Idle(run))), micro_batches)
-        return replace(report, losses=losses, items=0, sums={}) if isinstance(report, StepReport) else report
+            return StepReport([torch.zeros((), device=run.parallel.device)], 0)
+        FillIn.asked = False
+        report = self._step(run, [batch if batch.real else FillIn(*batch) for batch in micro_batches])
+        if not FillIn.asked:
+            raise PluginError(
+                f"step: {self._name} does not ask for batch.real: where it is false the samples are those of another "
+                "rank, which count nothing here; multiply the loss and the number of items by it"
+            )
+        return report
 
 
-class Idle:
-    """Fills `Parallel` in a step for which this rank has no sample: it counts none, and its gradients are 0."""
+class FillIn(MicroBatch):
+    """A micro-batch that counts nothing, and notes whether somebody asks that."""
 
-    def __init__(self, run: Components) -> None:
-        self._model, self._inner = run.model, run.parallel
+    asked = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def counted_by(self, task: Task) -> int:
+        return 0
 
-    def agree(self, items: int, stop: int, save: int) -> Agreed:
-        found = self._inner.agree(0, stop, save)
-        return found._replace(items=found.items or 1.0)  # the step divides by it
-
-    def exchange(self) -> None:
-        for param in self._model.parameters():
-            if param.grad is not None:
-                param.grad.zero_()
-        self._inner.exchange()
-
-    def sum_over_ranks(self, values: list[float]) -> list[float]:
-        return self._inner.sum_over_ranks([0.0 for _ in values])
+    @property
+    def real(self) -> bool:
+        FillIn.asked = True
+        return False

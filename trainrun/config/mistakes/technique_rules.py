@@ -194,11 +194,6 @@ def _in_backward(config: RunConfig) -> Rules:
 
 def by_name(config: RunConfig) -> Iterator[str]:
     """What a step of one's own, and several optimizers by name, do not go with."""
-    if config.step and config.parallel.sync_batchnorm and config.trainer.accumulate_grad_batches != 1:
-        yield (
-            "parallel.sync_batchnorm=true: does not go with a step of your own and trainer.accumulate_grad_batches: at "
-            "the end of an epoch ranks may have fewer micro-batches than others; leave one of them out"
-        )
     named = named_nodes(config.optimizer)
     optimizers = [name for name, value in (config.optimizer or {}).items() if is_node(value)]
     for key, node in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
