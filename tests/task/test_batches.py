@@ -177,8 +177,13 @@ def test_a_forward_that_takes_any_gets_what_is_an_input() -> None:
 def test_a_model_that_shifts_its_own_labels_is_sent_to_its_own_loss() -> None:
     class Shifts(nn.Module):
         def forward(self, input_ids: Tensor, decoder_input_ids: Any = None, labels: Any = None) -> Any:
+            if len(input_ids) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
             return labels.new_zeros(labels.shape) if decoder_input_ids is None else None
 
-    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    tokens = torch.zeros(3, 3, dtype=torch.int64)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_model(Shifts(), tokens, {"input_ids": tokens, "labels": tokens})
+    tokens = tokens[:2]
     with pytest.raises(PluginError, match="Shifts failed without its labels, .* task=model_loss"):
         run_model(Shifts(), tokens, {"input_ids": tokens, "labels": tokens})

@@ -15,6 +15,7 @@ from trainrun.errors import PluginError
 from trainrun.user_code import is_of_torch
 
 NOT_ITS = ("target_weight", "index")  # of the loss, and of a teacher: also not to a forward that takes any
+OF_NO_LABELS = re.compile(r"NoneType|decoder_input")
 OF_SHAPES = re.compile(
     r"shapes cannot be multiplied|size mismatch|to have \d+ channels|xpected \dD|Dimension out of range"
 )
@@ -63,26 +64,28 @@ def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
     """What to say of an error of torch's that tells of shapes, where one of our networks gets other samples than it was
     built for."""
     model = bare_model(model)
-    if isinstance(batch, Mapping) and "labels" in batch and "decoder_input_ids" not in batch:
+    said = str(error)
+    of_none = isinstance(error, AttributeError | TypeError | ValueError) and OF_NO_LABELS.search(said)
+    if of_none and isinstance(batch, Mapping) and "labels" in batch and "decoder_input_ids" not in batch:
         taken, _, _ = keywords_of(type(model).forward)
         if {"labels", "decoder_input_ids"} <= set(taken):
             return (
                 f"model: {type(model).__name__} failed without its labels, from which it makes decoder_input_ids "
-                f"({type(error).__name__}: {error}); use its own loss, task=model_loss, or let the data give those"
+                f"({type(error).__name__}: {said}); use its own loss, task=model_loss, or let the data give those"
             )
     if not type(model).__module__.startswith("trainrun.model.") or not isinstance(inputs, Tensor):
         return ""
     known = getattr(model, "tokens", None)
-    if isinstance(error, ValueError) and str(error).startswith("context="):
+    if isinstance(error, ValueError) and said.startswith("context="):
         return f"model.{error}"
     if isinstance(known, nn.Embedding) and isinstance(error, IndexError):
         size = getattr(model, "nothing", known.num_embeddings)
         wrong = inputs[(inputs < 0) | (inputs >= size)]
         return f"model.vocab_size={size}: the data has token {int(wrong[0])}" if wrong.numel() else ""
     built_for, given = getattr(model, "in_shape", None), tuple(inputs.shape[1:])
-    if built_for in (None, given) or not is_of_torch(error) or not OF_SHAPES.search(str(error)):
+    if built_for in (None, given) or not is_of_torch(error) or not OF_SHAPES.search(said):
         return ""
-    said = str(error).splitlines()[0]
+    said = said.splitlines()[0]
     return f"model.in_shape={list(built_for)}: a sample of the data has the shape {list(given)} ({said})"
 
 
