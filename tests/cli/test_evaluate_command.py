@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from quiet_runs import QUIET
 from trainrun.cli import predict_command as evaluate
 from trainrun.cli.main import main
 from trainrun.errors import PluginError
+from trainrun.task.classification import Classification
 
 
 def test_metrics_are_said_where_the_folder_takes_no_file(
@@ -148,10 +151,25 @@ def test_there_are_no_predictions_of_padding(more: dict[str, torch.Tensor], hidd
     )
     assert torch.equal(columns["prediction"] == -100, (mask == 0) & hidden)
     assert torch.equal(columns["confidence"].isnan(), (mask == 0) & hidden)
-    output = evaluate.without_padding({"output": torch.ones(2, 3, 5)}, {"attention_mask": mask})["output"]
-    assert torch.equal(output.isnan(), (mask == 0)[..., None].expand(2, 3, 5))
-    of_samples = torch.ones(2, 3)
-    assert evaluate.without_padding({"output": of_samples}, {"attention_mask": mask})["output"] is of_samples
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_only_tasks_of_ours_are_known_to_predict_tokens(ours: bool) -> None:
+    class Top:
+        def predict(self, model: Any, batch: Any) -> dict[str, torch.Tensor]:
+            return {"prediction": model(batch["x"]).topk(3, 1).indices[:, :, 0]}
+
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    batch = SimpleNamespace(data={"x": torch.rand(2, 5, 3), "attention_mask": mask}, indices=None)
+    stream = SimpleNamespace(epoch=lambda number: [batch])
+    run: Any = SimpleNamespace(
+        task=Classification() if ours else Top(),
+        model=torch.nn.Identity(),
+        splits=lambda: {"val": stream},
+        precision=SimpleNamespace(autocast=nullcontext),
+    )
+    found = evaluate.predict_split(run, "val")["prediction"]
+    assert torch.equal(found == -100, (mask == 0) & ours)
 
 
 def test_a_model_with_several_outputs_needs_a_predict_of_its_task() -> None:

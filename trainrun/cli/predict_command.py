@@ -85,13 +85,17 @@ def with_all_samples(
 
 
 def predict_split(run: Components, split: str) -> dict[str, Tensor]:
-    """The task's columns over a whole split, on the CPU; raw outputs where the task predicts nothing. At padding, -100
-    or NaN."""
+    """The task's columns over a whole split, on the CPU; raw outputs where the task predicts nothing. At padding of
+    tokens that task=classification or language_modeling predicts, -100 or NaN; a task of one's own knows its own."""
     import torch
 
     from trainrun.interfaces import Predicts
     from trainrun.task.batches import joined
+    from trainrun.task.classification import Classification
+    from trainrun.task.language_modeling import LanguageModeling
 
+    who = getattr(getattr(run.task, "predict", None), "__self__", None)  # of distillation, the student's task
+    of_tokens = type(who) in (Classification, LanguageModeling)
     collected: dict[str, list[Tensor]] = {}
     run.model.eval()
     with torch.no_grad():
@@ -101,7 +105,8 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
                     columns = run.task.predict(run.model, batch.data)
                 else:
                     columns = {"output": raw_output(run.model, batch.data)}
-            columns = without_padding(columns, batch.data)
+            if of_tokens:
+                columns = without_padding(columns, batch.data)
             if batch.indices is not None and len(batch.indices) == len(next(iter(columns.values()))):
                 columns = {"index": batch.indices, **columns}
             for name, column in columns.items():
@@ -118,7 +123,7 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
 
 def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
     """Columns (B, T, ...) of predictions of tokens, with -100, or NaN among floats, where `attention_mask` (B, T) is 0.
-    Left as they are: numbers (B, T), which may be of samples, and what a decoder gives, of other places."""
+    What a decoder gives, of other places, is left as it is."""
     from torch import Tensor
 
     from trainrun.task.batches import IGNORED
@@ -127,7 +132,7 @@ def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]
     if not isinstance(mask, Tensor) or any(str(name).startswith("decoder_") for name in batch):
         return columns
     hidden, (first, *_), target = mask == 0, columns.values(), columns.get("target")
-    if first.shape[: mask.ndim] != mask.shape or (first.ndim == mask.ndim and first.is_floating_point()):
+    if first.shape[: mask.ndim] != mask.shape:
         return columns
     if target is not None and target.shape == mask.shape and bool((target[hidden] >= 0).any()):
         return columns
