@@ -42,6 +42,11 @@ def test_classes_of_every_token_are_not_looked_for_where_the_tokens_are(words):
     compose_run(["model=lstm", "model.outputs=last"])  # one class of a text
 
 
+def test_regression_takes_no_rows_of_several_samples():
+    with pytest.raises(ConfigError, match=r"data\.padding=pack: task=regression .* data\.padding=bucket"):
+        compose_run(["task=regression", "data.padding=pack"])
+
+
 def test_bytes_for_a_model_that_computes_with_fractions_are_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     x, y = np.zeros((20, 1, 8, 8), np.uint8), np.arange(20) % 2

@@ -107,5 +107,8 @@ def test_targets_that_cannot_be_told_from_padding_are_refused() -> None:
         task.step(MODEL, batch)
     assert task.step(MODEL, batch | {"y": torch.tensor([[1, 2], [1, 3]])}).loss_sum == 2.5
     assert task.step(MODEL, batch).loss_sum.isnan()  # in a later batch, of which the host sees no number
-    with pytest.raises(ConfigError, match=r"use data\.padding=bucket"):
-        task.step(TakesSegments(), batch | {"segment_ids": mask.long()})
+
+
+def test_segment_ids_may_be_a_field_of_the_data() -> None:
+    batch = {"x": torch.ones(2), "y": torch.zeros(2), "segment_ids": torch.ones(2, 4).long()}
+    assert Regression().step(TakesSegments(), batch).loss_sum == 2

@@ -58,8 +58,9 @@ def _general(config: RunConfig) -> Rules:
     warmup = scheduler.get("warmup_steps")
     no_limit = trainer.max_epochs is trainer.max_steps is trainer.max_time is trainer.max_duration is None
     return (
-        (no_limit,
-         "trainer.max_epochs=null: give a limit: trainer.max_epochs, max_steps or max_time"),
+        (data.padding == "pack" and target_of(config.task) == "trainrun.task.regression.Regression",
+         "data.padding=pack: task=regression needs a row for each sample; use data.padding=bucket"),
+        (no_limit, "trainer.max_epochs=null: give a limit: trainer.max_epochs, max_steps or max_time"),
         (interval.unit != EPOCH and trainer.check_val_every_n_epoch != 1,
          f"trainer.check_val_every_n_epoch={trainer.check_val_every_n_epoch}: does not go with "
          f"trainer.val_check_interval={trainer.val_check_interval}; leave one of them out"),

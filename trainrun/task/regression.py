@@ -95,10 +95,6 @@ class Regression:
         self, target: Tensor, batch: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         """The targets, and what a position weighs in its sample (B, T); None: they are no sequences."""
-        if "segment_ids" in batch:
-            raise ConfigError(
-                "data.padding=pack: task=regression needs a row for each sample; use data.padding=bucket"
-            )
         weight, mask = batch.get("target_weight"), batch.get("attention_mask")
         if weight is not None or mask is None or target.ndim == 1 or target.is_floating_point():
             return target, weight
