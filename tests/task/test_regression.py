@@ -102,11 +102,20 @@ class TakesSegments(nn.Module):
 def test_targets_that_cannot_be_told_from_padding_are_refused() -> None:
     mask = torch.ones(2, 4, dtype=torch.bool)
     batch = {"x": torch.ones(2, 2), "y": torch.tensor([[1, 2], [1, -100]]), "attention_mask": mask}
-    task = Regression()
     with pytest.raises(DataError, match="give task=regression floats"):
+        Regression().step(MODEL, batch)
+    task = Regression()
+    task.step(MODEL, {"x": torch.ones(2, 1), "y": torch.ones(2, 1).long(), "attention_mask": mask})
+    with pytest.raises(DataError, match="give task=regression floats"):  # another length than before
         task.step(MODEL, batch)
-    assert task.step(MODEL, batch | {"y": torch.tensor([[1, 2], [1, 3]])}).loss_sum == 2.5
-    assert task.step(MODEL, batch).loss_sum.isnan()  # in a later batch, of which the host sees no number
+
+
+def test_what_nothing_says_is_padding_is_a_number() -> None:
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    batch = {"x": torch.ones(2, 2), "y": torch.tensor([[1, 2], [1, 3]]), "attention_mask": mask}
+    task = Regression()
+    assert task.step(MODEL, batch).loss_sum == 2.5
+    assert task.step(MODEL, batch | {"y": torch.tensor([[1, 2], [1, -100]])}).loss_sum == 0.5 + 101**2 / 2
 
 
 def test_segment_ids_may_be_a_field_of_the_data() -> None:

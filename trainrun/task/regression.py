@@ -52,7 +52,7 @@ class Regression:
         else:
             self.loss = self.elementwise = without_reduction(loss)
             self.sums_elements = False
-        self.checked = False
+        self.checked, self.width = False, 0
         self.metrics: NumberMetrics | None = None
         if metrics:
             from trainrun.task.metrics.by_name import OF_NUMBERS, NumberMetrics, chosen
@@ -102,10 +102,12 @@ class Regression:
         if mask.shape == target.shape[:2]:
             real = (mask != 0) | ~padding.reshape(*mask.shape, -1).all(2)
             return target, real / real.sum(1, keepdim=True, dtype=dtype).clamp(min=1)
-        if not self.checked and bool(padding.any()):
-            raise DataError("data: a target is -100, and whole numbers of lengths of their own are padded with that; "
-                            "give task=regression floats")  # fmt: skip
-        return torch.where(padding, torch.nan, target), None  # no number looks like one in a later batch
+        if target.shape[1] != self.width:  # the first batch, or lengths of their own
+            self.width = target.shape[1]
+            if bool(padding.any()):
+                raise DataError("data: a target is -100, and whole numbers of lengths of their own are padded with "
+                                "that; give task=regression floats")  # fmt: skip
+        return target, None
 
     def _sequence_step(self, output: Tensor, target: Tensor, weight: Tensor) -> StepOutput:
         """Targets (B, T, ...). weight: (B, T), what a position weighs in its sample, 0 at padding."""
