@@ -83,7 +83,7 @@ def test_a_file_below_a_folder_that_the_source_names_is_seen(tmp_path, monkeypat
     (tmp_path / "pictures" / "again").symlink_to(tmp_path / "pictures")
 
     def story():
-        source = Plain(root="pictures", all=["pictures"] * 3, kind="none")
+        source = Plain(root=Path("pictures"), all=["./pictures"] * 3, kind="none")
         return cached(source, "disk:pictures/kept", "data.train", said.append).note.split(" (")[1]
 
     said = []
@@ -94,6 +94,33 @@ def test_a_file_below_a_folder_that_the_source_names_is_seen(tmp_path, monkeypat
     monkeypatch.setattr(fingerprint, "MOST_FILES", 1)
     story()
     assert "has more than 1 files" in said[0]
+
+
+def test_what_runs_write_builds_no_cache_again(tmp_path, monkeypatch):
+    project, said = tmp_path / "project", []
+    (project / "train" / "data").mkdir(parents=True)
+    monkeypatch.chdir(project)
+    makes = [
+        lambda: Plain(root=project),
+        lambda: Plain(root=project.parent),
+        lambda: Plain(root=project / "train"),
+        lambda: Plain(word="train"),  # which a text may hold
+    ]
+    prints = [own_fingerprint(make(), say=said.append) for make in makes]
+    for run in ("outputs/1", "outputs/2", "data/__pycache__"):
+        (project / "train" / run).mkdir(parents=True)
+        (project / "train" / run / "RUN.json").touch()
+    (project / "train" / "outputs" / "2" / "metrics.jsonl").touch()
+    assert prints == [own_fingerprint(make()) for make in makes]
+    assert [line.partition(" holds the working directory")[0] for line in said] == [
+        str(project),
+        str(tmp_path),
+    ]
+    own_fingerprint(Plain(root=project / "train" / "outputs"), say=said.append)
+    assert "outputs holds runs alone, so a change inside one of its files is not seen" in said[2]
+    (project / "train" / "data" / "1.bin").touch()
+    again = [own_fingerprint(make()) for make in makes]
+    assert [a == b for a, b in zip(prints, again, strict=True)] == [True, True, False, True]
 
 
 @pytest.mark.parametrize(

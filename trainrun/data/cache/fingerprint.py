@@ -2,7 +2,8 @@
 
 A source with `fingerprint()` says it itself. Of others: the class and its code, and what pickle would send to another
 process, so no open handles; arrays by content, functions by their code, paths by size and time of change: of a folder
-those of all files below it but hidden ones and the cache's own.
+those of all files below it but hidden ones, the cache's own, and those of runs. A folder that holds the working
+directory is a project, in which files come and go, and counts by its own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 WHOLE_ARRAY_BYTES = 64 * 2**20  # larger arrays are known by blocks spread over them
 NUM_BLOCKS, BLOCK_BYTES = 64, 2**16
+OF_A_RUN, COMPILED = "RUN.json", "__pycache__"
 MOST_FILES = 100_000  # below the folders that a source names; looking at so many takes about half a second
 
 
@@ -42,7 +44,7 @@ def content_key(source: Any, own: str, samples: str) -> str:
 def own_fingerprint(source: Any, cache: Path | None = None, say: Callable[[str], None] = LOG.warning) -> str:
     """To be taken before a sample is read: reading may leave traces in the attributes.
 
-    cache: the folder of caches, which is left out. say: takes a line about a folder with too many files.
+    cache: the folder of caches, which is left out. say: takes a line about a folder whose files are not looked at.
     """
     own = getattr(source, "fingerprint", None)
     if callable(own):
@@ -53,9 +55,9 @@ def own_fingerprint(source: Any, cache: Path | None = None, say: Callable[[str],
     except Exception as error:  # nested too deeply, or what some __reduce__ gives is no answer
         raise DataError(f"{type(source).__name__}: what it depends on cannot be told ({error}); give it a method "
                         "fingerprint() whose text changes with its samples") from error  # fmt: skip
-    if parts.too_large:
+    if parts.unseen:
         say(
-            f"{parts.too_large} has more than {MOST_FILES:,} files, so a change inside one of them is not seen; "
+            f"{parts.unseen}, so a change inside one of its files is not seen; "
             f"give {type(source).__name__} a method fingerprint() whose text then changes"
         )
     return parts.digest.hexdigest()
@@ -66,10 +68,12 @@ class _Parts(pickle.Pickler):
 
     def __init__(self, cache: Path | None) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
-        self.too_large = ""  # the first folder of which not all files were looked at
+        self.unseen = ""  # the first folder of which not all files were looked at, and why
         self._seen: set[Any] = set()
         self._left = MOST_FILES
         self._known: dict[tuple[int, int], str] = {}
+        here = Path.cwd()
+        self._projects = {_place(folder.stat()) for folder in (here, *here.parents)}
         self._apart = None if cache is None or not cache.exists() else _place(cache.stat())
         super().__init__(self, 5)
 
@@ -80,7 +84,9 @@ class _Parts(pickle.Pickler):
         """Asked about every object. What is not None is taken in its place; bytes are made new for each, as pickle
         tells one object from two that are equal."""
         if isinstance(value, str | Path):
-            return f"{type(value).__name__} {value}{self._stamp(str(value))}".encode("utf-8", "surrogatepass")
+            path = isinstance(value, Path) or "." in value or os.sep in value
+            stamp = self._stamp(str(value)) if path else ""
+            return f"{type(value).__name__} {value}{stamp}".encode("utf-8", "surrogatepass")
         if isinstance(value, bytes | bytearray):
             return b"bytes " + value
         if isinstance(value, set | frozenset):
@@ -99,29 +105,41 @@ class _Parts(pickle.Pickler):
             return ""
         try:
             found = os.stat(text)
-            return self._below(text, found) if stat.S_ISDIR(found.st_mode) else _written(found)
+            if not stat.S_ISDIR(found.st_mode):
+                return _written(found)
+            if not (inside := self._below(text, found)):
+                self.unseen = self.unseen or f"{text} holds runs alone"
+            return inside
         except (OSError, ValueError):  # no path, or not one of this machine
             return ""
 
     def _below(self, folder: str, found: os.stat_result) -> str:
-        """Look at each folder once, however often it is named, or linked."""
+        """Look at each folder once, however often it is named, or linked; "" if all that it holds is left out."""
         if (place := _place(found)) in self._known:
             return self._known[place]
+        if place in self._projects:
+            self.unseen = self.unseen or f"{folder} holds the working directory"
+            return _written(found)
         self._known[place], lines = "", []
-        with os.scandir(folder) as entries:
-            for entry in sorted((one for one in entries if one.name[0] != "."), key=lambda one: one.name):
-                self._left -= 1
-                if self._left < 0:
-                    self.too_large = self.too_large or folder
-                    return _written(found)
-                with suppress(OSError):  # a link to nothing
-                    about = entry.stat()
-                    if _place(about) != self._apart:
-                        is_folder = stat.S_ISDIR(about.st_mode)
-                        inside = self._below(entry.path, about) if is_folder else _written(about)
-                        lines.append(entry.name + inside)
-        whole = "\n".join(lines).encode("utf-8", "surrogateescape")
-        self._known[place] = f" {hashlib.blake2b(whole, digest_size=16).hexdigest()}"
+        with os.scandir(folder) as all_of_it:
+            kept = (one for one in all_of_it if one.name[0] != "." and one.name != COMPILED)
+            entries = sorted(kept, key=lambda one: one.name)
+        if any(entry.name == OF_A_RUN for entry in entries):
+            return ""
+        for entry in entries:
+            self._left -= 1
+            if self._left < 0:
+                self.unseen = self.unseen or f"{folder} has more than {MOST_FILES:,} files"
+                return _written(found)
+            with suppress(OSError):  # a link to nothing
+                about = entry.stat()
+                if _place(about) != self._apart:
+                    is_folder = stat.S_ISDIR(about.st_mode)
+                    inside = self._below(entry.path, about) if is_folder else _written(about)
+                    lines += [entry.name + inside] if inside else []
+        if lines or not entries:
+            whole = "\n".join(lines).encode("utf-8", "surrogateescape")
+            self._known[place] = f" {hashlib.blake2b(whole, digest_size=16).hexdigest()}"
         return self._known[place]
 
     def reducer_override(self, value: Any) -> Any:
