@@ -6,11 +6,13 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainrun.data.pipeline import open_batches
+from trainrun.data.same_samples import digest_of
 from trainrun.data.stream_options import SourceStates, StreamOptions
 from trainrun.errors import DataError
 
@@ -295,3 +297,13 @@ def test_refusals():
         opened(Parted(), num_workers=7)
     with pytest.raises(DataError, match=r"data.shuffle_buffer=8: data.train can be read in any order"):
         opened((torch.arange(9),), shuffle_buffer=8)
+
+
+class Strange:
+    def tobytes(self, order):
+        raise AssertionError
+
+
+def test_objects_and_a_tobytes_of_another_meaning_are_no_difference_between_ranks():
+    one, two = ([np.array([f"name {i}", None], dtype=object), Strange()] for i in range(2))
+    assert digest_of(one) == digest_of(two) != digest_of([np.array(["name 0"], dtype=object), Strange()])
