@@ -67,6 +67,15 @@ def test_a_stream_follows_where_it_can() -> None:
     assert stream.chosen.name == "a"
 
 
+class Lazy(dict):
+    """As a store that decodes at access."""
+
+    def __getitem__(self, key: object) -> object:
+        raise OSError(f"cannot read {key}")
+
+    items = keys = values = __iter__ = __getitem__  # type: ignore[assignment]
+
+
 class Samples(Dataset):
     def __init__(self, **parts: object) -> None:
         vars(self).update(parts)
@@ -88,6 +97,8 @@ class Samples(Dataset):
         (Samples(a=torch.default_generator, b=random.SystemRandom()), None),
         ((torch.zeros(3), torch.zeros(3)), None),
         (None, None),
+        (Samples(store=Lazy(rng=random.Random(0)), crop=random.Random(0)), ".crop"),
+        (Samples(many=[0] * 1000 + [random.Random(0)]), None),
     ],
 )
 def test_own_generators_are_found(source: object, where: str | None) -> None:

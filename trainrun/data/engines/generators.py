@@ -11,10 +11,11 @@ from __future__ import annotations
 import inspect
 import pickle
 import random
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -154,7 +155,10 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # how torch ha
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 LEAVES = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, type, ModuleType, FunctionType)
-MOST_OBJECTS = 2000  # looked at; a list of a million file names is not walked through
+MOST_OBJECTS, MOST_PARTS = (
+    2000,
+    48,
+)  # looked at, and of one container: a list of a million names is not walked through
 
 
 def kept_generators(source: Any) -> list[tuple[str, Any]]:
@@ -175,18 +179,20 @@ def kept_generators(source: Any) -> list[tuple[str, Any]]:
             if not isinstance(value, random.SystemRandom) and all(value is not one for one in of_all):
                 found.append((name, value))
             continue
-        for label, part in _parts(value):
-            if id(part) not in seen and part is not None and not isinstance(part, LEAVES):
-                seen.add(id(part))
-                waiting.append((name + label, part))
+        with suppress(Exception):  # a user's attribute may raise anything
+            for label, part in _parts(value):
+                if id(part) not in seen and part is not None and not isinstance(part, LEAVES):
+                    seen.add(id(part))
+                    waiting.append((name + label, part))
     return found
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", value[key]) for key in list(value)[:MOST_OBJECTS]]
-    if isinstance(value, list | tuple):
-        return [(f"[{i}]", part) for i, part in enumerate(value[:MOST_OBJECTS])]
+    """Containers of Python alone: others may decode what is asked of them."""
+    if type(value) in (dict, OrderedDict):
+        return [(f"[{key!r}]", part) for key, part in islice(value.items(), MOST_PARTS)]
+    if type(value) in (list, tuple):
+        return [(f"[{i}]", part) for i, part in enumerate(value[:MOST_PARTS])]
     if isinstance(value, partial):
         return [("", value.func), (".args", value.args), (".keywords", value.keywords)]
     owner = [("", value.__self__)] if hasattr(value, "__self__") else []  # of a method
