@@ -131,8 +131,13 @@ class Own(Noise):
 
 
 class OwnStream(Positions):
-    def __init__(self):
-        self.rng = random.Random(0)
+    def __init__(self, seed=None):
+        self.rng, self.seed = random.Random(0), seed
+
+    def __iter__(self):
+        if self.seed is not None:
+            self.rng.seed(self.seed)
+        yield from ([self.rng.random()] for _ in range(7))
 
 
 def seeded_by_index(rng, index):
@@ -149,6 +154,7 @@ def seeded_by_index(rng, index):
         (Own(lambda rng, i: torch.rand((), generator=rng), torch.Generator()), None, "data.train.rng"),
         (Noise(), Own(lambda rng, i: rng.random(), random.Random(0)).__getitem__, "data.transform.rng"),
         (OwnStream(), None, "data.train.rng"),
+        (OwnStream(seed=1), None, ""),
         (Own(lambda rng, i: i, random.Random(0)), None, ""),
         (Own(seeded_by_index, random.Random(0)), None, ""),
         (Own(lambda rng, i: random.random(), random.Random(0)), None, ""),

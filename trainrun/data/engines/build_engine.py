@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from inspect import isgeneratorfunction
 from typing import Any
 
 from torch import Tensor
@@ -21,11 +23,12 @@ from trainrun.data.engines.choice import (
     shared_free_bytes,
     ways_to_read,
 )
-from trainrun.data.engines.generators import GlobalDraw, kept_generators
+from trainrun.data.engines.generators import GlobalDraw, drawn_from, kept_generators
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.engines.iterable import Alike, InStep, StreamReader, has_parts, keeps_place
 from trainrun.data.engines.loader import LoaderBatches
 from trainrun.data.engines.threads import ThreadBatches
+from trainrun.data.map_style import shallow
 from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.same_samples import refuse_divided
 from trainrun.data.stream_options import Collate, PreparedStream, StreamOptions, limit_key, new_plan, plan_of
@@ -173,14 +176,24 @@ def open_iterable(
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     if divided:
         reason += f"; each of {parts} readers has a part of its own"
-    kept = [] if keeps_place(source) or hasattr(source, "set_epoch") else kept_generators(source)
     told = "".join(
         f"\n{options.key}{name}{ANEW} from the global generators, which are seeded for each sample"
-        for name, _ in kept
+        for name in _drawn_on(source)
     )
     if length is most is None and not options.training:
         reason += f" of unknown length; {limit_key(options)} ends one that is endless"
     return _fed(on_host, options), collate, f"{describe_workers(number)} ({reason}){told}"
+
+
+def _drawn_on(source: Any) -> list[str]:
+    """Places of the generators that a pass draws from where the one before left off: the first sample is tried."""
+    trial, found = shallow(source), list[str]()
+    if keeps_place(source) or hasattr(source, "set_epoch") or not isgeneratorfunction(type(source).__iter__):
+        return found  # what gives an iterator that it keeps would lose a sample
+    with kept_random_state(), suppress(Exception):  # which is raised when its turn comes
+        kept = kept_generators(source)
+        found = drawn_from(kept, lambda: next(iter(trial), None)) if kept else []
+    return found
 
 
 def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:
