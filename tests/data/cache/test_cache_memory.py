@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from trainrun.data.cache import cached as module
 from trainrun.data.cache.cached import cached
-from trainrun.data.cache.probe import look_at
+from trainrun.data.cache.probe import NUM_PROBES, look_at
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
@@ -133,14 +133,18 @@ def test_a_source_of_which_one_sample_is_random_is_refused(source, long, monkeyp
 
 
 def test_a_source_that_seeds_itself_is_kept():
+    reads = []
+
     class Seeded(Made):
         def __getitem__(self, index):
+            reads.append(index)
             torch.manual_seed(index)
             return index, torch.rand(3)
 
-    kept = cached(Seeded(), "memory", "data.train")
-    assert kept.num_kept() == 40
-    assert all(same(kept[index], Seeded()[index]) for index in range(40))
+    kept = cached(Seeded(num_samples=400), "memory", "data.train")
+    assert len(reads) == 400 + 2 * module.CHUNK + 2 * NUM_PROBES  # only the first chunk is read again
+    assert kept.num_kept() == 400
+    assert all(same(kept[index], Seeded()[index]) for index in range(400))
 
 
 class Hooked(Made):

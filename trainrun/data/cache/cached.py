@@ -28,7 +28,7 @@ from trainrun.data.cache.probe import Probe, look_at, random_because, random_ref
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, MISSING, Store, in_memory, shared_store
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.engines.choice import MAX_AUTO_WORKERS
-from trainrun.data.engines.generators import states
+from trainrun.data.engines.generators import seed_globals, states
 from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.map_style import thread_safe
 from trainrun.data.stream_options import StreamOptions
@@ -114,21 +114,29 @@ class NotRead(NamedTuple):
     random: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chunks:
-    """A map-style data set whose items are lists of samples."""
+    """A map-style data set whose items are lists of samples.
+
+    seeds_itself: the samples of a chunk seed the generators that they draw from; the chunks after it are read once.
+    """
 
     source: Any
+    seeds_itself: bool = False
 
     def __getitem__(self, indices: range) -> list[Any]:
         before = states()
         samples = self._at_once(list(indices)) or [self._tried(index) for index in indices]
-        if states() == before:
+        if self.seeds_itself or states() == before:
             return samples
+        seed_globals(0)
+        before = states()
         for place, index in enumerate(indices):  # one of them drew
             with suppress(Exception):  # it is tried again when it is asked for
                 if why := random_because(partial(self._one, index), index):
                     samples[place] = NotRead(why)
+        whole = not any(isinstance(sample, NotRead) for sample in samples)
+        self.seeds_itself = whole and states() != before
         return samples
 
     def _at_once(self, indices: list[int]) -> list[Any]:
