@@ -12,6 +12,7 @@ from trainrun import load_run
 from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.cli.main import main
+from trainrun.scheduler.schedule import Schedule
 
 pytestmark = pytest.mark.process
 
@@ -207,8 +208,16 @@ def test_unfrozen_parameters_enter_as_if_they_had_come_just_then(workdir: Path, 
     assert same(weights_of("whole"), weights_of("part"))
 
 
+@pytest.mark.parametrize("earlier", [False, True])  # checkpoints without the number of groups that were built
 @pytest.mark.parametrize("scheduler", ["cosine", "constant"])
-def test_a_group_that_a_hook_has_added_is_there_after_a_resume(scheduler: str) -> None:
+def test_a_group_that_a_hook_has_added_is_there_after_a_resume(
+    scheduler: str, earlier: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = Schedule.state_dict
+    if earlier:
+        monkeypatch.setattr(
+            Schedule, "state_dict", lambda self: {k: v for k, v in saved(self).items() if k != "built"}
+        )
     words = [
         *SHORT,
         "model.freeze=layers.1.*",

@@ -108,6 +108,8 @@ def _load_optimizers(run: Components, place: str, tree: dict[str, Any], built: i
 
     configured = configured_fields(run.config.optimizer)
     host = torch.device("cpu") if run.config.trainer.cpu_offload == "optimizer" else None
+    # an older checkpoint does not say how many groups were built: as many as now
+    built = len(run.optimizer.param_groups) if built is None else built
     added_from = built if run.config.hook or run.config.step else None
     load_named_optimizer_state(run.optimizer, run.model, tree, configured, host, added_from)
 
