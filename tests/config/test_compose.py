@@ -377,17 +377,22 @@ def test_validation_of_a_saved_run_follows_what_it_refers_to_unless_it_was_told_
 OWN = ["data.train._target_=my.load", "data.val._target_=my.load"]
 
 
-@pytest.mark.parametrize("words", [["data=csv", "data.name=houses"], [*OWN, "data.val.target=y"]])
-def test_validation_follows_training_by_the_reader_whatever_the_data_is_called(
-    words: list[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("words", "val"), [(["data=csv", "data.name=houses"], "z"), ([*OWN, "data.val.target=y"], "y")]
+)
+def test_validation_follows_training_by_a_reader_of_ours_whatever_the_data_is_called(
+    words: list[str], val: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(save_config(compose_run([*words, "data.path=t.csv", "data.train.target=y",
                                              "+data.train.file=${data.path}"]).config))  # fmt: skip
     data = load_config(path, ["data.train.target=z"]).data
-    assert (data.train["target"], data.val["target"]) == ("z", "z")
+    assert (data.train["target"], data.val["target"]) == ("z", val)
+    line = "data.val.target stays y; give it too if it is meant"
+    assert (line in capsys.readouterr().err) == (val == "y")
     data = load_config(path, ["data.train.target=z", "data.val.target=y"]).data
     assert (data.train["target"], data.val["target"]) == ("z", "y")
+    assert line not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["train", "y"])

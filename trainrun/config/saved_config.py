@@ -58,8 +58,8 @@ from trainrun.runs.run_folder import RunDir, read_json
 def following(saved: DictConfig, words: list[str]) -> list[str]:
     """Words for the sets of a saved run that follow the given ones, where both settings had the same value.
 
-    An argument of a reader of ours follows what its option refers to. One of the user's own follows `data.train`, where
-    the reader is the same, and that is told.
+    An argument of a reader of ours follows what its option refers to. Where one of the user's own reads both sets, the
+    other one stays as it is, and that is told.
     """
     given = dict(word.lstrip("+").partition("=")[::2] for word in words)
     train, val, test = (OmegaConf.select(saved, f"data.{name}") or {} for name in ("train", "val", "test"))
@@ -77,9 +77,12 @@ def following(saved: DictConfig, words: list[str]) -> list[str]:
             alike = source in given and OmegaConf.select(saved, key) == OmegaConf.select(saved, source)
             if not alike or key in given:
                 continue
-            found.append(f"{key}={given[source]}")
             if is_own:
-                say_once(f"{found[-1]} follows {source}; for another value name {key} too")
+                say_once(
+                    f"{source} is of training alone: {key} stays {node[name]}; give it too if it is meant"
+                )
+            else:
+                found.append(f"{key}={given[source]}")
     return found
 
 
