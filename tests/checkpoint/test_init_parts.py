@@ -43,14 +43,29 @@ def taken(model: nn.Module, tensors: dict[str, Tensor], path: Path, **chosen: ob
     return load_initial(model, str(path / "w.safetensors"), HERE, InitConfig(**chosen)).lines
 
 
-def test_a_layer_of_torch_whose_statistics_are_off_is_given_none(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False))
+class OwnNorm(nn.BatchNorm1d):
+    """One of the user's own."""
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, OwnNorm])
+def test_a_layer_of_torch_whose_statistics_are_off_is_given_none(
+    kind: type[nn.BatchNorm1d], tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), kind(5, track_running_stats=False))
     there = copied(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))
     assert (
         "only there: 1.num_batches_tracked, 1.running_mean, 1.running_var"
         in taken(model, there, tmp_path, strict=False)[-1]
     )
     assert model[1].running_mean is None
+
+
+def test_a_buffer_that_a_forward_makes_is_filled_and_told(tmp_path: Path) -> None:
+    there, model = copied(network(1)), network(0)
+    model.register_buffer("scale", None)
+    lines = taken(model, there | {"scale": torch.ones(3)}, tmp_path)
+    assert lines[1:] == ["weights: nothing here before, as it is there: scale"]
+    assert model.scale.tolist() == [1, 1, 1]
 
 
 def test_a_head_of_another_shape_is_left_out(tmp_path: Path) -> None:

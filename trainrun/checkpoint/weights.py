@@ -214,6 +214,7 @@ def _selected(
     if not taken:
         raise CheckpointError(f"{place}: nothing is left to take; init.skip leaves all of it out")
     reasons = {
+        "nothing here before, as it is there": [name for name in taken if name in made],
         "skipped (init.skip)": skipped,
         "not there, as the model began": [name for name in expected if name not in found],
         "only there": [name for name in found if name not in expected],
@@ -232,14 +233,21 @@ def _selected(
 
 
 def _made_in_a_forward(model: nn.Module) -> set[str]:
-    """The buffers that hold nothing yet; of a layer of torch such a one means an option that is off."""
+    """The buffers that hold nothing yet; one that a class of torch registers means an option that is off."""
     return {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
-        if not type(module).__module__.startswith("torch.")
         for name, buffer in module._buffers.items()
-        if buffer is None or not buffer.numel()
+        if (buffer is None or not buffer.numel()) and not _is_of_torch(name, module)
     }
+
+
+def _is_of_torch(name: str, module: nn.Module) -> bool:
+    """Whether a class of torch names the buffer where it begins."""
+    begins = [
+        vars(kind).get("__init__") for kind in type(module).__mro__ if kind.__module__.startswith("torch.")
+    ]
+    return any(name in code.co_consts for code in (getattr(it, "__code__", None) for it in begins) if code)
 
 
 def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind], strict: bool) -> str:
