@@ -209,7 +209,10 @@ def test_any_other_error_of_the_factory_keeps_its_traceback() -> None:
     ("option", "said"), [({"nesterov": True}, "nesterov=true"), ({"weight_decay": 0.1}, "weight_decay=0.1")]
 )
 def test_what_torch_cannot_add_to_sparse_gradients_is_refused(option: dict[str, Any], said: str) -> None:
-    model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True), "head": nn.Linear(2, 2)})
+    model = nn.ModuleDict({"words": nn.Embedding(4, 2), "head": nn.Linear(2, 2)})
+    model["head"].sparse = True  # of a layer of one's own it may mean anything
+    build_optimizer(SGD, {"lr": 0.1, "momentum": 0.9, **option}, model)
+    model["words"].sparse = True
     with pytest.raises(
         PluginError, match=f"optimizer.{said}: does not go with sparse gradients, of words.weight"
     ):

@@ -103,7 +103,7 @@ def check_sparse(optimizer: Optimizer, model: nn.Module) -> None:
     sparse = {
         param: f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
-        if getattr(module, "sparse", False) is True
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         for name, param in module.named_parameters(recurse=False)
     }
     for group in optimizer.param_groups:
