@@ -284,17 +284,28 @@ def test_the_same_command_goes_on_and_leaves_a_finished_run_alone(
     assert whole[1] == resumed[1]
 
 
-def test_words_that_a_run_cannot_go_on_with_are_forgotten(own: Path, refuses: Callable[..., None]) -> None:
+def test_words_that_a_run_cannot_go_on_with_are_forgotten_and_those_of_a_mistake_in_code_are_kept(
+    own: Path, refuses: Callable[..., None]
+) -> None:
     assert main([*WORDS, *stop_at(4, "SIGINT"), "output_dir=run"]) == 130
     config = (own / "run" / "config.yaml").read_text()
     refuses(["resume", "run", "data.batch_size=7"], "use 8 as before")
     assert (own / "run" / "config.yaml").read_text() == config
     (own / "fails.py").write_text(
-        "class Fails:\n    def on_gradients(self, run):\n        raise KeyError('square')\n"
+        "from trainrun.errors import PluginError\n"
+        "class Fails:\n    def __init__(self, kind):\n"
+        "        self.kind = {'key': KeyError, 'plugin': PluginError}[kind]\n"
+        "    def on_gradients(self, run):\n        raise self.kind('square')\n"
     )
-    assert main(["resume", "run", "hook.fails._target_=fails.Fails"]) == 1  # in the first step
+    words = ["resume", "run", "hook.fails._target_=fails.Fails"]
+    refuses([*words, "hook.fails.kind=plugin"], "square; the words of this resume are forgotten")
     assert (own / "run" / "config.yaml").read_text() == config
-    assert main(["resume", "run", "trainer.max_epochs=2"]) == 0
+    assert main([*words, "hook.fails.kind=key", "trainer.max_epochs=2"]) == 1
+    (own / "fails.py").write_text(
+        "class Fails:\n    def __init__(self, kind): ...\n    def on_end(self, run, state): ...\n"
+    )
+    sys.modules.pop("fails")  # mended
+    assert main(["resume", "run"]) == 0
     assert package.load_run(own / "run").config.trainer.max_epochs == 2
     assert not (own / "run" / ".config-before.yaml").exists()
 

@@ -13,6 +13,9 @@ from trainrun.errors import (
     EXIT_INTERRUPTED,
     FULL,
     OF_NAMES,
+    CheckpointError,
+    ConfigError,
+    PluginError,
     SaveError,
     TrainingError,
     TrainrunError,
@@ -58,13 +61,17 @@ def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
 
 
 def on_trial(run: RunDir, state: TrainState) -> Callable[..., bool]:
-    """Let the words of a resume hold. Returns what takes them back where the run fails before its next step is done."""
+    """Let the words of a resume hold. Returns what takes them back and says so, where one is refused before the next
+    step is done."""
     before, step = run.config_before.read_text(encoding="utf-8"), state.step
     run.config_before.unlink()
 
-    def end(kind: type[BaseException] | None, *_: Any) -> bool:
-        if kind is not None and issubclass(kind, Exception) and state.step == step:
+    def end(_: Any, error: BaseException | None, *__: Any) -> bool:
+        if not isinstance(error, ConfigError | PluginError | CheckpointError) or isinstance(error, SaveError):
+            return False
+        if state.step == step and before != run.config.read_text(encoding="utf-8"):
             write_text(run.config_before, before)
+            error.args = (f"{error}; the words of this resume are forgotten",)
         return False  # the exception goes on
 
     return end
