@@ -312,6 +312,7 @@ class MyAdam(Adam):
         (SGD, Adagrad, False),
         (Adam, SGD, False),
         (Adam, MyAdam, True),
+        (MyAdam, Adam, True),
         (SGD, SGD, True),
     ],
 )

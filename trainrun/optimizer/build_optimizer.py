@@ -190,7 +190,7 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
         for group in optimizer.param_groups
     ]
     return {
-        "class": type(optimizer).__name__,
+        "classes": [kind.__name__ for kind in type(optimizer).__mro__],
         "groups": groups,
         "shapes": {name: list(param.shape) for param, name in names.items()},
         "state": {names[key]: value for key, value in optimizer.state.items() if key in names},

@@ -45,7 +45,7 @@ def load_named_optimizer_state(
     is put; None is next to the parameters, where there may be no room for it. added_from: the number of the first
     stored group that code of the run's own has added, of parameters that were frozen; those are added again.
     """
-    _check_class(optimizer, tree.get("class"))
+    _check_class(optimizer, tree.get("classes"))
     num_built = len(optimizer.param_groups)
     if added_from is not None:
         _add_groups(optimizer, model, tree["groups"][added_from:])
@@ -73,13 +73,15 @@ def load_named_optimizer_state(
     optimizer.state.update(copy.deepcopy(tree["others"]))
 
 
-def _check_class(optimizer: Optimizer, stored: str | None) -> None:
-    """Raises CheckpointError if the state is of another optimizer. stored: None of an earlier version of trainrun."""
-    kind = type(optimizer)
-    known = {one.__name__ for one in kind.__mro__} | (AVERAGES.keys() if kind.__name__ in AVERAGES else set())
-    if stored is not None and stored not in known:
+def _check_class(optimizer: Optimizer, stored: list[str] | None) -> None:
+    """Raises CheckpointError if the state is of another optimizer, neither a subclass of this class nor one above it.
+
+    stored: its class and those above; None of an earlier version of trainrun.
+    """
+    known = [kind.__name__ for kind in type(optimizer).__mro__]
+    if stored and stored[0] not in known and known[0] not in stored:
         raise CheckpointError(
-            f"optimizer: the checkpoint has the state of {stored[:LONGEST]}, which {kind.__name__} cannot go on with; "
+            f"optimizer: the checkpoint has the state of {stored[0][:LONGEST]}, which {known[0]} cannot go on with; "
             "use the optimizer of before, or begin a new run with its weights: init_from=RUN_DIR"
         )
 
