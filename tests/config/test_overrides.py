@@ -84,9 +84,19 @@ def test_a_time_that_yaml_reads_as_another_number_is_refused(tmp_path: Path) -> 
     with pytest.raises(
         ConfigError, match="line 3: 1:12:00:00: YAML reads a number to the base 60; write '1:12:00:00'"
     ):
-        compose_run([], tmp_path)
-    recipe.write_text("# @package _global_\ntrainer:\n  max_time: '1:12:00:00'\n")
-    assert compose_run(["experiment=mine"], tmp_path).config.trainer.max_time == "1:12:00:00"
+        compose_run(["experiment=mine"], tmp_path)
+    compose_run([], tmp_path)  # which does not read it
+    for text in ("'1:12:00:00'", "00:12:00:00"):  # the second is text by itself
+        recipe.write_text(f"# @package _global_\ntrainer:\n  max_time: {text}\n")
+        assert compose_run(["experiment=mine"], tmp_path).config.trainer.max_time == text.strip("'")
+
+
+def test_the_lock_of_an_editor_is_no_file_of_configs(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    for name in ("experiment/.#mine.yaml", "experiment/old.yaml", ".#mine.yaml"):
+        (tmp_path / "conf" / name).symlink_to("nothing")
+    (tmp_path / "conf" / "config.yaml").write_text("{}\n")
+    assert len(compose_run([], tmp_path).notes) == 1
 
 
 def test_a_file_of_conf_that_nothing_reads_is_named(tmp_path: Path) -> None:

@@ -106,9 +106,9 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
         path for folder in folders[:-1] for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
     ]
     if files:
-        from trainrun.config.mistakes.messages import limit_fault
+        from trainrun.config.mistakes.messages import base_60_faults, configs, limit_fault
 
-        if broken := [fault for path in files if (fault := limit_fault(path))]:
+        if broken := [fault for path in configs(files) if (fault := limit_fault(path))]:
             faults += broken
             return None
     read = [override for word in opened(words, folders) if (override := read_override(word, faults))]
@@ -123,6 +123,7 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
             choices.append(str(override.input_line))
     cfg = _composed_choices(choices, folders, faults)
     if cfg is not None:
+        faults += base_60_faults(files, folders[:-1], [*choices, *LEFT_OUT]) if files else []
         raise_trackers(cfg)
         if cfg.monitor.tracker is not None:
             add_trackers(cfg, cfg.monitor.tracker)
@@ -225,7 +226,7 @@ def _no_option(override: Override, folders: list[Path]) -> str:
 
 
 def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
-    """A choice that Hydra refuses is explained in `faults`, taken out, and the rest tried again."""
+    """A choice that Hydra refuses is explained in `faults`, taken out of `words`, and the rest tried again."""
     while True:
         try:
             return _hydra_compose(words, folders[:-1])
@@ -241,7 +242,7 @@ def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) 
             faults.append(fault)
             if culprit is None:
                 return None
-            words = [word for word in words if word != culprit]
+            words[:] = [word for word in words if word != culprit]
 
 
 def _hydra_compose(words: list[str], user_dirs: list[Path]) -> DictConfig:

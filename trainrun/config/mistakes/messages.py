@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -32,7 +37,6 @@ KINDS = {
     "bool": "true or false",
 }
 _FILE_FAULT = re.compile(r"In '(.+?)': \w+ raised while composing config:\n(.*)\n\s*full_key: (\S+)")
-BASE_60 = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.\d*)?")
 _NO_SECTION = re.compile(r"In '(.+?)': .*\bis not a subclass of (\w+)\. value: (\S+)", re.DOTALL)
 MAX_NAMES = 12  # that are listed where none is near
 
@@ -222,13 +226,19 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def configs(paths: Iterable[Path]) -> list[Path]:
+    """Those that can be configs: no hidden file, as the lock of an editor, and no link to nothing."""
+    return [path for path in paths if path.is_file() and not path.name.startswith(".")]
+
+
 def unread_files(paths: list[Path]) -> list[str]:
     """A note for each file beside the folders of options that none of their files names."""
-    said = "".join(file.read_text("utf-8", "replace") for file in paths[0].parent.glob("*/*.yaml"))
+    options = configs(paths[0].parent.glob("*/*.yaml"))
+    said = "".join(file.read_text("utf-8", "replace") for file in options)
     return [
         f"{path.parent.name}/{path.name} is not read; move what it sets to {path.parent.name}/experiment/{path.name}, "
         f"with `# @package _global_` as first line, and add experiment={path.stem}"
-        for path in paths
+        for path in configs(paths)
         if not re.search(rf"[-/ ]{re.escape(path.stem)}\b", said)
     ]
 
@@ -238,14 +248,35 @@ def limit_fault(path: Path) -> str:
     try:
         events = list(yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER))
         first = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
-        for event in events:
-            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and BASE_60.fullmatch(event.value):
-                line = event.start_mark.line + 1
-                return f"{path}: line {line}: {event.value}: YAML reads a number to the base 60; write '{event.value}'"
     except ConfigError as error:
         return "" if isinstance(error.__cause__, yaml.YAMLError | OSError) else str(error)
     is_map = first is None or isinstance(first, yaml.MappingStartEvent)
     return "" if is_map else f"{path}: must hold `key: value` lines, not a list or a single value"
+
+
+def base_60_faults(files: list[Path], folders: list[Path], words: list[str]) -> list[str]:
+    """Of those files that Hydra reads for these words, once it has composed them."""
+    odd = {path: fault for path in configs(files) if (fault := _base_60_fault(path))}
+    if not odd:
+        return []
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name="trainrun"):
+        loader = GlobalHydra.instance().config_loader()
+        chosen = loader.compute_defaults_list("trainrun", words, RunMode.RUN).defaults
+    places = {folder / f"{one.config_path}.yaml" for one in chosen for folder in folders}
+    return [fault for path, fault in odd.items() if path in places]
+
+
+def _base_60_fault(path: Path) -> str:
+    """The first time of day or length in a file that YAML takes for a number; empty if there is none, or no YAML."""
+    tag_of = partial(yaml.resolver.Resolver().resolve, yaml.ScalarNode)
+    with suppress(ConfigError):
+        for event in yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER):
+            if not isinstance(event, yaml.ScalarEvent) or not event.implicit[0] or ":" not in event.value:
+                continue
+            if tag_of(event.value, event.implicit).endswith((":int", ":float")):
+                line = event.start_mark.line + 1
+                return f"{path}: line {line}: {event.value}: YAML reads a number to the base 60; write '{event.value}'"
+    return ""
 
 
 def yaml_fault(error: yaml.YAMLError) -> str:
