@@ -127,6 +127,7 @@ def test_what_stands_beside_optimizers_by_name_and_is_for_none_of_them_is_refuse
         ("seed=1", 20),
         ("trainer.max_steps=5000", None),
         ("trainer.max_duration=1e6sample", None),
+        ("trainer.max_duration=2h", 20),  # or cosine would have no length
         ("trainer.max_time=10min", 20),
         ("trainer.max_steps=5000 trainer.max_epochs=20", 20),
         ("trainer.max_steps=5000 experiment=own", 20),

@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.argv import CUSTOM, conf_dir, groups, options
 from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
-from trainrun.limits import ANY, NODES, fits
+from trainrun.limits import ANY, NODES, fits, parse_seconds
 from trainrun.model.choices import WORDS
 
 SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
@@ -136,11 +136,15 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
 
 
 def _fill_epochs(cfg: DictConfig) -> None:
-    """The default number of epochs, unless another limit says how long the run is."""
+    """The default number of epochs, unless another limit says how long the run is, and not by the clock."""
     found = OmegaConf.to_container(cfg.trainer, resolve=False)
     if OmegaConf.is_missing(cfg.trainer, "max_epochs") and isinstance(found, dict):
-        no_other = found["max_steps"] is found["max_duration"] is None
-        cfg.trainer.max_epochs = settings()["trainer.max_epochs"].default if no_other else None
+        lifted = found["max_steps"] is not None
+        try:
+            parse_seconds(found["max_duration"])
+        except ValueError:  # of another unit
+            lifted = True
+        cfg.trainer.max_epochs = None if lifted else settings()["trainer.max_epochs"].default
 
 
 def raise_trackers(cfg: DictConfig) -> None:

@@ -205,8 +205,8 @@ class TrainerConfig:
     """The loop. A step is one optimizer update, everywhere."""
 
     max_epochs: int | None = setting(
-        20, "limit, which max_steps= or max_duration= lifts where nobody sets this one; null: none", at_least=0,
-        aliases=("epochs", "max_epochs", "num_train_epochs"), words=NO_LIMIT,
+        20, "limit, which max_steps=, or max_duration= not by time, lifts where nobody sets this one; null: none",
+        at_least=0, aliases=("epochs", "max_epochs", "num_train_epochs"), words=NO_LIMIT,
     )  # fmt: skip
     max_steps: int | None = setting(
         None, "limit in optimizer updates", at_least=0, aliases=("max_steps",), words=NO_LIMIT

@@ -16,7 +16,7 @@ from trainrun.scheduler.schedule import Curve, Schedule
 from trainrun.scheduler.torch_scheduler import TorchScheduler
 from trainrun.user_code import is_of_torch, named
 
-UNKNOWN_LENGTH = "the number of steps is not known in advance; set trainer.max_steps"
+UNKNOWN_LENGTH = "the number of steps is not known in advance; set trainer.max_steps or trainer.max_epochs"
 # Arguments that mean "the length of the training": filled in where they are None or not given.
 LENGTHS = ("total_steps", "num_training_steps", "T_max")
 LENGTHS_OF_CLASS = {"LinearLR": "total_iters", "PolynomialLR": "total_iters"}
