@@ -158,20 +158,16 @@ def test_a_setting_of_what_is_switched_off_by_its_own_word_is_fine() -> None:
     assert (config.trainer.ema.enabled, config.trainer.ema.decay) == (False, 0.9)
 
 
-def test_a_setting_of_what_is_off_is_refused_in_a_recipe_too(tmp_path: Path) -> None:
+def test_a_recipe_may_switch_off_what_its_base_switches_on(tmp_path: Path) -> None:
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    recipe = "# @package _global_\ntrainer:\n  early_stopping: {patience: 1, monitor: val/loss}\n  ema: {decay: 0.9}\n"
-    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(recipe)
-    with pytest.raises(ConfigError) as caught:
-        compose_run(["experiment=mine"], tmp_path)
-    assert [fault.partition(": does nothing while")[0] for fault in caught.value.faults] == [
-        "trainer.ema.decay=0.9", "trainer.early_stopping.monitor=val/loss", "trainer.early_stopping.patience=1",
-    ]  # fmt: skip
-    words = ["experiment=mine", "trainer.early_stopping=true", "trainer.ema=false"]
-    assert compose_run(words, tmp_path).config.trainer.early_stopping.patience == 1
-    compose_run(
-        ["preset=fast", "checkpoint=false"]
-    )  # the preset's checkpoint.keep_last is none of the user's
+    base = "trainer: {early_stopping: {enabled: true, patience: 7}, ema: {enabled: true, decay: 0.99}}"
+    off = "defaults: [base]\ntrainer: {early_stopping: {enabled: false}, ema: {enabled: false}}"
+    for name, text in (("base", base), ("ablate", off)):
+        (tmp_path / "conf" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+    trainer = compose_run(["experiment=ablate"], tmp_path).config.trainer
+    assert (trainer.early_stopping.enabled, trainer.early_stopping.patience) == (False, 7)
+    with pytest.raises(ConfigError, match="decay=0.9: does nothing while trainer.ema.enabled=false"):
+        compose_run(["experiment=ablate", "trainer.ema.decay=0.9"], tmp_path)
 
 
 @pytest.mark.parametrize("path", ["shard-{000..009}.tar", '"shard-{000..009}.tar"'])

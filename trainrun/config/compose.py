@@ -130,24 +130,20 @@ def _named(option: str, node: Any) -> str:
     return name if target and name.isidentifier() else option
 
 
-def idle_settings(config: RunConfig, overrides: list[str], in_files: bool = True) -> dict[str, str]:
-    """What was given for a section that is off, as the patience of no early stopping; off by its own word is fine.
-
-    in_files: also in the user's YAML files, of a section that is off unless it is switched on.
-    """
+def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
+    """What was typed for a section that is off, as the patience of no early stopping; off by its own word is fine."""
     typed = {word.lstrip("+").partition("=")[0] for word in overrides}
-    faults = {}
+    faults: dict[str, str] = {}
     for section, found in settings().items():
         switch = f"{section}.{found.short}"
         if not found.short or switch in typed or (off := value_of(config, switch)) not in (False, "off"):
             continue
         way = f"add {section}={'true' if off is False else 'model'}, or leave it out"
-        anywhere = in_files and off == settings()[switch].default
-        for key, setting in settings().items():
-            if key.startswith(f"{section}.") and key != switch:
-                value = value_of(config, key)
-                if key in typed or (anywhere and value != setting.default):
-                    faults[key] = f"{key}={value}: does nothing while {switch}={str(off).lower()}; {way}"
+        faults |= {
+            key: f"{key}={value_of(config, key)}: does nothing while {switch}={str(off).lower()}; {way}"
+            for key in settings()
+            if key in typed and key.startswith(f"{section}.")
+        }
     return faults
 
 

@@ -247,7 +247,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     config = follow_path(config, before) if has_moved else config
     config = placed(config, Path.cwd()) if places else config
     faults += check(config)
-    faults += untold(idle_settings(config, words.overrides, in_files=False), faults)
+    faults += untold(idle_settings(config, words.overrides), faults)
     # With its other values it has trained.
     if has_moved:
         from trainrun.config.mistakes.sampling_rules import unread_path
