@@ -102,10 +102,10 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
 
         faults += unread_path(config)
     faults += untold(argument_faults(config) | idle_settings(config, overrides), faults)
-    if needing := NEEDING.intersection(word.lstrip("+").partition("=")[0] for word in overrides):
+    if NEEDING & (typed := {word.lstrip("+").partition("=")[0] for word in overrides}):
         from trainrun.config.mistakes.technique_rules import without_effect
 
-        faults += untold(without_effect(config, needing), faults)
+        faults += untold(without_effect(config, typed), faults)
     if faults:
         raise ConfigError(*faults)
     if config.run_name is None:

@@ -16,7 +16,10 @@ CLASSIFICATION = "trainrun.task.classification.Classification"
 
 
 def without_effect(config: RunConfig, typed: set[str]) -> dict[str, str]:
-    """By key a line for each typed value that changes nothing, because another setting is not there."""
+    """By key a line for each typed value that changes nothing, because another setting is not there.
+
+    typed: all keys of the command line. Where that other one is typed too, as a value of a sweep, nothing is wrong.
+    """
     trainer, data, node = config.trainer, config.data, config.scheduler or {}
     needs = {  # its value, its default, whether it counts, and what would make it
         "trainer.gradient_clip_algorithm": (
@@ -28,11 +31,11 @@ def without_effect(config: RunConfig, typed: set[str]) -> dict[str, str]:
         "scheduler.base_batch_size": (
             node.get("base_batch_size"), 256, node.get("lr_scaling", "none") != "none", "scheduler.lr_scaling=linear"),
     }  # fmt: skip
-    found = {key: needs[key] for key in sorted(typed)}
+    found = {key: needs[key] for key in sorted(typed & needs.keys())}
     return {
         key: f"{key}={value}: does nothing without {needed}; add that, or leave it out"
         for key, (value, default, counts, needed) in found.items()
-        if value != default and not counts
+        if value != default and not counts and needed.partition("=")[0] not in typed
     }
 
 
