@@ -55,10 +55,10 @@ def test_the_word_for_averaged_weights_holds(workdir: Path, capsys: pytest.Captu
     told = "checkpoint step-00000009 holds averaged weights, which trainer.ema=false leaves out"
     assert told in capsys.readouterr().out
     found = []
-    for more in ([], ["trainer.ema=true"], ["trainer.ema=false"]):
+    for more in ([], ["trainer.ema=true"], ["trainer.ema=false"], ["ema.enabled=false"], ["--ema=false"]):
         assert main(["evaluate", "run", "--which", "step-00000009", *more]) == 0
         found.append(capsys.readouterr().out)
-    assert found[0] == found[1] != found[2]
+    assert found[0] == found[1] != found[2] == found[3] == found[4]
     assert main(["evaluate", "run", "--which", "step-00000010", "trainer.ema=true"]) == 2
     assert "trainer.ema=true: checkpoint step-00000010 holds no averaged weights" in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.aliases import aliases, say_once, target_of_today
-from trainrun.config.argv import conf_dir, groups, split_command_line, translate
+from trainrun.config.argv import CommandLine, conf_dir, groups, split_command_line, translate
 from trainrun.config.compose import SEAL, idle_settings, of_today, untold
 from trainrun.config.overrides import (
     add_trackers,
@@ -206,6 +206,13 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     return with_overrides(plain_config(path), path, overrides)
 
 
+def translated(overrides: list[str]) -> CommandLine:
+    """The words for a saved run, by the names of today."""
+    words = split_command_line(overrides)
+    translate(words, lambda *_: False, lambda name: False)
+    return words
+
+
 def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], measured: str = "") -> RunConfig:
     """The config that `path` holds as plain values, with the overrides of a command line.
 
@@ -225,8 +232,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
         raise ConfigError(f"{path}: not a config of a run ({key}: {_first_line(error)})") from error
     assert isinstance(cfg, DictConfig)
     raise_trackers(cfg)
-    words = split_command_line(overrides)
-    translate(words, lambda *_: False, lambda name: False)
+    words = translated(overrides)
     faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
     wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
     faults += wrong.values()

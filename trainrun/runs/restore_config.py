@@ -14,6 +14,7 @@ from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.reading import Loaded, read_checkpoint
 from trainrun.checkpoint.weights import place_of_base
+from trainrun.config.saved_config import translated
 from trainrun.config.schema import RunConfig, plain, with_values
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
@@ -44,13 +45,11 @@ def parts_of(
     """
     config = trusted_config(run_dir, overrides, trust, measured)
     check_found(run_dir, plain(config))
-    typed = any(word.partition("=")[0] in ("trainer.ema", "trainer.ema.enabled") for word in overrides)
-    averaged = config.trainer.ema.enabled if typed else None
+    typed = {word.lstrip("+").partition("=")[0] for word in translated(overrides).overrides}
+    averaged = config.trainer.ema.enabled if typed & {"trainer.ema", "trainer.ema.enabled"} else None
     # the averaged weights are loaded into the model itself
     config = with_values(config, {"trainer.ema.enabled": False})
-    listed = (
-        config.parallel.devices if any(word.startswith("parallel.devices=") for word in overrides) else "auto"
-    )
+    listed = config.parallel.devices if "parallel.devices" in typed else "auto"
     device = choose_device(
         config.parallel.accelerator, devices=listed
     )  # the saved ones may be of another machine
