@@ -255,7 +255,7 @@ def limit_fault(path: Path) -> str:
 
 
 def base_60_faults(files: list[Path], folders: list[Path], words: list[str]) -> list[str]:
-    """Of those files that Hydra reads for these words, once it has composed them."""
+    """What is wrong so in those files that Hydra reads for these words, once it has composed them."""
     odd = {path: fault for path in configs(files) if (fault := _base_60_fault(path))}
     if not odd:
         return []
