@@ -188,6 +188,11 @@ class Odd(Net):
         return self.temperature
 
 
+class SavesItself(Net):
+    def state_dict(self):
+        return torch.nn.Module.state_dict(self)
+
+
 class Knows(Net):
     seen_temperatures = ()
 
@@ -298,6 +303,7 @@ def test_state_in_no_checkpoint_is_named_once_and_refused_at_a_resume(
         (["model=own.Net", "model.keeps=teacher"], "model: Net: (teacher)"),
         (["hook.swa._target_=own.Averages"], "hook.swa: Averages: (average)"),
         (["model=own.Net", "hook.a._target_=own.Looks", "trainer.ema=true"], ""),
+        (["model=own.SavesItself", "model.keeps=mean"], ""),
         (["model=own.Knows", "model.keeps=temperature"], ""),
     ],
 )

@@ -348,10 +348,13 @@ def held_by(owner: Any) -> dict[str, Any]:
 
 def parts_of(model: nn.Module) -> set[int]:
     """Its modules, and what a checkpoint holds of them."""
-    return {
-        id(part)
-        for part in (*model.modules(), *model.parameters(), *model.state_dict(keep_vars=True).values())
-    }
+    buffers = (
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+    return {id(part) for part in (*model.modules(), *model.parameters(), *buffers)}
 
 
 def tensors_of(task: Any, model: nn.Module) -> dict[str, str]:
