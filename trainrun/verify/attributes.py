@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainrun.training.checks.task_watch import DEEPEST, comparable, digest, held_by, parts_of
+from trainrun.training.checks.task_watch import comparable, digest, held_by, parts_of
 from trainrun.training.components import Components
 from trainrun.training.task_calls import saves_itself
 
@@ -25,7 +25,7 @@ def attributes_of(run: Components) -> dict[str, str]:
         owners["optimizer"] = run.optimizer
     known = parts_of(run.model)
     found = {
-        f"{at}.{name}": comparable(value, known, DEEPEST, exact)
+        f"{at}.{name}": comparable(value, known, exact)
         for at, owner in owners.items()
         for name, value in held_by(owner).items()
         if name not in KEPT

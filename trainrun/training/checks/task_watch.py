@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainrun.interfaces import KeepsState
+from trainrun.training.checks.names_read import names_read
 from trainrun.user_code import is_users_class
 
 MOST_STEPS = 50  # without a log point
@@ -32,12 +33,14 @@ NORMED_CALLS = (
     2  # in which contents are compared as well: `parameter.data` changes them without a new version
 )
 DEEPEST = 6
-MOST_ENTRIES = 1000  # of one container
+MOST_ENTRIES = 10_000  # of an attribute, with all that it holds
 MOST_ATTRIBUTES = 10_000  # of all modules together
 MOST_NUMBERS = 1 << 20  # of one tensor; of a larger one a sample is looked at
+FIRST_NUMBERS = 1000  # of a tensor
 NAMED = 3  # parameters in a message
 PARAMETERS = "parameters of the model"
 OF_MODULES = frozenset(vars(nn.Module()))
+NUMBERS = (bool, int, float, complex, str, bytes)
 Tell = Callable[[Tensor], Any]
 
 
@@ -199,8 +202,9 @@ class Unsaved:
     """What changes in attributes of the user's modules and of hooks, where no checkpoint holds it.
 
     run: the `Components`. Hooks with a `state_dict` of their own, and modules with `get_extra_state`, are left out. Of
-    a module only counts what was there before its first forward in the same shape: caches, and what each forward
-    leaves for others to read, are no state.
+    a module only counts what was there before its first forward in the same shape, and what code of the model reads:
+    caches, and what each forward leaves for others to read, are no state. Nor are plain numbers of a hook, as times and
+    counters.
     """
 
     def __init__(self, run: Any) -> None:
@@ -243,12 +247,16 @@ class Unsaved:
             if hook is None:
                 way = "keep it in a buffer (register_buffer), or in a tensor of get_extra_state()"
                 found = [name for name in found if is_state(*(one.get(name) for one in (first, before, now)))]
+                read = names_read(self._model) if found else set()
+                found = [name for name in found if read is None or name.rpartition(".")[2] in read]
+            else:
+                found = [name for name in found if not of_numbers(held_by(hook).get(name))]
             if found:
                 name = type(hook or self._model).__name__
                 self._lost[owner] = f"{owner}: {name} ({few(found)})"
                 self._note(
-                    f"{owner}: {name}: keeps what no checkpoint holds ({few(found)}), and a resume begins it anew; "
-                    + way
+                    f"{owner}: {name}: keeps what no checkpoint holds ({few(found)}), and a resume begins it anew, so "
+                    f"that may not be the run that never stopped, if its results depend on it; {way}"
                 )
 
     @torch.no_grad()
@@ -261,7 +269,7 @@ class Unsaved:
         known = {id(part) for part in (*vars(self._run).values(), *self._hooks.values())}
         known |= parts_of(self._model) | parts_of(self._run.averaged)
         return {
-            owner: {key: comparable(value, known, DEEPEST) for key, value in values.items()}
+            owner: {key: comparable(value, known) for key, value in values.items()}
             for owner, values in held.items()
         }
 
@@ -283,6 +291,16 @@ def is_state(*values: Any) -> bool:
     """Whether an attribute held the same kind of thing each time: a tensor of one shape, so many entries, a number."""
     kinds = {str(one[0]) if isinstance(one, tuple) else "" for one in values}
     return len(kinds) == 1 and None not in values and "None" not in values
+
+
+def of_numbers(value: Any) -> bool:
+    """Whether a value holds plain numbers and texts alone."""
+    return all(
+        leaf is None
+        or isinstance(leaf, (*NUMBERS, np.generic))
+        or (isinstance(leaf, Tensor) and not leaf.ndim)
+        for leaf in islice(walk(value, set()), MOST_ENTRIES)
+    )
 
 
 def few(names: list[str]) -> str:
@@ -334,7 +352,7 @@ def values_of(task: Any, model: nn.Module) -> dict[str, Any]:
     """What each attribute of the task holds, in a form that can be compared; what the model holds is left out."""
     known = parts_of(model)
     held = {name: value for name, value in held_by(task).items() if name != "step"}
-    return {name: comparable(value, known, DEEPEST) for name, value in held.items()}
+    return {name: comparable(value, known) for name, value in held.items()}
 
 
 def held_by(owner: Any) -> dict[str, Any]:
@@ -363,7 +381,7 @@ def tensors_of(task: Any, model: nn.Module) -> dict[str, str]:
     found = {}
     for name, value in vars(task).items() if hasattr(task, "__dict__") else ():
         held = [one for one in tensors_in(value, known) if checksum(one) is not None]
-        firsts = [one.detach().flatten()[:MOST_ENTRIES].cpu().contiguous() for one in held]
+        firsts = [one.detach().flatten()[:FIRST_NUMBERS].cpu().contiguous() for one in held]
         if held:
             found[name] = digest(b"".join(one.view(torch.uint8).numpy().tobytes() for one in firsts))
     return found
@@ -384,11 +402,60 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     )  # one that is new holds nothing to compare but itself
 
 
-def comparable(value: Any, known: set[int], depth: int, tell: Tell | None = None) -> Any:
-    """Equal for equal contents; None for what keeps no state that could be told. tell: of a tensor, as `checksum`."""
-    if id(value) in known or depth == 0:
+def comparable(value: Any, known: set[int], tell: Tell | None = None) -> Any:
+    """Equal for equal contents; None for what keeps no state that could be told, or more than MOST_ENTRIES.
+
+    tell: of a tensor, as `checksum`.
+    """
+    if id(value) in known:
         return None
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+    inner = inside(value)
+    if inner is None or len(inner) > MOST_ENTRIES:
+        return plain(value, tell)
+    whole = hashlib.blake2b(digest_size=12)
+    for entry, leaf in enumerate(walk(value, known)):
+        if entry == MOST_ENTRIES:
+            return None
+        whole.update(repr(plain(leaf, tell)).encode())
+    return len(inner), whole.hexdigest()
+
+
+def walk(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Sizes, keys, and what holds nothing else; None for what is known."""
+    if id(value) in known or id(value) in above or len(above) == DEEPEST:
+        yield None
+        return
+    inner = inside(value)
+    if inner is None:
+        yield value
+        return
+    yield len(inner)
+    for key, item in inner.items() if isinstance(inner, Mapping) else enumerate(inner):
+        if isinstance(inner, Mapping):
+            yield repr(key)
+        yield from walk(item, known, (*above, id(value)))
+
+
+def inside(value: Any) -> Mapping[Any, Any] | list[Any] | tuple[Any, ...] | deque[Any] | None:
+    """What `value` holds, if it holds others."""
+    if value is None or isinstance(value, (*NUMBERS, Tensor, type)):
+        return None
+    if isinstance(value, nn.Module):
+        return dict(value.named_parameters()) | dict(value.named_buffers())
+    if isinstance(value, Mapping | list | tuple | deque):
+        return value
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, islice(value, MOST_ENTRIES + 1)))
+    if callable(value):
+        return None
+    if isinstance(value, KeepsState):  # optimizers and torch's schedulers
+        return value.state_dict()
+    return vars(value) if is_users_class(type(value)) and hasattr(value, "__dict__") else None
+
+
+def plain(value: Any, tell: Tell | None) -> Any:
+    """What can be compared, of a value that holds no others."""
+    if value is None or isinstance(value, NUMBERS):
         return repr(value)
     if isinstance(value, Tensor):
         return (tell or checksum)(value)
@@ -400,25 +467,7 @@ def comparable(value: Any, known: set[int], depth: int, tell: Tell | None = None
         return digest(repr(value.getstate()).encode())
     if isinstance(value, np.random.Generator):
         return digest(repr(value.bit_generator.state).encode())
-    if isinstance(value, nn.Module):
-        inner: Any = dict(value.named_parameters()) | dict(value.named_buffers())
-    elif isinstance(value, Mapping):
-        inner = value
-    elif isinstance(value, list | tuple | deque):
-        inner = dict(enumerate(islice(value, MOST_ENTRIES)))
-    elif isinstance(value, set | frozenset):
-        return repr(sorted(map(repr, value)))
-    elif isinstance(value, type) or callable(value):
-        return None
-    elif isinstance(value, KeepsState):  # optimizers and torch's schedulers
-        inner = value.state_dict()
-    elif is_users_class(type(value)) and hasattr(value, "__dict__"):
-        inner, known = vars(value), known | {id(value)}
-    else:
-        return None
-    entries = islice(inner.items(), MOST_ENTRIES)
-    size = len(value) if isinstance(value, list | tuple | deque) else len(inner)
-    return size, [(repr(key), comparable(item, known, depth - 1, tell)) for key, item in entries]
+    return None
 
 
 def checksum(tensor: Tensor) -> tuple[tuple[int, ...], str] | None:

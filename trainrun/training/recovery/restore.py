@@ -77,8 +77,8 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         run.monitors.note(told)
     if anew := kept.get("anew"):
         run.monitors.note(
-            f"checkpoint {place} does not hold what changed in {', '.join(anew)}: that begins anew, so this is not the "
-            "run that never stopped"
+            f"checkpoint {place} does not hold what changed in {', '.join(anew)}: that begins anew, so this may not be "
+            "the run that never stopped, if its results depend on it"
         )
     run.task_calls.held = kept.get("held", {})
     run.hooks.load_state_dict(place, {**shared, **(own or {})}.get("hooks", {}))
