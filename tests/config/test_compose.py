@@ -160,7 +160,9 @@ def test_a_setting_of_what_is_switched_off_by_its_own_word_is_fine() -> None:
 
 def test_what_another_setting_needs_may_stand_beside_it_in_a_sweep() -> None:
     words = ["trainer.gradient_clip_val=null", "trainer.gradient_clip_algorithm=value"]
-    compose_run([*words, "scheduler.lr_scaling=none", "scheduler.base_batch_size=512"])
+    config = compose_run([*words, "scheduler.lr_scaling=none", "scheduler.base_batch_size=512"]).config
+    assert config.trainer.gradient_clip_algorithm == "value"
+    assert config.scheduler["base_batch_size"] == 512
 
 
 def test_a_recipe_may_switch_off_what_its_base_switches_on(tmp_path: Path) -> None:

@@ -113,9 +113,8 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
                 collected.setdefault(name, []).append(column.detach().cpu())
     found = {name: joined(chunks) for name, chunks in collected.items()}
     index = found.get("index")
-    if index is not None and bool(
-        (index.diff() == 0).any()
-    ):  # of data.truncate=split, in the order of the data
+    # a number twice: of data.truncate=split, in the order of the data
+    if index is not None and bool((index.diff() == 0).any()):
         piece = torch.arange(len(index)) - torch.searchsorted(index, index)
         found = {"index": index, "piece": piece, **found}
     return found

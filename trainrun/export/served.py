@@ -123,9 +123,8 @@ def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Load
         raise no_split(there, split)
     source = sources[split]
     task = build_task(config, facts_of_all(sources, build_transform(config, "train")))
-    calls = TaskCalls(
-        task, model, Place(config.seed or 0, 0, CPU), None
-    )  # gives it `info`, where it takes that
+    # gives it `info`, where it takes that
+    calls = TaskCalls(task, model, Place(config.seed or 0, 0, CPU), None)
     give_task_state(task, calls, loaded, CPU)
     options = stream_options(config, alone, split, lambda line: None)
     beside = (LatentNoise, SampleNumbers, WordDropout)  # inputs of the graph where the network takes them

@@ -173,9 +173,8 @@ def measured(parts: Components) -> CostAndWorth:
 def compare_with(run: RunDir, before: CostAndWorth, parts: Components) -> int:
     """Load the new run, and say what it costs and gives beside the old one."""
     again, _ = parts_of(run, checkpoint_of(run, None), AS_IT_IS, trust=True)
-    again.task_calls.start(
-        parts.task_calls.place
-    )  # a loss that depends on the step is compared at the same one
+    # a loss that depends on the step is compared at the same one
+    again.task_calls.start(parts.task_calls.place)
     say_both(before, measured(again), parts)
     close(parts)
     close(again)

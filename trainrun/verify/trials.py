@@ -208,11 +208,7 @@ def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) 
 
 def following_steps(scheduler: Any) -> Any:
     """The schedule as far as it follows the steps alone, and not the batch size or a metric."""
-    if (
-        not scheduler
-        or scheduler.get("metric")
-        or str(scheduler.get("_target_")).endswith("ReduceLROnPlateau")
-    ):
+    if not scheduler or scheduler.get("metric") or scheduler["_target_"].endswith(".ReduceLROnPlateau"):
         return None
     fixed = {**scheduler, "lr_scaling": "none"}
     if any(fixed.pop(name, None) for name in WARMUPS):

@@ -155,10 +155,8 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # how torch ha
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 LEAVES = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, type, ModuleType, FunctionType)
-MOST_OBJECTS, MOST_PARTS = (
-    2000,
-    48,
-)  # looked at, and of one container: a list of a million names is not walked through
+MOST_OBJECTS = 2000  # looked at
+MOST_PARTS = 48  # of one container: a list of a million names is not walked through
 
 
 def kept_generators(source: Any) -> list[tuple[str, Any]]:

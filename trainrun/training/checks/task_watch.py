@@ -209,14 +209,12 @@ class Unsaved:
 
     def __init__(self, run: Any) -> None:
         self._run, self._model, self._note = run, run.model, run.monitors.note
-        self._modules, self._hooks = (
-            users_modules(run.model),
-            {
-                key: hook
-                for key, hook in run.hooks.by_key.items()
-                if not isinstance(hook, KeepsState) and not type(hook).__module__.startswith("trainrun.")
-            },
-        )
+        self._modules = users_modules(run.model)
+        self._hooks = {
+            key: hook
+            for key, hook in run.hooks.by_key.items()
+            if not isinstance(hook, KeepsState) and not type(hook).__module__.startswith("trainrun.")
+        }
         self._lost: dict[str, str] = {}
         self._steps = 0
         self._first = self._before = self._values()
