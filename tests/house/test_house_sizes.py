@@ -1,4 +1,4 @@
-"""Functions have at most 80 lines; a longer one is listed here with its reason. The top level of the project is short."""
+"""Functions have at most 80 lines; a longer one is listed with its reason. The top level of the project is short."""
 
 from __future__ import annotations
 
