@@ -258,12 +258,10 @@ def test_a_run_that_trained_without_checkpoints_is_not_taken_away_by_other_words
     assert main(words) == 0
     status = json.loads(Path("r/status.json").read_text())
     Path("r/status.json").write_text(json.dumps(status | {"state": "stopped"}))
-    Path("r/unsent.json").write_text('{"csv": 1.0}')
     rows = Path("r/metrics.jsonl").read_bytes()
     refuses([*words, "optimizer.lr=0.5"], "holds a run already, which has optimizer.lr=0.001 (here 0.5)")
     assert Path("r/metrics.jsonl").read_bytes() == rows
     assert main(words) == 0
-    assert not Path("r/unsent.json").exists()
 
 
 def test_a_name_with_a_slash_stays_below_outputs(project: Path) -> None:
@@ -279,7 +277,6 @@ def test_files_that_no_run_made_stay_as_they_are(project: Path, refuses: Callabl
         "environment.json",
         "report.html",
         "plots/loss.png",
-        "unsent.json",
     ):
         folder = project / name.partition(".")[0]
         (folder / name).parent.mkdir(parents=True)

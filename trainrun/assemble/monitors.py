@@ -61,12 +61,11 @@ class Listeners:
             return []
         from trainrun.instantiate import build
         from trainrun.monitor.tracker import Tracker
-        from trainrun.trackers.sender import listening
+        from trainrun.trackers.sender import wrap_service
 
         def tracker(node: dict[str, Any], key: str) -> Tracker:
             built = build(node, key)
-            listens = listening(built, node, key, self._run)
-            return Tracker(listens, key, stops, self._note, type(built).__name__)
+            return Tracker(wrap_service(built, key, self._run), key, stops, self._note, type(built).__name__)
 
         nodes = {f"monitor.{name}": node for name, node in wanted.listeners.items()}
         stops = wanted.on_error == "raise"

@@ -101,13 +101,13 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
 
 
 def send(run: RunDir, names: list[str], trust: bool) -> None:
-    """To each tracker by its name in `monitor`, with the arguments that the run has for it."""
+    """Send all rows of a run to each named tracker, with the arguments that the run has for that tracker."""
     from trainrun.config.overrides import tracker_nodes
     from trainrun.monitor.metric_rows import read_rows
     from trainrun.plots.history import read_config
     from trainrun.runs.lock import only_writer
     from trainrun.runs.run_folder import read_identity
-    from trainrun.trackers.resend import resend
+    from trainrun.trackers.sender import send_all
 
     config, known = read_config(run), tracker_nodes()
     own = {name: node for name, node in config.get("monitor", {}).items() if isinstance(node, dict)}
@@ -119,9 +119,8 @@ def send(run: RunDir, names: list[str], trust: bool) -> None:
     facts |= {"folder": str(run.root), "config": config}
     for name in names:
         with only_writer(run):
-            count = resend(run, name, (known | own)[name], facts, rows)
-        had = f"{name}: has every row already; {run.unsent} says so, and without that file all are sent again"
-        say(f"{name}: {counted(count, 'row')} sent" if count else had)
+            count = send_all(run, name, (known | own)[name], facts, rows)
+        say(f"{name}: {counted(count, 'row')} sent")
 
 
 def find_run(folder: str) -> RunDir:

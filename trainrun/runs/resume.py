@@ -86,7 +86,7 @@ def readable_config(run: RunDir) -> dict[str, Any]:
 def check_ours(run: RunDir) -> None:
     """Raises ConfigError if files lie in the place of a run's and no run made them: they are not ours to replace."""
     places = (
-        run.config, run.overrides, run.environment, run.metrics, run.samples, run.pictures, run.tokenizer, run.unsent,
+        run.config, run.overrides, run.environment, run.metrics, run.samples, run.pictures, run.tokenizer,
         run.status, run.log, run.report, *run.plots.glob("*.png"),
     )  # fmt: skip
     taken = [str(path.relative_to(run.root)) for path in places if path.exists()]
@@ -219,7 +219,6 @@ def forget_failure(run: RunDir) -> bool:
         run.metrics,
         run.log,
         run.status,
-        run.unsent,
         run.config_before,
         run.config,
     ):  # the last: until then it is all forgotten again

@@ -61,7 +61,6 @@ class RunDir:
     job = _Inside(".job.json")  # what the ranks are told besides the config; there while a run is going on
     metrics = _Inside("metrics.jsonl")  # one JSON object a line, append only
     tokenizer = _Inside("tokenizer.json")  # that was trained for this run (data.train.tokenizer=bpe:N)
-    unsent = _Inside("unsent.json")  # since when a tracker did not get the rows
     samples = _Inside("samples.safetensors")  # a few predictions with their inputs, for the grid of pictures
     pictures = _Inside("pictures.safetensors")  # what the task drew at the newest validation
     status = _Inside("status.json")  # running, done, stopped or failed, and why

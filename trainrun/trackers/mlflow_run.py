@@ -23,8 +23,6 @@ AT_ONCE = 100  # parameters of one call
 class MlflowRun:
     """A service: `monitor.tracker=mlflow`. tracking_uri: null is MLFLOW_TRACKING_URI, or MLflow's own default."""
 
-    apart = True
-
     def __init__(self, tracking_uri: str | None = None, experiment: str = "trainrun") -> None:
         needed("mlflow", "mlflow")
         self._uri, self._experiment = tracking_uri, experiment
@@ -35,7 +33,7 @@ class MlflowRun:
         """The run with our id, or a new one."""
         os.environ.setdefault(
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"
-        )  # of its own: minutes; rows are tried again by us
+        )  # of its own: minutes; the sender tries a row again
         from mlflow import MlflowClient
         from mlflow.entities import Param
 

@@ -1,7 +1,8 @@
-"""A bounded queue and a thread between a run and a service: whatever the service does, the run neither waits nor ends.
+"""A bounded queue and a thread between a run and a tracking service.
 
-A row that the service refuses is tried again, later each time; what could not be sent in the end is counted, and
-`unsent.json` of the run folder says since when, so that `trainrun report RUN --to NAME` can send it.
+The training neither waits for the service nor fails with it. A row that the service refuses is tried again, with a
+longer pause each time. Rows that were not sent are counted. `trainrun report RUN --to NAME` sends all rows of a run
+again, from `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -11,175 +12,205 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any, Protocol, runtime_checkable
 
-from trainrun.errors import ANY_FAULT
+from trainrun.errors import ANY_FAULT, TrainrunError
+from trainrun.instantiate import build
 from trainrun.interfaces import RunFacts
 from trainrun.output import counted
-from trainrun.runs.run_folder import RunDir, read_json, write_json
+from trainrun.runs.run_folder import RunDir
 
-MOST_WAITING = 10_000  # rows: an hour and more of a usual run
-CLOSE_SECONDS = 8.0  # what the end of a run waits for a service
-TRIES, LONGEST_PAUSE = 3, 30.0  # of one row; between tries, in seconds
-PLACES = ("step", "epoch", "time")  # of a row, and no curves
-SCALARS = ("train", "eval", "test", "hardware", "vae")
-SENT = (*SCALARS, "ledger", "note", "histogram", "picture")
+MAX_WAITING_ROWS = 10_000  # an hour or more of a usual run
+CLOSE_SECONDS = 8.0  # how long the end of a run waits for a service
+TRIES = 3  # attempts to send one row
+MAX_PAUSE_SECONDS = 30.0  # between two attempts
+POSITION_KEYS = ("step", "epoch", "time")  # of a row; they are no curves
+SCALAR_KINDS = ("train", "eval", "test", "hardware", "vae")
+SENT_KINDS = (*SCALAR_KINDS, "ledger", "note", "histogram", "picture")
 
 
 @runtime_checkable
 class Service(Protocol):
-    """Where rows are sent; called by one thread, in the order of rows. Any method may fail or hang.
+    """A place that rows are sent to. One thread calls it, in the order of the rows. Any method may fail or hang.
 
-    A service of one's own (`monitor.NAME._target_`) has these methods in place of those of a `Monitor`. With an
-    attribute `apart = True` it lives in a process of its own, which is ended where it hangs.
+    A service of your own (`monitor.NAME._target_`) has these methods in place of those of a `Monitor`.
     """
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
-        """run: name, run_id (the same after a resume), folder, config. step: above 0 after a resume."""
+        """Begin or continue a run.
+
+        Args:
+            run: name, run_id (the same after a resume), folder, config.
+            step: the step that the run continues from; 0 for a new run, and when all rows are sent again.
+        """
 
     def scalars(self, values: Mapping[str, float], step: int, seconds: float) -> None:
-        """Numbers of one step. seconds: since 1970."""
+        """Send the numbers of one step. seconds: since 1970."""
 
     def text(self, name: str, text: str, step: int) -> None: ...
 
     def histogram(self, name: str, low: float, high: float, counts: list[int], step: int) -> None:
-        """Counts in equal bins from low to high."""
+        """Send the counts in equal bins from low to high."""
 
     def picture(self, name: str, path: str, step: int) -> None:
-        """A PNG file."""
+        """Send a PNG file."""
 
     def finish(self) -> None:
         """Return when everything has arrived."""
 
 
 class Sender:
-    """A tracker that hands what it gets to a service."""
+    """A tracker that hands its rows to a service, through a queue and a thread."""
 
     def __init__(self, service: Service, key: str, run: RunDir) -> None:
-        self._service, self._key, self._run, self._patience = service, key, run, CLOSE_SECONDS
+        self._service, self._key, self._run = service, key, run
+        self._close_seconds = CLOSE_SECONDS
         self._name = key.partition(".")[2]
         self._waiting: deque[dict[str, Any]] = deque()
         self._changed = threading.Condition()
         self._closing = self._finished = False
-        self._until = 0.0
-        self._fault: BaseException | None = None  # told with the next row, on the thread that trains
-        self._lost, self._lost_since, self._why, self._step, self._fails = 0, math.inf, "", 0, 0
+        self._deadline = 0.0
+        self._fault: BaseException | None = None  # raised with the next row, on the thread that trains
+        self._num_lost, self._reason, self._step, self._num_failures = 0, "", 0, 0
         self._thread: threading.Thread | None = None
 
     def on_start(self, facts: RunFacts, step: int) -> None:
         self._step = step
-        self._lost_since = missing_since(
-            self._run, self._name, step
-        )  # an earlier session's are still to send
-        self._began = min(time.time(), self._lost_since)
-        mark(self._run, self._name, self._began)  # until the end says otherwise
-        told = {name: getattr(facts, name) for name in ("name", "run_id", "folder")}
-        told["config"] = dict(facts.config)
+        run = {name: getattr(facts, name) for name in ("name", "run_id", "folder")}
+        run["config"] = dict(facts.config)
         self._thread = threading.Thread(
-            target=self._work, args=(told, step), name=f"trainrun-{self._name}", daemon=True
+            target=self._work, args=(run, step), name=f"trainrun-{self._name}", daemon=True
         )
         self._thread.start()
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._step = row["step"]
-        if row["kind"] not in SENT:
+        if row["kind"] not in SENT_KINDS:
             return
         with self._changed:
             if self._closing:
                 return
-            if len(self._waiting) < MOST_WAITING:
+            if len(self._waiting) < MAX_WAITING_ROWS:
                 self._waiting.append(row)
                 self._changed.notify()
             else:
-                self._lose(row)
+                self._num_lost += 1
             fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Pictures are drawn by now."""
-        for path in sorted(self._run.plots.glob("[!.]*.png")):
-            self.on_row({"kind": "picture", "step": self._step, "time": time.time(), "path": str(path)})
-        self._begin_end()
+        """Queue the pictures of the run, which exist by now."""
+        for row in picture_rows(self._run, self._step, time.time()):
+            self.on_row(row)
+        self._start_closing()
 
-    def _begin_end(self) -> None:
+    def _start_closing(self) -> None:
         """Start the clock: several trackers end at the same time."""
         with self._changed:
-            self._until = self._until or time.monotonic() + self._patience
+            self._deadline = self._deadline or time.monotonic() + self._close_seconds
             self._closing = True
             self._changed.notify()
 
     def close(self) -> str:
-        """Return what to tell of rows that were not sent; empty if all were."""
+        """Return a message about rows that were not sent; "" if all were sent."""
         if self._thread is None:
             return ""
-        self._begin_end()
-        self._thread.join(max(self._until - time.monotonic(), 0.0))
+        self._start_closing()
+        self._thread.join(max(self._deadline - time.monotonic(), 0.0))
         with self._changed:
-            for row in self._waiting:
-                self._lose(row)
-            lost, since = self._lost, self._lost_since
-            if hangs := self._thread.is_alive():
-                self._why = self._why or f"no answer within {self._patience:g} s"
-        if hangs:
-            getattr(self._service, "kill", lambda: None)()
-        mark(self._run, self._name, since if self._finished else self._began, time.time(), self._step)
-        if self._finished and not lost and math.isinf(since):
-            return ""
-        what = f"{counted(lost, 'row')} not sent" if lost else "it is not known whether every row has arrived"
-        self._why = self._why or "those of an earlier session"
-        return (
-            f"{self._key}: {what} ({self._why}); to send: "
-            f"trainrun report {quote(str(self._run.root))} --to {self._name}"
-        )
-
-    def _lose(self, row: Mapping[str, Any]) -> None:
-        self._lost, self._lost_since = self._lost + 1, min(self._lost_since, row["time"])
+            num_lost = self._num_lost + len(self._waiting)
+            if self._thread.is_alive():
+                self._reason = self._reason or f"no answer within {self._close_seconds:g} s"
+            if self._finished and not num_lost:
+                return ""
+            missing = f"{counted(num_lost, 'row')} not sent" if num_lost else "the last rows may be missing"
+            return (
+                f"{self._key}: {missing} ({self._reason}); to send all rows again: "
+                f"trainrun report {quote(str(self._run.root))} --to {self._name}"
+            )
 
     def _work(self, run: Mapping[str, Any], step: int) -> None:
-        if not self._tried(lambda: self._service.open(run, step), math.inf):
+        if not self._try_repeatedly(lambda: self._service.open(run, step), math.inf):
             return
-        while (row := self._next()) is not None:
-            sent = self._tried(partial(deliver, self._service, row), TRIES)
+        while (row := self._wait_for_row()) is not None:
+            sent = self._try_repeatedly(partial(send_row, self._service, row), TRIES)
             with self._changed:
-                if not sent and self._closing:  # no time for the others
+                if not sent and self._closing:  # no time is left for the other rows
                     return
                 self._waiting.popleft()
-                if not sent:
-                    self._lose(row)
-        self._finished = self._tried(self._service.finish, 1)
+                self._num_lost += not sent
+        self._finished = self._try_repeatedly(self._service.finish, 1)
 
-    def _next(self) -> dict[str, Any] | None:
+    def _wait_for_row(self) -> dict[str, Any] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             return self._waiting[0] if self._waiting else None
 
-    def _tried(self, work: Callable[[], None], most: float) -> bool:
-        """Whether it succeeded at last."""
+    def _try_repeatedly(self, work: Callable[[], None], max_tries: float) -> bool:
+        """Return whether `work` succeeded within so many tries, or before the run ended."""
         for attempt in itertools.count(1):
             try:
                 work()
             except ANY_FAULT as error:  # of foreign code
-                self._fails += 1
+                self._num_failures += 1
                 with self._changed:
-                    self._fault = self._fault if self._why else error  # the first is told
-                    self._why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                    if self._closing or attempt >= most:
+                    if not self._reason:
+                        self._fault = error  # only the first fault is reported
+                    self._reason = one_line(error)[:200]
+                    if self._closing or attempt >= max_tries:
                         return False
-                    pause = min(0.5 * 2.0 ** min(self._fails, 9), LONGEST_PAUSE)
+                    pause = min(0.5 * 2.0 ** min(self._num_failures, 9), MAX_PAUSE_SECONDS)
                     self._changed.wait_for(lambda: self._closing, pause)
             else:
-                self._fails = 0
+                self._num_failures = 0
                 return True
         raise AssertionError
 
 
-def deliver(service: Service, row: Mapping[str, Any]) -> None:
-    """What a service makes of a row; kinds that hold nothing for one are left out."""
+def send_all(
+    run: RunDir,
+    name: str,
+    node: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    rows: Iterable[Mapping[str, Any]],
+) -> int:
+    """Send all rows and pictures of a run to the service that `node` builds; return how many were sent.
+
+    facts: see `Service.open`. Raise TrainrunError if the service fails.
+    """
+    sent_rows = [row for row in rows if row["kind"] in SENT_KINDS]
+    last: Mapping[str, Any] = sent_rows[-1] if sent_rows else {"step": 0, "time": 0.0}
+    sent_rows += picture_rows(run, last["step"], last["time"])
+    service = build(dict(node), f"monitor.{name}")
+    if not isinstance(service, Service):
+        raise TrainrunError(
+            f"--to {name}: {node.get('_target_')} is no service; it has no open, scalars, finish"
+        )
+    try:
+        service.open(facts, 0)
+        for row in sent_rows:
+            send_row(service, row)
+        service.finish()
+    except ANY_FAULT as error:  # of foreign code
+        raise TrainrunError(f"--to {name}: {one_line(error)[:300]}") from error
+    return len(sent_rows)
+
+
+def picture_rows(run: RunDir, step: int, seconds: float) -> list[dict[str, Any]]:
+    """Return a row for each picture in `plots/`. seconds: since 1970."""
+    return [
+        {"kind": "picture", "step": step, "time": seconds, "path": str(path)}
+        for path in sorted(run.plots.glob("[!.]*.png"))
+    ]
+
+
+def send_row(service: Service, row: Mapping[str, Any]) -> None:
+    """Call the method of the service for this kind of row. Kinds that have nothing for a service are left out."""
     kind, step = row["kind"], row["step"]
     if kind == "note":
         service.text("notes", row["text"], step)
@@ -193,46 +224,22 @@ def deliver(service: Service, row: Mapping[str, Any]) -> None:
 
 
 def scalars_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The curves of a row: `train/loss`, `lr`, `hardware/memory_bytes`, `phases/forward` in seconds."""
+    """Yield the curves of a row: `train/loss`, `lr`, `hardware/memory_bytes`, `phases/forward` in seconds."""
     kind = row["kind"]
     if kind == "ledger":
         yield from ((f"phases/{name}", value) for name, value in row["seconds"].items())
-    elif kind in SCALARS:
+    elif kind in SCALAR_KINDS:
         prefix = f"{kind}/" if kind in ("hardware", "vae") else ""
         for name, value in row.items():
-            if name not in PLACES and isinstance(value, int | float):
+            if name not in POSITION_KEYS and isinstance(value, int | float):
                 yield prefix + name, value
 
 
-def missing_since(run: RunDir, name: str, step: int) -> float:
-    """The time since when a tracker lacks rows of a run that begins at `step`; infinite: it has them."""
-    known = marks(run).get(name) or {"until": 0.0, "step": 0}
-    if not isinstance(known, dict):
-        return float(known)
-    return known["until"] if step > known["step"] else math.inf
+def one_line(error: BaseException) -> str:
+    """Return class and text of an error, without line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def marks(run: RunDir) -> dict[str, Any]:
-    """By tracker: since when rows are unsent, or the time and step up to which all were sent."""
-    try:
-        found = read_json(run.unsent)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def mark(run: RunDir, name: str, since: float, until: float = 0.0, step: int = 0) -> None:
-    """since: infinite where all were sent, `until` then and up to this step."""
-    told = since if math.isfinite(since) else {"until": until, "step": step}
-    write_json(run.unsent, marks(run) | {name: told})
-
-
-def listening(built: Any, node: Mapping[str, Any], key: str, run: RunDir) -> Any:
-    """The tracker of a service; anything else listens itself."""
-    if not isinstance(built, Service):
-        return built
-    if getattr(built, "apart", False):
-        from trainrun.trackers.apart import Apart
-
-        built = Apart(node)
-    return Sender(built, key, run)
+def wrap_service(built: Any, key: str, run: RunDir) -> Any:
+    """Return a `Sender` around a service; any other object is a monitor and is returned as it is."""
+    return Sender(built, key, run) if isinstance(built, Service) else built

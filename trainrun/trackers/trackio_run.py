@@ -14,8 +14,6 @@ from trainrun.trackers.packages import needed
 class TrackioRun:
     """A service: `monitor.tracker=trackio`. space_id: null is this machine."""
 
-    apart = True
-
     def __init__(self, project: str = "trainrun", space_id: str | None = None) -> None:
         needed("trackio", "trackio")
         self._project, self._space_id = project, space_id

@@ -16,8 +16,6 @@ from trainrun.trackers.packages import needed
 class WandbRun:
     """A service: `monitor.tracker=wandb`. mode: online, offline; null: WANDB_MODE, or online."""
 
-    apart = True
-
     def __init__(self, project: str = "trainrun", entity: str | None = None, mode: str | None = None) -> None:
         needed("wandb", "wandb")
         self._arguments: dict[str, Any] = {"project": project, "entity": entity, "mode": mode}
