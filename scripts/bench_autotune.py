@@ -28,7 +28,7 @@ from trainrun.benchmark.search.options import COMPILE, OPTIONS, SearchOption, fi
 from trainrun.benchmark.search.search import Results, Search  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
 from trainrun.runtime.machine import usable_cores  # noqa: E402
-from trainrun.timing.paired import Ratio, Rules, compare, grouped_ratio  # noqa: E402
+from trainrun.timing.paired import Ratio, Rules, compare, ratio_of_processes  # noqa: E402
 
 COMMON = ["seed=1", "trainer.max_epochs=1000", "monitor.hardware=false"]
 WORKLOADS = {
@@ -65,7 +65,7 @@ def started_again(first: Sequence[str], second: Sequence[str]) -> Ratio:
             groups.append(compare(base.item_seconds, {"best": other.item_seconds}, rules).pairs["best"])
             for side in sides:
                 side.close()
-    return grouped_ratio(groups, 0.99)
+    return ratio_of_processes(groups, 0.99)
 
 
 def nothing_to_find(repeats: int, budget: float) -> None:

@@ -23,7 +23,7 @@ from bench_kit import machine  # noqa: E402
 from trainrun.benchmark.run_overrides import config_of  # noqa: E402
 from trainrun.benchmark.search.candidates import Candidate  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.timing.paired import Ratio, Rules, compare  # noqa: E402
+from trainrun.timing.paired import Rules, compare  # noqa: E402
 
 TURN_SECONDS = 0.5
 RIVALS = 2  # the fastest other ways, which then meet auto in more rounds
@@ -57,7 +57,7 @@ def measure(regime: str, model: str, rounds: int) -> None:
         )
         best = max(rivals, key=lambda name: again.ratio(name).value)
         ratio = again.ratio(best)
-        over = Ratio(1 / ratio.value, 1 / ratio.high, 1 / ratio.low, ratio.pairs)
+        over = ratio.inverse()
         chosen = f"{auto.info.engine}={auto.info.number}"
     print(f"{regime:10} {model:6} auto ({chosen}) over the best other way ({best}): {over}")
     print("    " + "  ".join(f"{name} {speed:.2f}" for name, speed in speeds.items()), flush=True)

@@ -35,7 +35,7 @@ from trainrun.benchmark.diagnose.verdict import verdict  # noqa: E402
 from trainrun.benchmark.run_overrides import config_of, key_of, own_choices, replaced  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
 from trainrun.precision.other_types import emulates_bfloat16  # noqa: E402
-from trainrun.timing.paired import Ratio, Spent, ratio_of_totals  # noqa: E402
+from trainrun.timing.paired import Ratio, Spent, ratio_of_totals, total  # noqa: E402
 
 PAIRS = 7  # of turns, of the run with the fault and the one without, in one pair of processes
 FEWEST, MOST = 2, 6  # pairs of processes; those that come after the fewest take more turns
@@ -171,7 +171,9 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
             for side in sides:
                 side()
             count = PAIRS if number < FEWEST else 3 * PAIRS
-            pairs += [pair_of(sides, number + turn) for turn in range(count)]
+            turns = [pair_of(sides, number + turn) for turn in range(count)]
+        first_turns, second_turns = zip(*turns, strict=True)
+        pairs.append((total(first_turns), total(second_turns)))  # a pair of processes counts once
     return ratio_of_totals(pairs)
 
 

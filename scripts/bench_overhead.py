@@ -134,10 +134,10 @@ def main() -> None:
             ours += one
             theirs += other
     pairs = [(Spent(one, 1.0), Spent(other, 1.0)) for one, other in zip(theirs, ours, strict=True)]
-    _, high, low, _ = (1 / one for one in ratio_of_totals(pairs))
+    over = ratio_of_totals(pairs).inverse()
     epochs = statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
-    print(f"runner / hand {sum(ours) / sum(theirs):.3f} ({low:.3f} to {high:.3f}, {len(ours)} pairs of epochs); "
-          f"median epoch {epochs:.3f}")  # fmt: skip
+    interval = f"{over.low:.3f} to {over.high:.3f}, {len(ours)} pairs of epochs"
+    print(f"runner / hand {sum(ours) / sum(theirs):.3f} ({interval}); median epoch {epochs:.3f}")
 
 
 if __name__ == "__main__":

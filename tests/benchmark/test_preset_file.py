@@ -17,7 +17,7 @@ from trainrun.timing.paired import Ratio
 
 pytestmark = pytest.mark.process
 
-GAIN = Ratio(2.0, 1.9, 2.1, 20)
+GAIN = Ratio(2.0, 1.9, 2.1, 20, (1.9, 2.1) * 10)
 
 
 def written(typed: list[str], *found: str):
@@ -43,7 +43,7 @@ def test_a_run_finds_the_preset_at_once(workdir: Path) -> None:
     assert config.data.batch_size == 128  # of the preset that was asked for before
     text = found.path.read_text()
     assert "2.00x (1.90 to 2.10" in text
-    assert "# trainer.num_threads=2: found at 2.00x" in text
+    assert "# trainer.num_threads=2: 2.00x when found" in text
 
 
 def test_a_preset_holds_no_secret(workdir: Path) -> None:

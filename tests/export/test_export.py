@@ -31,11 +31,6 @@ class Net(nn.Module):
 """
 
 
-@pytest.fixture(autouse=True)
-def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_command, "SECONDS", 0.0)
-
-
 def photos(folder: Path, side: int = 8) -> None:
     draw = np.random.default_rng(0)
     for number in range(48):

@@ -14,7 +14,6 @@ from trainrun import load_run
 from trainrun.checkpoint import commit
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.export import export_command
 from trainrun.smaller import channels, new_run
 from trainrun.smaller.int8 import MODES, Int8Layer, in_floating_point, int8, measuring
 from trainrun.smaller.prune import Mask, masked, narrowed, unmasked, without_channels
@@ -25,7 +24,6 @@ SHORT = ["trainer.max_steps=20", "monitor=none", "output_dir=run"]
 @pytest.fixture(autouse=True)
 def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(new_run, "SECONDS", 0.0)
-    monkeypatch.setattr(export_command, "SECONDS", 0.0)
 
 
 def picture_net() -> nn.Module:

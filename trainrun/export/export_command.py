@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from functools import partial
@@ -29,12 +28,10 @@ from trainrun.precision.other_types import cast_inputs
 from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.resume import trusted_config
 from trainrun.sampling.run_tokenizer import with_tokenizer
-from trainrun.timing.paired import Rules, compare, turn_of
 
 TOLERANCE = 1e-4
 TOLERANCE_OF_BYTES = 0.05  # numbers between two bytes may fall to either side
 LEAST = 0.1
-SECONDS = 3.0  # of a comparison of speeds
 GRAPHS = ("onnx", "torch.export")  # the others hold weights for the same code
 
 
@@ -176,8 +173,7 @@ def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float)
             f"{path}: computes something else: on {count} samples of the run it differs by {worst:.2g} of the largest "
             f"output, and --tolerance is {tolerance:g}; it was not kept"
         )
-    speed = f"; {compare_speed(runner, samples)} as fast as the network itself" if name in GRAPHS else ""
-    return f"largest difference {worst:.2g} of the largest output, on {count} samples{speed}"
+    return f"largest difference {worst:.2g} of the largest output, on {count} samples"
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -199,16 +195,6 @@ def largest(output: Tensor) -> float:
     """What a difference is a part of; infinities do not count."""
     finite = output[output.isfinite()].abs()
     return float(finite.max()) if len(finite) else 0.0
-
-
-def compare_speed(runner: Runner, samples: RealSamples) -> str:
-    """Beside the network itself, in turns, on one batch."""
-    inputs = samples.inputs[0]
-    base = turn_of(lambda: samples.served(*inputs))
-    found = compare(
-        base, {"file": turn_of(lambda: runner(inputs))}, Rules(deadline=time.perf_counter() + SECONDS)
-    )
-    return str(found.ratio("file"))
 
 
 def size_of(path: Path) -> str:

@@ -220,4 +220,6 @@ def speeds(
             side: f"{1e3 / speed:.3f} ms" if count == 1 else f"{quantity(speed * size)} a second"
             for side, speed in found.speeds("before").items()
         }
-        yield name, shown["before"], shown["after"], f"{found.ratio('after')} as fast"
+        ratio = found.ratio("after")
+        slower = ", SLOWER" if ratio.pairs > 1 and max(ratio.each) < 1 else ""
+        yield name, shown["before"], shown["after"], f"{ratio.value:.2f}x as fast ({ratio.turns()}){slower}"

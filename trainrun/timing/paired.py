@@ -1,14 +1,20 @@
-"""Which of several things is faster: turns taken alternately, ratios with intervals, successive halving.
+"""Which of several things is faster: turns taken alternately, ratios with Student's t, successive halving.
 
 what: a candidate is never compared with a time of another minute: its turn stands next to one of the base, so what
-    the machine does in between meets both. One pair gives the logarithm of one ratio; their median is the answer, and
-    its interval comes from the pairs themselves. The slower half leaves, unless it is not clearly behind.
+    the machine does in between meets both. One pair of turns gives the logarithm of one ratio.
+    What is said of a setting in general (`ratio_of_processes`) counts processes: a process may be a few per cent faster
+    than its twin for all of its life, and more turns in it do not tell. Turns of one process (`ratio_of_turns`) are
+    enough for a decision that this process itself follows. Below `LEAST_REPLICATES` no interval is printed.
     Where rare things count as much as they take, totals are compared instead (`ratio_of_totals`).
+    The slower half of the candidates leaves early, unless it is not clearly behind; looking several times, and at
+    several candidates, shares the error that one look would be allowed.
 when: whenever the package asks what is faster. Everything here is pure: turns, clock and ranks are the caller's, and
     the same answers lead to the same turns, so that several ranks whose answers are gathered stay together.
-source: Bulej and others, Duet Benchmarking (2020, arXiv:2001.05811); Kalibera and Jones, Rigorous Benchmarking in
-    Reasonable Time (2013); Jamieson and Talwalkar, successive halving (2016, arXiv:1502.07943); the ratio estimator of
-    Cochran, Sampling Techniques (1977), chapter 6.
+source: Student (1908); Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (2013); Bulej and others, Duet
+    Benchmarking (2020, arXiv:2001.05811); Jamieson and Talwalkar, successive halving (2016, arXiv:1502.07943); the
+    ratio estimator of Cochran, Sampling Techniques (1977), chapter 6.
+gain: `tests/timing/test_coverage.py` simulates processes whose true ratio is known: the intervals hold it as often as
+    they say.
 """
 
 from __future__ import annotations
@@ -16,19 +22,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from functools import lru_cache
+from statistics import fmean, median, stdev
 from time import perf_counter
 from typing import Final, NamedTuple
 
-import numpy as np
-
-RESAMPLES: Final = 2000
-STUDENT: Final = (
-    12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09,
-    2.09, 2.08,
-)  # fmt: skip  # 95 %, for 1, 2, 3 and so on degrees of freedom
+LEAST_REPLICATES: Final = 4  # of fewer the pairs are printed, and no interval
+PROCESS_SPREAD: Final = (
+    0.05  # by how much two processes of the same settings may differ for all of their lives
+)
 WIDEST: Final = 0.99  # or there would be no upper end
-EARLY: Final = 0.99  # the confidence of a look that may end the comparison, since there are many of them
+EARLY: Final = 0.99  # the confidence with which a comparison ends before its time
+DROPPED: Final = 0.90  # the confidence with which a candidate leaves: nothing is claimed of it
 ONE_PAIR: Final = 0.12  # by how much a single pair must speak for a candidate
 SHORTEST: Final = 1e-12  # seconds
 BASE: Final = ""  # the name of what all others are compared with
@@ -52,15 +57,43 @@ def turn_of(work: Callable[[], object], least_seconds: float = 0.01) -> Turn:
 
 
 class Ratio(NamedTuple):
-    """How many times as fast the second thing is as the first. low, high: its interval, at the confidence asked for."""
+    """How many times as fast the second thing is as the first.
+
+    low, high: Student's interval at the confidence asked for; 0 and infinite for a single pair. pairs: of processes, or
+    of turns. each: the ratio of every pair; empty where nothing was compared in turns.
+    """
 
     value: float
     low: float
     high: float
     pairs: int
+    each: tuple[float, ...] = ()
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether there are pairs enough for an interval that people can rely on."""
+        return self.pairs >= LEAST_REPLICATES
+
+    def interval(self) -> str:
+        """`1.38 to 1.49`, or every pair where there are too few: `pairs: 1.40, 1.49`."""
+        if self.has_interval:
+            return f"{self.low:.2f} to {self.high:.2f}"
+        listed = ", ".join(f"{one:.2f}" for one in sorted(self.each))
+        return f"pairs: {listed}" if self.pairs > 1 else "one pair"
+
+    def turns(self) -> str:
+        """`1.38 to 1.49 in 12 turns`: what was seen in one process, which is no interval for another one."""
+        if len(self.each) < 2:
+            return "one turn"
+        return f"{min(self.each):.2f} to {max(self.each):.2f} in {self.pairs} turns"
+
+    def inverse(self) -> Ratio:
+        """How many times as fast the first thing is as the second."""
+        high = 1 / self.low if self.low > 0 else math.inf
+        return Ratio(1 / self.value, 1 / self.high, high, self.pairs, tuple(1 / one for one in self.each))
 
     def __str__(self) -> str:
-        return f"{self.value:.2f}x ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.value:.2f}x ({self.interval()})"
 
 
 class Spent(NamedTuple):
@@ -91,18 +124,31 @@ class Rules:
     least_pairs: int = 6
     most_pairs: int = 24
 
+    @property
+    def looks(self) -> int:
+        """How often the pairs are looked at, at most, with the end of the comparison at stake."""
+        doublings = math.log2(max(1.0, self.most_pairs / self.first_rounds))
+        return 1 + math.ceil(doublings)
+
 
 @dataclass
 class Comparison:
-    """pairs: by candidate, items a second of the base and of the candidate in the turn next to it. failed: candidates
-    whose last turn was infinite."""
+    """Turns of candidates beside those of a base.
+
+    pairs: by candidate, items a second of the base and of the candidate in the turn next to it. failed: candidates
+    whose last turn was infinite. looks: how often the pairs may be looked at before the comparison ends.
+    """
 
     pairs: dict[str, list[tuple[float, float]]]
     failed: list[str] = field(default_factory=list)
+    looks: int = 1
 
     def ratio(self, name: str, confidence: float = 0.95) -> Ratio:
-        """How many times as fast as the base; the candidate has at least one pair."""
-        return paired_ratio(self.pairs[name], confidence)
+        """How many times as fast as the base in these turns; the candidate has at least one pair.
+
+        The interval holds with this confidence whichever look ended the comparison.
+        """
+        return ratio_of_turns(self.pairs[name], shared(confidence, self.looks))
 
     def speed(self, name: str) -> float:
         """Items a second of a candidate or of `BASE`, in the middle of all its turns."""
@@ -121,13 +167,14 @@ class Comparison:
     def best(self, smallest: float, confidence: float) -> str:
         """The first candidate that is as good as the fastest; `BASE` where none is surely, and notably, faster.
 
-        Candidates stand in the order in which they are preferred.
+        Candidates stand in the order in which they are preferred. confidence: that none is taken if none is faster.
         """
-        seen = {name: self.ratio(name, confidence) for name, pairs in self.pairs.items() if pairs}
+        confidence = shared(confidence, len(self.pairs))
+        ratios = {name: self.ratio(name, confidence) for name, pairs in self.pairs.items() if pairs}
         better = {
-            name: ratio for name, ratio in seen.items()
+            name: ratio for name, ratio in ratios.items()
             if name not in self.failed
-            and ratio.low > 1.0
+            and (ratio.low > 1.0 or ratio.pairs == 1)
             and ratio.value > 1 + (smallest if ratio.pairs > 1 else ONE_PAIR)
         }  # fmt: skip
         fastest = max((ratio.value for ratio in better.values()), default=1.0)
@@ -139,7 +186,7 @@ def compare(
 ) -> Comparison:
     """Take turns until it is clear what is fastest, or the time is over. A base that fails ends it."""
     turns = Turns({BASE: base, **others}, clock, rules.deadline)
-    found = Comparison({name: [] for name in others})
+    found = Comparison({name: [] for name in others}, looks=rules.looks)
     staying, rounds, done = list(others), rules.first_rounds, 0
     while staying:
         for _ in range(rounds):
@@ -152,20 +199,23 @@ def compare(
     return found
 
 
-def survivors(found: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
+def survivors(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
     """Those that get more turns; none once more turns would tell nothing new."""
-    seen = {name: found.ratio(name, EARLY) for name in staying if found.pairs[name]}
-    if not seen:
+    ratios = {name: comparison.ratio(name, EARLY) for name in staying if comparison.pairs[name]}
+    if not ratios:
         return []
-    order = sorted(seen, key=lambda name: -seen[name].value)
-    leader = seen[order[0]]
+    order = sorted(ratios, key=lambda name: -ratios[name].value)
+    leader = ratios[order[0]]
     half = order[: math.ceil(len(order) / 2)]
-    kept = [
-        name for name in staying
-        if name in seen
-        and (name in half or seen[name].value * (1 + rules.smallest) >= leader.value)
-        and seen[name].high >= max(1 + rules.smallest, leader.low)
-    ]  # fmt: skip
+    least = max(1 + rules.smallest, leader.low)
+    kept = []
+    for name in staying:
+        if name not in ratios:
+            continue
+        close = ratios[name].value * (1 + rules.smallest) >= leader.value
+        hopeless = ratio_of_turns(comparison.pairs[name], DROPPED).high < least
+        if (name in half or close) and not hopeless:
+            kept.append(name)
     alone = len(kept) == 1 and leader.pairs >= rules.least_pairs and settled(leader, rules.smallest)
     return [] if alone or leader.pairs >= rules.most_pairs else kept
 
@@ -216,37 +266,38 @@ def total(several: Iterable[Spent]) -> Spent:
     return Spent(seconds, items)
 
 
-def paired_ratio(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
-    """Estimate the second speed over the first, from pairs (units a second) measured in turns."""
-    logs = sorted(math.log(second / first) for first, second in pairs)
-    low, high = _ranked(logs, confidence)
-    return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs))
+def student_ratio(logs: Sequence[float], confidence: float) -> Ratio:
+    """Estimate a ratio from its independent logarithms, with Student's interval of their mean."""
+    count, middle = len(logs), fmean(logs)
+    half = math.inf
+    if count > 1:
+        half = student_t(confidence, count - 1) * stdev(logs, middle) / math.sqrt(count)
+    each = tuple(math.exp(one) for one in logs)
+    return Ratio(math.exp(middle), math.exp(middle - half), exponential(middle + half), count, each)
 
 
-def grouped_ratio(groups: Sequence[Sequence[tuple[float, float]]], confidence: float) -> Ratio:
-    """Estimate the ratio from pairs measured in several pairs of processes, one group each.
+def ratio_of_turns(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
+    """Estimate the second speed over the first, from pairs (units a second) of turns in the same process or processes.
 
-    A process may be a little faster than its twin for all of its life, so the interval reaches at least as far as
-    resampling says that draws processes first, and then pairs of theirs (Kalibera and Jones).
+    The interval is of these processes: others of the same settings may differ by more.
     """
-    logs = [np.array([math.log(second / first) for first, second in pairs]) for pairs in groups]
-    plain = paired_ratio([pair for pairs in groups for pair in pairs], confidence)
-    draw = np.random.default_rng(0)
-    medians = []
-    for _ in range(RESAMPLES):
-        chosen = [logs[i] for i in draw.integers(len(logs), size=len(logs))]
-        medians.append(np.median(np.concatenate([draw.choice(own, len(own)) for own in chosen])))
-    outside = (1 - confidence) / 2
-    low, high = map(float, np.quantile(medians, (outside, 1 - outside)))
-    return plain._replace(low=min(plain.low, math.exp(low)), high=max(plain.high, math.exp(high)))
+    return student_ratio([math.log(second / first) for first, second in pairs], confidence)
+
+
+def ratio_of_processes(groups: Sequence[Sequence[tuple[float, float]]], confidence: float) -> Ratio:
+    """Estimate the second speed over the first, from turns in several pairs of processes: one group each.
+
+    A pair of processes counts once, with the median of its turns: a disturbed turn is no process.
+    """
+    logs = [median(math.log(second / first) for first, second in pairs) for pairs in groups]
+    return student_ratio(logs, confidence)
 
 
 def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
-    """How much faster the second thing is: seconds an item of all the firsts, over those of all the seconds. The mean
-    of what each pair says would be another number where a batch of few items may take long.
+    """How much faster the second thing is: seconds an item of all the firsts, over those of all the seconds.
 
-    The interval is Student's, of what each pair leaves unexplained of the second's share of the first; a single pair
-    has none.
+    The mean of what each pair says would be another number where a batch of few items may take long. The interval is
+    Student's 95 %, of what each pair leaves unexplained of the second's share of the first; a single pair has none.
     """
     count = len(pairs)
     both = [total(side) for side in zip(*pairs, strict=True)]
@@ -255,33 +306,63 @@ def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
             for pair in pairs]  # fmt: skip
     width = half_interval(left)  # of the second's share of the first
     high = value / (1 - min(width, WIDEST)) if count > 1 else math.inf
-    return Ratio(value, value / (1 + width), high, count)
+    each = tuple(first.each / second.each for first, second in pairs)
+    return Ratio(value, value / (1 + width), high, count, each)
 
 
 def unexplained(one: Spent, whole: Spent) -> float:
-    """What it took longer than its items take on average, as a share of the whole; over all of the whole 0."""
+    """Residual: measured minus expected seconds, divided by the total. The residuals of all turns sum to 0."""
     return (one.seconds - one.items * whole.each) / whole.seconds
 
 
-def half_interval(left: Sequence[float]) -> float:
-    """Student's, of the sum of things whose mean is 0; endless for a single one."""
-    count = len(left)
+def half_interval(residuals: Sequence[float], confidence: float = 0.95) -> float:
+    """Half of Student's interval of a sum of numbers whose mean is 0; infinite for a single one."""
+    count = len(residuals)
     if count < 2:
         return math.inf
-    spread = math.sqrt(sum(one**2 for one in left) * count / (count - 1))
-    return STUDENT[min(count - 1, len(STUDENT)) - 1] * spread
+    spread = math.sqrt(sum(one**2 for one in residuals) * count / (count - 1))
+    return student_t(confidence, count - 1) * spread
 
 
-def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:
-    """The interval of a sign test. With fewer than six pairs even the outermost are not sure to 95 %."""
-    count, cut, left_out = len(ordered), 0, 0.0
-    while cut < (count - 1) // 2:
-        left_out += 2 * math.comb(count, cut) / 2**count
-        if left_out > 1 - confidence:
-            break
-        cut += 1
-    cut = max(cut - 1, 0)
-    return ordered[cut], ordered[-1 - cut]
+@lru_cache(maxsize=256)
+def student_t(confidence: float, degrees: int) -> float:
+    """Return how many standard errors Student's interval reaches to each side."""
+    low, high = 0.0, 1.0
+    while student_within(high, degrees) < confidence:
+        low, high = high, 2 * high
+    for _ in range(80):
+        middle = (low + high) / 2
+        if student_within(middle, degrees) < confidence:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def student_within(bound: float, degrees: int) -> float:
+    """Return the probability that Student's t lies between -bound and bound.
+
+    The finite series of Abramowitz and Stegun, 26.7.3 (odd degrees of freedom) and 26.7.4 (even).
+    """
+    angle = math.atan(bound / math.sqrt(degrees))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    odd = degrees % 2
+    term = cosine if odd else 1.0
+    series = term if degrees > 1 else 0.0
+    for number in range(2 + odd, degrees - 1, 2):
+        term *= cosine**2 * (number - 1) / number
+        series += term
+    return 2 / math.pi * (angle + sine * series) if odd else sine * series
+
+
+def shared(confidence: float, chances: int) -> float:
+    """Return the confidence of each of several chances to be wrong, so that all together keep this one (Bonferroni)."""
+    return 1 - (1 - confidence) / max(chances, 1)
+
+
+def exponential(number: float) -> float:
+    """Return e to a power, infinite where a float cannot hold it: two pairs may give an interval that wide."""
+    return math.exp(number) if number < 700 else math.inf
 
 
 def settled(ratio: Ratio, smallest: float) -> bool:

@@ -43,7 +43,7 @@ from trainrun.benchmark.worker_messages import (
 from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
 from trainrun.errors import ConfigError, TrainrunError
 from trainrun.limits import parse_seconds
-from trainrun.timing.paired import Ratio
+from trainrun.timing.paired import PROCESS_SPREAD, Ratio
 from trainrun.timing.phases import COMPILE, DATA, LOGGING
 
 CLEAR: Final = 1.10  # a gain below it is not worth a word
@@ -76,8 +76,17 @@ class WhatIf:
 
     @property
     def sure(self) -> bool:
-        """Whether it has an interval, which a single turn has not."""
-        return self.computed or self.gain.pairs > 1
+        """Whether it has an interval, for which a few turns are too few."""
+        return self.computed or self.gain.has_interval
+
+    @property
+    def other_process(self) -> bool:
+        """Whether it was measured in one process beside another, which may differ for all of their lives."""
+        return self.name in (CAUSES_OF[BUCKET][0], "dispatch")
+
+    def is_faster(self) -> bool:
+        """Whether the run is surely faster without: beyond the turns, and beyond what two processes may differ by."""
+        return self.gain.low > 1.0 + PROCESS_SPREAD * self.other_process
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class Rounds:
             (spent(own, without, by_position), spent(turn, without, by_position)) for own, turn in pairs
         ])  # fmt: skip
         if by_position:
-            found = Ratio(fewer * found.value, fewer * found.low, fewer * found.high, found.pairs)
+            each = tuple(fewer * one for one in found.each)
+            found = Ratio(fewer * found.value, fewer * found.low, fewer * found.high, found.pairs, each)
         rest = self.seconds_of(without)
         return freed(found, self.base.each, self.base.each - rest) if rest else found
 
@@ -99,5 +100,9 @@ def spent(turn: Turn, without: Sequence[int] = (), by_position: bool = False) ->
 
 def freed(ratio: Ratio, whole: float, part: float) -> Ratio:
     """Return the gain of `whole` seconds if `part` of them gains by `ratio`."""
-    value, low, high = (whole / max(whole - part + part / one, 1e-12) if one else 0.0 for one in ratio[:3])
-    return Ratio(value, low, high, ratio.pairs)
+
+    def gain(one: float) -> float:
+        return whole / max(whole - part + part / one, 1e-12) if one else 0.0
+
+    each = tuple(gain(one) for one in ratio.each)
+    return Ratio(gain(ratio.value), gain(ratio.low), gain(ratio.high), ratio.pairs, each)

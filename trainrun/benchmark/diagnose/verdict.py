@@ -107,13 +107,13 @@ def worth_naming(found: Diagnosis) -> list[WhatIf]:
 
 def is_certain(what_if: WhatIf) -> bool:
     enough = what_if.name != "dispatch" or what_if.gain.pairs >= LEAST_OF_LARGER
-    return enough and what_if.gain.low > 1.0
+    return enough and what_if.is_faster()
 
 
 def unclear_text(found: Diagnosis, what_if: WhatIf) -> str:
     start = f"unclear: {CAUSES[what_if.name]} may cost something"
     if not what_if.sure or what_if.gain.low > 1.0:
-        turns = f"{what_if.gain.pairs} turns" if what_if.sure else "a single turn"
+        turns = f"{what_if.gain.pairs} turns" if what_if.gain.pairs > 1 else "a single turn"
         return (
             f"{start} ({gain_text(what_if)} faster without, in {turns}): no time for more; try --budget 120"
         )

@@ -23,7 +23,7 @@ from trainrun.parallel.devices import count_gpus
 from trainrun.plots.compare import text_table
 from trainrun.runtime.machine import host_memory
 from trainrun.scheduler.build_schedule import scaled_lr
-from trainrun.timing.paired import Comparison, Rules, compare
+from trainrun.timing.paired import PROCESS_SPREAD, Comparison, Rules, compare
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -169,12 +169,13 @@ def main(wish: Namespace, words: list[str], budget: float, write: Any) -> int:
     base = finder.config.data.batch_size
     rows = [row_of(finder, found, one) for one in sorted(finder.tried, key=lambda one: one.size)]
     say(text_table(HEAD, rows))
-    fastest, largest = found.best(SMALLEST, 0.95) or str(base), finder.fitting()[-1]
+    fastest, largest = found.best(PROCESS_SPREAD, 0.95) or str(base), finder.fitting()[-1]
     limit = next((one.why for one in finder.tried if one.size > largest), finder.stopped)
     say(f"largest that fits: data.batch_size={largest}" + (f" (above: {limit})" if limit else ""))
     say(
         f"fastest: data.batch_size={fastest}"
-        + ("; no larger one is surely faster" if fastest == str(base) else "")
+        + ("; no larger one is clearly faster" if fastest == str(base) else "")
+        + f" (one process each, so a difference below {100 * PROCESS_SPREAD:.0f} % does not count)"
     )
     say("a rule for the rate says where to begin: linear for SGD, sqrt for Adam and its kin "
         f"(scheduler.lr_scaling=... scheduler.base_batch_size={global_batch(finder, base)})")  # fmt: skip
@@ -201,7 +202,10 @@ def row_of(finder: Finder, found: Comparison, one: Tried) -> list[str]:
     speed, name = speeds.get(str(one.size)), str(one.size)
     if one.peak_bytes is None:
         return [name, "", "", "", "", "", one.why]
-    ratio = "1.00x" if one.size == base else str(found.ratio(name)) if found.pairs.get(name) else ""
+    ratio = "1.00x" if one.size == base else ""
+    if found.pairs.get(name):
+        measured = found.ratio(name)
+        ratio = f"{measured.value:.2f}x ({measured.turns()})"
     shown_speed = f"{quantity(speed)} {one.unit}/s" if speed else "not measured"
     return [
         name,

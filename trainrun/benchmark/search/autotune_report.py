@@ -12,11 +12,11 @@ from trainrun.benchmark.search.search import Results
 from trainrun.benchmark.search.technique_table import Row, TechniqueTable
 from trainrun.output import quantity
 from trainrun.plots.compare import text_table
-from trainrun.timing.paired import Ratio
+from trainrun.timing.paired import PROCESS_SPREAD, Ratio
 
-SEARCH_HEAD: Final = ("speed", "x before", "interval", "x yours", "memory", "loss off", "kept", "setting")
+SEARCH_HEAD: Final = ("speed", "x before", "its turns", "x yours", "memory", "loss off", "kept", "setting")
 TABLE_HEAD: Final = (
-    "technique", "alone", "interval", "says", "on top", "memory", "loss off", "training", "settings",
+    "technique", "alone", "its turns", "helps?", "on top", "memory", "loss off", "training", "settings",
 )  # fmt: skip
 LONGEST_REASON: Final = 20
 CHANGES: Final = {EXACT: "the same", NUMERIC: "rounds more", OTHER: "another"}
@@ -26,6 +26,16 @@ def as_plain(value: Any) -> Any:
     """Return dataclasses and named tuples as dictionaries, for JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Ratio):
+        bounds = (value.low, value.high) if value.has_interval else (None, None)
+        low, high = bounds
+        return {
+            "value": value.value,
+            "low": low,
+            "high": high,
+            "pairs": value.pairs,
+            "each": list(value.each),
+        }
     if hasattr(value, "_asdict"):
         return {name: as_plain(one) for name, one in value._asdict().items()}
     return [as_plain(one) for one in value] if isinstance(value, list | tuple) else value
@@ -34,7 +44,6 @@ def as_plain(value: Any) -> Any:
 def search_lines(results: Results, explain: bool) -> list[str]:
     """All that was measured, in its order, and how the best of it went on. explain: why a setting was not taken."""
     noise = results.noise
-    smallest = 100 * max(noise.high - 1, 1 - noise.low)
     rows = [[f"{quantity(results.speed)} {results.unit}/s", "", "", "1.00x", "", "", "", "your own settings"]]
     gain = 1.0
     for trial in results.trials:
@@ -42,12 +51,12 @@ def search_lines(results: Results, explain: bool) -> list[str]:
             held = gain * ratio.value
             state = f"yes ({trial.gate})" if trial.state == KEPT else f"no ({trial.state})"
             rows.append([
-                f"{quantity(results.speed * held)} {results.unit}/s", f"{ratio.value:.2f}x", interval(ratio),
+                f"{quantity(results.speed * held)} {results.unit}/s", f"{ratio.value:.2f}x", ratio.turns(),
                 f"{held:.2f}x", *memory_and_loss(trial), state, f"+ {trial.title}",
             ])  # fmt: skip
             gain = held if trial.state == KEPT else gain
     lines = [
-        f"noise: your settings against themselves {noise}; effects below {smallest:.2g} % are not seen here now",
+        f"noise: two processes of your settings differ by {100 * abs(noise.value - 1):.1f} % ({noise.turns()})",
         text_table(SEARCH_HEAD, rows),
         *[f"note: {note}" for note in results.notes],
     ]
@@ -62,7 +71,7 @@ def search_lines(results: Results, explain: bool) -> list[str]:
 
 
 def why(trial: Trial) -> str:
-    ratio = f" {trial.ratio}" if trial.ratio is not None else ""
+    ratio = f" {trial.ratio.value:.2f}x ({trial.ratio.turns()})" if trial.ratio is not None else ""
     return f"{trial.state}{ratio}" + (f", {trial.reason}" if trial.reason else "")
 
 
@@ -71,7 +80,8 @@ def table_lines(table: TechniqueTable) -> list[str]:
     lines = [text_table(TABLE_HEAD, [table_row(row) for row in table.rows])]
     lines += [f"{row.title}: {row.reason}" for row in table.rows if len(row.reason) > LONGEST_REASON]
     lines.append(
-        f"noise: your settings against themselves {results.noise}, at {quantity(results.speed)} {results.unit}/s"
+        f"noise: two processes of your settings differ by {100 * abs(results.noise.value - 1):.1f} % "
+        f"({results.noise.turns()}), at {quantity(results.speed)} {results.unit}/s"
     )
     settings = " ".join(one for part in results.parts for one in part.overrides)
     if not settings:
@@ -80,7 +90,7 @@ def table_lines(table: TechniqueTable) -> list[str]:
         return [*lines, f"total: nothing that leaves the training the same helped clearly{short_of_time}"]
     if results.claim is None:
         return [*lines, f"total: not measured, {results.verdict}; what helped: {settings}"]
-    total = f"{results.claim} (99 %, fresh processes)"
+    total = f"{results.claim} (99 %, {results.claim.pairs} pairs of fresh processes)"
     return [*lines, f"total of all that leaves the training the same and helped: {total}: {settings}"]
 
 
@@ -89,17 +99,17 @@ def table_row(row: Row) -> list[str]:
     if row.alone is None:
         reason = row.reason if len(row.reason) <= LONGEST_REASON else "see below"
         return [row.title, "-", "", reason, "", "", "", CHANGES[row.gate], settings]
-    says = "helps" if row.alone.low > 1 else "HURTS" if row.alone.high < 1 else "not seen"
+    helps = "not clear"  # within what two processes of the same settings may differ by
+    if row.alone.low > 1 + PROCESS_SPREAD:
+        helps = "yes"
+    elif row.alone.high < 1 - PROCESS_SPREAD:
+        helps = "NO, slower"
     together = "" if row.together is None else f"{row.together.value:.2f}x{'' if row.kept else ' (left out)'}"
     on = "is on; without it: " if row.on else ""
-    return [row.title, f"{row.alone.value:.2f}x", interval(row.alone), says, together, *memory_and_loss(row),
+    return [row.title, f"{row.alone.value:.2f}x", row.alone.turns(), helps, together, *memory_and_loss(row),
             CHANGES[row.gate], f"{on}{settings}"]  # fmt: skip
 
 
 def memory_and_loss(found: Trial | Row) -> list[str]:
     loss = "" if found.loss is None else f"{found.loss:.0e}" if found.loss else "0"
     return [f"{found.peak_bytes / 1e6:,.0f} MB" if found.peak_bytes else "", loss]
-
-
-def interval(ratio: Ratio) -> str:
-    return f"{ratio.low:.2f} to {ratio.high:.2f}"

@@ -67,7 +67,7 @@ def preset_text(typed: Sequence[str], results: Results, before: str, fingerprint
     head = [
         "# @package _global_",
         f"# Written by `trainrun autotune` on {datetime.now():%Y-%m-%d %H:%M}: {results.unit}/s {claim.value:.2f}x "
-        f"({claim.low:.2f} to {claim.high:.2f}, 99 %, {claim.pairs} fresh pairs) of: {said}",
+        f"({claim.low:.2f} to {claim.high:.2f}, 99 %, {claim.pairs} pairs of processes) of: {said}",
         f"# The same training: loss off by at most {results.loss or 0:.1g} in {results.num_first_steps} steps, "
         f"update cosine {results.cosine or 0:.4f}. Noise of the machine: {results.noise}.",
         fingerprint,
@@ -89,7 +89,11 @@ def preset_text(typed: Sequence[str], results: Results, before: str, fingerprint
 
 
 def evidence(part: SearchPart) -> str:
-    return "all that was found" if part.found is None else f"found at {part.found}"
+    return (
+        "all that was found"
+        if part.found is None
+        else f"{part.found.value:.2f}x when found ({part.found.turns()})"
+    )
 
 
 def parsed(value: str) -> Any:

@@ -46,17 +46,17 @@ from trainrun.benchmark.worker_messages import Load, Turn
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.output import counted
-from trainrun.timing.paired import Comparison, Ratio, Rules, compare, grouped_ratio
+from trainrun.timing.paired import LEAST_REPLICATES, Comparison, Ratio, Rules, compare, ratio_of_processes
 
-SEARCH_UNTIL: Final = 0.75  # of the budget
+SEARCH_UNTIL: Final = 0.6  # of the budget: the rest is for processes that confirm the best
 NOISE_FRACTION: Final = 0.06  # of the budget
 LEAST_NOISE, MOST_NOISE = 6, 20  # pairs
 CALM: Final = 0.01  # a machine whose noise is within it needs no more pairs
 SMALLEST: Final = 0.02  # an effect below it is not worth a word in a preset
 MEMORY_FRACTION: Final = 0.9  # of the device that a setting may fill
 SURE: Final = 0.99  # the confidence of the claim
-FRESH: Final = 3  # pairs of processes: a process may be a little slower than its twin for all of its life
-MOST_PAIRS, LEAST_PAIRS = 24, 12  # of the claim; of fewer a disturbed one would be an end of the interval
+MOST_PROCESSES: Final = 12  # pairs of processes of the claim
+PROCESS_TURNS: Final = 3  # of each process of a pair: their median is what the pair says
 NO_TIME: Final = "no time left for it"
 START_ROOM: Final = 1.2  # times the seconds that a candidate needs to start
 Progress = Callable[[str, float], None]
@@ -323,46 +323,58 @@ class Search:
         return self.base if self._best is None else self._best
 
     def _confirm(self) -> tuple[Ratio | None, Trial]:
-        """Compare the best with the user's own settings in up to FRESH pairs of new processes.
+        """Compare the best with the user's own settings in as many pairs of new processes as there is time for.
 
-        The number of pairs is decided before the first: looking at them in between would find what it looks for.
+        The number of pairs is decided before the second: looking at them in between would find what it looks for.
         """
-        starter, budget, clock = self.starter, self.budget, self.budget.clock
         gate = self._loosest()
         trial = Trial("best", tuple(self._found()), gate)
         groups: list[list[tuple[float, float]]] = []
-        starting, lives = 2 * starter.start_seconds, 1
-        while len(groups) < lives:
-            began = clock()
-            base = starter.base(self.overrides)[0] if len(groups) % 2 == 0 else None
-            left = max(5.0, budget.left())
-            candidate, trial = starter.candidate(
-                self._with(()), replace(trial, reason=""), left, gate, patient=True
-            )
-            if candidate is None:
+        wanted = 1
+        while len(groups) < wanted:
+            began = self.budget.clock()
+            pairs, trial = self._fresh_pairs(trial, base_first=len(groups) % 2 == 0)
+            if not pairs:
                 return None, trial
-            base = base or starter.base(self.overrides)[0]  # the order of the starts changes too
-            starting = clock() - began
-            cost = 2 * starter.turn_cost
-            if not groups:
-                lives += max(0, min(FRESH - 1, int((budget.left() - LEAST_PAIRS * cost) / (2 * starting))))
-            rest = lives - len(groups) - 1
-            number = min(
-                -(-MOST_PAIRS // lives), max(1, int((budget.left() - rest * starting) / (rest + 1) / cost))
-            )
-            rules = Rules(0.0, budget.deadline(), first_rounds=number, most_pairs=number)
-            found = compare(base.item_seconds, {"best": candidate.item_seconds}, rules, clock)
-            groups.append(found.pairs["best"])
-            trial = replace(trial, peak_bytes=candidate.peak_bytes)
-            for one in (base, candidate):
-                one.close()
-            if base.error or candidate.error:
-                return None, replace(trial, reason=base.error or candidate.error)
-        pairs = sum(map(len, groups))
-        if pairs < LEAST_PAIRS:
-            reason = f"only {pairs} fresh pairs fitted into the time, {LEAST_PAIRS} are needed: more --budget"
+            groups.append(pairs)
+            if len(groups) == 1:
+                wanted = self._affordable_processes(self.budget.clock() - began)
+        if len(groups) < LEAST_REPLICATES:
+            needed = f"{LEAST_REPLICATES} are needed: more --budget"
+            reason = f"only {counted(len(groups), 'pair')} of fresh processes fitted into the time, {needed}"
             return None, replace(trial, reason=reason)
-        return grouped_ratio([group for group in groups if group], SURE), trial
+        return ratio_of_processes(groups, SURE), trial
+
+    def _affordable_processes(self, seconds: float) -> int:
+        """Return how many pairs of processes there are to be in all. seconds: that the first pair took.
+
+        Too few for an interval are not worth a second pair.
+        """
+        more = int(max(0.0, self.budget.left()) / max(seconds, 1e-9))
+        processes = min(MOST_PROCESSES, 1 + more)
+        return processes if processes >= LEAST_REPLICATES else 1
+
+    def _fresh_pairs(self, trial: Trial, base_first: bool) -> tuple[list[tuple[float, float]], Trial]:
+        """Start both settings in new processes and return their turns, or none; the trial then says why."""
+        starter, clock = self.starter, self.budget.clock
+        base = starter.base(self.overrides)[0] if base_first else None
+        left = max(5.0, self.budget.left())
+        trial = replace(trial, reason="")
+        candidate, trial = starter.candidate(self._with(()), trial, left, trial.gate, patient=True)
+        if candidate is None:
+            if base is not None:
+                base.close()
+            return [], trial
+        base = base or starter.base(self.overrides)[0]
+        rules = Rules(0.0, least_rounds=1, first_rounds=PROCESS_TURNS, most_pairs=PROCESS_TURNS,
+                      deadline=self.budget.deadline())  # fmt: skip
+        comparison = compare(base.item_seconds, {"best": candidate.item_seconds}, rules, clock)
+        for side in (base, candidate):
+            side.close()
+        trial = replace(trial, peak_bytes=candidate.peak_bytes)
+        if base.error or candidate.error:
+            return [], replace(trial, reason=base.error or candidate.error)
+        return comparison.pairs["best"], trial
 
 
 def verdict_of(claim: Ratio | None, best: Trial, trials: Sequence[Trial]) -> str:
@@ -383,7 +395,7 @@ def verdict_of(claim: Ratio | None, best: Trial, trials: Sequence[Trial]) -> str
     if claim.high < 1:
         return f"{yours} the best: what seemed faster is slower in fresh processes, {claim}{rest}"
     if claim.low <= 1:
-        return f"{yours} within noise of the best that was found: {claim}, which holds 1.00{rest}"
+        return f"{yours} as good as the best that was found: no clear difference, {claim}{rest}"
     if claim.value < 1 + SMALLEST:
         return f"{yours} as good as the best that was found: {claim}{rest}"
     bounds = f"{claim.low:.2f} to {claim.high:.2f}, 99 % sure"

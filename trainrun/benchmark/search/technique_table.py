@@ -97,13 +97,9 @@ def measured_alone(search: Search, group: Sequence[Row], seconds: float) -> list
         if candidate.error or not seen.pairs[title]:
             found[title] = replace(found[title], reason=candidate.error or NO_TIME)
         else:
-            ratio = inverse(seen.ratio(title)) if found[title].on else seen.ratio(title)
+            ratio = seen.ratio(title).inverse() if found[title].on else seen.ratio(title)
             found[title] = replace(found[title], alone=ratio, peak_bytes=candidate.peak_bytes)
     return list(found.values())
-
-
-def inverse(ratio: Ratio) -> Ratio:
-    return Ratio(1 / ratio.value, 1 / ratio.high, 1 / ratio.low, ratio.pairs)
 
 
 def may_help(ratio: Ratio | None) -> bool:
