@@ -64,6 +64,7 @@ from trainrun.checkpoint.policy import KeepOptions
 from trainrun.config.saved_values import public
 from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain, validation_nodes
 from trainrun.data.facts import facts_of_all
+from trainrun.data.readers.shared_rows import describe_shared_rows
 from trainrun.data.stream_options import SourceStates, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, named_nodes
@@ -181,6 +182,8 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     sources, drawn = build_sources(config, notes)
     facts = facts_of_all(sources, build_transform(config, "train"), config.data.on_error == "skip")
     check_alike(config, sources)
+    if site.is_new:
+        notes += describe_shared_rows(sources)
     task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
     streams = open_streams(config, site, sources, task, tally, notes, drawn, places)
     train, test = streams.pop("train"), streams.pop("test", None)
@@ -283,7 +286,7 @@ def open_streams(
         )
         for name, source in sources.items()
     }
-    notes += filter(None, [applied(config)])
+    notes += filter(None, [applied(config, sources)])
     return {name: stream for name, stream in streams.items() if stream is not None}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import SAME, RunConfig, validation_nodes
@@ -134,12 +135,12 @@ def build_transform(config: RunConfig, split: str) -> Any:
     return build(getattr(config.data, key.removeprefix("data.")), key) if key else None
 
 
-def applied(config: RunConfig) -> str:
+def applied(config: RunConfig, sources: Mapping[str, Any]) -> str:
     """What changes the samples of each split, in the order of its doing; "" if nothing does."""
     splits = {"training": "train", "validation": "val", "test": "test"}
     changes = {}
     for name, split in splits.items():
-        if getattr(config.data, split):
+        if any(source is not None and kind_of(key) == split for key, source in sources.items()):
             one = transform_key(config, split)
             more = [a.key for a in augmentations_of(config) if split == "train" or not a.random]
             changes[name] = ", ".join([*([one] if one else []), *more])

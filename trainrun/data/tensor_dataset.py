@@ -37,6 +37,7 @@ class Arrays:
     scale: where the first tensor is pictures as bytes, what makes the numbers of a batch of them.
     describe: names the place of a sample's target, as a line of a file; it can be pickled.
     column: the numbers of another column of the table that they are from, by its name; None: it has none of that name.
+    notice: for the first lines of a run.
     """
 
     tensors: tuple[Any, ...]
@@ -45,6 +46,7 @@ class Arrays:
     scale: Scale | None = None
     describe: Callable[[int], str] | None = None
     column: Callable[[str], Any] | None = None
+    notice: str = ""
 
     def as_bytes(self) -> tuple[Arrays, Scale] | None:
         return None if self.scale is None else (replace(self, scale=None), self.scale)

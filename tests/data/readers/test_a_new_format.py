@@ -16,8 +16,7 @@ from trainrun.errors import DataError
 MODULE = '''
 import json
 import torch
-from trainrun.data.readers.paths import files_of
-from trainrun.data.readers.parts import Part
+from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.reader_protocol import Info, dataset_of
 
 class JsonLines:
@@ -36,8 +35,8 @@ class JsonLines:
         return [(torch.tensor(list(map(float, row["x"]))), row["y"]) for row in rows]
 
 def load(path, split, val_path=None, test_path=None, val_fraction=0.25, seed=0):
-    part = Part(split, path, val_path, test_path, val_fraction, seed)
-    return dataset_of(JsonLines(files_of(*part.place, (".jsonl",))), part)
+    part = SplitRequest(split, path, val_path, test_path, val_fraction, seed).find_files((".jsonl",))
+    return None if part is None else dataset_of(JsonLines(part.files), part)
 '''
 NODES = [f"data.{part}.{word}" for part in ("train", "val")
          for word in ("_target_=my_format.load", "path=rows.jsonl", f"split={part}")]  # fmt: skip

@@ -1,8 +1,14 @@
-"""Which samples of a file, or which other file, are `train`, `val` and `test`."""
+"""Which files, and which rows of them, are `train`, `val` and `test`: one rule for all formats.
+
+Folders and files that are called train, val, valid, validation, dev or test say it by their names, at any depth below
+`data.path`, also as shards (`train-00000-of-00002.parquet`). A file of validation or test data never trains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +18,7 @@ import torch
 
 from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import check_split, hold_out
+from trainrun.data.readers.paths import files_of
 from trainrun.errors import DataError
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
@@ -21,6 +28,13 @@ NAMES = {
     "val": ("val", "validation", "valid", "dev"),
     "test": ("test", "testing"),
 }
+SPLIT_OF_WORD = {word: split for split, words in NAMES.items() for word in words}
+SEPARATORS = re.compile(r"[-._ ]+")
+# A word of a file name that only counts shards, as in `train-00000-of-00001-a09b74b3.parquet`.
+SHARD_PART = re.compile(r"\d+|of|part|shard|(?=.*\d)[0-9a-f]{8,}")
+SOURCE_CODE = (".py",)  # a module is called test after what it does
+Identity = tuple[int, int]
+ListFiles = Callable[[str | None, str, Sequence[str]], tuple[Path, ...]]
 
 
 class RandomRows:
@@ -49,59 +63,207 @@ class RandomRows:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitRequest:
     """What a node of `data.train`, `data.val` or `data.test` asks for.
 
-    path: of the training data. val_path, test_path: data of their own.
-    val_fraction: without a val_path, the part of the training data that is held out, by `seed`.
+    path: of the training data. val_path, test_path: data of their own; null: what the names below `path` say.
+    val_fraction: where there is no validation data of its own, the part of the training data that is held out.
     """
 
     split: str
     path: str | None
-    val_path: str | None
-    test_path: str | None
-    val_fraction: float
-    seed: int
+    val_path: str | None = None
+    test_path: str | None = None
+    val_fraction: float = 0.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_split(self.split, SPLITS)
 
-    @property
-    def place(self) -> tuple[str | None, str]:
-        """The path that is read, and its key."""
-        if self.split == "val" and self.val_path is not None:
-            return self.val_path, "data.train.val_path"
-        if self.split == "test":
-            if self.test_path is None:
-                raise DataError("data.test.test_path: name the test data, or leave data.test out")
-            return self.test_path, "data.test.test_path"
-        return self.path, "data.path"
+    def find_files(self, endings: Sequence[str], list_files: ListFiles = files_of) -> Part | None:
+        """Return the files of the split; None if there is no test data."""
+        found = list_files(self.path, "data.path", endings)
+        by_name = {"train": found, "val": (), "test": ()} if self.path is None else files_by_split(found)
+        typed = {
+            name: list_files(path, key, endings)
+            for name, path, key in (
+                ("val", self.val_path, "data.train.val_path"),
+                ("test", self.test_path, "data.train.test_path"),
+            )
+            if path is not None
+        }
+        training, notice = by_name["train"], described(self.path, found, by_name)
+        held = {identity_of(file) for files in typed.values() for file in files}
+        shared = [file for file in training if identity_of(file) in held] if held else []
+        if shared and len(shared) < len(training):
+            training = tuple(file for file in training if file not in shared)
+            names = f"{shared[0]}{'' if len(shared) == 1 else f' and {len(shared) - 1} more'}"
+            notice = f"{names} is validation or test data, so it does not train"
+        files: dict[str, Sequence[Path]] = {**by_name, **typed, "train": training}
+        return self._part(files, notice)
+
+    def find_folder(self, is_split: Callable[[Path], bool] = Path.exists, ending: str = "") -> Part | None:
+        """Return the folder of the split, of a format whose samples are a folder or one file.
+
+        is_split: whether a path called like a split is one. ending: that its name may have.
+        """
+        inside = folders_by_split(self.path, is_split, ending)
+        found = {
+            "train": inside.get("train") or self.path,
+            "val": self.val_path or inside.get("val"),
+            "test": self.test_path or inside.get("test"),
+        }
+        paths = {name: [Path(path).expanduser()] if path else [] for name, path in found.items()}
+        names = [name for name, path in found.items() if path and path == inside.get(name)]
+        told = ", ".join(f"{name} is {paths[name][0].name}/" for name in names)
+        return self._part(paths, f"{self.path}: {told}" if names else "")
+
+    def _part(self, files: Mapping[str, Sequence[Path]], notice: str) -> Part | None:
+        if self.split == "test" and not files["test"]:
+            return None
+        is_own = self.split == "test" or bool(files["val"])
+        own = files[self.split] if is_own else files["train"]
+        keys = {
+            "train": ("data.path", self.path),
+            "val": ("data.train.val_path", self.val_path),
+            "test": ("data.train.test_path", self.test_path),
+        }
+        key, path = keys[self.split]
+        if not is_own or path is None:
+            key, path = keys["train"]
+        return Part(
+            split=self.split,
+            files=tuple(own),
+            training=tuple(files["train"]),
+            held=tuple(file for name in ("val", "test") for file in files[name]),
+            is_own=is_own,
+            setting=f"{key}={path}",
+            val_fraction=self.val_fraction,
+            seed=self.seed,
+            notice=notice if self.split == "train" else "",
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """The files of one split.
+
+    training: the files of the training data. held: those of validation and test data. is_own: whether all rows of
+    `files` belong to the split; else training and validation share them. setting: names the files in messages.
+    notice: a line about the files for the first lines of a run.
+    """
+
+    split: str
+    files: tuple[Path, ...]
+    training: tuple[Path, ...]
+    held: tuple[Path, ...]
+    is_own: bool
+    setting: str
+    val_fraction: float
+    seed: int
+    notice: str = ""
 
     @property
-    def own(self) -> bool:
-        """Whether the place belongs to this part alone."""
-        return self.split == "test" or self.val_path is not None
+    def is_training(self) -> bool:
+        """Whether the files of the split are those of the training data."""
+        return self.files == self.training
 
     def rows(self, labels: Any) -> Rows | None:
-        """The rows of the place that belong to this part, rising; None is all. labels: see `held_out`."""
-        if self.own or (self.split == "train" and self.val_fraction == 0):
+        """Return the rows of the files that belong to the split, rising; None is all. labels: see `held_out`."""
+        if self.is_own or (self.split == "train" and self.val_fraction == 0):
             return None
         train, val = held_out(labels, self.val_fraction, self.seed)
         return train if self.split == "train" else val
 
 
-def parts_inside(path: str, val_path: str | None, test_path: str | None, ending: str = "",
-                 is_part: Callable[[Path], bool] = Path.exists) -> tuple[str, str | None, str | None]:  # fmt: skip
-    """The paths of train, val and test, where the folder `path` has a place for train by itself.
+def files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+    """Return the files of `train`, `val` and `test` by the names below the folder that holds them all.
 
-    Places are called as in `NAMES`, perhaps with the ending. What the user names comes first.
+    All of them train where their names say nothing, or name one split alone. Files without a split's name train only
+    where no file is called train.
     """
-    found = {part: next((str(place) for name in known for end in ("", ending)
-                         if is_part((place := Path(path, name + end)).expanduser())), None)
-             for part, known in NAMES.items()}  # fmt: skip
-    if found["train"] is None:
-        return path, val_path, test_path
-    return found["train"], val_path or found["val"], test_path or found["test"]
+    if len(files) < 2:
+        return {"train": tuple(files), "val": (), "test": ()}
+    paths = [Path(os.path.abspath(file)) for file in files]
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    splits = [split_of_path(path.relative_to(root)) for path in paths]
+    if None in splits and not any(split is None for split in map(split_in_name, files)):
+        splits = [split_in_name(file) for file in files]  # iris_train.csv, iris_test.csv
+    named = set(splits) - {None}
+    if not named & {"val", "test"} or (len(named) == 1 and None not in splits):
+        return {"train": tuple(files), "val": (), "test": ()}
+    unnamed = "train" if "train" not in named else None
+    sorted_files: dict[str | None, list[Path]] = {"train": [], "val": [], "test": [], None: []}
+    for file, split in zip(files, splits, strict=True):
+        sorted_files[split or unnamed].append(file)
+    if not sorted_files["train"]:
+        return {"train": tuple(files), "val": (), "test": ()}
+    return {split: tuple(sorted_files[split]) for split in SPLITS}
+
+
+def split_of_path(path: Path) -> str | None:
+    """Return the split that a folder of a relative path, or else its file name, is called like."""
+    for folder in path.parts[:-1]:
+        if split := SPLIT_OF_WORD.get(folder.lower()):
+            return split
+    words = [word for word in words_of(path) if not SHARD_PART.fullmatch(word)]
+    is_code = path.suffix.lower() in SOURCE_CODE
+    return SPLIT_OF_WORD.get(words[0].rstrip("0123456789")) if len(words) == 1 and not is_code else None
+
+
+def split_in_name(path: Path) -> str | None:
+    """Return the split whose name is the first or the last word of a file name."""
+    words = [word for word in words_of(path) if not SHARD_PART.fullmatch(word)]
+    found = {SPLIT_OF_WORD[word] for word in (words[:1] + words[-1:]) if word in SPLIT_OF_WORD}
+    is_code = path.suffix.lower() in SOURCE_CODE
+    return found.pop() if len(found) == 1 and not is_code else None
+
+
+def words_of(path: Path) -> list[str]:
+    """Return the lower-case words of a file name without its endings."""
+    stem = path.name.lower()
+    ending = os.path.splitext(stem)[1]
+    while ending and not ending[1:].isdigit() and ending[1:] not in SPLIT_OF_WORD:
+        stem = stem.removesuffix(ending)
+        ending = os.path.splitext(stem)[1]
+    return [word for word in SEPARATORS.split(stem) if word]
+
+
+def described(path: str | None, files: Sequence[Path], by_name: Mapping[str, Sequence[Path]]) -> str:
+    """Return a line on files that were sorted by their names; "" if all of them train."""
+    if len(by_name["train"]) == len(files):
+        return ""
+    counts = ", ".join(f"{split} {len(found)}" for split, found in by_name.items() if found)
+    left_out = len(files) - sum(map(len, by_name.values()))
+    more = f"; {left_out} files of no split are left out" if left_out else ""
+    return f"{path}: files by their names: {counts}{more}"
+
+
+def folders_by_split(path: str | None, is_split: Callable[[Path], bool], ending: str) -> dict[str, str]:
+    """Return the paths directly inside a folder that are called like a split, by split."""
+    folder = None if path is None else Path(path).expanduser()
+    if folder is None or not folder.is_dir():
+        return {}
+    there = {item.name.lower(): item for item in sorted(folder.iterdir(), reverse=True)}
+    found: dict[str, str] = {}
+    for split, words in NAMES.items():
+        names = [word + end for word in words for end in dict.fromkeys(("", ending)) if word + end in there]
+        paths = [there[name] for name in names if is_split(there[name])]
+        if paths:
+            found[split] = str(paths[0])
+    return found
+
+
+def identity_of(file: Path) -> Identity:
+    """Return what tells a file from others, whatever its path."""
+    state = file.stat()
+    return state.st_dev, state.st_ino
+
+
+def is_inside(path: Path, folders: Iterable[Path]) -> bool:
+    """Whether a path is one of the folders, or lies below one."""
+    real = path.resolve()
+    return any(real == folder or folder in real.parents for folder in (one.resolve() for one in folders))
 
 
 def held_out(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:

@@ -59,10 +59,11 @@ class Reader(Protocol):
 class ReaderDataset:
     """Map-style: those samples of a reader that belong to one part of the data."""
 
-    def __init__(self, reader: Reader, rows: Rows | RandomRows | None = None) -> None:
-        """rows: numbers of the samples; None is all."""
+    def __init__(self, reader: Reader, rows: Rows | RandomRows | None = None, notice: str = "") -> None:
+        """rows: numbers of the samples; None is all. notice: for the first lines of a run."""
         self.reader = reader
         self.rows = rows
+        self.notice = notice
         self._info = reader.info
         self.thread_safe = self._info.thread_safe
         self.class_names = self._info.class_names
@@ -104,6 +105,12 @@ class ReaderDataset:
         """The file of a sample and its place in it."""
         return self._where(self._number(index))
 
+    def row_numbers(self) -> Rows | None:
+        """Return the numbers of the samples in the reader; None if they are computed by index."""
+        if self.rows is None:
+            return np.arange(len(self))
+        return self.rows if isinstance(self.rows, np.ndarray) else None
+
     def fingerprint(self) -> str:
         rows = None if self.rows is None else self.rows.tobytes()
         labels = None if self._info.labels is None else np.asarray(self._info.labels).tobytes()
@@ -140,6 +147,7 @@ class ReaderDataset:
 def dataset_of(reader: Reader, part: Part) -> ReaderDataset:
     """The samples that belong to the part. DataError: there is none, or nothing is left for one side."""
     if len(reader) == 0:
-        raise DataError(f"{part.place[1]}={part.place[0]}: there is no record in it")
+        raise DataError(f"{part.setting}: there is no record in it")
     labels = reader.info.labels
-    return ReaderDataset(reader, part.rows(np.zeros(len(reader), np.int64) if labels is None else labels))
+    rows = part.rows(np.zeros(len(reader), np.int64) if labels is None else labels)
+    return ReaderDataset(reader, rows, part.notice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,7 @@ from trainrun.data.readers.free_space import check_memory
 from trainrun.data.readers.free_space import in_memory as stays_in_memory
 from trainrun.data.readers.open_files import Kept
 from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.parts import Part
-from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.reader_protocol import Info, dataset_of
 from trainrun.data.readers.targets import Coding, coding_of, listed
 from trainrun.data.tensor_dataset import Arrays
@@ -24,6 +24,7 @@ from trainrun.errors import DataError
 from trainrun.limits import Auto, BelowOne, TargetType
 from trainrun.plugin_faults import nearest
 
+ENDINGS = (".h5", ".hdf5")
 CHUNK_CACHE_BYTES = 32 * 2**20  # for each data set of an open file; HDF5's own default is 1 MiB
 
 
@@ -41,21 +42,29 @@ class Hdf5Layout(NamedTuple):
 def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0, target_dtype: TargetType = "auto",
          in_memory: bool | Auto = "auto") -> Any:  # fmt: skip
-    """`train`, `val` or `test`: `Arrays` in memory, or samples read on demand.
+    """`train`, `val` or `test`: `Arrays` in memory, or samples read on demand; None: there is no test data.
 
     inputs, target: names of data sets. For x, the first that is there of train/x, x_train and x; where
         the file has val/x or x_val, those are the validation data, and nothing is held out.
     target: rows of one number or word are classes or numbers (see `targets`), all others are as stored.
     """
     h5py = extra("h5py", "hdf5", "hdf5")
-    training = _one_file(path, "data.path")
+    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed)
+    part = request.find_files(ENDINGS)
+    if part is None:
+        part = replace(request, split="train").find_files(ENDINGS)
+    assert part is not None
+    training = _one_file(part.training, f"data.path={path}")
     with open_file(str(training)) as file:
-        val_path = val_path or (str(training) if _own_part(file, inputs, "val") else None)
-        test_path = test_path or (str(training) if _own_part(file, inputs, "test") else None)
         known = _cells(file, layout_of(h5py, file, target, "train", "target")) if target else None
-    part = Part(split, str(training), val_path, test_path, val_fraction, seed)
-    place = _one_file(*part.place)
-    which = split if part.own else "train"
+        has_own = {name: _own_part(file, inputs, name) is not None for name in ("val", "test")}
+    if split == "test" and part.split == "train" and not has_own["test"]:
+        return None
+    place = _one_file(part.files, part.setting)
+    inside = place == training and (has_own["val"] or split == "test")
+    notice = part.notice if split == "train" else ""
+    part = replace(part, split=split, is_own=part.is_own or inside, notice=notice)
+    which = split if part.is_own else "train"
     with open_file(str(place)) as file:
         layouts = [layout_of(h5py, file, inputs, which, "inputs")]
         layouts += [layout_of(h5py, file, target, which, "target")] if target else []
@@ -76,7 +85,7 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
             parts = [file[layout.name][:][rows] for layout in read]
     parts += [] if encoded is None else [encoded[rows]]
     describe = dataset.describe if target else None
-    return Arrays(tuple(parts), coding.names, coding.num_classes, describe=describe)
+    return Arrays(tuple(parts), coding.names, coding.num_classes, describe=describe, notice=part.notice)
 
 
 class Hdf5Reader:
@@ -167,10 +176,9 @@ def _where(path: Path, name: str, row: int) -> str:
     return f"{path}: {name!r} row {row}"
 
 
-def _one_file(path: str | None, key: str) -> Path:
-    files = files_of(path, key, (".h5", ".hdf5"))
+def _one_file(files: Sequence[Path], setting: str) -> Path:
     if len(files) > 1:
-        raise DataError(f"{key}={path}: {len(files)} files; name one of them, as {files[0]}")
+        raise DataError(f"{setting}: {len(files)} files; name one of them, as {files[0]}")
     return files[0]
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainrun.data.order.sampler import check_split
 from trainrun.data.readers.free_space import GZIP_MAGIC, check_memory
-from trainrun.data.readers.parts import Part
+from trainrun.data.readers.parts import SPLITS, Part
 from trainrun.data.readers.paths import existing_folder, plain_file
 from trainrun.data.readers.targets import coding_of
 from trainrun.data.tensor_dataset import Arrays
@@ -29,8 +30,8 @@ DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 def load(path: str | None, split: str, inputs: str, target: str | None, val_inputs: str | None = None,
          val_target: str | None = None, test_inputs: str | None = None, test_target: str | None = None,
          val_fraction: BelowOne = 0.1, seed: int = 0,
-         dtype: Literal["float32", "stored"] = "float32") -> Arrays:  # fmt: skip
-    """`train`, `val` or `test`: inputs (N, ...) and integer labels (N,) or floats (N, 1).
+         dtype: Literal["float32", "stored"] = "float32") -> Arrays | None:  # fmt: skip
+    """`train`, `val` or `test`, None: there is no test data: inputs (N, ...) and integer labels (N,) or floats (N, 1).
 
     inputs, target, and those of val and test: names of files in the folder `path`; without val_inputs,
         val_fraction of the training data is held out. Grey pictures (N, H, W) become (N, 1, H, W).
@@ -38,8 +39,12 @@ def load(path: str | None, split: str, inputs: str, target: str | None, val_inpu
     """
     folder = existing_folder(path, "data.path")
     names = {"train": (inputs, target), "val": (val_inputs, val_target), "test": (test_inputs, test_target)}
-    part = Part(split, inputs, val_inputs, test_inputs, val_fraction, seed)
-    own = names[split] if part.own else names["train"]
+    check_split(split, SPLITS)
+    if split == "test" and test_inputs is None:
+        return None
+    is_own = split == "test" or val_inputs is not None
+    part = Part(split, (), (), (), is_own, f"data.path={path}", val_fraction, seed)
+    own = names[split] if is_own else names["train"]
     values = _inputs(_stored(folder, own[0], split, "inputs"), dtype)
     if target is None:
         rows = part.rows(values)

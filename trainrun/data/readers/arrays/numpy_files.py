@@ -16,7 +16,7 @@ from trainrun.data.batch import as_tensor
 from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import LISTED, check_split
 from trainrun.data.readers.free_space import check_memory, in_memory
-from trainrun.data.readers.parts import RandomRows, held_out
+from trainrun.data.readers.parts import NAMES, SPLITS, RandomRows, held_out
 from trainrun.data.readers.paths import plain_file
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset
 from trainrun.data.tensor_dataset import Arrays
@@ -51,7 +51,9 @@ def open_mapped(file: str) -> Mapped:
 
 def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_fraction: BelowOne = 0.0,
          seed: int = 0, mapped: bool = True, stratify: bool | Auto = True) -> Any:  # fmt: skip
-    """`train`, `val` or `test`: the arrays x_<split> and y_<split>, one row per sample.
+    """`train`, `val` or `test`: the arrays x_<split> and y_<split>, one row per sample. None: there is no test data.
+
+    The split may have another of its names, as x_valid, or be a folder, as valid/x.npy.
 
     inputs, target: what stands for x and y; without a target, samples are inputs alone.
     val_fraction: above 0, `val` is that part of x_train and y_train, held out by `seed`.
@@ -59,12 +61,15 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     stratify: what is held out has each class in proportion; "auto": up to `LISTED` rows that are mapped. Above,
         rows are held out by a permutation that is computed, so that no list of them is made and nothing is copied.
     """
-    check_split(split, ("train", "val", "test"))
+    check_split(split, SPLITS)
     if path is None:
         raise DataError("data.path: name an .npz file, or a folder of .npy files, as data.path=my_arrays.npz")
     parted = split != "test" and val_fraction > 0
     place = Path(path).expanduser()
-    names = [f"{name}_{'train' if parted else split}" for name in (inputs, target) if name]
+    wanted = [name for name in (inputs, target) if name]
+    names = names_of_arrays(place, wanted, "train" if parted else split)
+    if names is None:
+        return None
     if place.is_dir():
         arrays = _files(path, place, names, mapped)
     elif plain_file(place, f"data.path={path}"):
@@ -92,6 +97,22 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         return ReaderDataset(MappedReader(arrays, files), chosen)
     copies = tuple(np.asarray(array)[chosen] for array in arrays)
     return Arrays(copies, describe=partial(_row, path, names[-1], chosen))
+
+
+def names_of_arrays(place: Path, wanted: Sequence[str], split: str) -> list[str] | None:
+    """Return the names of the arrays of a split, as they are in the file or the folder; None: there is no test data."""
+    there: set[str] = set()
+    if place.is_dir():
+        there = {file.relative_to(place).with_suffix("").as_posix() for file in place.glob("*.npy")}
+        there |= {file.relative_to(place).with_suffix("").as_posix() for file in place.glob("*/*.npy")}
+    elif place.is_file() and zipfile.is_zipfile(place):
+        with zipfile.ZipFile(place) as archive:
+            there = {name.removesuffix(".npy") for name in archive.namelist()}
+    for word in NAMES[split]:
+        for names in ([f"{name}_{word}" for name in wanted], [f"{word}/{name}" for name in wanted]):
+            if there.issuperset(names):
+                return names
+    return None if split == "test" and there else [f"{name}_{split}" for name in wanted]
 
 
 class MappedReader:
@@ -127,7 +148,8 @@ def _row(path: str, name: str, rows: Any, index: int) -> str:
 
 
 def _files(path: str, place: Path, names: Sequence[str], mapped: bool) -> tuple[Any, ...]:
-    _check_names(path, names, {file.stem for file in place.glob("*.npy")})
+    _check_names(path, [name for name in names if not (place / f"{name}.npy").exists()],
+                 {file.stem for file in place.glob("*.npy")})  # fmt: skip
     arrays = []
     for name in names:
         file = place / f"{name}.npy"

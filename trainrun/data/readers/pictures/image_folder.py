@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.readers.parts import NAMES, Part, parts_inside
+from trainrun.data.readers.parts import SplitRequest, is_inside
 from trainrun.data.readers.paths import existing_folder, fingerprint_of
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of
 from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_cells
@@ -81,6 +81,9 @@ class ImageFolder:
 
     def describe(self, index: int) -> str:
         """The file of a sample."""
+        return self.sample_file(index)
+
+    def sample_file(self, index: int) -> str:
         return os.path.join(self._root, os.fsdecode(self._names[index]))
 
     def fingerprint(self) -> str:
@@ -98,23 +101,26 @@ def content_of(path: str) -> bytes:
 def load(path: str | None, split: str, labels: str | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True) -> ImageFolder:  # fmt: skip
-    """`train`, `val` or `test`; classes are those of the training data, in the order of their names.
+         draft: bool = True) -> ImageFolder | None:  # fmt: skip
+    """`train`, `val` or `test`; None: there is no test data. Classes are those of the training data, by their names.
 
     labels: a CSV file in the folder, whose first two columns are file and label. The others: see `Form`
-        and `Part`; val_path and test_path are not needed where `path` has the folders val and test.
+        and `SplitRequest`; val_path and test_path are not needed where `path` has the folders val and test.
     """
     form = form_of(shape, fit, dtype, draft)
-    root = existing_folder(path, "data.path")
-    path, val_path, test_path = parts_inside(
-        str(root), val_path, test_path, is_part=Path.exists if labels else has_folders
-    )
-    part = Part(split, path, val_path, test_path, val_fraction, seed)
-    place, key = part.place
-    names, words, where, others = _listed(existing_folder(place, key), key, labels)
+    existing_folder(path, "data.path")
+    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed)
+    part = request.find_folder(Path.exists if labels else has_folders)
+    if part is None:
+        return None
+    held = [folder for folder in part.held if is_inside(folder.parent, part.training)]
+    key = part.setting.partition("=")[0]
+    root = part.files[0]
+    existing_folder(str(root), key)
+    names, words, where, others = _listed(root, key, labels, [] if part.is_own and split != "train" else held)
     known = words
-    if part.own:
-        known = _listed(existing_folder(path, "data.path"), "data.path", labels)[1]
+    if part.is_own and split != "train":
+        known = _listed(part.training[0], "data.path", labels, held)[1]
         spelled = {normalize("NFC", word): word for word in set(known)}  # macOS takes accents apart
         words = [spelled.get(normalize("NFC", word), word) for word in words]
     classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
@@ -123,22 +129,36 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     rows = part.rows(targets)
     if rows is not None:
         names, targets = [names[row] for row in rows], targets[torch.from_numpy(rows)]
-    told = others and (part.own or split == "train")
-    notice = f"{len(others)} pictures are no JPEG or PNG and are left out, as {others[0]}" if told else ""
-    return ImageFolder(Path(str(place)).expanduser(), names, targets, coding, form, notice)
+    told = others and (part.is_own or split == "train")
+    notices = [f"{len(others)} pictures are no JPEG or PNG and are left out, as {others[0]}"] if told else []
+    notices += [part.notice] if part.notice else []
+    return ImageFolder(root, names, targets, coding, form, "; ".join(notices))
 
 
-def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list[str], Any, list[str]]:
-    """Names of files below the folder, the label of each, how to name a label in messages, and other pictures."""
+def _listed(
+    folder: Path, key: str, labels: str | None, held: Sequence[Path]
+) -> tuple[list[str], list[str], Any, list[str]]:
+    """Names of files below the folder, the label of each, how to name a label in messages, and other pictures.
+
+    held: folders inside it of validation or test data, which are left out.
+    """
     if labels is not None:
-        return *_from_table(folder, folder / labels), []
+        files, classes, describe = _from_table(folder, folder / labels)
+        kept = [row for row, name in enumerate(files) if not (held and is_inside(folder / name, held))]
+        files, classes = [files[row] for row in kept], [classes[row] for row in kept]
+        return files, classes, lambda row: describe(kept[row]), []
     names: list[str] = []
     words: list[str] = []
     others: list[str] = []
     for child in sorted(
         entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."
     ):
+        if is_inside(folder / child, held):
+            continue
         pictures = sorted(_below(folder / child, child))
+        inside = [one for one in held if is_inside(one, [folder / child])]
+        if inside:
+            pictures = [name for name in pictures if not is_inside(folder / name, inside)]
         found = [name for name in pictures if name.lower().endswith(ENDINGS)]
         others += [name for name in pictures if name.lower().endswith(OTHERS)]
         if not found:
@@ -149,13 +169,6 @@ def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list
         words += [child] * len(found)
     if not names:
         raise DataError(f"{key}={folder}: no folders with pictures in it; {EXAMPLE}")
-    if {word.lower() for word in words} <= {name for known in NAMES.values() for name in known} and all(
-        has_folders(folder / word) for word in set(words)
-    ):
-        raise DataError(
-            f"{key}={folder}: its folders are parts of the data, not classes; name them, as "
-            f"data.path={folder}/... data.train.val_path={folder}/..."
-        )
     return names, words, lambda row: f"{folder / names[row]}: its class", others
 
 

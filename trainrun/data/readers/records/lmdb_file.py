@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.parts import Part, parts_inside
+from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import plain_file
 from trainrun.data.readers.pictures.decode import Form, form_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
@@ -31,16 +31,19 @@ DATA_FILE = "data.mdb"  # in an environment that is a folder
 
 def load(path: str | None, split: str, val_path: str | None = None, test_path: str | None = None,
          val_fraction: BelowOne = 0.1, seed: int = 0, shape: Sequence[Count] | None = None, fit: Fit = "crop",
-         dtype: PixelType = "uint8", draft: bool = True) -> ReaderDataset:  # fmt: skip
-    """`train`, `val` or `test`. shape, fit, dtype, draft: of pictures, see `Form`; the others: see `Part`.
+         dtype: PixelType = "uint8", draft: bool = True) -> ReaderDataset | None:  # fmt: skip
+    """`train`, `val` or `test`; None: there is no test data.
 
-    A folder with train or train.lmdb in it (and val, test) names all parts by itself.
+    shape, fit, dtype, draft: of pictures, see `Form`; the others: see `SplitRequest`. A folder with train or
+    train.lmdb in it (and val, test) names all splits by itself.
     """
-    if path is not None and not Path(path, DATA_FILE).expanduser().exists():
-        path, val_path, test_path = parts_inside(path, val_path, test_path, ".lmdb")
-    part = Part(split, path, val_path, test_path, val_fraction, seed)
+    if path is None:
+        raise DataError("data.path: name an LMDB environment, as data.path=train.lmdb (a folder or a file)")
+    part = SplitRequest(split, path, val_path, test_path, val_fraction, seed).find_folder(ending=".lmdb")
+    if part is None:
+        return None
     form = form_of(shape, fit, dtype, draft)
-    return dataset_of(LmdbReader(_data_file(*part.place), form), part)
+    return dataset_of(LmdbReader(_data_file(part.files[0], part.setting), form), part)
 
 
 def key_of(number: int) -> bytes:
@@ -156,13 +159,10 @@ def _opened(path: str, size: int) -> Any:
     return environment
 
 
-def _data_file(path: str | None, key: str) -> Path:
-    if path is None:
-        raise DataError(f"{key}: name an LMDB environment, as {key}=train.lmdb (a folder or a file)")
-    place = Path(path).expanduser()
-    plain_file(place, f"{key}={path}")
-    if not place.exists():
-        raise DataError(f"{key}={path}: no such place; allowed: an LMDB environment, a folder or a file")
-    if place.is_dir() and not (place / DATA_FILE).is_file():
-        raise DataError(f"{key}={path}: no {DATA_FILE} in this folder, so it is not an LMDB environment")
-    return place / DATA_FILE if place.is_dir() else place
+def _data_file(path: Path, setting: str) -> Path:
+    plain_file(path, setting)
+    if not path.exists():
+        raise DataError(f"{setting}: no such place; allowed: an LMDB environment, a folder or a file")
+    if path.is_dir() and not (path / DATA_FILE).is_file():
+        raise DataError(f"{setting}: no {DATA_FILE} in this folder, so it is not an LMDB environment")
+    return path / DATA_FILE if path.is_dir() else path

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.parts import Part
-from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.pictures.decode import Form, form_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.record import decode_sample, is_sample
@@ -52,17 +51,18 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None,
          sequences: Sequence[str] = (), val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True) -> ReaderDataset:  # fmt: skip
-    """`train`, `val` or `test`.
+         draft: bool = True) -> ReaderDataset | None:  # fmt: skip
+    """`train`, `val` or `test`; None: there is no test data.
 
     columns: features by name; two or more form a tuple in this order. None: a dict of all of them.
     sequences: features that stay 1-D where they hold one number; others become a scalar.
     """
-    part = Part(split, path, val_path, test_path, val_fraction, seed)
+    part = SplitRequest(split, path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
+    if part is None:
+        return None
     form = form_of(shape, fit, dtype, draft)
-    files = files_of(*part.place, ENDINGS)
     names = None if columns is None else tuple(columns)
-    return dataset_of(TfrecordReader(files, names, frozenset(sequences), form), part)
+    return dataset_of(TfrecordReader(part.files, names, frozenset(sequences), form), part)
 
 
 def framed(content: bytes) -> bytes:

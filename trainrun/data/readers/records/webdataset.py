@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.readers.parts import Part
-from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.pictures.decode import Form, form_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.record import decode_sample
@@ -44,16 +43,18 @@ FAULTS = (
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True) -> ReaderDataset:  # fmt: skip
-    """`train`, `val` or `test`.
+         draft: bool = True) -> ReaderDataset | None:  # fmt: skip
+    """`train`, `val` or `test`; None: there is no test data.
 
     columns: what a sample consists of, as `[jpg;png, cls]`, where `;` separates alternatives; two or more
         form a tuple. None: a whole sample where there is one; (picture, number) where samples are such a
         pair; else a dict of all that the first sample has.
     """
-    part = Part(split, path, val_path, test_path, val_fraction, seed)
+    part = SplitRequest(split, path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
+    if part is None:
+        return None
     form = form_of(shape, fit, dtype, draft)
-    return dataset_of(TarReader(files_of(*part.place, ENDINGS), columns, form), part)
+    return dataset_of(TarReader(part.files, columns, form), part)
 
 
 class TarReader:

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.readers.free_space import check_memory
-from trainrun.data.readers.parts import Part
-from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.targets import (
     Coding,
     chosen_inputs,
@@ -52,23 +51,25 @@ WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
 def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
-         fill: float | None = None, delimiter: str | None = None, header: bool = True) -> Arrays:  # fmt: skip
-    """`train`, `val` or `test`: the inputs (N, K), or (N, *shape), of `dtype`, and the target.
+         fill: float | None = None, delimiter: str | None = None, header: bool = True) -> Arrays | None:  # fmt: skip
+    """`train`, `val` or `test`: the inputs (N, K), or (N, *shape), of `dtype`, and the target. None: no test data.
 
     inputs: names of columns of numbers, or of True and False (1 and 0); null is all but the target. target: a name
         (int64 (N,) or floats (N, 1); words become classes 0, 1, ... in the order of their names), a list of names
         (floats (N, M)), or "none". fill: stands for a missing input.
     DataError: names the file, line and column.
     """
-    part = Part(split, path, val_path, test_path, val_fraction, seed)
+    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed)
     if fill is not None and "int" in dtype and fill != int(fill):
         raise DataError(f"data.train.fill={fill}: must be a whole number with data.train.dtype={dtype}")
-    training = files_of(path, "data.path", ENDINGS)
+    part = request.find_files(ENDINGS)
+    if part is None:
+        return None
+    training, files = part.training, part.files
     dialect = Dialect(delimiter or ("tab" if training[0].suffix == ".tsv" else ","), header)
     columns = columns_in(training[0], dialect)
     goal = chosen_target(target, columns)
     names = chosen_inputs(inputs, goal, columns)
-    files = files_of(*part.place, ENDINGS) if part.own else training
     own = set(columns_in(files[0], dialect))
     if missing := [name for name in (*names, *goal) if name not in own]:
         raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
@@ -89,7 +90,9 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     chosen = tensors if rows is None else tuple(tensor[torch.from_numpy(rows)] for tensor in tensors)
     describe = partial(cells.name, goal[0], rows) if goal else None
     column = partial(_column, files, dialect, rows)
-    return Arrays(chosen, coding.names, coding.num_classes, describe=describe, column=column)
+    return Arrays(
+        chosen, coding.names, coding.num_classes, describe=describe, column=column, notice=part.notice
+    )
 
 
 def _column(files: Sequence[Path], dialect: Dialect, rows: Any, name: str) -> np.ndarray[Any, Any] | None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from trainrun.data.readers.free_space import check_disk, unpacked_bytes
 from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.parts import Part, parts_inside
+from trainrun.data.readers.parts import Part, SplitRequest
 from trainrun.data.readers.paths import files_of, plain_file
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
@@ -33,25 +33,21 @@ MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")  # the package would
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True) -> ReaderDataset:  # fmt: skip
-    """`train`, `val` or `test`; a folder with parts has them by itself. The last column is the target.
+         draft: bool = True) -> ReaderDataset | None:  # fmt: skip
+    """`train`, `val` or `test`; None: there is no test data. The last column is the target.
 
-    shape, fit, dtype, draft: of pictures, see `Form`; the others: see `HuggingfaceReader` and `Part`.
+    shape, fit, dtype, draft: of pictures, see `Form`; the others: see `HuggingfaceReader` and `SplitRequest`.
     """
-    if path is not None and Path(path, SETS_FILE).expanduser().is_file():
-        whole = path
-        path, val_path, test_path = parts_inside(path, val_path, test_path)
-        if path == whole:
-            raise DataError(
-                f"data.path={path}: a set of data sets without a part train; name one, as data.path={path}/..."
-            )
-    part = Part(split, path, val_path, test_path, val_fraction, seed)
+    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed)
+    part = request.find_files(tuple(KINDS), set_or_files)
+    if part is None:
+        return None
     form = form_of(shape, fit, dtype, draft)
-    dataset, files = _opened(*part.place)
+    dataset, files = _opened(part)
     names = tuple(columns or dataset.column_names)
     if missing := [name for name in names if name not in dataset.column_names]:
         has = f"has no column {missing[0]}; it has {', '.join(dataset.column_names)}"
-        raise DataError(f"data.train.columns: {part.place[0]} {has}")
+        raise DataError(f"data.train.columns: {part.setting.partition('=')[2]} {has}")
     return dataset_of(HuggingfaceReader(dataset, names, columns is None, form, files), part)
 
 
@@ -117,25 +113,41 @@ class HuggingfaceReader:
         return value
 
 
-def _opened(path: str | None, key: str) -> tuple[Any, tuple[Path, ...]]:
-    datasets = extra("datasets", "datasets", "datasets")
-    if path is not None and Path(path, SET_FILE).expanduser().is_file():
-        folder = Path(path).expanduser()
-        for file in sorted(folder.iterdir()):
-            plain_file(file, f"{key}={path}")
-        with _faults_of(folder, datasets):
-            return datasets.load_from_disk(str(folder)), tuple(sorted(folder.glob("*.arrow")))
-    files = files_of(path, key, tuple(KINDS))
+def set_or_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
+    """Return the folder of a saved data set, the folders of a saved set of data sets, or files."""
+    folder = None if path is None else Path(path).expanduser()
+    if folder is None or not folder.is_dir():
+        return files_of(path, key, endings)
+    if (folder / SET_FILE).is_file():
+        return (folder,)
+    if (folder / SETS_FILE).is_file():
+        return tuple(sorted(item for item in folder.iterdir() if (item / SET_FILE).is_file()))
+    return files_of(path, key, endings)
+
+
+def _opened(part: Part) -> tuple[Any, tuple[Path, ...]]:
+    datasets, files = extra("datasets", "datasets", "datasets"), part.files
+    if not files or (len(files) > 1 and files[0].is_dir()):
+        sets = ", ".join(file.name for file in files) or "none"
+        raise DataError(
+            f"{part.setting}: a set of data sets without a part train; name one, as {part.setting}/... "
+            f"(it has {sets})"
+        )
+    if files[0].is_dir():
+        for file in sorted(files[0].iterdir()):
+            plain_file(file, part.setting)
+        with _faults_of(files[0], datasets):
+            return datasets.load_from_disk(str(files[0])), tuple(sorted(files[0].glob("*.arrow")))
     kinds = {next((kind for end, kind in KINDS.items() if f.name.lower().endswith(end)), None) for f in files}
     if len(kinds) > 1 or None in kinds:
         raise DataError(
-            f"{key}={path}: files of one kind are needed, {' or '.join(KINDS)}; choose with a pattern, as "
-            f"{key}=folder/*.parquet"
+            f"{part.setting}: files of one kind are needed, {' or '.join(KINDS)}; choose with a pattern, as "
+            f"{part.setting.partition('=')[0]}=folder/*.parquet"
         )
     names = [str(file) for file in files]
     if kinds == {"json"}:
         cache, way = Path(str(datasets.config.HF_DATASETS_CACHE)), "name another disk by HF_DATASETS_CACHE"
-        check_disk(unpacked_bytes(files), cache, f"{key}={path}: unpacked, it", way)
+        check_disk(unpacked_bytes(files), cache, f"{part.setting}: unpacked, it", way)
     with _faults_of(files[0], datasets):
         if kinds == {"arrow"}:
             return datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names]), files

@@ -12,8 +12,7 @@ import torch
 
 from trainrun.data.readers.free_space import in_memory as stays_in_memory
 from trainrun.data.readers.open_files import Kept
-from trainrun.data.readers.parts import Part
-from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.pictures.decode import Form, form_of
 from trainrun.data.readers.reader_protocol import Info, dataset_of
 from trainrun.data.readers.tables.parquet_columns import (
@@ -51,11 +50,13 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     row_groups: how many decoded ones each process keeps, of data that is read on demand; auto: what fits in a share
         of the free memory, at least 4.
     """
-    part = Part(split, path, val_path, test_path, val_fraction, seed)
-    training = table_of(files_of(path, "data.path", ENDINGS))
+    part = SplitRequest(split, path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
+    if part is None:
+        return None
+    training = table_of(part.training)
     goal = chosen_target(target, training.columns)
     names = chosen_inputs(inputs, goal, training.columns)
-    table = table_of(files_of(*part.place, ENDINGS)) if part.own else training
+    table = training if part.is_training else table_of(part.files)
     for one in (training, table):
         one.check(one.unlike if inputs is None else (*names, *goal))
     _check_like(table, training, (*names, *goal))
@@ -80,7 +81,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     if not (plain and not own_target and fits):
         return dataset
     return Arrays(reader.whole(dataset.rows), coding.names, coding.num_classes, describe=dataset.describe,
-                  column=dataset.column)  # fmt: skip
+                  column=dataset.column, notice=part.notice)  # fmt: skip
 
 
 class ParquetReader:

@@ -13,6 +13,7 @@ Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`, which is a mean over 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.readers.parts import Part
+from trainrun.data.readers.parts import Part, SplitRequest
 from trainrun.data.readers.paths import fingerprint_of
-from trainrun.data.readers.text.text_files import text_files
+from trainrun.data.readers.text.text_files import ENDINGS, text_files
 from trainrun.data.readers.text.token_file import Text, TokenFile, text_cache, token_file
 from trainrun.data.readers.text.trained_tokenizer import is_trained, trained_file
 from trainrun.data.tensor_dataset import Columns
@@ -41,11 +42,12 @@ class TextSamples:
     thread_safe = True
 
     def __init__(self, tokens: TokenFile, text: Text, begins: np.ndarray[Any, Any],
-                 ends: np.ndarray[Any, Any]) -> None:  # fmt: skip
+                 ends: np.ndarray[Any, Any], notice: str = "") -> None:  # fmt: skip
         self._tokens = tokens
         self._text = text
         self._begins = begins
         self._ends = ends
+        self.notice = notice
         self._map: np.ndarray[Any, Any] | None = None
         self.lengths = ends - begins - 1
         self.num_classes = tokens.vocabulary
@@ -119,22 +121,22 @@ class TextSamples:
 def load(path: str | None, split: str, kind: Literal["blocks", "lines", "documents"] = "blocks",
          block_size: Count = 256, tokenizer: str | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, max_bytes: Count | None = None,
-         cache_dir: str | None = None) -> TextSamples:  # fmt: skip
-    """`train`, `val` or `test`.
+         cache_dir: str | None = None) -> TextSamples | None:  # fmt: skip
+    """`train`, `val` or `test`; None: there is no test text.
 
     path: a file, a pattern or a folder; plain or gzip. None: Python's own sources.
     block_size: tokens in a sample, for blocks. max_bytes: only so much of the text is read.
     cache_dir: see `token_file`; None: ~/.cache/trainrun/text. tokenizer: a file, or see `trained_tokenizer`.
     """
-    part = Part(split, path, val_path, test_path, val_fraction, 0)
-    place, key = part.place
+    request = SplitRequest(split, path, val_path, test_path, val_fraction)
+    part = request.find_files(ENDINGS, text_files)
+    if part is None:
+        return None
     held = None
     if tokenizer is not None and is_trained(tokenizer):
-        held = 0.0 if val_path is not None else val_fraction
-        tokenizer = trained_file(
-            tokenizer, text_files(path, "data.path"), kind, max_bytes, held, text_cache(cache_dir)
-        )
-    text = Text(text_files(place, key), kind, tokenizer, max_bytes, None if part.own else held)
+        held = unseen_share(request)
+        tokenizer = trained_file(tokenizer, part.training, kind, max_bytes, held, text_cache(cache_dir))
+    text = Text(part.files, kind, tokenizer, max_bytes, None if part.is_own else held)
     tokens = token_file(text, cache_dir)
     middle = tokens.num_training
     if kind == "blocks":
@@ -148,7 +150,7 @@ def load(path: str | None, split: str, kind: Literal["blocks", "lines", "documen
         begin, end = _cut(int(long.sum()), part, middle)
         begins, ends = begins[long][begin:end], ends[long][begin:end]
     if len(begins) == 0:
-        source = "Python's sources" if place is None else f"{key}={place}"
+        source = "Python's sources" if path is None else part.setting
         needed = f"block_size + 1 = {block_size + 1}" if kind == "blocks" else f"2 in one of its {kind}"
         smaller = "a smaller data.train.block_size or " if kind == "blocks" else ""
         raise DataError(
@@ -156,21 +158,29 @@ def load(path: str | None, split: str, kind: Literal["blocks", "lines", "documen
             f"(val_fraction={val_fraction:g}): it needs at least {needed}; choose {smaller}another "
             "data.train.val_fraction"
         )
-    return TextSamples(tokens, text, begins, ends)
+    return TextSamples(tokens, text, begins, ends, part.notice)
 
 
 def tokenizer_file(node: Mapping[str, Any]) -> str:
     """The tokenizer of a `data.train` node that has it trained; made where it is not kept yet."""
-    held = 0.0 if node.get("val_path") is not None else node.get("val_fraction", 0.1)
-    files, cache = text_files(node.get("path"), "data.path"), text_cache(node.get("cache_dir"))
-    return trained_file(
-        node["tokenizer"], files, node.get("kind", "blocks"), node.get("max_bytes"), held, cache
-    )
+    arguments = {name: node[name] for name in ("val_path", "test_path", "val_fraction") if name in node}
+    request = SplitRequest("train", node.get("path"), **{"val_fraction": 0.1, **arguments})
+    part = request.find_files(ENDINGS, text_files)
+    assert part is not None
+    kind, cache = node.get("kind", "blocks"), text_cache(node.get("cache_dir"))
+    held = unseen_share(request)
+    return trained_file(node["tokenizer"], part.training, kind, node.get("max_bytes"), held, cache)
+
+
+def unseen_share(request: SplitRequest) -> float:
+    """Return the share at the end of the training text that validates, which no tokenizer may see."""
+    validation = replace(request, split="val").find_files(ENDINGS, text_files)
+    return 0.0 if validation is None or validation.is_own else request.val_fraction
 
 
 def _cut(number: int, part: Part, middle: int | None) -> tuple[int, int]:
     """Begin and end of the part among `number` tokens or samples in their order. middle: where validation begins."""
-    if part.own:
+    if part.is_own:
         return 0, number
     middle = number - round(number * part.val_fraction) if middle is None else middle
     return (0, middle) if part.split == "train" else (middle, number)

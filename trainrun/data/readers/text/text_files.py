@@ -19,10 +19,10 @@ CHUNK_BYTES, MAX_LINE_BYTES = 2**20, 2**26
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # of the library
 
 
-def text_files(path: str | None, key: str) -> tuple[Path, ...]:
+def text_files(path: str | None, key: str, endings: Sequence[str] = ENDINGS) -> tuple[Path, ...]:
     """The files of a text; without a path, the sources of Python's standard library, without its tests."""
     if path is not None:
-        return files_of(path, key, ENDINGS)
+        return files_of(path, key, endings)
     library = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, folders, names in os.walk(library):

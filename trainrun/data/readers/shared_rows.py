@@ -1,0 +1,197 @@
+"""Rows of validation or test data that are training samples too: found in a sample of the rows, told in one line.
+
+Only rows in memory or mapped, and files of this package's readers, are compared: nothing of a user's own is read here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset
+
+from trainrun.data.tensor_dataset import Column, Columns, columns_of, is_mapped, rows_in_memory
+
+MOST_ROWS, MOST_TRAINING_ROWS = 1024, 2**16
+MOST_MAPPED_ROWS = 4096  # each may be a page to fetch from the disk
+MOST_FILES = 5000
+KEY_NUMBERS = 32  # of a row, spread over it; rows with equal keys are compared as a whole
+MOST_EQUAL_KEYS = 8
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class SharedRows(NamedTuple):
+    """How many of the compared rows are in the training data. repeated: the share of training rows that are there
+    more than once."""
+
+    shared: int
+    compared: int
+    repeated: float = 0.0
+
+
+def describe_shared_rows(sources: Mapping[str, Any]) -> list[str]:
+    """Return a line for each validation or test set with rows that are training samples too.
+
+    A line is left out where training rows repeat as often: then the rows have few different values.
+    """
+    lines = []
+    for split, source in sources.items():
+        found = None if split == "train" else count_shared_rows(sources["train"], source)
+        if found is None or found.shared == 0:
+            continue
+        is_all = found.shared == found.compared
+        if not is_all and found.shared <= 1.25 * found.repeated * found.compared:
+            continue
+        rows = f"{found.shared:,} of {found.compared:,} rows that were compared are"
+        key, name = f"data.{split.replace('/', '.')}", split.partition("/")[0]
+        lines.append(f"{key}: {rows} in data.train too, so {name}/ metrics are not of unseen samples alone")
+    return lines
+
+
+def count_shared_rows(train: Any, other: Any) -> SharedRows | None:
+    """Count the rows of another split that are in the training data; None if they cannot be compared."""
+    if (
+        train is None
+        or other is None
+        or isinstance(train, IterableDataset)
+        or isinstance(other, IterableDataset)
+    ):
+        return None
+    numbers = shared_numbers(train, other)
+    if numbers is not None:
+        return numbers
+    if has_method(train, "sample_file") and has_method(other, "sample_file"):
+        return shared_files(train, other)
+    columns = columns_in(train), columns_in(other)
+    return None if columns[0] is None or columns[1] is None else shared_in_columns(columns[0], columns[1])
+
+
+def has_method(source: Any, name: str) -> bool:
+    """Whether a source is one of this package's readers, and has such a method."""
+    return type(source).__module__.startswith("trainrun.data.readers.") and hasattr(source, name)
+
+
+def columns_in(source: Any) -> Columns | None:
+    columns = columns_of(source, "data")
+    return rows_in_memory(source) if columns is None else columns
+
+
+def shared_numbers(train: Any, other: Any) -> SharedRows | None:
+    """Compare the numbers of samples, where both splits are samples of one data set."""
+    (first, rows), (second, other_rows) = numbered(train), numbered(other)
+    if first is not second:
+        if not (has_method(first, "row_numbers") and has_method(second, "row_numbers")):
+            return None
+        if first.reader.info.files != second.reader.info.files or len(first.reader) != len(second.reader):
+            return None
+    if rows is None or other_rows is None:
+        return None
+    return SharedRows(len(np.intersect1d(rows, other_rows)), len(other_rows))
+
+
+def numbered(source: Any) -> tuple[Any, Numbers | None]:
+    """Return the data set behind a source, and the numbers of the samples in it."""
+    if type(source) is Subset:
+        return source.dataset, np.asarray(source.indices, np.int64)
+    if has_method(source, "row_numbers"):
+        return source, source.row_numbers()
+    return source, np.arange(len(source)) if hasattr(source, "__len__") else None
+
+
+def shared_files(train: Any, other: Any) -> SharedRows:
+    """Compare files by their size, and those of one size by their content."""
+    paths = [other.sample_file(int(row)) for row in spread(len(other), MOST_ROWS)]
+    sizes = {path: size_of(path) for path in paths}
+    wanted = {size for size in sizes.values() if size}
+    candidates = [train.sample_file(int(row)) for row in spread(len(train), MOST_FILES)]
+    known = {digest_of(path) for path in candidates if size_of(path) in wanted}
+    shared = sum(digest_of(path) in known for path in paths if sizes[path]) if known else 0
+    return SharedRows(shared, len(paths))
+
+
+def size_of(path: str) -> int:
+    """Return the size of a file; 0 if it cannot be read, which is told when it is used."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def digest_of(path: str) -> bytes:
+    try:
+        return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).digest()
+    except OSError:
+        return path.encode(errors="surrogateescape")
+
+
+def shared_in_columns(train: Columns, other: Columns) -> SharedRows | None:
+    """Compare rows by a few of their numbers, and those that agree as a whole."""
+    forms = [
+        [(tuple(value.shape[1:]), str(value.dtype)) for value in columns.values] for columns in (train, other)
+    ]
+    if forms[0] != forms[1] or not len(train) or not len(other):
+        return None
+    mapped = any(is_mapped(value) for value in (*train.values, *other.values))
+    train_rows = spread(len(train), MOST_MAPPED_ROWS if mapped else MOST_TRAINING_ROWS)
+    other_rows = spread(len(other), MOST_ROWS)
+    keys, other_keys = keys_of(train, train_rows), keys_of(other, other_rows)
+    order = np.argsort(keys, kind="stable")
+    begins = np.searchsorted(keys[order], other_keys, "left")
+    ends = np.searchsorted(keys[order], other_keys, "right")
+    shared = 0
+    for row, begin, end in zip(other_rows, begins, ends, strict=True):
+        equal = order[begin : min(end, begin + MOST_EQUAL_KEYS)]
+        shared += any(is_same_row(train, int(train_rows[place]), other, int(row)) for place in equal)
+    counts = np.unique(keys, return_counts=True)[1]
+    repeated = 1 - int((counts == 1).sum()) / len(keys)
+    return SharedRows(shared, len(other_rows), repeated)
+
+
+def spread(number: int, most: int) -> Numbers:
+    """Return at most so many row numbers, evenly spread."""
+    return np.unique(np.linspace(0, number - 1, min(number, most)).astype(np.int64))
+
+
+def keys_of(columns: Columns, rows: Numbers) -> Numbers:
+    """Return a number for each row, made from a few of its numbers: (N,) int64."""
+    keys = np.zeros(len(rows), np.int64)
+    for value in columns.values:
+        numbers = some_numbers(value, rows)
+        words = np.ascontiguousarray(numbers).view(np.uint8).reshape(len(rows), -1).astype(np.int64)
+        factors = np.random.default_rng(0).integers(1, 2**40, words.shape[1]) * 2 + 1
+        with np.errstate(over="ignore"):
+            keys = keys * 1_000_003 + words @ factors
+    return keys
+
+
+def some_numbers(value: Column, rows: Numbers) -> Any:
+    """Return a few numbers of each row, spread over it: (N, K)."""
+    tensor = value if isinstance(value, Tensor) else None
+    width = int(np.prod(value.shape[1:]))
+    if width == 0:
+        return np.zeros((len(rows), 1), np.uint8)
+    places = spread(width, KEY_NUMBERS)
+    if tensor is None:
+        flat = np.asarray(value).reshape(len(value), width)
+        return flat[rows[:, None], places]
+    picked = tensor.detach().reshape(len(tensor), width)[
+        torch.from_numpy(rows)[:, None], torch.from_numpy(places)
+    ]
+    picked = picked.cpu().contiguous()
+    return picked.view(torch.uint8).numpy() if picked.element_size() > 1 else picked.to(torch.uint8).numpy()
+
+
+def is_same_row(train: Columns, row: int, other: Columns, other_row: int) -> bool:
+    for first, second in zip(train.values, other.values, strict=True):
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            if not torch.equal(first[row].cpu(), second[other_row].cpu()):
+                return False
+        elif not np.array_equal(np.asarray(first[row]), np.asarray(second[other_row])):
+            return False
+    return True
