@@ -113,7 +113,7 @@ def test_code_of_a_stranger_is_not_imported(run: Path, refuses: Callable[..., No
     )
     config = Path("first/config.yaml").read_text()
     Path("first/config.yaml").write_text(config.replace("trainrun.model.mlp.Mlp", "evil.Net"))
-    refuses(["again", "first"], "names what is not known to be yours: model._target_=evil.Net")
+    refuses(["again", "first"], "--trust")
     assert not Path("ran").exists()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainrun.config.argv import conf_dir
-from trainrun.config.compose import compose_run, save_config
+from trainrun.config.compose import compose_run, format_config
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import with_values
 from trainrun.config.validate import argument_faults, check, kinds_of
@@ -140,7 +140,7 @@ def test_a_saved_run_is_not_refused_for_what_it_has_trained_with(tmp_path: Path)
     config = composed("model", "cnn")
     config.model["residual"] = 1
     file = tmp_path / "config.yaml"
-    file.write_text(save_config(config))
+    file.write_text(format_config(config))
     assert load_config(file, ["trainer.max_epochs=3"]).model["residual"] == 1
     with pytest.raises(ConfigError, match=r"^model.residual=2: must be true or false$"):
         load_config(file, ["model.residual=2"])

@@ -9,7 +9,7 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir, options
-from trainrun.config.compose import compose_run, prepare, save_config
+from trainrun.config.compose import compose_run, format_config, prepare
 from trainrun.config.saved_config import load_config, plain_config, with_overrides
 from trainrun.config.schema import DataConfig
 from trainrun.errors import ConfigError
@@ -85,7 +85,7 @@ def test_no_tracker_means_that_of_an_option_too() -> None:
 
 def test_trackers_are_keys_of_monitor_in_saved_configs_too(tmp_path: Path) -> None:
     words = ["monitor=tensorboard", "monitor.mine=a.B", "monitor.mine.at=3", "hook.h=a.B"]
-    saved, path = save_config(compose_run(words).config), tmp_path / "config.yaml"
+    saved, path = format_config(compose_run(words).config), tmp_path / "config.yaml"
     assert "listeners" not in saved
     older = saved.replace(
         "  mine:\n    _target_: a.B\n    at: 3\n",
@@ -322,13 +322,13 @@ def test_a_config_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
         ["preset=max-perf", "run_name=012", "data=csv", "data.path=no", "trainer.max_time=01:00:00:00"]
     ).config
     path = tmp_path / "config.yaml"
-    path.write_text(save_config(config))
+    path.write_text(format_config(config))
     assert load_config(path, []) == config
 
 
 def test_single_values_of_a_saved_run_can_change_groups_cannot(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(save_config(compose_run([]).config))
+    path.write_text(format_config(compose_run([]).config))
     assert load_config(path, ["trainer.max_epochs=40", "lr=0.1"]).trainer.max_epochs == 40
     assert load_config(path, ["model.hidden=[3]"]).model["hidden"] == [3]
     with pytest.raises(ConfigError, match="groups of a run are fixed"):
@@ -349,13 +349,13 @@ def test_a_path_that_nothing_reads_is_refused_and_a_saved_run_follows_a_new_one(
     own = ["data.train._target_=my.load", "data.train.place=${data.path}", "data.path=mine.csv"]
     assert compose_run(own).config.data.train["place"] == "mine.csv"
     path = tmp_path / "config.yaml"
-    path.write_text(save_config(compose_run(["data=csv", "data.path=old.csv"]).config))
+    path.write_text(format_config(compose_run(["data=csv", "data.path=old.csv"]).config))
     data = load_config(path, ["data.path=new.csv"]).data
     assert (data.path, data.train["path"], data.val["path"]) == ("new.csv", "new.csv", "new.csv")
     assert data.train["val_path"] is None
     with pytest.raises(ConfigError, match=r"data\.train\.val_path=new\.csv"):
         load_config(path, ["data.path=new.csv", "data.train.path=x"])
-    path.write_text(save_config(compose_run(["data=text"]).config))
+    path.write_text(format_config(compose_run(["data=text"]).config))
     data = load_config(path, ["data.path=book.txt"]).data
     assert (data.train["path"], data.train["val_path"], data.val["path"]) == ("book.txt", None, "book.txt")
 
@@ -364,7 +364,7 @@ def test_validation_of_a_saved_run_follows_what_it_refers_to_unless_it_was_told_
     tmp_path: Path,
 ) -> None:
     path, words = tmp_path / "config.yaml", ["data=text", "data.val.max_bytes=9"]
-    path.write_text(save_config(compose_run(words).config))
+    path.write_text(format_config(compose_run(words).config))
     new = [
         "data.train.val_path=v.txt",
         "data.train.max_bytes=7",
@@ -388,7 +388,7 @@ def test_validation_follows_training_by_a_reader_of_ours_whatever_the_data_is_ca
     words: list[str], val: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(save_config(compose_run([*words, "data.path=t.csv", "data.train.target=y",
+    path.write_text(format_config(compose_run([*words, "data.path=t.csv", "data.train.target=y",
                                              "+data.train.file=${data.path}"]).config))  # fmt: skip
     data = load_config(path, ["data.train.target=z"]).data
     assert (data.train["target"], data.val["target"]) == ("z", val)
@@ -403,7 +403,7 @@ def test_validation_follows_training_by_a_reader_of_ours_whatever_the_data_is_ca
 def test_a_new_path_is_put_in_where_the_old_one_was_a_path(folder: str, tmp_path: Path) -> None:
     words = ["data=csv", f"data.path={folder}", "data.train.target=y", "+data.train.file=${data.path}"]
     path = tmp_path / "config.yaml"
-    path.write_text(save_config(compose_run(words).config))
+    path.write_text(format_config(compose_run(words).config))
     data = load_config(path, ["data.path=val"]).data
     assert [data.train[name] for name in ("path", "file", "split", "target")] == ["val", "val", "train", "y"]
     assert [data.val[name] for name in ("path", "split", "target")] == ["val", "val", "y"]
@@ -417,14 +417,14 @@ def test_a_new_path_that_is_not_the_one_of_the_validation_is_told_and_refused_wh
     def load(*words: str) -> DataConfig:
         return with_overrides(plain_config(path), path, ["data.path=new", *words], "val").data
 
-    path.write_text(save_config(compose_run(["data=csv", "data.path=a", "data.train.val_path=b"]).config))
+    path.write_text(format_config(compose_run(["data=csv", "data.path=a", "data.train.val_path=b"]).config))
     line = "data.val reads data.train.val_path=b; for other samples there set data.train.val_path=new"
     with pytest.raises(ConfigError, match=f"data.path=new: {line}"):
         load()
     assert load("data.train.val_path=c").val["val_path"] == "c"
     assert load_config(path, ["data.path=new"]).data.val["val_path"] == "b"
     assert f"note: data.path=new: of training; {line}" in capsys.readouterr().err
-    path.write_text(save_config(compose_run([*OWN, "data.train.file=${data.path}", "data.path=a"]).config))
+    path.write_text(format_config(compose_run([*OWN, "data.train.file=${data.path}", "data.path=a"]).config))
     with pytest.raises(
         ConfigError, match="data.val reads other data; name its samples by what data.val._tar"
     ):
@@ -552,7 +552,7 @@ def test_every_word_for_true_and_false(word: str, value: bool) -> None:
 
 def saved_before(path: Path, now: str, then: str) -> None:
     """The config of a run of a time when the line `now` was another."""
-    saved = save_config(compose_run(["model=mlp"]).config)
+    saved = format_config(compose_run(["model=mlp"]).config)
     assert f"{now}\n" in saved
     path.write_text(saved.replace(f"{now}\n", f"{then}\n"))
 
@@ -582,7 +582,7 @@ def test_a_run_that_returned_freed_memory_or_not_is_read(
 
 def test_a_wrong_word_for_a_saved_run_is_told_as_typed(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(save_config(compose_run([]).config))
+    path.write_text(format_config(compose_run([]).config))
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["compile=foo", "trainer.channels_last=2", "lr=-1"])
     assert [fault.partition(":")[0] for fault in caught.value.faults] == [
@@ -656,7 +656,7 @@ def test_old_and_foreign_names_of_settings_are_read_with_a_note(tmp_path: Path) 
     assert len(found.notes) == 4
     path = tmp_path / "config.yaml"
     saved = (
-        save_config(config)
+        format_config(config)
         .replace("cpu_allocator", "freed_memory")
         .replace("max_skipped_fraction", "max_skipped_share")
     )

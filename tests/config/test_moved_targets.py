@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainrun.config import aliases as moved
-from trainrun.config.compose import compose_run, save_config
+from trainrun.config.compose import compose_run, format_config
 from trainrun.config.saved_config import load_config
 from trainrun.instantiate import locate
 
@@ -34,7 +34,7 @@ def test_a_typed_target_is_read_as_todays(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_saved_config_is_read_as_todays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "config.yaml"
-    saved.write_text(save_config(compose_run([]).config).partition("# ")[0].replace(NEW, OLD))
+    saved.write_text(format_config(compose_run([]).config).partition("# ")[0].replace(NEW, OLD))
     config = load_config(saved, [])
     assert [node["_target_"] for node in (config.data.train, config.data.val) if node] == [NEW, NEW]
     assert capsys.readouterr().err.count("\n") == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainrun.config import overrides
-from trainrun.config.compose import compose_run, save_config
+from trainrun.config.compose import compose_run, format_config
 from trainrun.config.saved_config import load_config
 from trainrun.errors import ConfigError
 
@@ -131,7 +131,7 @@ def test_a_group_of_ones_own_is_added_with_a_plus(tmp_path: Path) -> None:
 
 def test_a_saved_run_reads_values_as_a_new_one_does_and_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(save_config(compose_run([]).config))
+    path.write_text(format_config(compose_run([]).config))
     assert load_config(path, ["lr=1e-2"]).optimizer["lr"] == 0.01
     assert load_config(path, ["++optimizer.new.part=3"]).optimizer["new"] == {"part": 3}
     said = {

@@ -10,7 +10,7 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.config.argv import is_path
-from trainrun.config.compose import compose_run, prepare, save_config
+from trainrun.config.compose import compose_run, format_config, prepare
 from trainrun.config.saved_config import load_config
 from trainrun.config.typed_values import as_path
 from trainrun.errors import ConfigError
@@ -51,7 +51,7 @@ def test_one_that_is_not_there_is_named_as_typed(name: str) -> None:
 
 
 def test_a_saved_run_takes_another_path(tmp_path: Path) -> None:
-    Path("run.yaml").write_text(save_config(compose_run(["data=csv", "data.path=a=1,b.csv"]).config))
+    Path("run.yaml").write_text(format_config(compose_run(["data=csv", "data.path=a=1,b.csv"]).config))
     for name in NAMES:
         Path(name).write_text("")
         config = load_config(Path("run.yaml"), [f"data.path={name}"])

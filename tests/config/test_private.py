@@ -166,4 +166,4 @@ def test_a_strangers_folder_looks_nothing_up(
     config = workdir / "run" / "config.yaml"
     config.write_text(config.read_text().replace("run_name: digits-mlp", "run_name: ${oc.env:HOME}"))
     assert main(["evaluate", "run"]) == 2
-    assert "run_name=${oc.env:HOME}; nothing was imported" in capsys.readouterr().err
+    assert "--trust" in capsys.readouterr().err

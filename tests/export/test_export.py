@@ -361,7 +361,7 @@ def test_a_folder_of_others_is_not_followed(workdir: Path, capsys: pytest.Captur
     config = Path("run/config.yaml")
     config.write_text(config.read_text().replace("trainrun.model.mlp.Mlp", "stranger.Net"))
     assert main(["export", "run", "--to", "onnx"]) == 2
-    assert "names what is not known to be yours: model._target_=stranger.Net" in capsys.readouterr().err
+    assert "--trust" in capsys.readouterr().err
 
 
 def test_the_card_has_the_metrics_of_its_checkpoint(workdir: Path) -> None:

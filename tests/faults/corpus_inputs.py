@@ -223,7 +223,7 @@ DATA: list[Row] = [
     )
 ]
 RUNS: list[Row] = [
-    (run_with("config.yaml", text), [verb, "run"], said)
+    (run_with("config.yaml", text), [verb, "run", "--trust"], said)
     for verb in ("evaluate", "resume")
     for text, said in (
         ("", "names no model"),
@@ -232,7 +232,7 @@ RUNS: list[Row] = [
         (b"\xff\xfe", "UTF-8"),
         ("a: [", "not YAML: line"),
         ("model: 3\n", "model"),
-        ("model: {_target_: 3}\n", "names what is not known"),
+        ("model: {_target_: 3}\n", "model"),
         ("a: 1\nmodel: {a: 1}\n", "config"),
         ("trainer: {max_epochs: many}\nmodel: {a: 1}\n", "max_epochs"),
         ("trainer: 3\nmodel: {a: 1}\n", "TrainerConfig"),
@@ -247,7 +247,7 @@ RUNS += [
 RUNS += [
     (
         run_with("RUN.json", json.dumps({"run_id": "other"})),
-        ["resume", "run", "trainer.max_steps=8"],
+        ["resume", "run", "trainer.max_steps=8", "--trust"],
         "of another run",
     ),
     (run_with("checkpoints", None), ["evaluate", "run"], "no checkpoint"),
@@ -263,7 +263,8 @@ RUNS += [
     (run_with("metrics.jsonl", "[" * 100_000 + "\n"), ["report", "run"], "line 1 is damaged"),
     (run_with("metrics.jsonl", b"\xff\n"), ["report", "run"], "line 1 is damaged"),
     (run_with("metrics.jsonl", None), ["report", "run"], "logged nothing"),
-    (config_with("nonsense: 1\n"), ["evaluate", "run"], "nonsense"),
+    (config_with("nonsense: 1\n"), ["evaluate", "run", "--trust"], "nonsense"),
+    (config_with("# by hand\n"), ["evaluate", "run"], "config.yaml: changed"),
     (nothing, ["evaluate", "nowhere"], "no run is there"),
     (nothing, ["resume", "."], "no run is there"),
     (nothing, ["import", "nothing.pt", "a.safetensors"], "no such file"),

@@ -124,14 +124,16 @@ def test_a_row_that_no_run_writes_is_named(
     refuses(["report", "run"], "metrics.jsonl: line 1 is damaged (no run writes such a value")
 
 
-def test_a_config_that_was_changed_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_was_changed_is_obeyed_once_it_is_trusted(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("max_steps: 4", "max_steps: 3"))
-    assert main(["resume", "run"]) == 0
-    assert "config.yaml: changed since the run wrote it" in capsys.readouterr().err
+    assert main(["resume", "run"]) == 2
+    assert "config.yaml" in capsys.readouterr().err
+    assert main(["resume", "run", "--trust"]) == 0
     assert (run / "checkpoints" / "step-00000003").is_dir()
     assert main(["resume", "run"]) == 0
-    assert "changed since" not in capsys.readouterr().err
 
 
 def test_a_damaged_config_says_how_to_go_on(

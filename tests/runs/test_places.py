@@ -213,9 +213,7 @@ def test_an_interrupt_ahead_of_a_resume_leaves_no_run_at_running(
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     before = json.loads((run / "status.json").read_text()) | {"state": "running", "exit_code": None}
     (run / "status.json").write_text(json.dumps(before))
-    monkeypatch.setattr(
-        "trainrun.runs.exceptional.go_on.check_found", lambda *_: os.kill(os.getpid(), signal.SIGINT)
-    )
+    monkeypatch.setattr("trainrun.runs.resume.check_modules", lambda *_: os.kill(os.getpid(), signal.SIGINT))
 
     def work() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -112,7 +112,7 @@ def test_a_run_from_before_goes_on_with_what_it_did(project: Path, capsys) -> No
     saved = yaml.safe_load((run.folder / "config.yaml").read_text())
     del saved["data"]["val_transform"], saved["data"]["test_transform"]
     (run.folder / "config.yaml").write_text(yaml.safe_dump(saved))
-    assert main(["resume", "run", "trainer.max_steps=3"]) == 0
+    assert main(["resume", "run", "trainer.max_steps=3", "--trust"]) == 0
     assert levels(run.folder)["val/level"] == 11
     assert "data.val_transform=same goes on as before" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from trainrun.checkpoint.weights import (
     tensor_kinds,
     weights_of,
 )
-from trainrun.config.saved_config import plain_config, with_overrides
+from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.pipeline import open_batches
 from trainrun.errors import CheckpointError, ConfigError
@@ -33,7 +34,7 @@ from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.output import counted
 from trainrun.parallel.single import Single
 from trainrun.runs.run_folder import RunDir, note_saved, read_identity, says_saved
-from trainrun.runs.trusted_code import check_run
+from trainrun.runs.seal import check_sealed
 from trainrun.training.components import Components
 from trainrun.training.recovery.restore import load_tree
 from trainrun.training.state import TrainState
@@ -121,9 +122,9 @@ def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
     run_dir = RunDir(Path(folder).expanduser().absolute())
     if not run_dir.config.is_file():
         raise ConfigError(f"task.teacher={folder}: no run is there (no config.yaml)")
-    values = plain_config(run_dir.config)
-    check_run(run_dir, values, [], trust=False)
-    config = with_overrides(values, run_dir.config, [])
+    way = f"call once: trainrun evaluate {shlex.quote(str(run_dir.root))} --trust"
+    check_sealed(run_dir, trust=False, way=way)
+    config = load_config(run_dir.config, [])
     which = "last" if best_checkpoint(run_dir.checkpoints) is None else "best"
     network = network_of(run_dir, config, which)
     if "bpe:" in str(config.data.train):

@@ -81,9 +81,9 @@ def train_command(words: list[str]) -> int:
         raise ConfigError(*prepared.twice)
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
     if len(prepared.flags) > len(sweeps):  # --cfg job
-        from trainrun.config.compose import compose_run, shown_config
+        from trainrun.config.compose import compose_run, format_config
 
-        say(shown_config(compose_run(words).config), end="")
+        say(format_config(compose_run(words).config), end="")
         return EXIT_DONE
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
     if sweeps:

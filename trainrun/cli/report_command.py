@@ -12,7 +12,7 @@ from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import counted, say
 from trainrun.runs.exceptional.go_on import way_of_sweep
 from trainrun.runs.run_folder import RunDir
-from trainrun.runs.trusted_code import check_files, check_run
+from trainrun.runs.seal import check_files, check_sealed
 
 
 def compare(argv: list[str]) -> int:
@@ -109,11 +109,11 @@ def send(run: RunDir, names: list[str], trust: bool) -> None:
     from trainrun.runs.run_folder import read_identity
     from trainrun.trackers.sender import send_all
 
+    check_sealed(run, trust)
     config, known = read_config(run), tracker_nodes()
     own = {name: node for name, node in config.get("monitor", {}).items() if isinstance(node, dict)}
     if wrong := [name for name in names if name not in known | own]:
         raise ConfigError(f"--to {wrong[0]}: no such tracker; there are {', '.join(known | own)}")
-    check_run(run, {"monitor": {name: own[name] for name in names if name in own}}, [], trust)
     rows = read_rows(run.metrics)
     facts = {"name": config.get("run_name") or run.root.name, "run_id": read_identity(run)["run_id"]}
     facts |= {"folder": str(run.root), "config": config}

@@ -9,7 +9,6 @@ from trainrun.cli.main import add_import_paths, follows_others, in_earlier_folde
 from trainrun.cli.run_arguments import parse, run_parser
 from trainrun.config.aliases import key_of_today
 from trainrun.config.compose import Composition
-from trainrun.config.schema import plain
 from trainrun.output import say
 from trainrun.runs.exceptional.go_on import open_run, resume_run
 from trainrun.runs.run import LaunchSpec, begun, start
@@ -43,8 +42,7 @@ def again(argv: list[str]) -> int:
         from trainrun.runs.torchrun import follow_run
 
         return follow_run()
-    from trainrun.runs.resume import differences, trusted_config, word
-    from trainrun.runs.trusted_code import check_found
+    from trainrun.runs.resume import check_modules, differences, trusted_config, word
 
     earlier, folder = open_run(words.run_dir), "hydra.run.dir"
     keys = {word: key_of_today(word.partition("=")[0], lambda _: False) for word in words.overrides}
@@ -55,7 +53,7 @@ def again(argv: list[str]) -> int:
         with others_dismissed():
             before = trusted_config(earlier, [], words.trust)
             config = trusted_config(earlier, overrides, words.trust) if overrides else before
-            check_found(earlier, plain(config))
+            check_modules(earlier, config)
             changed = "".join(
                 f"; {key}={word(here)} (was {word(there)})"
                 for key, there, here in differences(before, config)

@@ -52,9 +52,11 @@ def import_path(config_dir: str) -> str:
 
 
 def add_trust(parser: Parser) -> None:
-    """What a folder names, and where it leads, is followed without a question only where it is the user's own."""
+    """Add the flag that a folder from somebody else needs once."""
     parser.add_argument(
-        "--trust", action="store_true", help="run the code that RUN_DIR names, and follow its links"
+        "--trust",
+        action="store_true",
+        help="obey a folder from somebody else: its code, files and links; needed once",
     )
 
 

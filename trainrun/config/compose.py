@@ -5,7 +5,6 @@ Nothing of Hydra or OmegaConf is left afterwards.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,10 @@ from trainrun.config.schema import RunConfig, plain, settings, value_of, with_va
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
 from trainrun.limits import NODES, choices_of
-from trainrun.runs.run_folder import RunDir, write_json, write_text
 
 # What changes nothing without another setting.
 NEEDING = {f"trainer.{name}" for name in ("gradient_clip_algorithm", "max_rollbacks")}
 NEEDING |= {"data.max_skipped_fraction", "scheduler.base_batch_size"}
-SEAL = "# sha256 of the lines above: "
 
 
 @dataclass(frozen=True)
@@ -186,19 +183,6 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
-def shown_config(config: RunConfig) -> str:
-    """The config as YAML text, without secrets."""
+def format_config(config: RunConfig) -> str:
+    """Return the config as YAML text, without secrets: what `load_config` reads."""
     return OmegaConf.to_yaml(plain(public(config)[0]))
-
-
-def save_config(config: RunConfig) -> str:
-    """What `load_config` reads: the config with its hash."""
-    text = shown_config(config)
-    return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
-
-
-def write_config(run: RunDir, config: RunConfig) -> None:
-    """The config of a run, and its secrets apart from it."""
-    if secrets := public(config)[1]:
-        write_json(run.secrets, secrets, durable=True)
-    write_text(run.config, save_config(config), durable=True)

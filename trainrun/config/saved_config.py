@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import glob
-import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.aliases import aliases, say_once, target_of_today
 from trainrun.config.argv import CommandLine, conf_dir, groups, split_command_line, translate
-from trainrun.config.compose import SEAL, idle_settings, of_today, untold
+from trainrun.config.compose import idle_settings, of_today, untold
 from trainrun.config.overrides import (
     add_trackers,
     in_tracker,
@@ -52,7 +51,7 @@ from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
 from trainrun.instantiate import TARGET
 from trainrun.output import HIDDEN, hides
-from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.runs.run_folder import RunDir, read_json, read_origin
 
 
 def following(saved: DictConfig, words: list[str]) -> list[str]:
@@ -140,14 +139,14 @@ def may_be_path(key: str, value: str) -> bool:
 
 def places_of(run: RunDir, found: dict[str, Any]) -> list[Path]:
     """The directories that the relative paths of a run lead from, the first where something is; none: from this one."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        here, told = Path.cwd(), read_json(run.environment)
-        began = Path(told["working_dir"])
-        was_below = began in Path(told.get("folder", began / "run")).parents
-        # with the project, as a whole
-        has_moved = was_below and here in run.root.parents and began not in run.root.parents
-        if began == here:
-            return []
+    if (origin := read_origin(run)) is None:
+        return []
+    here, (began, folder) = Path.cwd(), origin
+    # with the project, as a whole
+    has_moved = began in folder.parents and here in run.root.parents and began not in run.root.parents
+    if began == here:
+        return []
+    with contextlib.suppress(OSError, ValueError):
         if (
             placed(found, here) != found and has_moved == began.is_dir()
         ):  # or nothing is there to be mistaken for it
@@ -174,12 +173,6 @@ def placed(values: Any_, base: Path) -> Any_:
         return there if is_there else value
 
     return changed(values, place)  # type: ignore[no-any-return]
-
-
-def is_as_saved(path: Path) -> bool:
-    """Whether a saved config has the hash that its last line names; one that names none may be by hand."""
-    text, seal, digest = read_yaml_text(path).rpartition(SEAL)
-    return not seal or digest.strip() == hashlib.sha256(text.encode()).hexdigest()
 
 
 def plain_config(path: Path) -> dict[str, Any]:

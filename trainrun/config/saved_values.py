@@ -8,19 +8,16 @@ reference again, and a run that goes on looks it up again. Texts of settings tha
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from trainrun.config.aliases import target_of_today
 from trainrun.errors import ConfigError
-from trainrun.instantiate import TARGET
 from trainrun.output import HIDDEN, hides
 from trainrun.runs.run_folder import read_bytes
 
@@ -169,44 +166,3 @@ def yaml_place(error: yaml.YAMLError) -> str:
         getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).partition("\n")[0]
     )
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark is not None else str(problem)
-
-
-OURS = re.compile(
-    r"trainrun\.(?:(?:model|task|optimizer|scheduler)\.\w+|data\.augment\.\w+)\.[A-Z]\w*"
-    r"|trainrun\.data\.readers\.\w+\.\w+\.load"
-    r"|trainrun\.scheduler\.curves\.[a-z]\w*"
-    r"|trainrun\.transform\.(?:lora\.lora|freeze\.freeze)|trainrun\.hook\.\w+\.[A-Z]\w*"
-    r"|trainrun\.smaller\.(?:int8\.int8|prune\.(?:masked|narrowed))"
-    r"|trainrun\.trackers\.\w+\.[A-Z]\w*"
-    r"|torch\.(?:nn|optim|optim\.lr_scheduler)\.[A-Z]\w*",
-    re.ASCII,
-)
-
-
-class Foreign(NamedTuple):
-    """What is not ours in a run folder: the key as typed, its value, and all that it stands for."""
-
-    key: str
-    value: Any
-    content: Any
-
-
-def foreign_parts(value: Any, key: str = "") -> Iterator[Foreign]:
-    """The outermost nodes whose target is not ours, wherever they stand in plain values; folders to write to too."""
-    items: Any = enumerate(value) if isinstance(value, list) else ()
-    if isinstance(value, dict):
-        target = value.get(TARGET)
-        is_ours = isinstance(target, str) and OURS.fullmatch(target_of_today(target))
-        if target is not None and not is_ours:
-            yield Foreign(f"{key}.{TARGET}", target, value)
-            return
-        items = value.items()
-    elif isinstance(value, str):
-        is_written = (
-            value.startswith("disk:") if key == "data.cache" else key.endswith((".cache_dir", ".log_dir"))
-        )
-        names_code = key == "task.teacher" and os.sep not in value  # a target, not the folder of a run
-        if is_written or names_code or "${oc.env:" in value:
-            yield Foreign(key, value, value)
-    for name, item in items:
-        yield from foreign_parts(item, f"{key}.{name}" if key else str(name))

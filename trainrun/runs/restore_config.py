@@ -15,12 +15,11 @@ from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.reading import Loaded, read_checkpoint
 from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.saved_config import translated
-from trainrun.config.schema import RunConfig, plain, with_values
+from trainrun.config.schema import RunConfig, with_values
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.resume import tell, trusted_config
+from trainrun.runs.resume import check_modules, tell, trusted_config
 from trainrun.runs.run_folder import RunDir, read_identity
-from trainrun.runs.trusted_code import check_found
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.training.components import Components
@@ -32,7 +31,7 @@ from trainrun.training.task_calls import TaskCalls
 def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
     """The network alone, with its averaged weights where the run kept them; nothing else is built."""
     config = trusted_config(run_dir, [], trust)
-    check_found(run_dir, plain(config))
+    check_modules(run_dir, config)
     return network_of(run_dir, config, which)
 
 
@@ -44,7 +43,7 @@ def parts_of(
     measured: as in `with_overrides`.
     """
     config = trusted_config(run_dir, overrides, trust, measured)
-    check_found(run_dir, plain(config))
+    check_modules(run_dir, config)
     typed = {word.lstrip("+").partition("=")[0] for word in translated(overrides).overrides}
     averaged = config.trainer.ema.enabled if typed & {"trainer.ema", "trainer.ema.enabled"} else None
     # the averaged weights are loaded into the model itself

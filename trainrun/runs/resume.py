@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ import yaml
 
 from trainrun.checkpoint.files import FileLayer, set_aside
 from trainrun.checkpoint.format import committed_steps
-from trainrun.config.saved_config import is_as_saved, load_config, placed, plain_config, with_overrides
-from trainrun.config.saved_values import public, resolved
+from trainrun.config.saved_config import load_config, placed, plain_config, with_overrides
+from trainrun.config.saved_values import leaves_of, public, resolved
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.instantiate import TARGET
 from trainrun.monitor.metric_rows import sound_rows
 from trainrun.output import say
 from trainrun.parallel.devices import external_ranks
@@ -32,14 +34,15 @@ from trainrun.runs.run_folder import (
     is_there,
     read_bytes,
     read_identity,
+    read_json,
     sound_identity,
     was_saved,
     write_identity,
     write_json,
     write_text,
 )
+from trainrun.runs.seal import check_files, check_sealed
 from trainrun.runs.status import read_status
-from trainrun.runs.trusted_code import check_files, check_run
 
 MAX_WORDS_BYTES = 2**22
 SHOWN = 8
@@ -56,17 +59,17 @@ class Difference(NamedTuple):
 
 
 def trusted_config(run: RunDir, overrides: list[str], trust: bool, measured: str = "") -> RunConfig:
-    """As `load_config`, of a folder that may be anybody's: code that it names must be known to be the user's."""
+    """As `load_config`, of a folder that may be anybody's: the user has sealed it, or trusts it now."""
     found = readable_config(run)
-    check_run(run, found, overrides, trust)
+    check_sealed(run, trust)
     return with_overrides(found, run.config_that_holds, overrides, measured)
 
 
 def readable_config(run: RunDir) -> dict[str, Any]:
-    """The plain values of the config; says it where they are not those that the run wrote. Raises ConfigError."""
+    """Return the plain values of the config. Raise ConfigError with the way out if it is damaged."""
     path = run.config_that_holds
     try:
-        found = plain_config(path)
+        return plain_config(path)
     except ConfigError as error:
         seed = ""
         with contextlib.suppress(ConfigError, KeyError):  # the second: of an older run
@@ -75,12 +78,30 @@ def readable_config(run: RunDir) -> dict[str, Any]:
         raise ConfigError(
             f"{error}; go on in another folder with the words of {run.overrides.name} and {seed}{again}"
         ) from error
-    if not is_as_saved(path):
-        say(
-            f"note: {path}: changed since the run wrote it, by hand or by damage; what it says now holds",
-            file=sys.stderr,
-        )
-    return found
+
+
+def check_modules(run: RunDir, config: RunConfig) -> None:
+    """Raise ConfigError if a module that the run names is not found from here. Import nothing."""
+    for key, target in leaves_of(plain(config)):
+        module = str(target).partition(".")[0]
+        if key.rpartition(".")[2] != TARGET or not module.isidentifier() or module in sys.modules:
+            continue
+        if find_spec(module) is None:
+            raise ConfigError(
+                f"{run.root}: names {target}, and there is no module {module} (looked in {Path.cwd()}, PYTHONPATH and "
+                f"what is installed){_where_it_began(run)}"
+            )
+
+
+def _where_it_began(run: RunDir) -> str:
+    """Return where the modules of the run are likely to be found."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        environment = read_json(run.environment)
+        began, command = environment["working_dir"], environment["command"]
+        has_folder = any(argument.startswith(("--config-dir", "-cd")) for argument in command)
+        more = " with the same --config-dir" if has_folder else f", or PYTHONPATH={began}"
+        return f"; the run began in {began}: call this from there{more}"
+    return ""
 
 
 def check_ours(run: RunDir) -> None:

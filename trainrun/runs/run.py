@@ -16,9 +16,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainrun.config.compose import Composition, write_config
-from trainrun.config.saved_values import foreign_parts, public
-from trainrun.config.schema import RunConfig, plain
+from trainrun.config.compose import Composition, format_config
+from trainrun.config.saved_values import public
+from trainrun.config.schema import RunConfig
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, TrainrunError
 from trainrun.output import counted, masked_word, say
 from trainrun.parallel.devices import external_ranks
@@ -28,11 +28,13 @@ from trainrun.runs.run_folder import (
     SEED_DRAWN,
     RunDir,
     cannot_write,
+    format_json,
     named_folder,
     write_identity,
     write_json,
     write_text,
 )
+from trainrun.runs.seal import is_sealed, seal_folder
 from trainrun.runs.status import deadline, read_status, write_status
 from trainrun.runtime.signals import StopFlag, catch_signals, patience
 from trainrun.timing.phases import command_start
@@ -91,7 +93,6 @@ def new_run(
     try:
         # the first: a folder without it is not one that a run made
         write_identity(run, identity)
-        write_config(run, config)
         write_words(run, words)
         write_json(run.environment, found := surroundings(Path.cwd()) | {"folder": str(run.root)})
         if (found["git"] or {}).get("changed"):
@@ -99,9 +100,28 @@ def new_run(
 
             if diff := uncommitted(Path.cwd()):
                 write_text(run.changes, diff)
+        write_config(run, config)
     except OSError as error:
         raise cannot_write(run.root, error) from error
     return run
+
+
+def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
+    """Write the config of a run, and its secrets apart from it. seal: as this user's own."""
+    public_config, secret_values = public(config)
+    files = {run.secrets: format_json(secret_values)} if secret_values else {}
+    files[run.config] = format_config(public_config)
+    if seal:
+        try:
+            seal_folder(run, files)
+        except OSError as error:
+            say(
+                f"note: {run.root}: not sealed as yours ({error}): `trainrun resume` and other commands on it will ask "
+                "for --trust; set XDG_STATE_HOME to a folder that can be written and stays",
+                file=sys.stderr,
+            )
+    for path, text in files.items():
+        write_text(path, text, durable=True)
 
 
 def surroundings(working_dir: Path) -> dict[str, Any]:
@@ -210,12 +230,7 @@ def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
     if order.resume:  # else `new_run` has written it
-        write_config(run, config)
-    if any(foreign_parts(plain(public(config)[0]))) or any(path.is_symlink() for path in run.root.rglob("*")):
-        from trainrun.config.saved_config import plain_config
-        from trainrun.runs.trusted_code import add_to_list
-
-        add_to_list(run, plain_config(run.config))
+        write_config(run, config, seal=is_sealed(run))
     if external_ranks():
         from trainrun.runs.torchrun import lead_run
 

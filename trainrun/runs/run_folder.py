@@ -174,8 +174,12 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 def write_json(path: Path, value: Any, durable: bool = False) -> None:
     """Strict JSON, one key a line."""
-    text = json.dumps(strict(value), indent=2, ensure_ascii=False, allow_nan=False)
-    write_text(path, text + "\n", durable)
+    write_text(path, format_json(value), durable)
+
+
+def format_json(value: Any) -> str:
+    """Return strict JSON, one key a line."""
+    return json.dumps(strict(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def strict(value: Any) -> Any:
@@ -231,6 +235,15 @@ def read_identity(run: RunDir) -> dict[str, Any]:
         f"{run.identity}: {'damaged' if os.path.lexists(run.identity) else 'missing'}, so this is no whole run folder; "
         f"start the run anew ({shlex.quote(f'ckpt_path={run.root}')} takes over a checkpoint)"
     )
+
+
+def read_origin(run: RunDir) -> tuple[Path, Path] | None:
+    """Return the directory where the run began, and its folder then; None if that is not known any more."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        environment = read_json(run.environment)
+        began = Path(environment["working_dir"])
+        return began, Path(environment.get("folder", began / "run"))
+    return None
 
 
 def sound_identity(path: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.checkpoint.weights import fit_buffers
 from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.config.compose import Composition
-from trainrun.config.saved_config import plain_config
 from trainrun.config.schema import InitConfig, RunConfig, with_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
 from trainrun.export.served import call_of, outputs_of
@@ -40,7 +39,6 @@ from trainrun.runs.run_folder import (
     write_identity,
 )
 from trainrun.runs.status import write_status
-from trainrun.runs.trusted_code import add_to_list
 from trainrun.runtime.signals import StopFlag
 from trainrun.sampling.run_tokenizer import SEAL
 from trainrun.timing.paired import Rules, compare, turn_of
@@ -143,7 +141,6 @@ def write_run(
             monitor=parts.triggers.best.metric, mode=parts.triggers.best.mode, value=state.best_metric,
         )  # fmt: skip
         close(parts)
-    add_to_list(run, plain_config(run.config))  # its code is that of a run that was trusted
 
 
 def close(parts: Components) -> None:

@@ -11,7 +11,7 @@ from trainrun.limits import parse_seconds
 from trainrun.output import say
 from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.run_folder import named_folder
-from trainrun.runs.trusted_code import check_files
+from trainrun.runs.seal import check_files
 from trainrun.watch.screen import RunView, SweepView
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainrun.config.saved_config import plain_config
-from trainrun.config.schema import plain
 from trainrun.errors import ConfigError
 from trainrun.runs import resume
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run import LaunchSpec, execute
 from trainrun.runs.run_folder import RunDir, named_folder, write_text
-from trainrun.runs.trusted_code import add_to_list, check_found
 
 
 def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
@@ -32,14 +29,12 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
     config = resume.trusted_config(run, overrides, trust)
     resume.check_reachable(run)
     resume.repair(run)
-    check_found(run, plain(config))
+    resume.check_modules(run, config)
     resume.check_same_network(run, config)
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     resume.restore_config(run)
     if told := resume.finished(run, config):
-        if trust:
-            add_to_list(run, plain_config(run.config))
         return resume.stay_finished(told)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
