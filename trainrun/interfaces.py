@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids",
               "pixel_values", "input_values", "input_features")  # fmt: skip
+FIELDS_BESIDE = "_batch_fields"  # the attribute of a batch's first tensor that holds them
 Sums = Mapping[str, "float | Tensor | tuple[float | Tensor, float | Tensor] | Callable[[], Any]"]
 
 
@@ -185,6 +186,40 @@ class MicroBatch(NamedTuple):
         if self.items is not None or not self.real:
             return (self.items or 0) * self.real
         return task.count(self.data) if counts_before(task) else 0
+
+
+def batch_fields(batch: Any) -> Mapping[str, Any]:
+    """Return the named fields of a batch; a task finds its mask here, whatever form the samples have.
+
+    Of a dict they are its entries. Of a tensor, a pair or any other structure they are what padding and packing put
+    beside it (attention_mask, target_weight, segment_ids, position_ids), and the entries of inputs that are a dict.
+    """
+    if isinstance(batch, Mapping):
+        return batch
+    inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else None
+    named = inputs if isinstance(inputs, Mapping) else {}
+    beside = fields_beside(batch)
+    return {**beside, **named} if beside else named
+
+
+def batch_by_name(batch: Any) -> dict[str, Any]:
+    """Return a tensor, a pair or a dict as a dict, with its fields: a pair has `inputs` and `target`."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    return {**dict(zip(("inputs", "target"), parts, strict=False)), **batch_fields(batch)}
+
+
+def fields_beside(data: Any) -> Mapping[str, Any]:
+    """Return the fields that the first tensor of a structure carries; empty if there are none."""
+    return getattr(_first_array(data), FIELDS_BESIDE, None) or {}
+
+
+def _first_array(data: Any) -> Any:
+    if not isinstance(data, (tuple, list, Mapping)):
+        return data if hasattr(data, "ndim") else None
+    parts = data.values() if isinstance(data, Mapping) else data
+    return next((found for found in map(_first_array, parts) if found is not None), None)
 
 
 class Batches(Protocol):

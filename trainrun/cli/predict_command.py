@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,10 +124,12 @@ def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]
     What a decoder gives, of other places, is left as it is."""
     from torch import Tensor
 
+    from trainrun.interfaces import batch_fields
     from trainrun.task.batches import IGNORED
 
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or any(str(name).startswith("decoder_") for name in batch):
+    fields = batch_fields(batch)
+    mask = fields.get("attention_mask")
+    if not isinstance(mask, Tensor) or any(str(name).startswith("decoder_") for name in fields):
         return columns
     hidden, (first, *_), target = mask == 0, columns.values(), columns.get("target")
     if first.shape[: mask.ndim] != mask.shape:

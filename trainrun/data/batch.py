@@ -5,36 +5,114 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from trainrun.interfaces import FIELDS_BESIDE
+
 WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 UNSIGNED = "uint64 is not supported; convert it to int64"
 
 
-def map_leaves(data: Any, function: Callable[[Any], Any], first: Callable[[Any], Any] | None = None) -> Any:
-    """The same containers with `function` applied to all that is no tuple, list or mapping. The lengths of a packed
-    sequence stay what they are: torch wants them on the host. first: what happens before to each part, a list too."""
+class LeafWithFields(NamedTuple):
+    """A tensor and the fields that lie beside it, where the tensor itself cannot carry them: between processes."""
+
+    leaf: Any
+    fields: dict[str, Any]
+
+
+def is_container(data: Any) -> bool:
+    return isinstance(data, tuple | list | MutableMapping)
+
+
+def map_parts(data: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the same container with `change` applied to each of its parts.
+
+    The lengths of a packed sequence stay what they are: torch wants them on the host.
+    """
     if isinstance(data, PackedSequence):
         order = [
-            None if part is None else function(part) for part in (data.sorted_indices, data.unsorted_indices)
+            None if part is None else change(part) for part in (data.sorted_indices, data.unsorted_indices)
         ]
-        return PackedSequence(function(data.data), data.batch_sizes, *order)
+        return PackedSequence(change(data.data), data.batch_sizes, *order)
     if isinstance(data, tuple):
-        parts = [map_leaves(first(part) if first else part, function, first) for part in data]
+        parts = [change(part) for part in data]
         return type(data)._make(parts) if hasattr(data, "_make") else tuple(parts)
     if isinstance(data, list):
-        return [map_leaves(first(part) if first else part, function, first) for part in data]
-    if isinstance(data, MutableMapping):
-        clone = copy.copy(data)
-        items = {key: first(part) if first else part for key, part in data.items()}
-        clone.update({key: map_leaves(part, function, first) for key, part in items.items()})
-        return clone
+        return [change(part) for part in data]
+    clone = copy.copy(data)
+    clone.update({key: change(part) for key, part in data.items()})
+    return clone
+
+
+def map_leaves(data: Any, function: Callable[[Any], Any], first: Callable[[Any], Any] | None = None) -> Any:
+    """Return the same containers with `function` applied to all that is no tuple, list or mapping.
+
+    The fields beside a tensor (see `with_fields`) are leaves too. first: applied before to each part, a list too.
+    """
+
+    def change(part: Any) -> Any:
+        return map_leaves(first(part) if first else part, function, first)
+
+    if isinstance(data, LeafWithFields):
+        fields = {name: function(value) for name, value in data.fields.items()}
+        return joined_fields(function(data.leaf), fields)
+    if is_container(data):
+        return map_parts(data, change)
+    if isinstance(data, Tensor) and (beside := getattr(data, FIELDS_BESIDE, None)):
+        fields = {name: function(value) for name, value in beside.items()}
+        return joined_fields(function(data), fields)
     return function(data)
+
+
+def joined_fields(leaf: Any, fields: dict[str, Any]) -> Any:
+    """Return the leaf with the fields beside it: a tensor carries them, of anything else they are a second part."""
+    if not isinstance(leaf, Tensor):
+        return LeafWithFields(leaf, fields)
+    setattr(leaf, FIELDS_BESIDE, fields)
+    return leaf
+
+
+def with_fields(batch: Any, fields: dict[str, Any]) -> Any:
+    """Return the batch with named fields: further entries of a mapping; of any other, beside its first tensor.
+
+    So the batch keeps the structure of its samples. `batch_fields` finds them. An entry that a mapping has stays.
+    """
+    if isinstance(batch, MutableMapping):
+        clone = copy.copy(batch)
+        clone.update({name: value for name, value in fields.items() if name not in batch})
+        return clone
+    placed = False
+
+    def place(part: Any) -> Any:
+        nonlocal placed
+        if is_container(part):
+            return map_parts(part, place)
+        if placed or not isinstance(part, Tensor):
+            return part
+        placed = True
+        beside = getattr(part, FIELDS_BESIDE, None) or {}
+        return joined_fields(part.detach(), {**fields, **beside})  # another tensor of the same memory
+
+    return place(batch)
+
+
+def fields_apart(data: Any) -> Any:
+    """Return the batch in a form that keeps its fields on the way to another process; `fields_back` undoes it."""
+    if isinstance(data, Tensor):
+        fields = getattr(data, FIELDS_BESIDE, None)
+        return LeafWithFields(data, fields) if fields else data
+    return map_parts(data, fields_apart) if is_container(data) else data
+
+
+def fields_back(data: Any) -> Any:
+    if isinstance(data, LeafWithFields):
+        return joined_fields(data.leaf, data.fields)
+    return map_parts(data, fields_back) if is_container(data) else data
 
 
 def is_numbers(value: Any) -> bool:

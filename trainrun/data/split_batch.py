@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainrun.interfaces import MicroBatch
+from trainrun.interfaces import FIELDS_BESIDE, MicroBatch
 
 
 def num_rows(data: Any) -> int:
@@ -40,10 +40,13 @@ def twice(data: Any, count: int) -> Any:
 
 
 def _by_rows(data: Any, count: int, change: Callable[[Any], Any]) -> Any:
-    """The same containers, with what lists `count` rows changed."""
+    """The same containers, with what lists `count` rows changed, the fields beside a tensor too."""
     if isinstance(data, Tensor):
         if data.ndim and data.shape[0] == count:
-            return change(data)
+            changed = change(data)
+            if beside := getattr(data, FIELDS_BESIDE, None):
+                setattr(changed, FIELDS_BESIDE, _by_rows(beside, count, change))
+            return changed
         raise ValueError(
             f"a tensor of shape {tuple(data.shape)} is in a batch of {count} samples, which it does not list"
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, DataError
+from trainrun.interfaces import batch_by_name, batch_fields
 from trainrun.task.batches import HALF_TYPES, form_of, inputs_and_maybe_target, run_model
 
 
@@ -43,10 +43,8 @@ class LayerOutput:
     def of(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """(B, ...) and the targets, on the host. ConfigError, DataError: the layer gives no row for each sample."""
         inputs, target = inputs_and_maybe_target(batch)
-        if isinstance(batch, Mapping) and isinstance(
-            batch.get("noise"), Tensor
-        ):  # of a VAE: the mean of its code
-            batch = {**batch, "noise": torch.zeros_like(batch["noise"])}
+        if isinstance(noise := batch_fields(batch).get("noise"), Tensor):  # of a VAE: the mean of its code
+            batch = {**batch_by_name(batch), "noise": torch.zeros_like(noise)}
         self._found.clear()
         run_model(self._model, inputs, batch)
         if len(self._found) != 1:
@@ -60,7 +58,7 @@ class LayerOutput:
                 f"--layer: {self.name} is {form_of(found)}, not a tensor with a row for each of {rows} samples; name "
                 "another layer"
             )
-        if found.ndim > 2 and isinstance(batch, Mapping) and not _is_full(batch):
+        if found.ndim > 2 and not _is_full(batch):
             raise DataError(
                 f"--layer: {self.name} has shape {tuple(found.shape)}, and the sequences of a batch differ in length; "
                 "name a layer that gives one row for a whole sequence"
@@ -69,6 +67,6 @@ class LayerOutput:
         return found.cpu(), None if target is None else target.cpu()
 
 
-def _is_full(batch: Mapping[str, Any]) -> bool:
-    mask = batch.get("attention_mask")
+def _is_full(batch: Any) -> bool:
+    mask = batch_fields(batch).get("attention_mask")
     return mask is None or bool(mask.all())

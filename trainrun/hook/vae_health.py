@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_for_code_of
+from trainrun.interfaces import batch_by_name, batch_fields
 from trainrun.limits import Count, Limits
 from trainrun.seeding import evaluating
 
@@ -249,20 +250,21 @@ def normal_like(tensor: Tensor) -> Tensor:
 
 def takes_noise(held: list[Any], dimensions: int) -> bool:
     """Whether the batches have it for the code alone; that of a model with more to draw makes no other code."""
-    found = [batch.get("noise") if isinstance(batch, Mapping) else None for batch in held]
+    found = [batch_fields(batch).get("noise") for batch in held]
     return all(isinstance(noise, Tensor) and noise.shape[1:] == (dimensions,) for noise in found)
 
 
 def with_codes_of_others(held: list[Any], mean: Tensor, log_var: Tensor) -> list[Any]:
     """The batches, each sample with the noise that makes its code that of another sample, none with its own."""
-    code = mean + (0.5 * log_var).exp() * torch.cat([batch["noise"] for batch in held]).double()
+    named = [batch_by_name(batch) for batch in held]
+    code = mean + (0.5 * log_var).exp() * torch.cat([batch["noise"] for batch in named]).double()
     order = torch.randperm(len(code), generator=torch.Generator().manual_seed(0)).to(code.device)
     others = torch.empty_like(code)
     others[order] = code[order.roll(1)]
     noise = noise_for_code_of(mean, log_var, others)
-    parts = torch.split(noise, [len(batch["noise"]) for batch in held])
+    parts = torch.split(noise, [len(batch["noise"]) for batch in named])
     return [
-        {**batch, "noise": part.to(batch["noise"].dtype)} for batch, part in zip(held, parts, strict=True)
+        {**batch, "noise": part.to(batch["noise"].dtype)} for batch, part in zip(named, parts, strict=True)
     ]
 
 

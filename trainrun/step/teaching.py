@@ -21,7 +21,7 @@ from trainrun.data.split_batch import num_rows, rows_of
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import TARGET, build
-from trainrun.interfaces import Batches, Parallel
+from trainrun.interfaces import Batches, Parallel, batch_fields
 from trainrun.output import counted
 from trainrun.precision.other_types import cast_inputs
 from trainrun.precision.update import AUTOCAST_TYPES
@@ -182,7 +182,8 @@ def all_answers(
     right = asked = 0
     limit = MOST_OF_FREE * min(parallel.gather(free_bytes(parallel.device))) / parallel.local_world_size
     for batch in stream.epoch(0):
-        if not isinstance(batch.data, Mapping) or "index" not in batch.data:
+        numbers = batch_fields(batch.data).get("index")
+        if numbers is None:
             return None, "", "data.augment.index, which numbers the samples, was taken away"
         found = teacher(batch.data)
         shapes = {name: (stream.num_samples or 0, *rows.shape[1:]) for name, rows in found.items()}
@@ -198,7 +199,7 @@ def all_answers(
         if any(table.shape != shapes[name] for name, table in tables.items()):
             return None, "", "its answers differ in shape"
         for name, rows in found.items():
-            tables[name][batch.data["index"]] = rows
+            tables[name][numbers] = rows
         target = inputs_and_target(batch.data)[1]
         if target.ndim == 1 and not target.is_floating_point() and found[LOGITS].ndim == 2:
             right, asked = right + int((found[LOGITS].argmax(1) == target).sum()), asked + len(target)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trainrun.config.schema import RunConfig
 from trainrun.data.batch import map_leaves
 from trainrun.errors import ConfigError, PluginError, TrainingError
-from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport, counts_before
+from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport, counts_before, fields_beside
 from trainrun.step.graphs import Function, OnCuda, captured, compiled, rehearse
 from trainrun.sums import add_sums, flat_sums
 from trainrun.timing.phases import FORWARD, RANKS
@@ -271,7 +271,8 @@ class WholeStep:
 
 def flattened(data: Any) -> Flattened:
     """A batch's kind (all that a graph is specialised on), its tensors, and the way back."""
-    if type(data) is tuple and all(isinstance(leaf, Tensor) for leaf in data):
+    plain = type(data) is tuple and all(isinstance(leaf, Tensor) for leaf in data)
+    if plain and not fields_beside(data):
         return tuple([(leaf.shape, leaf.dtype, leaf.stride()) for leaf in data]), list(data), tuple
     tensors: list[Tensor] = []
 

@@ -9,13 +9,13 @@ source: max(load, train) as in the data stalls of https://arxiv.org/abs/2007.067
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from trainrun.data.engines.auto_stream import AutoStream, num_ahead
+from trainrun.interfaces import batch_fields
 from trainrun.seeding import kept_random_state
 from trainrun.timing.phases import Session
 from trainrun.training.components import Components
@@ -103,7 +103,6 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
 
 def real_positions(batch: Any) -> Tensor | None:
     """(B, T), 0 at padding; None if nothing says so."""
-    if not isinstance(batch, Mapping):
-        return None
-    found = batch.get("attention_mask", batch.get("segment_ids"))
+    fields = batch_fields(batch)
+    found = fields.get("attention_mask", fields.get("segment_ids"))
     return found if isinstance(found, Tensor) else None

@@ -6,7 +6,8 @@ A batch is a tuple or list `(inputs, target)`, or a dict with one key of each li
 
 A dict is passed by the names of the model's `forward`: the inputs by their key where it names that, else by position,
 and every other field that it names (attention_mask, token_type_ids, noise, ...; any, if it takes **kwargs), but for the
-target.
+target. The inputs of a pair that are a dict are passed so if `forward` names each of its entries, else as they are.
+What padding put beside a pair (see `trainrun.interfaces.batch_fields`) is passed by name too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from trainrun.errors import DataError, PluginError
-from trainrun.interfaces import INPUT_KEYS
+from trainrun.interfaces import INPUT_KEYS, batch_fields
 
 TARGET_KEYS = ("target", "targets", "y", "label", "labels")
 IGNORED = -100  # torch's ignore_index
@@ -61,17 +62,24 @@ def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
 
 
 def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
-    """The model's output for a batch; of a dict it gets what its `forward` names.
+    """The model's output for a batch; of the fields of the batch it gets those that its `forward` names.
 
     PluginError: rows hold several sequences, and the model does not ask for `segment_ids`; the samples have not
         the shape that a network of ours was built for.
     """
     try:
-        if not isinstance(batch, Mapping):
+        fields = batch_fields(batch)
+        if not fields:
             return model(inputs, **more)
-        from trainrun.task.dict_batches import asked_for
+        from trainrun.task.dict_batches import asked_for, takes_each
 
-        args, asked = asked_for(model, inputs, batch, INPUT_KEYS, TARGET_KEYS)
+        if not isinstance(batch, Mapping):
+            if isinstance(inputs, Mapping) and not takes_each(model, inputs):
+                return model(inputs, **more)
+            own = next((key for key in INPUT_KEYS if key in fields), None)
+            fields = fields if own else {"inputs": inputs, **fields}
+            inputs = fields[own] if own else inputs
+        args, asked = asked_for(model, inputs, fields, INPUT_KEYS, TARGET_KEYS)
         return model(*args, **asked, **more)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         from trainrun.task.dict_batches import misfit

@@ -49,6 +49,12 @@ def asked_for(
     return (inputs,), asked
 
 
+def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
+    """Whether the model's forward takes every field by its name."""
+    taken, *_ = fields_of(model, fields)
+    return len(taken) == len(fields)
+
+
 def fields_of(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], bool]:
     """The fields of a batch that a model's forward takes by name, its arguments, and whether one goes by its place."""
     bare = bare_model(model)

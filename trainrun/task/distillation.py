@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, normalize
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.interfaces import StepOutput
+from trainrun.interfaces import StepOutput, batch_fields
 from trainrun.limits import Fraction, NotNegative, Positive
 from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 from trainrun.task.classification import TORCH_IGNORES, Classification
@@ -127,8 +127,9 @@ class Distillation:
         return StepOutput(loss, {**out.sums, **parts})
 
     def answers_to(self, batch: Any) -> Answers:
-        if self.answers and isinstance(batch, Mapping) and "index" in batch:
-            return {name: rows[batch["index"]] for name, rows in self.answers.items()}
+        fields = batch_fields(batch)
+        if self.answers and "index" in fields:
+            return {name: rows[fields["index"]] for name, rows in self.answers.items()}
         if self.teacher is None:
             raise PluginError("task.teacher: the samples of a batch have lost their numbers (index)")
         return self.teacher(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepOutput
+from trainrun.interfaces import StepOutput, batch_fields
 from trainrun.limits import Auto, Count, Positive
 from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
 from trainrun.task.chunked_loss import IGNORED, chunked_loss, chunked_right, head_of, memory_of, num_chunks
@@ -113,8 +113,8 @@ def tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Tensor, T
         )
     if target is not None and not shift_labels:
         return tokens, target.long()
-    marks = batch if isinstance(batch, Mapping) else {}
-    segments = marks.get("segment_ids", marks.get("attention_mask"))
+    fields = batch_fields(batch)
+    segments = fields.get("segment_ids", fields.get("attention_mask"))
     return tokens, next_tokens(tokens if target is None else target, segments)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepOutput
+from trainrun.interfaces import StepOutput, batch_fields
 from trainrun.limits import Positive
 from trainrun.task.batches import (
     IGNORED,
@@ -69,7 +69,7 @@ class MultiLabel:
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """PluginError, DataError: outputs and targets do not fit each other, at the first batch."""
         inputs, target = inputs_and_target(batch)
-        if isinstance(batch, Mapping) and "target_weight" in batch:
+        if "target_weight" in batch_fields(batch):
             raise DataError(PADDED)
         logits, target = column(output_tensor(run_model(model, inputs, batch))), column(target)
         if not self.checked:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepOutput, Sums
+from trainrun.interfaces import StepOutput, Sums, batch_fields
 from trainrun.task.batches import (
     IGNORED,
     inputs_and_maybe_target,
@@ -68,8 +68,8 @@ class Regression:
         inputs, target = inputs_and_target(batch)
         output = output_tensor(run_model(model, inputs, batch))
         weight = None
-        if isinstance(batch, Mapping):
-            target, weight = self._without_padding(target, batch, output.dtype)
+        if fields := batch_fields(batch):
+            target, weight = self._without_padding(target, fields, output.dtype)
         if output.shape == (*target.shape, 1):
             target = target.unsqueeze(-1)
         if output.shape != target.shape:
@@ -92,10 +92,10 @@ class Regression:
         return StepOutput(self._loss_sum(output, target, share), sums, rows=rows)
 
     def _without_padding(
-        self, target: Tensor, batch: Mapping[str, Any], dtype: torch.dtype
+        self, target: Tensor, fields: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         """The targets, and what a position weighs in its sample (B, T); None: they are no sequences."""
-        weight, mask = batch.get("target_weight"), batch.get("attention_mask")
+        weight, mask = fields.get("target_weight"), fields.get("attention_mask")
         if weight is not None or mask is None or target.ndim == 1 or target.is_floating_point():
             return target, weight
         padding = target == IGNORED

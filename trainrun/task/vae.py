@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepInfo, StepOutput
+from trainrun.interfaces import StepInfo, StepOutput, batch_by_name, batch_fields
 from trainrun.limits import Count, NotNegative, PositiveFraction
 from trainrun.task.batches import HALF_TYPES, IGNORED, form_of, inputs_and_maybe_target, run_model
 from trainrun.task.dict_batches import bare_model
@@ -125,8 +124,8 @@ class Vae:
         inputs = inputs_and_maybe_target(batch)[0]
         if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
             return {}
-        if isinstance(batch, Mapping) and "noise" in batch:
-            batch = {**batch, "noise": torch.zeros_like(batch["noise"])}
+        if isinstance(noise := batch_fields(batch).get("noise"), Tensor):
+            batch = {**batch_by_name(batch), "noise": torch.zeros_like(noise)}
         rebuilt = run_model(model, inputs, batch)[0].float()
         inputs = inputs.float()
         if self.likelihood == "bernoulli":
@@ -164,8 +163,8 @@ class Vae:
         if not self.checked:
             self._with_last = has_next_tokens(batch)
         tokens, mask = whole_sequences(batch, self._with_last)
-        named = batch if isinstance(batch, Mapping) else {}
-        output = run_model(model, tokens, {**named, "attention_mask": mask})
+        named = {**batch_by_name(batch), "attention_mask": mask}
+        output = run_model(model, tokens, named)
         if not self.checked:
             check_tokens(output, tokens)
             check_noise(batch, output[1])
@@ -186,7 +185,7 @@ def whole_sequences(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
     """The tokens (B, T) and which are no padding. with_last: the targets are the next tokens, and so the last of them
     belongs to the sequence."""
     tokens, target = inputs_and_maybe_target(batch)
-    given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    given = batch_fields(batch).get("attention_mask")
     mask = torch.ones_like(tokens, dtype=torch.bool) if given is None else given.bool()
     if not with_last or target is None:
         return tokens, mask
@@ -205,14 +204,14 @@ def has_next_tokens(batch: Any) -> bool:
         )
     if not isinstance(target, Tensor) or target.shape != tokens.shape:
         return False
-    given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    given = batch_fields(batch).get("attention_mask")
     real = target[:, :-1] != IGNORED if given is None else given[:, 1:].bool()
     return bool((target[:, :-1] == tokens[:, 1:])[real].all())
 
 
 def check_noise_is_there(model: nn.Module, batch: Any) -> None:
     """A forward that cannot do without noise, in a batch that has none."""
-    if isinstance(batch, Mapping) and "noise" in batch:
+    if "noise" in batch_fields(batch):
         return
     forward = type(bare_model(model)).forward
     noise = inspect.signature(forward).parameters.get("noise")
@@ -225,7 +224,7 @@ def check_noise_is_there(model: nn.Module, batch: Any) -> None:
 
 def check_noise(batch: Any, mean: Tensor) -> None:
     """One number for all dimensions would be added to each of them, without a word of torch's."""
-    noise = batch.get("noise") if isinstance(batch, Mapping) else None
+    noise = batch_fields(batch).get("noise")
     if noise is not None and noise.shape[1] == 1 != mean.shape[1]:
         raise ConfigError(
             f"data.augment.noise.size=1: the code of the model has {mean.shape[1]} dimensions; give it "

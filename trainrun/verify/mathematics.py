@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.batch import map_leaves
 from trainrun.errors import TrainrunError
 from trainrun.instantiate import named_nodes
-from trainrun.interfaces import counts_before
+from trainrun.interfaces import batch_fields, counts_before
 from trainrun.seeding import random_state
 from trainrun.training.components import Components
 from trainrun.training.recovery.smaller_pieces import BATCH_NORMS
@@ -146,7 +146,7 @@ def _is_additive_in_training(components: Components, batch: Any) -> bool:
 
 def padding(components: Components, batch: Any) -> Certificate:
     """Other values at padding, the same loss."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    mask = batch_fields(batch).get("attention_mask")
     if mask is None:
         raise NotApplicable("the data has no padding")
     if bool(mask.all()):

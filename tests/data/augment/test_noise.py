@@ -9,10 +9,12 @@ import torch
 from trainrun.data.augment.augmented import NamedAugmentation, augmented
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.noise import LatentNoise
+from trainrun.interfaces import batch_fields
 
 
 def noise_of(indices: torch.Tensor, epoch: int = 0, seed: int = 1) -> torch.Tensor:
-    return LatentNoise(3)(torch.zeros(len(indices), 2), Draws(seed, epoch, indices))["noise"]
+    batch = LatentNoise(3)(torch.zeros(len(indices), 2), Draws(seed, epoch, indices))
+    return batch_fields(batch)["noise"]
 
 
 def test_the_numbers_are_normal() -> None:
@@ -26,6 +28,15 @@ def test_the_numbers_are_normal() -> None:
     expected = 0.5 * (1 + torch.erf(ordered / math.sqrt(2)))
     distance = (expected - torch.arange(1, n + 1) / n).abs().max()
     assert distance * math.sqrt(n) < 2  # Kolmogorov and Smirnov: 1.36 is 5 %
+
+
+def test_a_batch_keeps_the_structure_that_it_has() -> None:
+    images, labels = torch.zeros(2, 3), torch.tensor([0, 1])
+    batch = LatentNoise(3)((images, labels), Draws(1, 0, torch.arange(2)))
+    assert type(batch) is tuple
+    assert torch.equal(batch[0], images)
+    assert batch[1] is labels
+    assert not batch_fields((images, labels)), "the tensors of the data set are as before"
 
 
 def test_they_depend_on_seed_epoch_and_sample_alone() -> None:

@@ -1,36 +1,116 @@
 """The batches themselves: forms, fills, masks, cuts, and what a model is given."""
 
+from collections import OrderedDict, namedtuple
+from multiprocessing.reduction import ForkingPickler
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from trainrun.data.batch import fields_apart, fields_back, map_leaves, with_fields
 from trainrun.data.sequences.collate import Packed, Padded, segment_mask
 from trainrun.data.sequences.fields import Cut, Pieces
-from trainrun.errors import PluginError
+from trainrun.data.split_batch import rows_of, twice
+from trainrun.interfaces import batch_fields
 from trainrun.task.batches import inputs_and_target, run_model
 
 A, B, C = torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([5, 6])
 
 
-def test_pairs_become_a_dict_with_a_mask():
+Pair = namedtuple("Pair", "x y")
+
+
+def structure(batch):
+    """The containers of a batch, and the shape of each tensor in them."""
+    if isinstance(batch, dict):
+        return type(batch), {key: structure(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple) and not isinstance(batch[0], str):
+        return type(batch), [structure(part) for part in batch]
+    return tuple(batch.shape) if isinstance(batch, torch.Tensor) else list(batch)
+
+
+def test_pairs_stay_pairs_with_a_mask_beside_them():
     batch = Padded(("inputs", "target"))([(A, A + 10), (B, B + 10)])
-    assert batch["inputs"].tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert batch["target"].tolist() == [[11, 12, 13], [14, -100, -100]]
-    assert batch["attention_mask"].tolist() == [[True] * 3, [True, False, False]]
-    assert list(batch) == ["inputs", "target", "attention_mask"]
-    inputs, target = inputs_and_target(batch)
-    assert inputs is batch["inputs"]
-    assert target is batch["target"]
+    inputs, target = batch
+    assert type(batch) is tuple
+    assert inputs.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert target.tolist() == [[11, 12, 13], [14, -100, -100]]
+    fields = batch_fields(batch)
+    assert fields["attention_mask"].tolist() == [[True] * 3, [True, False, False]]
+    assert list(fields) == ["attention_mask"]
+    assert inputs_and_target(batch) == (inputs, target)
 
 
 def test_labels_stay_labels_and_equal_lengths_keep_the_form():
     padder = Padded(("inputs",))
     batch = padder([(A, 1), (B, 0)])
-    assert batch["target"].tolist() == [1, 0]
+    assert batch[1].tolist() == [1, 0]
     equal = padder([(A, 1), (A, 0)])
-    assert equal.keys() == batch.keys()
-    assert bool(equal["attention_mask"].all())
+    assert structure(equal) == structure(batch)
+    assert bool(batch_fields(equal)["attention_mask"].all())
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda x: x,
+        lambda x: (x, x + 1),
+        lambda x: [x, x + 1],
+        lambda x: Pair(x, x + 1),
+        lambda x: (x,),
+        lambda x: (x, 3, x.float()),
+        lambda x: ((x, x.float()), 1),
+        lambda x: ({"input_ids": x, "kind": 2}, {"labels": x, "boxes": [x[:, None].float()]}),
+        lambda x: {"input_ids": x, "more": {"y": x, "size": (3, 4)}},
+        lambda x: OrderedDict(x=x, y=(x, "name")),
+        lambda x: (x.tolist(), 0.5),
+    ],
+)
+def test_a_batch_has_the_structure_of_its_samples_whatever_their_lengths(sample):
+    equal, unequal = Padded()([sample(A), sample(A)]), Padded()([sample(A), sample(B)])
+    if isinstance(unequal, dict):
+        unequal.pop("attention_mask")
+    assert structure(equal) == structure(unequal)
+
+
+def test_parts_that_lie_deeper_are_filled_by_their_role():
+    batch = Padded()([({"ids": a, "size": 1}, {"labels": a, "boxes": a[:, None].float()}) for a in (A, B)])
+    assert batch[0]["ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert batch[1]["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
+    assert batch_fields(batch)["attention_mask"].sum(1).tolist() == [3, 1]
+    assert batch_fields(batch)["size"].tolist() == [1, 1]
+
+
+def test_samples_of_unlike_structure_are_a_fault():
+    with pytest.raises(ValueError, match="structure"):
+        Padded()([{"x": A}, {"x": B, "y": A}])
+
+
+def with_doubled(batch):
+    return map_leaves(batch, lambda leaf: leaf * 2 if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def pickled(batch):
+    return fields_back(ForkingPickler.loads(ForkingPickler.dumps(fields_apart(batch))))
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("way", [with_doubled, pickled, lambda batch: twice(rows_of(batch, 0, 2, 2), 2)])
+def test_what_lies_beside_a_batch_goes_its_ways_with_it(way, bare):
+    batch = Padded()([A, B] if bare else [(A, 1), (B, 2)])
+    found = way(batch)
+    assert type(found) is type(batch)
+    rows = (found if bare else found[0]).shape[0]
+    assert (batch_fields(found)["attention_mask"] > 0).sum(1).tolist() == [3, 1] * (rows // 2)
+
+
+def test_fields_come_to_a_batch_and_leave_the_tensors_of_a_data_set_alone():
+    batch = with_fields((A, B), {"noise": C})
+    assert batch_fields(batch)["noise"] is C
+    assert batch[0].data_ptr() == A.data_ptr()
+    assert not batch_fields((A, B))
+    assert with_fields({"x": A, "noise": B}, {"noise": C})["noise"] is B
 
 
 def test_dicts_lists_and_arrays():
@@ -42,9 +122,9 @@ def test_dicts_lists_and_arrays():
     assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 0]]
     assert batch["labels"].tolist() == [[1, 2, 3], [7, -100, -100]]
     assert batch["name"] == ["a", "b"]
-    nested = Padded(("ids",))([({"ids": A, "kind": 0}, 2), ({"ids": B, "kind": 1}, 3)])
-    assert nested["kind"].tolist() == [0, 1]
-    assert nested["target"].tolist() == [2, 3]
+    nested = Padded(("inputs.ids",))([({"ids": A, "kind": 0}, 2), ({"ids": B, "kind": 1}, 3)])
+    assert nested[0]["kind"].tolist() == [0, 1]
+    assert nested[1].tolist() == [2, 3]
 
 
 def test_sequences_of_their_own_length_and_of_floats():
@@ -54,7 +134,8 @@ def test_sequences_of_their_own_length_and_of_floats():
     assert batch["x"].sum((1, 2)).tolist() == [6, 2]
     assert batch["y"].shape == (2, 4)
     assert batch["attention_mask"].tolist() == [[True] * 3, [True, False, False]]
-    assert "target_weight" not in Padded(("inputs",))([(torch.ones(2, 3), 1.0), (torch.ones(1, 3), 2.0)])
+    labelled = Padded(("inputs",))([(torch.ones(2, 3), 1.0), (torch.ones(1, 3), 2.0)])
+    assert "target_weight" not in batch_fields(labelled)
 
 
 @pytest.mark.parametrize("collate", [Padded(), Padded(("x",)), Packed(("x",), 4)])
@@ -79,10 +160,11 @@ def test_the_mask_is_of_the_inputs_whatever_comes_first(names, padder):
     ("width", "multiple", "found"), [(None, None, 3), (None, 4, 4), (5, None, 5), (5, 8, 8)]
 )
 def test_widths(width, multiple, found):
-    assert Padded(("inputs",), width, multiple)([A, B])["inputs"].shape == (2, found)
-    assert Padded((), width, multiple)([A, B])["inputs"].shape == (2, found)
+    assert Padded(("inputs",), width, multiple)([A, B]).shape == (2, found)
+    assert Padded((), width, multiple)([A, B]).shape == (2, found)
     same = Padded((), width, multiple)([A, A])
-    assert isinstance(same, torch.Tensor) == (found == 3)
+    assert same.shape == (2, found)
+    assert bool(batch_fields(same)) == (found != 3)
 
 
 def test_shapes_that_cannot_be_padded_are_still_a_fault():
@@ -109,14 +191,16 @@ def test_pieces_of_pairs_stay_pairs():
 
 def test_a_pack():
     batch = Packed(("inputs", "target"), 4)([(A, A + 10), (B, B + 10), (C, C + 10)])
-    assert batch["inputs"].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
-    assert batch["target"].tolist() == [[11, 12, 13, 14], [15, 16, -100, -100]]
-    assert batch["segment_ids"].tolist() == [[1, 1, 1, 2], [1, 1, 0, 0]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 0]]
+    assert type(batch) is tuple
+    assert batch[0].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    assert batch[1].tolist() == [[11, 12, 13, 14], [15, 16, -100, -100]]
+    assert batch_fields(batch)["segment_ids"].tolist() == [[1, 1, 1, 2], [1, 1, 0, 0]]
+    assert batch_fields(batch)["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 0]]
     labelled = Packed(("inputs",), 4)([(A, 7), (B, 8), (C, 9)])
-    assert labelled["target"].tolist() == [[7, 8], [9, -100]]
+    assert labelled[1].tolist() == [[7, 8], [9, -100]]
     assert Packed(("ids",), 4)([{"ids": A, "n": "a"}, {"ids": B, "n": "b"}])["n"] == [["a", "b"]]
-    assert Packed(("inputs",), 4)([A, torch.arange(0), B])["segment_ids"].tolist() == [[1, 1, 1, 3]]
+    bare = Packed(("inputs",), 4)([A, torch.arange(0), B])
+    assert batch_fields(bare)["segment_ids"].tolist() == [[1, 1, 1, 3]]
 
 
 def test_segment_masks_and_next_tokens():
@@ -140,16 +224,21 @@ class TakesSegments(nn.Module):
         return segment_ids, position_ids
 
 
+class TakesIds(nn.Module):
+    def forward(self, input_ids, kind, attention_mask=None):
+        return input_ids, kind, attention_mask
+
+
 def test_a_model_gets_what_its_forward_names():
     padded = Padded(("inputs",))([(A, 1), (B, 2)])
     packed = Packed(("inputs",), 4)([(A, 1), (B, 2)])
-    assert run_model(Takes(), padded["inputs"], padded) is padded["attention_mask"]
-    assert list(run_model(TakesAll(), padded["inputs"], padded)) == ["attention_mask"]
-    assert run_model(nn.Identity(), padded["inputs"], padded) is padded["inputs"]
+    assert run_model(Takes(), padded[0], padded) is batch_fields(padded)["attention_mask"]
+    assert list(run_model(TakesAll(), padded[0], padded)) == ["attention_mask"]
+    assert run_model(nn.Identity(), padded[0], padded) is padded[0]
     assert run_model(Takes(), A, (A, B)) is None
-    assert run_model(TakesSegments(), packed["inputs"], packed)[1] is packed["position_ids"]
-    for model in (Takes(), TakesAll()):
-        with pytest.raises(
-            PluginError, match="has no argument segment_ids .*; add one, or use data.padding=bucket"
-        ):
-            run_model(model, packed["inputs"], packed)
+    found = run_model(TakesSegments(), packed[0], packed)
+    assert found[1] is batch_fields(packed)["position_ids"]
+    named = Padded()([({"input_ids": A, "kind": 0}, 2), ({"input_ids": B, "kind": 1}, 3)])
+    ids, kind, mask = run_model(TakesIds(), named[0], named)
+    assert (ids.shape, kind.tolist(), mask.sum(1).tolist()) == ((2, 3), [0, 1], [3, 1])
+    assert run_model(nn.Identity(), named[0], named) is named[0]

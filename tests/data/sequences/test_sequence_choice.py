@@ -16,6 +16,7 @@ from trainrun.data.sequences.collate import Padded
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
+from trainrun.interfaces import batch_fields
 
 LENGTHS = [5, 3, 9, 1, 7, 7, 2, 8, 4, 6, 3, 12]
 
@@ -150,8 +151,8 @@ def test_a_length_that_no_probe_showed_is_padded_all_the_same():
     lengths = [4] * 100
     lengths[50] = 2
     found = chosen(Text(lengths=lengths))
-    assert isinstance(found.collate([torch.arange(4)] * 2), torch.Tensor)
-    mixed = found.collate([torch.arange(4), torch.arange(2)])
+    assert not batch_fields(found.collate([torch.arange(4)] * 2))
+    mixed = batch_fields(found.collate([torch.arange(4), torch.arange(2)]))
     assert mixed["attention_mask"].tolist() == [[True] * 4, [True, True, False, False]]
 
 
@@ -161,8 +162,8 @@ def test_waves_of_unequal_length_are_padded_in_validation_too():
     for options in (replace(training, padding="longest"), training, replace(training, training=False)):
         found = sequence_plan(source, Plan(12, 2), options)
         batch = found.collate([source[1], source[3]])
-        assert batch["inputs"].tolist() == [[1, 1, 1], [1, 0, 0]]
-        assert batch["attention_mask"].tolist() == [[True] * 3, [True, False, False]]
+        assert batch[0].tolist() == [[1, 1, 1], [1, 0, 0]]
+        assert batch_fields(batch)["attention_mask"].tolist() == [[True] * 3, [True, False, False]]
 
 
 @pytest.mark.parametrize("padding", ["longest", "bucket", "pack", "token_budget"])
@@ -177,7 +178,7 @@ def test_the_verdict_says_what_batches_hold(padding, size, truncate, multiple):
                    truncate=truncate, pad_multiple=multiple)  # fmt: skip
     empty = total = 0
     for share in found.plan.shares(0, 0):
-        batch = found.collate([found.source[index] for index in share.indices.tolist()])
+        batch = batch_fields(found.collate([found.source[index] for index in share.indices.tolist()]))
         mask = batch["attention_mask"] if "attention_mask" in batch else batch["segment_ids"] > 0
         empty += int((~mask).sum())
         total += mask.numel()
@@ -211,7 +212,7 @@ def test_what_does_not_go_together_is_refused():
     refused(Stream(), "data.padding=bucket: data.train is an IterableDataset", padding="bucket")
     refused(Stream(), "data.truncate=split: .* IterableDataset", truncate="split", max_sequence_length=2)
     refused(Stream(), "data.padding=max: .* say data.max_sequence_length", padding="max")
-    refused(Text(lambda length, index: (1, 2, 3)), "a tuple of 3 parts; or form", padding="bucket")
+    refused(Text(lambda length, index: (1, 2, 3)), "data.padding=bucket: .* no sequences", padding="bucket")
     refused(Text(lengths=[]), "data set is empty", padding="bucket")
     refused(Text(), "data.train, packed into rows, has 6 samples", padding="pack", batch_size=7)
 
@@ -257,7 +258,7 @@ def test_a_sample_that_cannot_be_read_is_named_where_all_are_needed():
 
 def test_an_iterable_is_padded_batch_by_batch():
     found = chosen(Stream(), max_sequence_length=2, truncate="left")
-    assert found.collate([torch.arange(3), torch.arange(1)])["inputs"].tolist() == [[1, 2], [0, 0]]
+    assert found.collate([torch.arange(3), torch.arange(1)]).tolist() == [[1, 2], [0, 0]]
     assert found.collate([(1, 2, 3)] * 2)[0].tolist() == [1, 1]
 
 

@@ -210,7 +210,6 @@ def test_poison_reaches_what_does_not_mask():
     """The guard of the tests above: without its mask the model does notice the padding."""
     source, model = Pairs(), poisoned(Attention(causal=False))
     batch = with_poison(Padded(("inputs", "target")))([source[0], source[1], source[2]])
-    del batch["attention_mask"]
-    blind = Classification().step(model, batch).loss_sum
+    blind = Classification().step(model, tuple(part.clone() for part in batch)).loss_sum
     assert abs(blind.item() - reference(model, source, [0, 1, 2])[0]) > 1
     assert isinstance(with_poison(Packed(("inputs",), 4)), Packed)

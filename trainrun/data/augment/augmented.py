@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from trainrun.data.augment.draws import Draws
+from trainrun.data.batch import with_fields
 from trainrun.data.engines.stream import Around
 from trainrun.data.split_batch import tensors_in
 from trainrun.errors import DataError, PluginError
-from trainrun.interfaces import Batches, MicroBatch
+from trainrun.interfaces import Batches, MicroBatch, fields_beside
 
 
 class Augmentation(Protocol):
@@ -60,10 +61,13 @@ class Augmented(Around):
         device = next((tensor.device for tensor in tensors_in(data)), None)
         draws = Draws(self._seed, epoch, batch.indices, device, self._float_dtype, number=self._number)
         for key, apply, _ in self._augmentations:
+            fields = dict(fields_beside(data))
             try:
                 data = apply(data, draws.named(key))
             except DataError as error:
                 raise DataError(f"{key}: {error}") from error
             if data is None:
                 raise PluginError(f"{key}: returned nothing; an augmentation returns the batch")
+            if fields:  # its tensors are new ones
+                data = with_fields(data, fields)
         return data

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from trainrun.data.batch import Preparation
+from trainrun.data.batch import Preparation, fields_apart, fields_back
 from trainrun.data.engines.generators import (
     Calling,
     GlobalDraw,
@@ -65,9 +65,9 @@ def failure_or_raise(error: DataError) -> WorkerFailure:
 class Reading(NamedTuple):
     """A batch on its way to the main process.
 
-    data: None if no sample could be read, and none has to stand in. indices: of the samples in it, as a
-    list, because a tensor would take shared memory and an open file. faults: of the samples left out. state: where an
-    iterable source then stands. whole: see `MicroBatch`.
+    data: None if no sample could be read, and none has to stand in; its fields stand apart (`fields_apart`).
+    indices: of the samples in it, as a list, because a tensor would take shared memory and an open file. faults: of the
+    samples left out. state: where an iterable source then stands. whole: see `MicroBatch`.
     """
 
     data: Any
@@ -80,7 +80,7 @@ class Reading(NamedTuple):
 
     def micro_batch(self) -> MicroBatch:
         indices = torch.tensor(self.indices, dtype=torch.int64)
-        return MicroBatch(self.data, self.real, self.last, indices, whole=self.whole)
+        return MicroBatch(fields_back(self.data), self.real, self.last, indices, whole=self.whole)
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ def collated(samples: list[Any], recipe: Recipe) -> Any:
     try:
         samples = [preparation.sample(sample) for sample in samples]
         if recipe.collate is not None:
-            return preparation.batch(recipe.collate(samples))
+            return fields_apart(preparation.batch(recipe.collate(samples)))
         from trainrun.data.sequences.collate import as_they_are
 
         return preparation.batch(as_they_are(samples))

@@ -1,7 +1,8 @@
 """Samples of unequal length into one batch: padded, or several in a row.
 
-A padded batch is a dict. Of dict samples it has their keys; of pairs `inputs` and `target` (inputs that
-are a dict give their own keys), of bare tensors `inputs`. With them come
+The batch has the structure of its samples: a pair stays a pair, a dict a dict, with padded tensors where sequences
+were. Some fields come with it, which `trainrun.interfaces.batch_fields(batch)` finds: a dict has them as further
+entries; of a tensor, a pair or any other structure they lie beside it and change nothing. Padding adds
     attention_mask: (B, T) bool, False at padding of the inputs, in whatever order a dict has its fields; one that the
         samples bring themselves stays theirs
     target_weight: (B, T) float64, one over the length at each real position, for targets that are
@@ -18,6 +19,7 @@ as keyword arguments (`trainrun.task.batches`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -26,16 +28,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import PackedSequence, pad_sequence
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from trainrun.data.batch import arrays_to_tensors, map_leaves, of_numbers
-from trainrun.data.sequences.fields import Cut, Fields, fields_of, forms_of, sequence_names
-from trainrun.data.tensor_dataset import TARGET_NAMES
+from trainrun.data.batch import arrays_to_tensors, map_leaves, of_numbers, with_fields
+from trainrun.data.sequences.fields import (
+    INPUTS,
+    Cut,
+    Fields,
+    fields_of,
+    forms_of,
+    is_target,
+    last_key,
+    map_fields,
+    sequence_names,
+)
 from trainrun.interfaces import INPUT_KEYS
 
 Collate = Callable[[list[Any]], Any]
 IGNORED = -100  # what torch's losses ignore
+MASK = "attention_mask"
 
 
 def rounded(length: int, multiple: int | None) -> int:
@@ -63,7 +75,7 @@ class Padded:
         if self.cut is not None:
             samples = [self.cut(sample) for sample in samples]
         if self.names:
-            return self._padded([fields_of(sample) for sample in samples], self.names)
+            return self._padded(samples, [fields_of(sample) for sample in samples], self.names)
         if self.width is None and self.multiple is None:
             try:
                 return as_they_are(samples)
@@ -72,12 +84,13 @@ class Padded:
                 names, differ = sequence_names([forms_of(row) for row in rows])
                 if not differ:
                     raise
-                return self._padded(rows, names)
+                return self._padded(samples, rows, names)
         rows = [fields_of(sample) for sample in samples]
         names = self._short_names(rows)
-        return self._padded(rows, names) if names else as_they_are(samples)
+        return self._padded(samples, rows, names) if names else as_they_are(samples)
 
-    def _padded(self, rows: list[Fields], names: tuple[str, ...]) -> Fields:
+    def _padded(self, samples: list[Any], rows: list[Fields], names: tuple[str, ...]) -> Any:
+        check_same_fields(rows)
         batch = {
             name: self._column(name, [row[name] for row in rows])
             if name in names
@@ -87,12 +100,12 @@ class Padded:
         masked = of_the_mask(rows[0], names)
         lengths = torch.tensor([len(row[masked]) for row in rows])
         mask = torch.arange(batch[masked].shape[1]) < lengths[:, None]
-        batch.setdefault("attention_mask", mask)
+        beside = {} if any(last_key(name) == MASK for name in batch) else {MASK: mask}
         if (target := float_target(batch, names)) is not None:
             own = torch.tensor([len(row[target]) for row in rows])[:, None]
             inside = torch.arange(batch[target].shape[1]) < own
-            batch["target_weight"] = inside / own.clamp(min=1).double()
-        return batch
+            beside["target_weight"] = inside / own.clamp(min=1).double()
+        return like_samples(samples, batch, beside)
 
     def _short_names(self, rows: list[Fields]) -> tuple[str, ...]:
         names, differ = sequence_names([forms_of(row) for row in rows])
@@ -122,8 +135,9 @@ class Packed:
     cut: Cut | None = None
     padding_value: float = 0
 
-    def __call__(self, samples: list[Any]) -> Fields:
+    def __call__(self, samples: list[Any]) -> Any:
         rows = [fields_of(sample if self.cut is None else self.cut(sample)) for sample in samples]
+        check_same_fields(rows)
         lengths = [len(row[self.names[0]]) for row in rows]
         for name in self.names:
             if lengths != [len(row[name]) for row in rows]:
@@ -146,9 +160,9 @@ class Packed:
                 batch[name] = scattered(torch.cat(values), where, shape, fill)
             else:
                 batch[name] = self._by_segment(name, values, row, slot)
-        batch["segment_ids"] = scattered(torch.repeat_interleave(slot + 1, size), where, shape, 0)
-        batch["position_ids"] = scattered(inside, where, shape, 0)
-        return batch
+        segment_ids = scattered(torch.repeat_interleave(slot + 1, size), where, shape, 0)
+        beside = {"segment_ids": segment_ids, "position_ids": scattered(inside, where, shape, 0)}
+        return like_samples(samples, batch, beside)
 
     def _by_segment(self, name: str, values: list[Any], row: Tensor, slot: Tensor) -> Any:
         together = joined(values)
@@ -160,6 +174,18 @@ class Packed:
             return table
         fill, (together,) = filler(name, [together], self.padding_value)
         return scattered(together, row * num_slots + slot, (num_rows, num_slots), fill)
+
+
+def check_same_fields(rows: list[Fields]) -> None:
+    for row in rows:
+        if row.keys() != rows[0].keys():
+            some = ", ".join(sorted(row.keys() ^ rows[0].keys())[:3])
+            raise ValueError(f"its samples have unlike structures: {some} is not in each of them")
+
+
+def like_samples(samples: list[Any], columns: Fields, beside: Fields) -> Any:
+    """Return the columns in the structure of the samples, with the fields that lie beside them."""
+    return with_fields(map_fields(samples[0], lambda name, _: columns[name]), beside)
 
 
 def next_fit(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
@@ -186,30 +212,47 @@ def filler(name: str, values: Sequence[Tensor], padding_value: float) -> tuple[f
     first = values[0]
     if first.is_floating_point() or first.is_complex():
         return padding_value, values
-    if name in TARGET_NAMES:
+    if is_target(name):
         narrow = first.dtype in (torch.uint8, torch.bool)
         return IGNORED, [value.long() for value in values] if narrow else values
-    return (0 if first.dtype is torch.bool or name == "attention_mask" else int(padding_value)), values
+    return (0 if first.dtype is torch.bool or last_key(name) == MASK else int(padding_value)), values
 
 
 def of_the_mask(fields: Fields, names: tuple[str, ...]) -> str:
     """The sequence that attention_mask is made from: the inputs, else the first that is no target."""
     forms = forms_of(fields)
-    inputs = [name for name in INPUT_KEYS if name in names or (name in forms and forms[name].tokens)]
-    others = [name for name in names if name not in TARGET_NAMES]
+    called = [name for key in INPUT_KEYS for name in fields if last_key(name) == key]
+    called += [name for name in fields if name.startswith(f"{INPUTS}.")]
+    inputs = [name for name in called if name in names or (name in forms and forms[name].tokens)]
+    others = [name for name in names if not is_target(name)]
     return (inputs or others or names)[0]
 
 
 def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
     """The target that is a sequence of floats, where there is one."""
-    found = (name for name in names if name in TARGET_NAMES and fields[name].is_floating_point())
+    found = (name for name in names if is_target(name) and fields[name].is_floating_point())
     return next(found, None)
 
 
 def as_they_are(samples: list[Any]) -> Any:
-    """Samples of one shape in the user's container; tuples stay tuples, unlike torch's own collate."""
+    """Samples of one shape in the user's containers; tuples stay tuples, unlike torch's own collate."""
     batch = joined([map_leaves(sample, arrays_to_tensors, of_numbers) for sample in samples])
-    return tuple(batch) if type(samples[0]) is tuple else batch
+    return with_tuples(samples[0], batch)
+
+
+def with_tuples(sample: Any, batch: Any) -> Any:
+    """Return the batch with a tuple wherever a sample has one; torch's collate makes lists of them."""
+    if isinstance(sample, dict) and type(batch) is type(sample):
+        clone = copy.copy(batch)
+        clone.update({key: with_tuples(part, batch[key]) for key, part in sample.items()})
+        return clone
+    parted = isinstance(sample, tuple | list) and isinstance(batch, tuple | list)
+    if not parted or isinstance(sample, PackedSequence):
+        return batch
+    parts = [with_tuples(part, column) for part, column in zip(sample, batch, strict=True)]
+    if type(sample) is tuple:
+        return tuple(parts)
+    return type(batch)._make(parts) if hasattr(batch, "_make") else parts
 
 
 def joined(values: Sequence[Any]) -> Any:

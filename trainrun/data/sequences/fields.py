@@ -1,25 +1,26 @@
 """The named leaves of a sample, and which of them are sequences.
 
-A sample is a tensor, a pair (inputs, target) or a dict. Its fields are the entries of the dict;
-of a pair `inputs` and `target` (inputs that are a dict give their own entries), of a bare tensor
-`inputs`.
+A sample is a tensor, or any nesting of tuples, lists and mappings. The leaves of a dict have the names of its entries;
+a bare tensor is `inputs`, the parts of a tuple or list are `inputs`, `target`, `part 2`, ... What lies deeper has the
+way to it as its name: `inputs.input_ids`, `target.0`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from trainrun.data.batch import as_tensor, is_numbers, is_tokens, map_leaves, of_numbers
+from trainrun.data.batch import as_tensor, is_numbers, is_tokens, of_numbers
 from trainrun.data.map_style import thread_safe
+from trainrun.data.tensor_dataset import TARGET_NAMES
 
 Fields = dict[str, Any]
-FIELD_FORMS = "a sample must be a tensor, a pair (inputs, target) or a dict"
+INPUTS, TARGET = "inputs", "target"
 
 
 class FieldForm(NamedTuple):
@@ -29,29 +30,43 @@ class FieldForm(NamedTuple):
     tokens: bool
 
 
-def map_fields(sample: Any, function: Callable[[str, Any], Any]) -> Any:
-    """The same containers with `function(name, leaf)` in place of every leaf.
-
-    TypeError: another form.
-    """
+def map_fields(sample: Any, function: Callable[[str, Any], Any], within: str = "") -> Any:
+    """Return the same containers with `function(name, leaf)` in place of every leaf. within: the name of the whole."""
     if isinstance(sample, Mapping):
-        return {name: function(name, value) for name, value in sample.items()}
+        parts = {key: map_fields(part, function, _name(within, key)) for key, part in sample.items()}
+        if not isinstance(sample, MutableMapping):
+            return parts
+        clone = copy.copy(sample)
+        clone.update(parts)
+        return clone
     if isinstance(sample, tuple | list) and not is_numbers(sample):
-        if not has_fields(sample):
-            raise TypeError(f"{FIELD_FORMS}; this one is a {type(sample).__name__} of {len(sample)} parts")
-        parts = [map_fields(sample[0], function)]
-        parts += [function("target", part) for part in sample[1:]]
-        return type(sample)._make(parts) if hasattr(sample, "_make") else type(sample)(parts)
-    return function("inputs", sample)
+        names = [_name(within, number) if within else part_name(number) for number in range(len(sample))]
+        found = [map_fields(part, function, name) for name, part in zip(names, sample, strict=True)]
+        return type(sample)._make(found) if hasattr(sample, "_make") else type(sample)(found)
+    return function(within or INPUTS, sample)
 
 
-def has_fields(sample: Any) -> bool:
-    """Whether `map_fields` knows its form."""
-    return not isinstance(sample, tuple | list) or is_numbers(sample) or len(sample) in (1, 2)
+def part_name(number: int) -> str:
+    """Return the name of a part of a sample that is a tuple or list."""
+    return (INPUTS, TARGET)[number] if number < 2 else f"part {number}"
+
+
+def _name(within: str, key: Any) -> str:
+    return f"{within}.{key}" if within else str(key)
+
+
+def last_key(name: str) -> str:
+    """Return the key of the mapping that a leaf lies in, without the way to it."""
+    return name.rpartition(".")[2]
+
+
+def is_target(name: str) -> bool:
+    """Whether a leaf belongs to the targets: it, or what it lies in, has the name of one."""
+    return any(key in TARGET_NAMES for key in name.split("."))
 
 
 def fields_of(sample: Any) -> Fields:
-    """Its leaves by name, in their order; lists of numbers and NumPy arrays as tensors. TypeError: another form."""
+    """Return the leaves by name, in their order; lists of numbers and NumPy arrays as tensors."""
     fields: Fields = {}
     map_fields(sample, lambda name, value: fields.__setitem__(name, leaf(value)))
     return fields
@@ -98,9 +113,7 @@ class Cut:
     names: tuple[str, ...] = ()
 
     def __call__(self, sample: Any) -> Any:
-        if has_fields(sample):
-            return map_fields(sample, self._cut)
-        return map_leaves(sample, partial(self._cut, ""), partial(self._cut, ""))
+        return map_fields(sample, self._cut)
 
     def _cut(self, name: str, value: Any) -> Any:
         chosen = name in self.names if self.names else is_tokens(value)

@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 
 from trainrun.data.engines.generators import seed_globals
 from trainrun.data.map_style import reads_at_once
-from trainrun.data.sequences.fields import FieldForm, Fields, fields_of, forms_of, has_fields, sequence_names
+from trainrun.data.sequences.fields import FieldForm, Fields, fields_of, forms_of, sequence_names
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
@@ -109,8 +109,6 @@ def said_lengths(source: Any) -> np.ndarray[Any, Any] | None:
 
 def _of_columns(columns: Columns) -> Measured:
     """Rows of one array are equally long."""
-    if not has_fields(columns[0]):
-        return Measured()
     forms = forms_of(fields_of(columns[0]))
     names, _ = sequence_names([forms])
     if not names:
@@ -123,7 +121,7 @@ def _promising(source: Any, key: str, seed: int) -> bool:
     """Whether sample 0 may be a sequence: a picture is none."""
     try:
         fields = fields_of(_read(source, 0, key, seed))
-    except (DataError, TypeError):  # it is read again in the run, and fails there by its own name
+    except DataError:  # it is read again in the run, and fails there by its own name
         return False
     return any(fields[name].ndim <= 2 for name in forms_of(fields))
 
@@ -176,7 +174,8 @@ def _all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:
         return
     for begin in range(0, count, AT_ONCE):
         indices = list(range(begin, min(begin + AT_ONCE, count)))
-        yield from (_forms_of(sample, key) for sample in _read(source, indices[0], key, seed, indices))
+        samples = _read(source, indices[0], key, seed, indices)
+        yield from (forms_of(fields_of(sample)) for sample in samples)
 
 
 def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | None = None) -> Any:
@@ -192,14 +191,7 @@ def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | Non
 
 
 def _forms(source: Any, index: int, key: str, seed: int) -> Forms:
-    return _forms_of(_read(source, index, key, seed), key)
-
-
-def _forms_of(sample: Any, key: str) -> Forms:
-    try:
-        return forms_of(fields_of(sample))
-    except TypeError as error:
-        raise DataError(f"{key}: {error}; or form the batches yourself, with data.collate_fn") from error
+    return forms_of(fields_of(_read(source, index, key, seed)))
 
 
 def aligned(samples: Iterable[Forms], names: tuple[str, ...]) -> bool:

@@ -7,7 +7,7 @@ are tokens count them by themselves. Gain: none in speed; a sum of a mask costs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from trainrun.data.engines.stream import Around
 from trainrun.data.sequences.collate import Collate, Packed, Padded
 from trainrun.data.stream_options import TokenCounter
-from trainrun.interfaces import Batches, MicroBatch
+from trainrun.interfaces import Batches, MicroBatch, batch_fields
 
 
 def counted(batches: Batches, collate: Collate | None, tally: TokenCounter | None) -> Batches:
@@ -41,7 +41,8 @@ class Counted(Around):
             yield batch
 
 
-def useful_positions(batch: Mapping[str, Any]) -> Tensor:
+def useful_positions(batch: Any) -> Tensor:
     """0-d: the places of a padded or packed batch that are no padding."""
-    mask: Tensor = batch["segment_ids"] if "segment_ids" in batch else batch["attention_mask"]
+    fields = batch_fields(batch)
+    mask: Tensor = fields["segment_ids"] if "segment_ids" in fields else fields["attention_mask"]
     return mask.count_nonzero()

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainrun.data.batch import is_integer
+from trainrun.data.batch import is_integer, map_leaves
 from trainrun.data.split_batch import num_rows, rows_of, twice
-from trainrun.interfaces import INPUT_KEYS
+from trainrun.interfaces import INPUT_KEYS, batch_fields
 from trainrun.seeding import kept_random_state
 from trainrun.task.batches import TARGET_KEYS
 from trainrun.task.dict_batches import bare_model, keywords_of
@@ -32,7 +32,7 @@ MASK = "attention_mask"
 
 def check_padding(run: Components, data: Any) -> bool:
     """Whether the batches of the ranks could tell: one is padded. The host waits for its mask."""
-    mask = data.get(MASK) if isinstance(data, Mapping) else None
+    mask = batch_fields(data).get(MASK)
     mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
     if not run.parallel.sum_over_ranks([mask is not None])[0]:
         return False
@@ -47,13 +47,13 @@ def check_padding(run: Components, data: Any) -> bool:
 
 def difference(run: Components, data: Any, mask: Tensor | None) -> str:
     """What to say, "" where a padded sample gives what it gives alone. All ranks call it: a task may join them."""
-    row, length, filled = 0, 0, {}
+    row, length, filled = 0, 0, [False]
     if mask is not None:
         row, length = int(mask.sum(1).argmin()), int(mask.sum(1).min())
         if length and bool(mask[row, :length].all()):  # and not padded at its beginning
-            filled = {name: leaf for name, leaf in data.items() if is_filled(leaf, mask)}
+            filled = filled_leaves(data, mask)
     padded = twice(rows_of(data, row, row + 1, num_rows(data)), 1)
-    cut = {**padded, **{name: padded[name][:, :length].contiguous() for name in filled}} if filled else padded
+    cut = shortened(padded, filled, length) if any(filled) else padded
     with kept_random_state():
         look, rounding = look_of(run), rounding_of(run)
         looks = [look(batch, exact=True)[LOSS] for batch in (padded, cut, padded)]
@@ -64,7 +64,12 @@ def difference(run: Components, data: Any, mask: Tensor | None) -> str:
         return ""
     model = type(bare_model(run.model))
     named, takes_all, _ = keywords_of(model.forward)
-    others = {name: data[name] for name in filled if name not in (MASK, *named, *INPUT_KEYS, *TARGET_KEYS)}
+    fields = data if isinstance(data, Mapping) else {}
+    others = {
+        name: leaf
+        for name, leaf in fields.items()
+        if is_filled(leaf, mask) and name not in (MASK, *named, *INPUT_KEYS, *TARGET_KEYS)
+    }
     whole = {name: leaf for name, leaf in others.items() if is_integer(leaf) and leaf.dtype is not torch.bool}
     zeros = [name for name, leaf in whole.items() if not bool(leaf[~mask].any())]
     width = mask.shape[1]
@@ -72,13 +77,27 @@ def difference(run: Components, data: Any, mask: Tensor | None) -> str:
         f"data: samples differ in length: the loss of one of {length} positions is {own_loss / 2:.6g} over "
         f"{own_count / 2:g} items alone, and {loss / 2:.6g} over {count / 2:g} where it is padded to {width}, so "
         "data.batch_size, trainer.accumulate_grad_batches, ranks and data.val_batch_size change results (`trainrun "
-        f"verify` shows it; data.padding=bucket lessens it). {MASK} is True at real positions: leave out the others"
+        f"verify` shows it; data.padding=bucket lessens it). {MASK} (of trainrun.interfaces.batch_fields(batch)) "
+        "is True at real positions: leave out the others"
     )
     if MASK not in named and not takes_all:
         told += f"; {model.__name__}.forward does not take it"
     if zeros:
         told += f". {', '.join(zeros)}: filled with 0, which may be a class; under the name labels it is with -100"
     return told
+
+
+def filled_leaves(data: Any, mask: Tensor) -> list[bool]:
+    """Say of each leaf of a batch whether it is padded where the mask says so."""
+    found: list[bool] = []
+    map_leaves(data, lambda leaf: found.append(is_filled(leaf, mask)))
+    return found
+
+
+def shortened(data: Any, filled: list[bool], length: int) -> Any:
+    """The batch with its padded leaves cut to `length` positions."""
+    rest = iter(filled)
+    return map_leaves(data, lambda leaf: leaf[:, :length].contiguous() if next(rest) else leaf)
 
 
 def is_filled(leaf: Any, mask: Tensor) -> bool:
