@@ -17,7 +17,7 @@ Without `count`, the step says what its loss is over: `StepOutput(loss_mean=loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+# What inputs and targets of a batch, a sample or a table may be called; of several the first in this order is it.
 INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids",
               "pixel_values", "input_values", "input_features")  # fmt: skip
+TARGET_KEYS = ("target", "targets", "y", "label", "labels", "class")
+IGNORED = -100  # a target that counts nothing: torch's ignore_index
 FIELDS_BESIDE = "_batch_fields"  # the attribute of a batch's first tensor that holds them
 Sums = Mapping[str, "float | Tensor | tuple[float | Tensor, float | Tensor] | Callable[[], Any]"]
 
@@ -186,6 +189,18 @@ class MicroBatch(NamedTuple):
         if self.items is not None or not self.real:
             return (self.items or 0) * self.real
         return task.count(self.data) if counts_before(task) else 0
+
+
+def input_key(names: Iterable[Any]) -> str | None:
+    """Return which of the names is that of the inputs; None if none is."""
+    known = set(names)
+    return next((key for key in INPUT_KEYS if key in known), None)
+
+
+def target_key(names: Iterable[Any]) -> str | None:
+    """Return which of the names is that of the target; None if none is."""
+    known = set(names)
+    return next((key for key in TARGET_KEYS if key in known), None)
 
 
 def batch_fields(batch: Any) -> Mapping[str, Any]:

@@ -170,7 +170,7 @@ class PassesOn(nn.Module):
 
 def test_a_forward_that_takes_any_gets_what_is_an_input() -> None:
     batch = {"x": torch.ones(2), "mask": torch.ones(2), "y": torch.ones(2), "target_weight": 1, "index": 2}
-    _, named = asked_for(PassesOn(), batch["x"], batch, ("x",), ("y",))
+    _, named = asked_for(PassesOn(), batch["x"], batch)
     assert set(named) == {"mask"}
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import SAME, RunConfig, validation_nodes
-from trainrun.data.facts import IGNORED_LABEL, PLAUSIBLE_CLASSES, Labels, check_labels, labels_in
+from trainrun.data.facts import PLAUSIBLE_CLASSES, Labels, check_labels, labels_in
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import Copying, Report, Sizes, SourceStates, StreamOptions, TokenCounter
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import build, named_nodes
-from trainrun.interfaces import Batches, DataFacts, Parallel
+from trainrun.interfaces import IGNORED, Batches, DataFacts, Parallel
 from trainrun.precision.autocast import data_float_dtype
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) 
     key = "data.num_classes" if asked == config.data.num_classes else "model.num_classes"
     real = task.get("_target_") in (REGRESSION, "trainrun.task.multilabel.MultiLabel")
     is_ours = str(task.get("_target_")).startswith(OUR_TASKS) and not real
-    ignored = (IGNORED_LABEL, *([task["ignore_index"]] if isinstance(task.get("ignore_index"), int) else []))
+    ignored = (IGNORED, *([task["ignore_index"]] if isinstance(task.get("ignore_index"), int) else []))
     if isinstance(asked, int) and real:
         return
     if isinstance(asked, int):

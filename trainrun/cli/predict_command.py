@@ -124,8 +124,7 @@ def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]
     What a decoder gives, of other places, is left as it is."""
     from torch import Tensor
 
-    from trainrun.interfaces import batch_fields
-    from trainrun.task.batches import IGNORED
+    from trainrun.interfaces import IGNORED, batch_fields
 
     fields = batch_fields(batch)
     mask = fields.get("attention_mask")

@@ -14,7 +14,7 @@ from trainrun.convert.record_files import PICTURE, Lmdb, ShardWriter, tar_column
 from trainrun.convert.source import DEST
 from trainrun.convert.write import Target
 from trainrun.data.readers.records.webdataset import WHOLE
-from trainrun.data.readers.targets import TARGET_NAMES
+from trainrun.interfaces import TARGET_KEYS
 
 ENDINGS = {"lmdb": ".lmdb", "hdf5": ".h5"}  # one file a part; else a folder
 EXACT = ("lmdb", "tfrecord")  # formats that keep tuples, lists and dicts as they are
@@ -81,7 +81,7 @@ def _parquet_settings(tables: Tables, samples: Samples) -> list[str]:
             settings.append(f"data.shape={_listed(inputs[0].shape)}")
     if target is None:
         return [*settings, "data.train.target=none"]
-    if sum(leaf.name.lower() in TARGET_NAMES for leaf in tables.layout.leaves) != 1:
+    if sum(leaf.name.lower() in TARGET_KEYS for leaf in tables.layout.leaves) != 1:
         settings.append(f"data.train.target={target.name}")
     wide = target.single and target.dtype == "float64"
     return [*settings, "data.train.target_dtype=float64"] if wide else settings

@@ -23,10 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from trainrun.convert.folder import remove_temporary, writing_to
 from trainrun.convert.part_samples import Samples
+from trainrun.data.engines.workers import leave_with
 from trainrun.errors import DataError
 from trainrun.runtime.signals import STOP_SIGNALS, StopFlag, catch_stops
 
-WATCH_SECONDS = 0.5
 AHEAD = 2  # units under way for each process
 
 _job: dict[str, Any] = {}  # of a worker process
@@ -145,14 +145,7 @@ def _begin(target: Target, samples: Samples, parent: int) -> None:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     torch.set_num_threads(1)
     _job.update(target=target, samples=samples)
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-
-
-def _leave_with(parent: int) -> None:
-    """End this worker when its parent was killed."""
-    while os.getppid() == parent:
-        time.sleep(WATCH_SECONDS)
-    os._exit(1)
+    threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
 
 
 def _write(unit: Unit) -> Any:

@@ -14,9 +14,8 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import as_tensor, is_integer
 from trainrun.data.tensor_dataset import Columns, columns_of, parts_of, said
-from trainrun.interfaces import DataFacts
+from trainrun.interfaces import IGNORED, DataFacts
 
-IGNORED_LABEL = -100  # torch's ignore_index
 LABELS_AT_ONCE = 2**22
 PLAUSIBLE_CLASSES = 10_000  # of more, and many more than labels, one may be a slip
 
@@ -29,7 +28,7 @@ class Labels:
 
     num_classes: int
     said_by: str = ""
-    ignored: tuple[int, ...] = (IGNORED_LABEL,)
+    ignored: tuple[int, ...] = (IGNORED,)
 
 
 def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any] | None = None,

@@ -11,8 +11,9 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import Preparation, is_integer, map_leaves, of_numbers
 from trainrun.data.engines.batch_reader import FILLERS_TRIED, BatchReader, Recipe
-from trainrun.data.tensor_dataset import TARGET_NAMES, columns_of, length_of
+from trainrun.data.tensor_dataset import columns_of, length_of
 from trainrun.errors import DataError
+from trainrun.interfaces import TARGET_KEYS, input_key
 from trainrun.seeding import kept_random_state
 
 
@@ -47,5 +48,6 @@ def first_input(source: Any, key: str, transform: Callable[..., Any] | None, ski
     sample = map_leaves(sample, lambda leaf: leaf, of_numbers)
     while isinstance(sample, tuple | list | dict) and sample:
         fields = sample if isinstance(sample, dict) else dict(enumerate(sample))
-        sample = fields[next((name for name in fields if name not in TARGET_NAMES), next(iter(fields)))]
+        others = [name for name in fields if name not in TARGET_KEYS]
+        sample = fields[input_key(fields) or next(iter(others or fields))]
     return sample

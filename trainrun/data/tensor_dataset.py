@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from trainrun.data.batch import Preparation, as_tensor, is_integer
 from trainrun.errors import DataError
+from trainrun.interfaces import target_key
 
 if TYPE_CHECKING:
     from trainrun.data.scale import Scale
@@ -27,7 +28,6 @@ ALLOWED = (
     "allowed: a data set with __len__ and __getitem__, a torch IterableDataset, "
     "or a tuple, list or mapping of tensors or arrays"
 )
-TARGET_NAMES = ("target", "targets", "label", "labels", "y")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class Columns:
     def target(self) -> Column | None:
         """The second element of a sample; in a mapping, the one that has a target's name."""
         if self.names:
-            return next((v for n, v in zip(self.names, self.values, strict=True) if n in TARGET_NAMES), None)
+            named = dict(zip(self.names, self.values, strict=True))
+            key = target_key(named)
+            return None if key is None else named[key]
         return self.values[1] if len(self.values) > 1 else None
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, DataError
 from trainrun.interfaces import batch_by_name, batch_fields
-from trainrun.task.batches import HALF_TYPES, form_of, inputs_and_maybe_target, run_model
+from trainrun.task.batches import form_of, inputs_and_maybe_target, run_model
+from trainrun.tensors import HALF_TYPES
 
 
 class LayerOutput:

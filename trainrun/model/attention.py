@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-HALF_TYPES = (torch.float16, torch.bfloat16)
+from trainrun.tensors import HALF_TYPES
+
 LONG = 512
 
 

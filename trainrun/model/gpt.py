@@ -11,6 +11,7 @@ from torch.nn.functional import embedding
 from trainrun.limits import BelowOne, Count
 from trainrun.model.attention import causal_attention
 from trainrun.model.choices import GptSize, Kernel, Positions
+from trainrun.tensors import segment_mask
 
 # layers, width, heads; the numbers are parameters with 256 tokens, the last one's with 50,257
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -142,7 +143,7 @@ class Gpt(nn.Module):
             x = x + self.positions(where)
         else:
             turn = self._turn(before, length, position_ids)
-        mask = None if segment_ids is None else segments_before(segment_ids)
+        mask = None if segment_ids is None else segment_mask(segment_ids, causal=True)
         if before:
             mask = torch.ones(length, before + length, dtype=torch.bool, device=tokens.device).tril(before)
         x = self.drop(x)
@@ -171,11 +172,6 @@ def rotary_table(context: int, head_width: int) -> Tensor:
     angles = torch.outer(torch.arange(context, dtype=torch.float64), speeds)
     cos, sin = angles.cos(), angles.sin()
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).float()
-
-
-def segments_before(segment_ids: Tensor) -> Tensor:
-    """(B, 1, T, T) bool: keys of the query's own segment that are not behind it."""
-    return (segment_ids[:, None, :, None] == segment_ids[:, None, None, :]).tril()
 
 
 def initialize(model: Gpt, layers: int) -> None:

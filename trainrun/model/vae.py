@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from trainrun.limits import Count
 from trainrun.model.choices import Body, Scheme
 from trainrun.model.layers import initialize
+from trainrun.tensors import HALF_TYPES
 
 SMALLEST_SIDE = 8  # of pictures for which `auto` takes convolutions
 FIRST_CODE = 0.1  # how large the code is at the start, against what `init` makes of it
-HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 class VaeOutput(NamedTuple):

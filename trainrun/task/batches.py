@@ -2,7 +2,8 @@
 
 A batch is a tuple or list `(inputs, target)`, or a dict with one key of each line:
     inputs: input, inputs, x, image, images, input_ids, pixel_values, input_values, input_features
-    target: target, targets, y, label, labels
+    target: target, targets, y, label, labels, class
+Of several names on one line the first in this order is meant (`INPUT_KEYS` and `TARGET_KEYS` of `trainrun.interfaces`).
 
 A dict is passed by the names of the model's `forward`: the inputs by their key where it names that, else by position,
 and every other field that it names (attention_mask, token_type_ids, noise, ...; any, if it takes **kwargs), but for the
@@ -20,11 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from trainrun.errors import DataError, PluginError
-from trainrun.interfaces import INPUT_KEYS, batch_fields
-
-TARGET_KEYS = ("target", "targets", "y", "label", "labels")
-IGNORED = -100  # torch's ignore_index
-HALF_TYPES = (torch.float16, torch.bfloat16)
+from trainrun.interfaces import IGNORED, INPUT_KEYS, TARGET_KEYS, batch_fields, input_key, target_key
+from trainrun.tensors import HALF_TYPES
 
 
 def inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
@@ -52,9 +50,9 @@ def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         return batch[0], batch[1] if len(batch) == 2 else None
     if isinstance(batch, Mapping):
-        inputs = next((batch[key] for key in INPUT_KEYS if key in batch), None)
-        if inputs is not None:
-            return inputs, next((batch[key] for key in TARGET_KEYS if key in batch), None)
+        own, target = input_key(batch), target_key(batch)
+        if own is not None:
+            return batch[own], None if target is None else batch[target]
     raise DataError(
         f"data: a batch is {form_of(batch)}; this task reads (inputs, target), or a dict with "
         f"{' | '.join(INPUT_KEYS)} and {' | '.join(TARGET_KEYS)}; or name your own task: task._target_=..."
@@ -76,10 +74,10 @@ def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
         if not isinstance(batch, Mapping):
             if isinstance(inputs, Mapping) and not takes_each(model, inputs):
                 return model(inputs, **more)
-            own = next((key for key in INPUT_KEYS if key in fields), None)
+            own = input_key(fields)
             fields = fields if own else {"inputs": inputs, **fields}
             inputs = fields[own] if own else inputs
-        args, asked = asked_for(model, inputs, fields, INPUT_KEYS, TARGET_KEYS)
+        args, asked = asked_for(model, inputs, fields)
         return model(*args, **asked, **more)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         from trainrun.task.dict_batches import misfit

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
+from trainrun.interfaces import IGNORED
+
 LARGE_BYTES = 1 << 30  # of logits in float32: from here on `auto` takes them in chunks
 CHUNK_BYTES = 1 << 26
 # On a GPU both grow with its memory: of 24 GiB 1.5 GiB and 192 MiB, of 141 GB 8.2 GiB and 1 GiB. All of its memory
 # counts, and not what is free: a run that is resumed must take the same chunks.
 LARGE_SHARE, CHUNK_SHARE, LARGEST_CHUNK = 16, 128, 1 << 30
-IGNORED = -100  # torch's ignore_index
 
 
 class Head(NamedTuple):

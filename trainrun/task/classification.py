@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepOutput
+from trainrun.interfaces import IGNORED, StepOutput
 from trainrun.limits import Fraction, NotNegative
 from trainrun.task.batches import (
     check_target_type,
@@ -25,7 +25,6 @@ from trainrun.task.batches import (
 if TYPE_CHECKING:
     from trainrun.task.metrics.by_name import ClassMetrics
 
-TORCH_IGNORES = -100  # what torch's own losses ignore unless told
 NOTHING = -(2**63)  # no target
 
 
@@ -55,7 +54,7 @@ class Classification:
         loss: Any = None,
         label_smoothing: Fraction = 0.0,
         class_dim: int = 1,
-        ignore_index: int | None = TORCH_IGNORES,
+        ignore_index: int | None = IGNORED,
         class_weights: Literal["balanced"] | list[NotNegative] | None = None,
         metrics: str | list[Any] | dict[str, Any] | None = None,
         per_class: bool = False,
@@ -65,7 +64,7 @@ class Classification:
                 f"task.label_smoothing={label_smoothing}: has no effect on task.loss; set it there, as "
                 "task.loss.label_smoothing, or leave task.loss out"
             )
-        ignored = TORCH_IGNORES if ignore_index is None else ignore_index
+        ignored = IGNORED if ignore_index is None else ignore_index
         ignored_by_loss = getattr(loss, "ignore_index", ignored)
         if ignored_by_loss not in (ignored, ignore_index):  # None: it ignores nothing
             own, other = ("null" if index is None else index for index in (ignore_index, ignored_by_loss))

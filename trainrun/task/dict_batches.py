@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainrun.errors import PluginError
+from trainrun.interfaces import TARGET_KEYS, input_key
 from trainrun.user_code import is_of_torch
 
 NOT_ITS = ("target_weight", "index")  # of the loss, and of a teacher: also not to a forward that takes any
@@ -27,11 +28,7 @@ def bare_model(model: nn.Module) -> nn.Module:
 
 
 def asked_for(
-    model: nn.Module,
-    inputs: Any,
-    batch: Mapping[str, Any],
-    input_keys: tuple[str, ...],
-    target_keys: tuple[str, ...],
+    model: nn.Module, inputs: Any, batch: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a model gets of a dict: by position, and by name."""
     fields, taken, by_place = fields_of(model, batch)
@@ -39,11 +36,11 @@ def asked_for(
         name = type(bare_model(model)).__name__
         raise PluginError(
             f"model: data.padding=pack puts several sequences into a row, and {name}.forward has no "
-            "argument segment_ids to keep them apart (see trainrun.data.sequences.collate.segment_mask); "
+            "argument segment_ids to keep them apart (see trainrun.tensors.segment_mask); "
             "add one, or use data.padding=bucket"
         )
-    own = next((key for key in input_keys if key in batch), "")
-    asked = {key: value for key, value in fields.items() if key not in (*target_keys, own)}
+    own = input_key(batch) or ""
+    asked = {key: value for key, value in fields.items() if key not in (*TARGET_KEYS, own)}
     if own in taken[2:] or not by_place:  # after self and the first
         return (), {own: inputs, **asked}
     return (inputs,), asked

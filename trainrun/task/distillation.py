@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, normalize
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.interfaces import StepOutput, batch_fields
+from trainrun.interfaces import IGNORED, StepOutput, batch_fields
 from trainrun.limits import Fraction, NotNegative, Positive
 from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
-from trainrun.task.classification import TORCH_IGNORES, Classification
+from trainrun.task.classification import Classification
 from trainrun.task.dict_batches import bare_model
 
 LOGITS = ""  # among the teacher's answers, whose other names are those of layers
@@ -85,7 +85,7 @@ class Distillation:
         loss: Any = None,
         label_smoothing: Fraction = 0.0,
         class_dim: int = 1,
-        ignore_index: int | None = TORCH_IGNORES,
+        ignore_index: int | None = IGNORED,
         class_weights: Literal["balanced"] | list[NotNegative] | None = None,
         metrics: str | list[Any] | dict[str, Any] | None = None,
         per_class: bool = False,

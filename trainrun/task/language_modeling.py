@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepOutput, batch_fields
+from trainrun.interfaces import IGNORED, StepOutput, batch_fields
 from trainrun.limits import Auto, Count, Positive
 from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
-from trainrun.task.chunked_loss import IGNORED, chunked_loss, chunked_right, head_of, memory_of, num_chunks
+from trainrun.task.chunked_loss import chunked_loss, chunked_right, head_of, memory_of, num_chunks
 from trainrun.task.dict_batches import bare_model, keywords_of
 
 

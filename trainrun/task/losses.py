@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepOutput
+from trainrun.interfaces import IGNORED, StepOutput
 from trainrun.limits import NotNegative, fits
-from trainrun.task.batches import IGNORED, check_target_type
+from trainrun.task.batches import check_target_type
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import DataError, PluginError
-from trainrun.interfaces import INPUT_KEYS, StepOutput
+from trainrun.interfaces import IGNORED, TARGET_KEYS, StepOutput, input_key
 from trainrun.seeding import evaluating
-from trainrun.task.batches import HALF_TYPES, TARGET_KEYS, form_of
+from trainrun.task.batches import form_of
 from trainrun.task.dict_batches import bare_model, fields_of
+from trainrun.tensors import HALF_TYPES
 
-IGNORED = -100  # what transformers' losses ignore
 LEAST_LENGTH = 3  # of a row that tells rules apart
 TOLERANCE, TOLERANCE_16_BITS = 1e-5, 1e-3  # of a mean; rules differ by more wherever rows differ
 RULES = ("samples", "labels", "next_labels")
@@ -158,7 +158,8 @@ def rows(batch: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
 
 
 def copies(batch: Mapping[str, Any], labels: Tensor) -> bool:
-    inputs = next((batch[key] for key in INPUT_KEYS if key in batch), None)
+    own = input_key(batch)
+    inputs = None if own is None else batch[own]
     real = labels != IGNORED
     if not isinstance(inputs, Tensor) or inputs.shape != labels.shape:
         return False

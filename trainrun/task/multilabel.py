@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepOutput, batch_fields
+from trainrun.interfaces import IGNORED, StepOutput, batch_fields
 from trainrun.limits import Positive
 from trainrun.task.batches import (
-    IGNORED,
     inputs_and_maybe_target,
     inputs_and_target,
     output_tensor,

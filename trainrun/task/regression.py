@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepOutput, Sums, batch_fields
+from trainrun.interfaces import IGNORED, StepOutput, Sums, batch_fields
 from trainrun.task.batches import (
-    IGNORED,
     inputs_and_maybe_target,
     inputs_and_target,
     output_tensor,

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from trainrun.errors import DataError
-from trainrun.interfaces import StepOutput
+from trainrun.interfaces import IGNORED, StepOutput
 from trainrun.limits import Fraction, NotNegative
 from trainrun.task.batches import form_of, inputs_and_target
-from trainrun.task.classification import TORCH_IGNORES, Classification
+from trainrun.task.classification import Classification
 from trainrun.task.metrics.by_name import GIVEN, OF_CLASSES, ClassMetrics, chosen
 
 SHOWN = 4  # pictures of a validation
@@ -33,7 +33,7 @@ class Segmentation:
         loss: Any = None,
         label_smoothing: Fraction = 0.0,
         class_dim: int = 1,
-        ignore_index: int | None = TORCH_IGNORES,
+        ignore_index: int | None = IGNORED,
         class_weights: Literal["balanced"] | list[NotNegative] | None = None,
         metrics: str | list[Any] | dict[str, Any] | None = "iou",
         per_class: bool = True,

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepInfo, StepOutput, batch_by_name, batch_fields
+from trainrun.interfaces import IGNORED, StepInfo, StepOutput, batch_by_name, batch_fields
 from trainrun.limits import Count, NotNegative, PositiveFraction
-from trainrun.task.batches import HALF_TYPES, IGNORED, form_of, inputs_and_maybe_target, run_model
+from trainrun.task.batches import form_of, inputs_and_maybe_target, run_model
 from trainrun.task.dict_batches import bare_model
+from trainrun.tensors import HALF_TYPES
 
 
 class BoundTerms(NamedTuple):

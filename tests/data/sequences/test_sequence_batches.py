@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from trainrun.data.batch import fields_apart, fields_back, map_leaves, with_fields
-from trainrun.data.sequences.collate import Packed, Padded, segment_mask
+from trainrun.data.sequences.collate import Packed, Padded
 from trainrun.data.sequences.fields import Cut, Pieces
 from trainrun.data.split_batch import rows_of, twice
 from trainrun.interfaces import batch_fields
 from trainrun.task.batches import inputs_and_target, run_model
+from trainrun.tensors import segment_mask
 
 A, B, C = torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([5, 6])
 

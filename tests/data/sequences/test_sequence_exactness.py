@@ -11,10 +11,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from trainrun.data.order.sampler import Plan
 from trainrun.data.sequences.choose import sequence_plan
-from trainrun.data.sequences.collate import Packed, Padded, segment_mask
+from trainrun.data.sequences.collate import Packed, Padded
 from trainrun.data.stream_options import StreamOptions
 from trainrun.task.classification import Classification
 from trainrun.task.regression import Regression
+from trainrun.tensors import segment_mask
 
 NUM_TOKENS, WIDTH, CLASSES, LONGEST = 11, 8, 11, 9
 POISON = NUM_TOKENS  # a token of its own, whose embedding is huge

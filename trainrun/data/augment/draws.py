@@ -15,16 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainrun.data.order.permutation import STEP, Words, mixed_words
 from trainrun.seeding import derive_seed
 
 EVERY_EPOCH = -1  # in the place of the epoch's number
 QUANTILES = 4096
-
-
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True)
@@ -63,11 +58,8 @@ class Draws:
         """(B, n), all 64 bits random."""
         stream = int.from_bytes(f"{self.stream}{name}".encode(), "big")
         keys = np.array(keys_of(self.seed, self.epoch, stream, n), np.uint64)
-        x = self.indices.cpu().numpy().astype(np.uint64)[:, None] * GOLDEN + keys
-        x = (x ^ (x >> 30)) * MIX_1
-        x = (x ^ (x >> 27)) * MIX_2
-        mixed: Words = x ^ (x >> 31)
-        return mixed
+        x = self.indices.cpu().numpy().astype(np.uint64)[:, None] * np.uint64(STEP) + keys
+        return mixed_words(x)
 
     def bits(self, name: str, n: int = 1) -> Tensor:
         """(B, n) int64, the same on the host."""

@@ -9,62 +9,73 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainrun.data.tensor_dataset import TARGET_NAMES
 from trainrun.errors import DataError
-
-INPUT_NAMES = ("input", "inputs", "x", "image", "images")
+from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, input_key, target_key
 
 
 def images_of(batch: Any) -> Tensor:
-    """(B, C, H, W): the batch itself, the first element of a tuple or list, or one of a dict's known names.
+    """(B, C, H, W): the batch itself, the first element of a tuple or list, or the field of a dict that holds images.
 
     DataError, without the key: it has none.
     """
-    inputs = batch
-    if isinstance(batch, tuple | list):
-        inputs = batch[0] if batch else None
-    elif isinstance(batch, Mapping):
-        inputs = next((batch[name] for name in INPUT_NAMES if name in batch), None)
+    place = place_of_images(batch)
+    inputs = batch if isinstance(batch, Tensor) else None if place is None else batch[place]
     if isinstance(inputs, Tensor) and inputs.ndim == 4:
         return inputs
     found = f"have shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else "are no tensor"
     if isinstance(batch, Mapping) and inputs is None:
-        found = f"are not under one of the names {', '.join(INPUT_NAMES)} (there are {', '.join(map(str, batch))})"
+        found = (
+            f"are not under one of the names {', '.join(INPUT_KEYS)} (there are {', '.join(map(str, batch))})"
+        )
     raise DataError(
         f"needs images (B, C, H, W), but the inputs of this batch {found}; leave it out for other data"
     )
 
 
+def place_of_images(batch: Any) -> Any:
+    """Return where the images lie in a batch: 0, or a key. None: nowhere, or the batch itself is the images.
+
+    Of several inputs in a dict (pixel_values beside input_ids) those are meant that have the shape of images.
+    """
+    if isinstance(batch, Mapping):
+        pictures = [key for key in batch if isinstance(batch[key], Tensor) and batch[key].ndim == 4]
+        return input_key(pictures) or input_key(batch)
+    return 0 if isinstance(batch, tuple | list) and batch else None
+
+
 def with_images(batch: Any, images: Tensor) -> Any:
     """The same containers with other images; the batch itself is not changed."""
-    return _replaced(batch, 0, INPUT_NAMES, images)
+    return _replaced(batch, place_of_images(batch), images)
+
+
+def place_of_target(batch: Any) -> Any:
+    """Return where the target lies in a batch: 1, or the key that the loss reads too. None: it has none."""
+    if isinstance(batch, Mapping):
+        return target_key(batch)
+    return 1 if isinstance(batch, tuple | list) and len(batch) > 1 else None
 
 
 def target_of(batch: Any) -> Tensor:
-    """DataError, without the key: the batch has none."""
-    target = None
-    if isinstance(batch, tuple | list) and len(batch) > 1:
-        target = batch[1]
-    elif isinstance(batch, Mapping):
-        target = next((batch[name] for name in TARGET_NAMES if name in batch), None)
+    """DataError, without the key: the batch has none, or several, of which a mixed image would keep one unmixed."""
+    if isinstance(batch, Mapping) and len(several := [key for key in TARGET_KEYS if key in batch]) > 1:
+        raise DataError(
+            f"mixes the target, and this batch has {len(several)} fields that may be it: {', '.join(several)}; "
+            f"leave out or rename all but one (the loss reads {several[0]})"
+        )
+    place = place_of_target(batch)
+    target = None if place is None else batch[place]
     if not isinstance(target, Tensor):
         raise DataError(
             "mixes targets too, but this batch has none; give (images, target), or a dict with "
-            f"{' | '.join(TARGET_NAMES)}"
+            f"{' | '.join(TARGET_KEYS)}"
         )
     return target
 
 
 def map_of(batch: Any, images: Tensor) -> Tensor | None:
     """The targets where they are pictures of the same height and width, (B, H, W) or (B, C, H, W): they move along."""
-    if isinstance(batch, tuple | list):
-        target = batch[1] if len(batch) > 1 else None
-    else:
-        target = (
-            next((batch[name] for name in TARGET_NAMES if name in batch), None)
-            if isinstance(batch, Mapping)
-            else None
-        )
+    place = place_of_target(batch)
+    target = None if place is None else batch[place]
     if not isinstance(target, Tensor) or target.ndim not in (3, 4):
         return None
     return target if target.shape[:1] + target.shape[-2:] == images.shape[:1] + images.shape[2:] else None
@@ -81,15 +92,15 @@ def with_both(batch: Any, images: Tensor, move: Callable[[Tensor], Tensor]) -> A
 
 
 def with_target(batch: Any, target: Tensor) -> Any:
-    return _replaced(batch, 1, TARGET_NAMES, target)
+    return _replaced(batch, place_of_target(batch), target)
 
 
-def _replaced(batch: Any, place: int, names: tuple[str, ...], tensor: Tensor) -> Any:
+def _replaced(batch: Any, place: Any, tensor: Tensor) -> Any:
     if isinstance(batch, Tensor):
         return tensor
     if isinstance(batch, Mapping):
         clone: Any = copy.copy(batch)
-        clone[next(name for name in names if name in batch)] = tensor
+        clone[place] = tensor
         return clone
     parts = [*batch[:place], tensor, *batch[place + 1 :]]
     if isinstance(batch, list):

@@ -50,17 +50,16 @@ class KeyedPermutation:
         high, low = numbers >> self._low, numbers & low_mask
         for number, key in enumerate(self._keys):
             if number % 2:
-                low ^= _scrambled(high, key) & low_mask
+                low ^= mixed_words(high + key) & low_mask
             else:
-                high ^= _scrambled(low, key) & high_mask
+                high ^= mixed_words(low + key) & high_mask
         joined: Words = (high << self._low) | low
         return joined
 
 
-def _scrambled(numbers: Words, key: np.uint64) -> Words:
-    """As `mixed`, element by element."""
-    out = numbers + key
-    out ^= out >> np.uint64(30)
+def mixed_words(numbers: Words) -> Words:
+    """As `mixed`, element by element, in another array."""
+    out: Words = numbers ^ (numbers >> np.uint64(30))
     out *= np.uint64(FIRST)
     out ^= out >> np.uint64(27)
     out *= np.uint64(SECOND)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from trainrun.errors import DataError
+from trainrun.interfaces import TARGET_KEYS
 from trainrun.plugin_faults import nearest
 
 KEY = "data.train.target"
-TARGET_NAMES = ("target", "targets", "label", "labels", "y", "class")
 NO_TARGET = "none"
 ROW_NUMBERS = re.compile(
     r"|Unnamed: 0|__index_level_\d+__"
@@ -118,7 +118,7 @@ def listed(names: Sequence[str], most: int = 20) -> str:
 def chosen_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
     """The names of the target columns: those that the user named, else the one that is called like one."""
     if target is None:
-        guesses = [name for name in columns if name.lower() in TARGET_NAMES]
+        guesses = [name for name in columns if name.lower() in TARGET_KEYS]
         if len(guesses) != 1:
             raise DataError(
                 f"{KEY}: name the column to predict ({KEY}={NO_TARGET} for inputs alone); columns: {listed(columns)}"

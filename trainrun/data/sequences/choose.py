@@ -22,10 +22,10 @@ from trainrun.data.batch import is_integer
 from trainrun.data.engines.generators import takes
 from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.sequences.collate import Packed, Padded, rounded
-from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
+from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of, is_target
 from trainrun.data.sequences.lengths import Measured, first_fields, measured
 from trainrun.data.stream_options import Collate, StreamOptions, fitting
-from trainrun.data.tensor_dataset import TARGET_NAMES, Columns, columns_of, parts_of
+from trainrun.data.tensor_dataset import Columns, columns_of, parts_of
 from trainrun.errors import DataError
 
 COMPOSED = ("bucket", "pack", "token_budget")  # modes that ask for lengths before a batch is read
@@ -275,7 +275,7 @@ def _check_alike(source: Any, found: Measured, base: Plan, options: StreamOption
         return
     for name, value in first_fields(source, options).items():
         numbers = isinstance(value, torch.Tensor | np.generic | float)
-        if name in TARGET_NAMES and numbers and torch.as_tensor(value).is_floating_point():
+        if is_target(name) and numbers and torch.as_tensor(value).is_floating_point():
             raise DataError(  # no float says `there is no target here`
                 f"data.padding=pack: {name} of {options.key} holds floats, which cannot be told from padding; "
                 "use data.padding=bucket"

@@ -43,10 +43,9 @@ from trainrun.data.sequences.fields import (
     map_fields,
     sequence_names,
 )
-from trainrun.interfaces import INPUT_KEYS
+from trainrun.interfaces import IGNORED, INPUT_KEYS
 
 Collate = Callable[[list[Any]], Any]
-IGNORED = -100  # what torch's losses ignore
 MASK = "attention_mask"
 
 
@@ -269,14 +268,3 @@ def one_type(tensors: Sequence[Tensor]) -> list[Tensor]:
     types = dict.fromkeys(tensor.dtype for tensor in tensors)
     wide = reduce(torch.promote_types, types)
     return [tensor.to(wide) for tensor in tensors] if len(types) > 1 else list(tensors)
-
-
-def segment_mask(segment_ids: Tensor, causal: bool = False) -> Tensor:
-    """Which key a query may see, as `attn_mask` of `scaled_dot_product_attention`: (B, 1, T, T) bool.
-
-    segment_ids: (B, T), 0 at padding; an attention mask (B, T) will do as well, as one segment a row.
-    Padding sees padding, so that no row of the softmax is empty, and nothing else sees it.
-    """
-    ids = segment_ids.long()
-    mask = ids[:, None, :, None] == ids[:, None, None, :]
-    return mask.tril() if causal else mask

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainrun.data.batch import as_tensor, is_numbers, is_tokens, of_numbers
 from trainrun.data.map_style import thread_safe
-from trainrun.data.tensor_dataset import TARGET_NAMES
+from trainrun.interfaces import TARGET_KEYS
 
 Fields = dict[str, Any]
 INPUTS, TARGET = "inputs", "target"
@@ -62,7 +62,7 @@ def last_key(name: str) -> str:
 
 def is_target(name: str) -> bool:
     """Whether a leaf belongs to the targets: it, or what it lies in, has the name of one."""
-    return any(key in TARGET_NAMES for key in name.split("."))
+    return any(key in TARGET_KEYS for key in name.split("."))
 
 
 def fields_of(sample: Any) -> Fields:

@@ -27,8 +27,8 @@ from trainrun.errors import PluginError
 from trainrun.interfaces import Counting, counts_before
 from trainrun.seeding import kept_random_state
 from trainrun.sums import OWN, flat_sums, metrics_of
-from trainrun.task.batches import HALF_TYPES
 from trainrun.task.model_loss import adds_up
+from trainrun.tensors import HALF_TYPES
 from trainrun.training.components import Components
 from trainrun.training.without_trace import copy_obstacle, stand_ins
 

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from trainrun.data.batch import is_integer, map_leaves
 from trainrun.data.split_batch import num_rows, rows_of, twice
-from trainrun.interfaces import INPUT_KEYS, batch_fields
+from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, batch_fields
 from trainrun.seeding import kept_random_state
-from trainrun.task.batches import TARGET_KEYS
 from trainrun.task.dict_batches import bare_model, keywords_of
 from trainrun.training.checks.contract import LOSS, look_of, rounding_of
 from trainrun.training.components import Components

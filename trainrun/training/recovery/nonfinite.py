@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.format import stream
 from trainrun.errors import TrainingError
-from trainrun.interfaces import Batches, Parallel, Precision
+from trainrun.interfaces import IGNORED, Batches, Parallel, Precision
 from trainrun.output import counted
 from trainrun.runs.run_folder import write_json
 from trainrun.training.recovery.oom import OomRetry
@@ -41,7 +41,6 @@ LATE = (
     "trainer.nan_policy=skip and rollback read it in every step, and write down the batch"
 )
 LEAST_STEPS = 1000  # before a share means anything
-IGNORED = -100  # torch's ignore_index
 MOST_BATCHES = 64  # of a validation that are looked at
 
 
