@@ -1,4 +1,4 @@
-"""What a task is told (`info`), its hooks and pictures, and one that alternates from call to call."""
+"""What a task is told (`info`), its hooks and pictures."""
 
 from __future__ import annotations
 
@@ -205,28 +205,6 @@ def test_what_does_not_fit_is_refused(
     own: Path, words: list[str], told: str, refuses: Callable[..., None]
 ) -> None:
     refuses([*WORDS, *words], told)
-
-
-@pytest.mark.parametrize(("accumulate", "task", "notes"), [(1, "Turns", 0), (2, "Turns", 1), (2, "Sums", 0)])
-def test_a_task_that_alternates_is_told_once(own: Path, accumulate: int, task: str, notes: int) -> None:
-    words = [f"task=own.{task}", f"trainer.accumulate_grad_batches={accumulate}", "output_dir=run"]
-    assert main([*WORDS, *words]) == 0
-    found = [note for note in notes_of(own / "run") if "alternates" in note]
-    assert len(found) == notes
-    for note in found:
-        assert (
-            "Turns: some micro-batches of one update give gradients to one.bias, one.weight, other.bias"
-            in note
-        )
-        assert note.endswith("use trainer.accumulate_grad_batches=1")
-
-
-@pytest.mark.process
-def test_alternation_is_seen_among_ranks_too(own: Path) -> None:
-    words = ["task=own.Turns", "trainer.accumulate_grad_batches=2", "output_dir=run"]
-    ranks = ["parallel=ddp", "parallel.find_unused_parameters=true"]
-    assert main([*WORDS, *words, *ranks]) == 0
-    assert sum("alternates" in note for note in notes_of(own / "run")) == 1
 
 
 def test_a_graph_refuses_a_task_that_counts_its_calls(own: Path, refuses: Callable[..., None]) -> None:

@@ -135,7 +135,6 @@ def train_once(
             run.task_calls.watch(run)
         state = run_loop(run, state)
         run.hooks.on_end(run, state)
-        run.task_calls.unwatch()
         watchdog.rest()
         session = Session(state.step - before[0], state.items - before[1], run.phases.read())
         return finish(run, state, run_dir, listeners, facts, session)

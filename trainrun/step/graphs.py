@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainrun.errors import PluginError, TrainrunError
 from trainrun.seeding import kept_random_state
-from trainrun.training.checks.task_watch import changed, values_of
+from trainrun.training.checks.unsaved_state import changed, parts_of, values_of
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import no_memory
 from trainrun.training.without_trace import snapshot
@@ -46,7 +46,7 @@ def rehearse(run: Components, batch: Any) -> None:
             for key, value in vars(module).items()
             if isinstance(value, PLAIN)
         }
-        return draws, values_of(run.task, run.model), attributes
+        return draws, values_of(run.task, parts_of(run.model)), attributes
 
     with torch.no_grad(), snapshot(run.model):
         draws, kept, attributes = forward()

@@ -29,8 +29,8 @@ from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport, c
 from trainrun.step.graphs import Function, OnCuda, captured, compiled, rehearse
 from trainrun.sums import add_sums, flat_sums
 from trainrun.timing.phases import FORWARD, RANKS
+from trainrun.training.checks.unsaved_state import saves_all
 from trainrun.training.components import Accumulate, Components, Step
-from trainrun.training.task_calls import saves_itself
 from trainrun.transform.compile import check_options
 from trainrun.transform.compile_log import CompileLog
 
@@ -84,7 +84,7 @@ def task_obstacle(task: Any, informed: bool, off: str = "") -> str:
             f"needs the count of a batch before its forward, and {name} has no method count(batch); add it, or leave "
             "this setting out"
         )
-    if informed or saves_itself(task):
+    if informed or saves_all(task):
         reason = "takes info, which changes with every step" if informed else "keeps state of its own"
         return f"{name} {reason}, and a graph would freeze that; use {off}"
     return ""

@@ -19,7 +19,7 @@ from trainrun.timing import phases
 from trainrun.training.state import TrainState
 
 if TYPE_CHECKING:
-    from trainrun.training.checks.task_watch import TaskWatch, Unsaved
+    from trainrun.training.checks.unsaved_state import UnsavedState
 
 HOOKS = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end", "pictures")
 TRAINING, EVALUATION = 7, 8  # what seeds are derived from, besides the place
@@ -68,11 +68,9 @@ class TaskCalls:
         self._task, self._model, self.place, self._pictures = task, model, place, pictures
         self._name = type(task).__name__
         self._hooks = {name: getattr(task, name) for name in HOOKS if callable(getattr(task, name, None))}
-        self._watch: TaskWatch | None = None
-        self._watchers: list[TaskWatch | Unsaved] = []
-        self._watching = self._watchers  # those that have not seen all
-        self._trains = self._unseen = False
-        self.held: Mapping[str, str] = {}  # in attributes of the task, by a checkpoint
+        self._unsaved: UnsavedState | None = None
+        self._watches = self._trains = self._unseen = False
+        self.unsaved_before: list[str] = []  # state that the checkpoint of a resume does not hold
         check_halves(task, "task")
         self.informed = wants_info(task)
         if self.informed:
@@ -87,22 +85,16 @@ class TaskCalls:
 
     def watch(self, run: Any) -> None:
         """Ahead of the first step of a session; what is not the user's own code needs no watching."""
-        parts = (self._task, *run.hooks.by_key.values(), *self._model.modules())
-        if any(type(part).__module__.partition(".")[0] not in ("torch", "trainrun") for part in parts):
-            from trainrun.training.checks.task_watch import TaskWatch, Unsaved
+        parts = (self._task, run.own_step, *run.hooks.by_key.values(), *self._model.modules())
+        packages = {type(part).__module__.partition(".")[0] for part in parts}
+        if packages - {"builtins", "torch", "trainrun"}:
+            from trainrun.training.checks.unsaved_state import UnsavedState
 
-            if not type(self._task).__module__.startswith("trainrun.task."):
-                self._watch = TaskWatch(self._task, run, saves_itself(self._task), self.held)
-            self._watching = self._watchers = [one for one in (self._watch, Unsaved(run)) if one is not None]
+            self._unsaved, self._watches = UnsavedState(run, self.unsaved_before), True
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Inside, the task can be copied."""
-        return nullcontext() if self._watch is None else self._watch.aside()
-
-    def unwatch(self) -> None:
-        """The training has ended."""
-        if self._watch is not None:
-            self._watch.end()
+        return nullcontext()
 
     def before_step(self, state: TrainState) -> None:
         self._trains = True
@@ -111,8 +103,8 @@ class TaskCalls:
             self._call("on_epoch_start", self._model)
 
     def after_step(self, state: TrainState, log: bool) -> None:
-        if self._watching:
-            self._watching = [one for one in self._watching if not one.after_step(log)]
+        if self._unsaved is not None and self._watches:
+            self._watches = not self._unsaved.after_step(log)
         if self._hooks and state.batches == 0:
             self.place.step = state.step
             self._call("on_epoch_end", self._model)
@@ -141,9 +133,9 @@ class TaskCalls:
             hook(model, self.place.info(name))
 
     def state_dict(self) -> dict[str, Any]:
-        """state: the task's own; what the watchers add. Empty if there is none."""
-        added = {key: value for one in self._watchers for key, value in one.kept().items()}
-        return saved_state(self._task, self.place.device) | added
+        """Return the task's own `state`, and under `anew` what no checkpoint holds. Empty if there is neither."""
+        lines = self._unsaved.lines() if self._unsaved is not None else []
+        return saved_state(self._task, self.place.device) | ({"anew": lines} if lines else {})
 
 
 def wants_info(task: Any) -> bool:
@@ -176,13 +168,6 @@ def check_halves(owner: Any, key: str) -> None:
             flatten(owner.state_dict())
         except TypeError as error:
             raise PluginError(f"{key}: {name}.state_dict(): {error}") from error
-
-
-def saves_itself(task: Any) -> bool:
-    """Whether the task says itself what it keeps: by a `state_dict` that is not torch's for modules."""
-    return (
-        isinstance(task, KeepsState) and getattr(type(task), "state_dict", None) is not nn.Module.state_dict
-    )
 
 
 def saved_state(owner: Any, device: torch.device) -> dict[str, Any]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from trainrun.training.checks.task_watch import comparable, digest, held_by, parts_of
+from trainrun.training.checks.unsaved_state import attributes_of as own_attributes
+from trainrun.training.checks.unsaved_state import parts_of, saves_all, state_text
 from trainrun.training.components import Components
-from trainrun.training.task_calls import saves_itself
 
 KEPT = ("state", "param_groups", "defaults", "step")  # of an optimizer, or the task's own function
 
@@ -19,19 +16,15 @@ def attributes_of(run: Components) -> dict[str, str]:
     owners: dict[str, Any] = {
         f"model.{name}".rstrip("."): module for name, module in run.model.named_modules()
     }
-    if not saves_itself(run.task):
+    if not saves_all(run.task):
         owners["task"] = run.task
     if type(run.optimizer).__module__.partition(".")[0] != "torch":
         owners["optimizer"] = run.optimizer
     known = parts_of(run.model)
-    found = {
-        f"{at}.{name}": comparable(value, known, exact)
-        for at, owner in owners.items()
-        for name, value in held_by(owner).items()
+    texts = {
+        f"{place}.{name}": state_text(value, known)
+        for place, owner in owners.items()
+        for name, value in own_attributes(owner).items()
         if name not in KEPT
     }
-    return {place: digest(repr(value).encode()) for place, value in found.items() if value is not None}
-
-
-def exact(tensor: Tensor) -> str:
-    return digest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return {place: text for place, text in texts.items() if text}

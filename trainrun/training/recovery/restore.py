@@ -17,7 +17,7 @@ from trainrun.seeding import set_random_state
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import no_memory
 from trainrun.training.state import OF_THIS_SESSION, TrainState
-from trainrun.training.task_calls import mapped, saves_itself
+from trainrun.training.task_calls import mapped
 from trainrun.user_code import line_of
 
 KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in OF_THIS_SESSION}
@@ -80,7 +80,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
             f"checkpoint {place} does not hold what changed in {', '.join(anew)}: that begins anew, so this may not be "
             "the run that never stopped, if its results depend on it"
         )
-    run.task_calls.held = kept.get("held", {})
+    run.task_calls.unsaved_before = list(kept.get("anew", ()))
     run.hooks.load_state_dict(place, {**shared, **(own or {})}.get("hooks", {}))
     if kept_step:
         load_state(place, run.own_step, kept_step, run.parallel.device)
@@ -189,12 +189,6 @@ def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -
 def check_task_state(place: str, task: Any, kept: Mapping[str, Any]) -> None:
     """Raises CheckpointError if this task cannot go on from that state."""
     name = type(task).__name__
-    if kept.get("lost") and not saves_itself(task):
-        raise CheckpointError(
-            f"checkpoint {place}: {name} kept what no checkpoint holds ({', '.join(kept['lost'])}), so "
-            "going on would give another result; give it the methods state_dict(), empty where nothing of this "
-            "matters, and load_state_dict(state), or begin a new run"
-        )
     if "state" in kept and not isinstance(task, KeepsState):
         raise CheckpointError(
             f"checkpoint {place}: holds the state of a task, and {name} has no load_state_dict(state); use "

@@ -1,0 +1,277 @@
+"""State that changes in the training and that no checkpoint holds: told once, in the run and at its resume.
+
+what: plain attributes and tensors of task, hooks, an own step, and the modules of the user's model, as they are after
+    the first step and at each save. What a `state_dict` or `get_extra_state` holds is left out. Of a module only counts
+    what keeps its shape: caches grow.
+when: always, for classes of the user's own. Nothing is refused: a counter that only its owner prints is no fault.
+gain: whoever goes on from a checkpoint knows what begins anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainrun.interfaces import KeepsState
+from trainrun.user_code import is_users_class
+
+DEEPEST = 6
+MOST_ENTRIES = 10_000  # of an attribute, with all that it holds
+MOST_NUMBERS = 1 << 20  # of one tensor; of a larger one a sample is compared
+MOST_NAMES = 6  # in a message
+OF_MODULES = frozenset(vars(nn.Module()))
+PLAIN = (bool, int, float, complex, str, bytes)
+
+
+class UnsavedState:
+    """The comparison of what the user's objects hold at two moments of a run.
+
+    run: the `Components`. told: lines of an earlier session; what they name is not told again.
+    """
+
+    def __init__(self, run: Any, told: Iterable[str] = ()) -> None:
+        self._run = run
+        self._told = {line.partition(":")[0]: line for line in told}
+        self._first: dict[str, dict[str, str]] | None = None
+        self._own_versions: dict[str, int] = {}
+
+    def after_step(self, log: bool) -> bool:
+        """Remember what is held after the first step, when lazy attributes are there. Whether all looks are done."""
+        task, model = self._run.task, self._run.model
+        if self._first is None:
+            self._first = self._held()
+            self._own_versions = {name: value._version for name, value in own_parameters(task, model)}
+            return False
+        if log:
+            self._tell_untrained()
+        return log
+
+    def lines(self) -> list[str]:
+        """Compare at a save, and tell of each owner once. Return a line for each owner whose state changed."""
+        held = {} if self._first is None else self._held()
+        for owner, now in held.items():
+            before = (self._first or {}).get(owner, {})
+            names = changed(before, now)
+            if owner == "model":
+                names = [name for name in names if shape_of(before[name]) == shape_of(now[name])]
+            if names and owner not in self._told:
+                self._told[owner] = f"{owner}: {self._class_of(owner)} ({first_names(names)})"
+                way = "give the class state_dict() and load_state_dict(state)"
+                if owner == "model":
+                    way = "keep it in a buffer (register_buffer)"
+                self._run.monitors.note(
+                    f"{owner}: {self._class_of(owner)}: {first_names(names)} changes in the training, and no "
+                    f"checkpoint holds it. A resume begins it anew. If results depend on it: {way}"
+                )
+        return list(self._told.values())
+
+    def _owners(self) -> dict[str, Any]:
+        run = self._run
+        owners = {"task": run.task, "step": run.own_step, **run.hooks.by_key}
+        return {
+            key: owner
+            for key, owner in owners.items()
+            if owner is not None and not is_of_library(owner) and not saves_all(owner)
+        }
+
+    def _class_of(self, owner: str) -> str:
+        return type(self._run.model if owner == "model" else self._owners()[owner]).__name__
+
+    @torch.no_grad()
+    def _held(self) -> dict[str, dict[str, str]]:
+        """Return for each owner its attributes as texts that can be compared."""
+        run, owners = self._run, self._owners()
+        known = {id(part) for part in (*vars(run).values(), *owners.values())}
+        known |= parts_of(run.model) | parts_of(run.averaged)
+        held = {key: values_of(owner, known) for key, owner in owners.items()}
+        modules = users_modules(run.model)
+        if modules:
+            held["model"] = {
+                f"{place}.{name}".lstrip("."): text
+                for place, module in modules.items()
+                for name, text in values_of(module, known).items()
+            }
+        return held
+
+    def _tell_untrained(self) -> None:
+        """Name parameters of the task that get gradients and that nothing updates."""
+        own = own_parameters(self._run.task, self._run.model)
+        still = [
+            name
+            for name, value in own
+            if value.grad is not None and value._version == self._own_versions.get(name)
+        ]
+        if still:
+            self._run.monitors.note(
+                f"task: {type(self._run.task).__name__}: its own parameters ({first_names(still)}) get gradients, and "
+                "nothing updates them. The optimizer has the parameters of the model: put them into the model"
+            )
+
+
+def is_of_library(owner: Any) -> bool:
+    """Whether the class of an object is trainrun's, torch's or Python's own."""
+    return type(owner).__module__.partition(".")[0] in ("builtins", "torch", "trainrun")
+
+
+def saves_all(owner: Any) -> bool:
+    """Whether the owner says itself what is saved, by a `state_dict` that is not torch's for modules."""
+    return (
+        isinstance(owner, KeepsState) and getattr(type(owner), "state_dict", None) is not nn.Module.state_dict
+    )
+
+
+def own_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the tensors that take gradients and that attributes of the task hold, and the model does not."""
+    known = {id(parameter) for parameter in model.parameters()}
+    found: list[tuple[str, Tensor]] = []
+    if isinstance(task, nn.Module):
+        found += task.named_parameters()
+    for name, value in getattr(task, "__dict__", {}).items():
+        if isinstance(value, nn.Module):
+            found += [(f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters()]
+        elif isinstance(value, Tensor) and value.is_leaf:
+            found.append((name, value))
+    return [(name, value) for name, value in found if value.requires_grad and id(value) not in known]
+
+
+def users_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of the user's classes, but for parts of one that saves more than its tensors."""
+    found: dict[str, nn.Module] = {}
+    saved: set[int] = set()
+    for name, module in model.named_modules():
+        kind = type(module)
+        if (kind.get_extra_state, kind.state_dict) != (nn.Module.get_extra_state, nn.Module.state_dict):
+            saved |= {id(part) for part in module.modules()}
+        if id(module) not in saved and is_users_class(kind):
+            found[name] = module
+    return found
+
+
+def parts_of(model: nn.Module) -> set[int]:
+    """Return the ids of the model's modules, and of what a checkpoint holds of them."""
+    buffers = (
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+    return {id(part) for part in (*model.modules(), *model.parameters(), *buffers)}
+
+
+def attributes_of(owner: Any) -> dict[str, Any]:
+    """Return the attributes of an object; of a module those that its state_dict leaves out."""
+    held = getattr(owner, "__dict__", {})
+    if not isinstance(owner, nn.Module):
+        return dict(held)
+    unsaved = {name: owner._buffers[name] for name in owner._non_persistent_buffers_set}
+    return {name: value for name, value in held.items() if name not in OF_MODULES} | unsaved
+
+
+def values_of(owner: Any, known: set[int]) -> dict[str, str]:
+    """Return the attributes of an object that can be compared, as texts."""
+    texts = {name: state_text(value, known) for name, value in attributes_of(owner).items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Return the names that both have, with other texts."""
+    return sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
+
+
+def first_names(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def shape_of(text: str) -> str:
+    return text.partition("|")[0]
+
+
+def state_text(value: Any, known: set[int]) -> str:
+    """Return `shape|digest`, equal for equal contents; empty for what holds no state that can be compared.
+
+    known: ids of objects that are left out.
+    """
+    texts = list(islice(leaf_texts(value, known), 2 * MOST_ENTRIES + 1))  # names and values
+    if len(texts) > 2 * MOST_ENTRIES or (texts and not any(texts)):
+        return ""
+    if isinstance(value, Tensor | np.ndarray):
+        shape = str(tuple(value.shape))
+    else:
+        shape = f"{type(value).__name__} {len(texts)}"
+    return f"{shape}|{digest(repr(texts).encode())}"
+
+
+def leaf_texts(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iterator[str]:
+    """Yield the names and values of a tree as texts; an empty one for what cannot be compared."""
+    if id(value) in known or id(value) in above or len(above) == DEEPEST:
+        yield ""
+        return
+    children = children_of(value)
+    if children is None:
+        yield leaf_text(value)
+        return
+    for name, child in children:
+        yield repr(name)
+        yield from leaf_texts(child, known, (*above, id(value)))
+
+
+def children_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return what a value holds, by name; None for one that is compared as a whole."""
+    if value is None or isinstance(value, (*PLAIN, Tensor, type)):
+        return None
+    if isinstance(value, nn.Module):
+        return [*value.named_parameters(), *value.named_buffers()]
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, list | tuple | deque):
+        return enumerate(value)
+    if isinstance(value, set | frozenset):
+        return [(name, None) for name in sorted(map(repr, islice(value, MOST_ENTRIES + 1)))]
+    if isinstance(value, KeepsState):  # optimizers and torch's schedulers
+        return list(value.state_dict().items())
+    if is_users_class(type(value)) and hasattr(value, "__dict__"):
+        return list(vars(value).items())
+    return None
+
+
+def leaf_text(value: Any) -> str:
+    """Return the text of a value that holds no others."""
+    if value is None or isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return tensor_text(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return digest(value.tobytes()) if value.dtype != object else ""
+    if isinstance(value, torch.Generator):
+        return digest(value.get_state().numpy().tobytes())
+    if isinstance(value, random.Random):
+        return digest(repr(value.getstate()).encode())
+    if isinstance(value, np.random.Generator):
+        return digest(repr(value.bit_generator.state).encode())
+    return ""
+
+
+def tensor_text(tensor: Tensor) -> str:
+    """Return a digest of a tensor's numbers, for which the host waits; empty for one of a graph or without memory."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and not is_lazy(tensor) and tensor.grad_fn is None
+    if not is_plain or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return ""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.numel() > MOST_NUMBERS:
+        tensor = tensor.flatten()[:: tensor.numel() // MOST_NUMBERS | 1]  # odd: no column of a table alone
+    numbers = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tuple(tensor.shape)} {digest(numbers.numpy().tobytes())}"
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=12).hexdigest()
