@@ -34,7 +34,7 @@ FLOORS = {
         "runs/run_folder", "runs/seal", "runs/lock", "runs/exceptional/busy_lock", "runs/exceptional/code_state",
         "config/schema", "config/aliases",
         "runtime/", "timing/", "optimizer/", "scheduler/", "transform/"],
-    0.5: ["model/"],
+    0.5: ["model/", "runtime/memory_layout"],
     0: ["errors", "user_code", "plugin_faults", "limits", "output", "interfaces", "timing/phases",
         "runtime/foreach_copy", "runtime/model_copy", "patterns", "tensors"],
 }  # fmt: skip

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from trainrun.precision.gradients import (
+    GradientLists,
     clip_norm_,
-    gradient_groups,
     is_uniform,
     mark_by_largest,
     mark_nonfinite,
@@ -27,7 +27,7 @@ def parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:
 
 def test_groups_have_one_type_each() -> None:
     params = parameters(torch.float32, torch.float64, torch.float32, torch.bfloat16)
-    groups = gradient_groups(params, is_uniform(params))
+    groups = GradientLists(params).groups()
     assert [[grad.dtype for grad in grads] for grads in groups] == [
         [torch.float32, torch.float32], [torch.float64], [torch.bfloat16]
     ]  # fmt: skip
@@ -36,14 +36,14 @@ def test_groups_have_one_type_each() -> None:
 
 def test_the_norm_is_not_rounded_to_sixteen_bits() -> None:
     params = parameters(*[torch.bfloat16] * 3)
-    norm = total_norm(gradient_groups(params, uniform=True), CPU)
+    norm = total_norm(GradientLists(params).groups(), CPU)
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx((2 * (1 + 4 + 9)) ** 0.5, rel=1e-6)
 
 
 def test_clipping_never_scales_up() -> None:
     params = parameters(torch.float32, torch.float32)
-    groups = gradient_groups(params, uniform=True)
+    groups = GradientLists(params).groups()
     clip_norm_(params, total_norm(groups, CPU), limit=100.0)
     assert [grad.tolist() for grad in groups[0]] == [[1.0, 1.0], [2.0, 2.0]]
 
@@ -69,7 +69,7 @@ def test_complex_gradients_are_clipped_and_checked_as_torch_does(kinds: tuple[to
     params[0].grad = (params[0].grad * (3 + 4j)).conj()  # a view with a conjugate's mark
     torch_says = [param.grad.clone() for param in params]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in torch_says]))
-    groups = gradient_groups(params, is_uniform(params))
+    groups = GradientLists(params).groups()
     assert total_norm(groups, CPU).item() == pytest.approx(norm.item(), rel=1e-6)
     clip_norm_(params, total_norm(groups, CPU), limit=1.0)
     for param, before in zip(params, torch_says, strict=True):
@@ -78,7 +78,7 @@ def test_complex_gradients_are_clipped_and_checked_as_torch_does(kinds: tuple[to
     mark_nonfinite(groups, found, one)
     assert found.item() == 0
     params[0].grad = torch.tensor([1, complex(0, float("nan"))], dtype=kinds[0])
-    mark_nonfinite(gradient_groups(params, is_uniform(params)), found, one)
+    mark_nonfinite(GradientLists(params).groups(), found, one)
     assert found.item() == 1
 
 

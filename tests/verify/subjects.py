@@ -199,3 +199,23 @@ class Single(Net):
 def drawn(count: int = 64) -> tuple[Tensor, Tensor]:
     x = torch.randn(count, FEATURES)
     return x, (x[:, 0] > 0).long()
+
+
+class Sliced(Net):
+    """Its first weight is a part of a larger tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        larger = torch.randn(9, 2 * FEATURES) * 0.3
+        self.layers[0].weight = nn.Parameter(larger[:, :FEATURES])
+
+
+class IgnoresStrides(torch.optim.SGD):
+    """Walks over memory as a fused kernel does, whatever the strides are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                memory = param.as_strided((param.numel(),), (1,))
+                memory.sub_(param.grad.flatten(), alpha=group["lr"])

@@ -269,6 +269,16 @@ def test_samples_that_repeat_or_are_left_out_are_not_certified_to_be_there_once(
             "evaluation", ("task._target_=subjects.MeanTask",), id="an evaluation that averages batches"
         ),
         pytest.param("evaluation", ("model=subjects.AlwaysDrops",), id="dropout left on in evaluation"),
+        pytest.param(
+            "update",
+            (
+                "model=subjects.Sliced",
+                "optimizer=custom",
+                "+optimizer._target_=subjects.IgnoresStrides",
+                "+optimizer.lr=0.1",
+            ),
+            id="an optimizer that writes beside a weight",
+        ),
         pytest.param("parameters", ("model=subjects.Idle",), id="a layer that is never used"),
         pytest.param("accumulation", ("model=subjects.AcrossSamples",), id="a model that mixes samples"),
         pytest.param(
@@ -290,13 +300,14 @@ GOOD = [
      "data.shuffle=false"),
     ("precision=16-mixed", "trainer.accumulate_grad_batches=3"),
     (*SEQUENCES, "data.padding=bucket"),
+    ("model=subjects.Sliced",),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", GOOD)
 def test_good_configs_have_no_failure(tmp_path, words):
     quick = ("sum of losses", "accumulation", "partial window", "learning rate", "every sample once", "padding",
-             "evaluation", "parameters", "rounding", "resume")  # fmt: skip
+             "update", "evaluation", "parameters", "rounding", "resume")  # fmt: skip
     table = table_of(tmp_path, *words)  # the trials are made once for all of them, as the command does
     states = {check: state_of(table[check]) for check in quick}
     assert FAIL not in states.values(), states

@@ -18,6 +18,7 @@ from trainrun.interfaces import DataFacts, Parallel
 from trainrun.model.choices import WORDS
 from trainrun.output import counted
 from trainrun.precision.autocast import prepare_model
+from trainrun.runtime.memory_layout import make_dense
 
 if TYPE_CHECKING:
     from trainrun.checkpoint.weights import FrozenBase
@@ -50,6 +51,7 @@ def build_model(
 
             with told_of_a_setting(ValueError):
                 give_sizes(model, facts.shape)
+        make_dense(model)
         if said.get("init") == "zero-gamma":
             from trainrun.transform.residual_ends import zero_gammas
 
@@ -158,6 +160,7 @@ def apply_transforms(
     for name, node in config.transform.items():
         key = f"transform.{name}"
         changed = checked(build(node, key, model), f"{key}._target_={node['_target_']}", "; return the model")
+        make_dense(changed)
         model = in_form(changed.to(device), config)
         if notes is not None:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainrun.errors import OF_ARGUMENTS, CheckpointError, PluginError
+from trainrun.runtime.memory_layout import is_dense
 
 if TYPE_CHECKING:
     from trainrun.optimizer.groups import GroupRules
@@ -57,13 +58,7 @@ def build_optimizer(
         groups = division.groups
         settings += [keywords | rules.options(number) for number in range(len(rules.groups))]
     wish = keywords
-    if keywords.get("fused") is True and is_wrong(factory, params):
-        raise PluginError(
-            "optimizer.fused=true: torch's fused SGD of a CPU computes wrong values for 16-bit weights; choose "
-            "optimizer.fused=null"
-        )
-    if all(_may_fuse(factory, each, model) for each in settings) and is_known(factory, params):
-        keywords = keywords | {"fused": True}
+    keywords = choose_kernel(factory, settings, model, params)
     try:
         optimizer = factory(groups, **keywords)
     except (RuntimeError, *OF_ARGUMENTS) as error:
@@ -95,6 +90,34 @@ def build_optimizer(
 
         note += f"; {shares(optimizer.param_groups)}"
     return optimizer, "\n".join([note, *lines])
+
+
+def choose_kernel(
+    factory: Callable[..., Optimizer],
+    settings: list[dict[str, Any]],
+    model: nn.Module,
+    params: list[nn.Parameter],
+) -> dict[str, Any]:
+    """Return the keywords of the optimizer, the first of `settings`, with `fused=True` where that suits all of them.
+
+    Raise PluginError if `fused=True` is among them and would compute wrong values.
+    """
+    keywords, own = settings[0], set(params)
+    strided = [name for name, p in model.named_parameters() if p in own and not is_dense(p)]
+    if keywords.get("fused") is True and is_wrong(factory, params):
+        raise PluginError(
+            "optimizer.fused=true: torch's fused SGD of a CPU computes wrong values for 16-bit weights; choose "
+            "optimizer.fused=null"
+        )
+    if keywords.get("fused") is True and strided:
+        raise PluginError(
+            f"optimizer.fused=true: the parameter {strided[0]} is a part of a larger tensor, and torch's fused update "
+            "of a CPU would write to the rest of it; choose optimizer.fused=null"
+        )
+    if strided or not is_known(factory, params):
+        return keywords
+    suits = all(_may_fuse(factory, each, model) for each in settings)
+    return keywords | {"fused": True} if suits else keywords
 
 
 def kernel_of(optimizer: Optimizer, wish: dict[str, Any]) -> tuple[str, str]:

@@ -27,14 +27,60 @@ from torch import Tensor
 from torch.optim import LBFGS, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from trainrun.runtime.memory_layout import has_layout_of, in_layout_of, is_dense, lay_out_gradient
+
 Step = Callable[[], Any]
 KERNEL: Any = getattr(torch, "_fused_adamw_", None)  # where a version has it no more: torch's own code
 
 
 def plain_step(optimizer: Optimizer) -> Step:
     """To be called in place of `optimizer.step`, which it is where that is not torch's own, or has hooks."""
+    if is_fused(optimizer) and has_hooks(optimizer):
+        optimizer.register_step_pre_hook(lay_out_gradients)  # behind those hooks, which may replace gradients
     step = bare_step(optimizer)
     return FusedAdam(optimizer, step) if step != optimizer.step and suits(optimizer) else step
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    return any(group.get("fused") for group in optimizer.param_groups)
+
+
+def fit_layout(optimizer: Optimizer) -> bool:
+    """Let a fused optimizer work on dense parameters alone, with states that lie as they do.
+
+    Return whether it is no longer fused, because a parameter is not dense.
+    """
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    params = [param for group in groups for param in group["params"]]
+    if not all(map(is_dense, params)):
+        for group in groups:
+            group["fused"] = False
+        if hasattr(optimizer, "_step_supports_amp_scaling"):
+            optimizer._step_supports_amp_scaling = False
+        return True
+    for param in params:
+        state = optimizer.state.get(param, {})
+        for name, value in list(state.items()):
+            is_like_param = isinstance(value, Tensor) and value.shape == param.shape
+            if is_like_param and not has_layout_of(value, param):
+                state[name] = in_layout_of(value, param)
+                forget_prepared(optimizer)
+    return False
+
+
+def forget_prepared(optimizer: Optimizer) -> None:
+    """Have `FusedAdam` make its lists again: it recognises the state of an optimizer by the counters in it."""
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].clone()
+
+
+def lay_out_gradients(optimizer: Optimizer, *_: Any) -> None:
+    """Give all gradients the strides of their parameters; a hook before the step of an optimizer."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                lay_out_gradient(param)
 
 
 class Prepared:

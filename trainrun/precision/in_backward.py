@@ -20,7 +20,8 @@ from torch.optim import LBFGS, Optimizer
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport, Precision
-from trainrun.optimizer.plain_step import plain_step
+from trainrun.optimizer.plain_step import fit_layout, plain_step
+from trainrun.runtime.memory_layout import lay_out_gradient
 
 
 class InBackward:
@@ -47,7 +48,9 @@ class InBackward:
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         optimizer, groups, params = self._optimizer, self._optimizer.param_groups, group["params"]
+        lay_out_gradient(param)
         if self._step is None:  # now, and not before: a schedule may have wrapped it
+            fit_layout(optimizer)
             self._step = plain_step(optimizer)
         optimizer.param_groups, group["params"] = [group], [param]
         try:

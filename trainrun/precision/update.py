@@ -20,14 +20,13 @@ from torch.optim import Optimizer
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport, Parallel
-from trainrun.optimizer.plain_step import FusedAdam, plain_step
+from trainrun.optimizer.plain_step import FusedAdam, fit_layout, plain_step
 from trainrun.precision.gradients import (
+    GradientLists,
     Groups,
     backward,
     clip_norm_,
     clip_value_,
-    gradient_groups,
-    is_uniform,
     mark_nonfinite,
     total_norm,
 )
@@ -92,7 +91,7 @@ class Update:
         self._step: Callable[[], Any] = _no_step
         self._params: list[nn.Parameter] = []  # of the optimizer
         self._cleared: list[nn.Parameter] = []  # those, and the model's others
-        self._uniform = True
+        self._gradients = GradientLists([])
         self._flag_on_device = False
         self._updated_once = False
 
@@ -140,7 +139,7 @@ class Update:
         if optimizer is not self._optimizer or len(optimizer.param_groups) != self._num_groups:
             self._adopt(optimizer)
         self._book(CHECK)
-        groups = gradient_groups(self._params, self._uniform)
+        groups = self._gradients.groups()
         self._scaled = self._scaler is not None and bool(groups)
         if self._scaler is not None and self._scaled:
             self._scaler.unscale_(optimizer)
@@ -170,16 +169,17 @@ class Update:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         alike = optimizer is self._optimizer and len(params) == len(self._params)
         self._num_groups = len(optimizer.param_groups)
-        if alike and all(map(is_, params, self._params)):
+        self._gradients = GradientLists(params)  # which may have other strides now
+        lost_kernel = fit_layout(optimizer)
+        if alike and not lost_kernel and all(map(is_, params, self._params)):
             if isinstance(self._step, FusedAdam):
                 self._step.look_again()
             return
         self._optimizer, self._params, self._step = optimizer, params, plain_step(optimizer)
         self._cleared = list(dict.fromkeys([*self._params, *self._model.parameters()]))
-        self._uniform = is_uniform(self._params)
         self._flag_on_device = self._lazy and takes_flag(optimizer)
-        if self._flag_on_device:
-            optimizer.found_inf = self._found  # type: ignore[attr-defined]
+        if self._flag_on_device or lost_kernel:
+            optimizer.found_inf = self._found if self._flag_on_device else None  # type: ignore[attr-defined]
             optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def _is_usable(self, optimizer: Optimizer, groups: Groups, norm: Tensor | None) -> bool:

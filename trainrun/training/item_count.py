@@ -18,7 +18,7 @@ from torch import nn
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import Agreed, Gradients, MicroBatch, Parallel, StepOutput
-from trainrun.precision.gradients import gradient_groups
+from trainrun.precision.gradients import by_kind
 from trainrun.timing.phases import RANKS, PhaseTimer
 from trainrun.training.components import Accumulate, Components
 
@@ -55,7 +55,7 @@ class CountedAfter:
             (total,) = self._parallel.sum_over_ranks([items])
         mean = total / self._parallel.world_size
         with torch.no_grad():
-            for grads in gradient_groups(list(self._model.parameters()), uniform=False):
+            for grads in by_kind(self._model.parameters()):
                 for grad in grads:
                     grad.div_((mean or 1.0) / self.expected)
         agreed: Agreed = found.agreed._replace(items=mean)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
 
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.batch import map_leaves
@@ -31,6 +34,8 @@ from trainrun.verify.trials import Outcome, Trials, in_doubles
 
 MICRO = 2  # samples of the smallest micro-batch
 BOUND = 1e-9  # of a weight, in float64
+UPDATES = 3  # the first makes the optimizer's state
+UPDATE_BOUND = 1e-3  # of a change of a weight, in float32: Adam divides tiny gradients by their size
 MODE = "in float64, without dropout and batch statistics"  # which depend on the parts
 NO_DOUBLES = "the trial in float64 on a CPU does not run"
 
@@ -211,6 +216,60 @@ def every_parameter(
     if idle:
         text += f"; without effect on the loss, so no fault: {', '.join(idle[:5])}"
     return Certificate("parameters", FAIL if still else PASS, f"{len(still)} of {len(before)}", text)
+
+
+def update(components: Components, batch: Any) -> Certificate:
+    """Compare a few updates with those of torch's plain loops on contiguous copies of the weights.
+
+    A kernel that ignores strides, or writes to other memory than a weight's, gives other numbers.
+    """
+    model, optimizer = components.model, components.optimizer
+    if components.optimizers:
+        raise NotApplicable("there are several optimizers")
+    copies: dict[torch.Tensor, nn.Parameter] = {
+        param: nn.Parameter(_contiguous(param), param.requires_grad) for param in model.parameters()
+    }
+    reference = _plain_optimizer(optimizer, copies)
+    before = {name: _contiguous(param) for name, param in model.named_parameters()}
+    for number in range(UPDATES):
+        components.wrapped.train()
+        out = components.task.step(components.wrapped, batch)
+        components.precision.backward(out.loss_sum, 1 / max(1, _size(batch)))
+        for param, copy in copies.items():
+            copy.grad = None if param.grad is None else _contiguous(param.grad)
+        torch.manual_seed(number)  # some optimizers draw random numbers
+        components.precision.optimizer_step(optimizer, want_norm=False)
+        torch.manual_seed(number)
+        if isinstance(reference, LBFGS):
+            reference.step(lambda: 0.0)  # type: ignore[no-untyped-call]
+        else:
+            reference.step()
+    moved = {name: _contiguous(copies[p]) - before[name] for name, p in model.named_parameters()}
+    ours = {name: _contiguous(param) - before[name] for name, param in model.named_parameters()}
+    text = f"{UPDATES} updates are those of torch's plain loops on contiguous copies, in float32"
+    return compared("update", largest_difference(moved, ours), UPDATE_BOUND, text)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.is_sparse else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _plain_optimizer(optimizer: Optimizer, copies: Mapping[torch.Tensor, nn.Parameter]) -> Optimizer:
+    """Return a copy of the optimizer that updates the copies of the weights without fused or batched kernels."""
+    memo = {id(param): copy for param, copy in copies.items()}
+    plain: Optimizer = object.__new__(type(optimizer))  # torch's own way leaves out attributes of subclasses
+    try:
+        vars(plain).update(deepcopy(vars(optimizer), memo))
+    except Exception as error:  # of the user's class
+        raise NotApplicable(f"the optimizer cannot be copied: {error}") from error
+    for group in plain.param_groups:
+        group.update({name: False for name in ("fused", "foreach") if name in group})
+    for param, state in plain.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                state[name] = _contiguous(value)
+    return plain
 
 
 def gradients(components: Components, batch: Any) -> dict[str, float]:

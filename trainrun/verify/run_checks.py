@@ -98,6 +98,7 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         "partial window": cut(lambda: mathematics.partial_window(trials)),
         "learning rate": lambda: mathematics.learning_rates(trials),
         "ranks": cut(lambda: mathematics.ranks(trials)),
+        "update": lambda: own_update(config, folder),
         "every sample once": lambda: continuity.each_once(config, exact().train.num_samples),
         "engines": lambda: continuity.engines(config),
         "padding": cut(lambda: on_first_batch(mathematics.padding)),
@@ -130,6 +131,17 @@ def exact_parts(config: RunConfig, folder: Path, val_batch_size: int | None) -> 
 def own_parts(config: RunConfig, folder: Path) -> Components:
     changed = with_values(quiet(config), {"checkpoint.enabled": False})
     return built(changed, folder, choose_device(config.parallel.accelerator, devices=config.parallel.devices))
+
+
+def own_update(config: RunConfig, folder: Path) -> Certificate:
+    """The user's own optimizer on the user's own weights, in float32 and without clipping."""
+    plain = {"precision.mode": "32-true", "precision.master_weights": False, "precision.fp8": False}
+    plain |= {"trainer.gradient_clip_val": None, "trainer.ema.enabled": False}
+    run = own_parts(with_values(config, plain), folder)
+    try:
+        return mathematics.update(run, first_batches(run.train)[0])
+    finally:
+        run.train.close()
 
 
 def built(config: RunConfig, folder: Path, device: torch.device) -> Components:

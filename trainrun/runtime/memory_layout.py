@@ -1,0 +1,120 @@
+"""The contract that parameters and buffers are dense, and how tensors lie in memory.
+
+Torch's fused optimizers of a CPU (2.8 to 2.13) read parameter, gradient and state as one block of memory each and
+ignore strides. They are right where all of these are dense and have the same strides; elsewhere they write to other
+numbers than the parameter's, or behind the end of its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.errors import PluginError
+
+Dimensions = list[tuple[int, int]]
+
+
+def dimensions_of(tensor: Tensor) -> Dimensions:
+    """Return (stride, size) of each dimension with more than one value, the smallest stride first."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return sorted(pair for pair in pairs if pair[1] != 1)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the values fill one block of memory, in any order of dimensions, each in a place of its own."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return tensor.layout is torch.strided
+    expected = 1
+    for stride, size in dimensions_of(tensor):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def has_overlap(tensor: Tensor) -> bool:
+    """Return whether two values of the tensor share a place in memory, as those of `expand` do."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    reach, dimensions = 0, dimensions_of(tensor)
+    for stride, size in dimensions:
+        if stride == 0:
+            return True
+        if stride <= reach:
+            return _has_equal_offsets(dimensions)
+        reach += stride * (size - 1)
+    return False
+
+
+def _has_equal_offsets(dimensions: Dimensions) -> bool:
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dimensions:
+        steps = torch.arange(size) * stride
+        offsets = (offsets[:, None] + steps).flatten()
+    return len(set(offsets.tolist())) < len(offsets)
+
+
+def has_layout_of(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether tensors of one shape lie alike in memory; the stride of a single value does not matter."""
+    if tensor.stride() == other.stride():
+        return True
+    strides = zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
+    return all(size == 1 or one == two for one, two, size in strides)
+
+
+def in_layout_of(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a copy of `tensor` with the strides of `other`, which must be dense."""
+    copy = torch.empty_like(other, dtype=tensor.dtype, device=tensor.device, requires_grad=False)
+    return copy.copy_(tensor.detach())
+
+
+def lay_out_gradient(param: Tensor) -> Tensor:
+    """Return the gradient of a parameter, after giving it the strides of a dense parameter if it has others."""
+    grad = param.grad
+    assert grad is not None
+    is_strided = grad.layout is torch.strided and param.layout is torch.strided
+    if is_strided and not has_layout_of(grad, param) and is_dense(param):
+        param.grad = grad = in_layout_of(grad, param)
+    return grad
+
+
+def make_dense(model: nn.Module) -> None:
+    """Give each buffer whose values share memory a memory of its own, since no checkpoint could be loaded into it.
+
+    Raise PluginError for a parameter whose values share memory, and for such a buffer that is a view of another
+    tensor of the model: both would change under an update or a load of another value.
+    """
+    tensors = dict(named_tensors(model))
+    copies: dict[Tensor, Tensor] = {}  # a buffer may have several names
+    for name, tensor in tensors.items():
+        if not has_overlap(tensor):
+            continue
+        if isinstance(tensor, nn.Parameter):
+            raise PluginError(
+                f"model: several values of the parameter {name} share one place in memory (as after expand), so no "
+                "optimizer can update it; keep the small tensor as the parameter and expand it in the forward, or use "
+                "nn.Parameter(tensor.expand(...).clone()) for values of their own"
+            )
+        sharing = [other for other, one in tensors.items() if other != name and _share_memory(one, tensor)]
+        if sharing:
+            raise PluginError(
+                f"model: several values of the buffer {name} share one place in memory (as after expand), which "
+                f"is that of {sharing[0]}, so no checkpoint can be loaded into it; make the view in the forward"
+            )
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, copies.setdefault(tensor, tensor.contiguous()))
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over parameters and buffers with all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided or one is other:
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
