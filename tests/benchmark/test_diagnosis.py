@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -21,7 +22,7 @@ from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
 from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.diagnose.verdict import CAUSES, REMEDIES, verdict
 from trainrun.benchmark.run_overrides import config_of
-from trainrun.benchmark.worker_messages import RunInfo, Turn
+from trainrun.benchmark.worker_messages import RunInfo, Save, Turn
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.timing.paired import Ratio
@@ -164,6 +165,34 @@ def examination(deadline: float, clock: list[float]) -> Examination:
     examined._compiling, examined._untried, examined._say = 0.0, [], lambda about, left: None
     examined._known, examined._base = {CACHED: DATA}, cast(Any, SimpleNamespace(info=INFO))
     return examined
+
+
+@pytest.mark.parametrize(
+    ("words", "every"),
+    [
+        (["checkpoint.train_time_interval=60"], 60 / 0.02),
+        (["checkpoint.every_n_train_steps=500", "checkpoint.train_time_interval=null"], 500),
+        (
+            ["checkpoint.every_n_train_steps=1000", "checkpoint.train_time_interval=10"],
+            1 / (1 / 1000 + 0.02 / 10),
+        ),
+        (["checkpoint.enabled=false"], math.inf),
+    ],
+)
+def test_cost_of_checkpoints_is_that_of_one_over_the_steps_between_two(
+    words: list[str], every: float
+) -> None:
+    """A save of 3 s, steps of 20 ms."""
+    examined, saves = examination(100.0, [0.0]), iter([9.0, 3.0, 2.0])  # the middle one counts
+    examined._config, examined._warm = config_of(words), 1
+
+    def ask(message: object) -> Turn:
+        assert isinstance(message, Save)
+        return Turn(next(saves), 0, 0.0)
+
+    examined._base = cast(Any, SimpleNamespace(info=replace(INFO, val_every=None), ask=ask))
+    costs = dict(examined._rare_costs(0.02, None))
+    assert costs.get("checkpoint", 0.0) == pytest.approx(3.0 / every)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(1.5, 1), (8.0, 1), (30.0, 6), (300.0, 12)])

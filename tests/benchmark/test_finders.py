@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
-from trainrun.benchmark.finders.lr_range import suggested
+from trainrun.benchmark.finders.lr_range import RateSweep, suggested
 from trainrun.benchmark.run_overrides import config_of
 from trainrun.benchmark.worker_messages import RateLosses, RateRange
 from trainrun.benchmark.worker_process import WorkerPool
 from trainrun.cli.main import main
+from trainrun.interfaces import GradReport, StepReport
+from trainrun.parallel.single import Single
 
 pytestmark = pytest.mark.process
 
@@ -68,6 +73,26 @@ def test_noise_is_no_divergence(workdir: Path) -> None:
         found = pool.start(config_of(words)).ask(RateRange(1e-7, 1e-6, 100))
     assert not found.diverged
     assert max(found.losses[6:]) > 4 * min(found.losses)
+
+
+def test_groups_keep_their_proportions_in_every_step() -> None:
+    groups = [{"lr": 1e-3}, {"lr": 1e-4}, {"lr": 5e-3}]
+    seen: list[list[float]] = []
+
+    def step(run: Any, micro_batches: Any) -> StepReport:
+        seen.append([group["lr"] for group in groups])
+        return StepReport([torch.tensor(1.0)], 1, grad=GradReport(None, False))
+
+    run = SimpleNamespace(
+        optimizer=SimpleNamespace(param_groups=groups), step=step, parallel=Single(torch.device("cpu")),
+        schedule=SimpleNamespace(peak_lrs=[group["lr"] for group in groups]),
+    )  # fmt: skip
+    sweep = RateSweep(cast(Any, run), RateRange(1e-5, 1e-1, 5))
+    for _ in range(5):
+        sweep.step(run, [])
+    assert sweep.found.rates == pytest.approx([1e-5, 1e-4, 1e-3, 1e-2, 1e-1])
+    for rate, rates in zip(sweep.found.rates, seen, strict=True):
+        assert rates == pytest.approx([rate, 0.1 * rate, 5 * rate])
 
 
 def test_there_is_none_where_nothing_falls() -> None:

@@ -60,3 +60,32 @@ def test_the_run_is_the_same_and_the_gradients_are_clipped(workdir: Path, more: 
     assert {name.partition("/")[0] for name in tables} == {"weights", "gradients"}
     ends = [abs(end) for name, row in tables.items() if name.startswith("gradients") for end in row[:2]]
     assert max(ends) == pytest.approx(1e-3, rel=1e-3)
+
+
+RECORDER = """
+import json
+class Recorder:
+    def __init__(self):
+        self.ends = []
+    def on_gradients(self, run):
+        self.ends.append({f"gradients/{name}": [param.grad.min().item(), param.grad.max().item()]
+                          for name, param in run.model.named_parameters()})
+    def on_end(self, run, state):
+        with open("ends.json", "w") as file:
+            json.dump(self.ends, file)
+"""
+
+
+@pytest.mark.process
+def test_gradients_are_those_of_the_step_of_their_row(workdir: Path) -> None:
+    (workdir / "recorder.py").write_text(RECORDER)
+    words = ["trainer.max_steps=4", "monitor.plots=false", "trainer.num_threads=1", "output_dir=run",
+             "monitor.histograms_every_n_steps=2", "hook.ends=recorder.Recorder"]  # fmt: skip
+    assert main(words) == 0
+    of_steps = json.loads((workdir / "ends.json").read_text())
+    rows = [json.loads(line) for line in (workdir / "run" / "metrics.jsonl").read_text().splitlines()]
+    seen = {row["step"]: row["histograms"] for row in rows if row["kind"] == "histogram"}
+    assert sorted(seen) == [2, 4]
+    for step, tables in seen.items():
+        ends = {name: row[:2] for name, row in tables.items() if name.startswith("gradients/")}
+        assert ends == {name: pytest.approx(pair) for name, pair in of_steps[step - 1].items()}

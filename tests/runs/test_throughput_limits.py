@@ -54,8 +54,8 @@ def masked(mask):
 
 def test_the_share_of_padding_is_counted():
     session = Session(STEPS, 800.0, {"data": 0.01, "forward": 10.0})
-    mask = torch.tensor([[True, True, True, False], [True, False, False, False]])
-    assert padding_fraction(masked(mask), TrainState(), session) == 0.5
+    mask = torch.tensor([[True, True, True, True], [True, False, True, False]])
+    assert padding_fraction(masked(mask), TrainState(), session) == 0.25
     assert padding_fraction(masked(None), TrainState(), session) == 0
     slow = session._replace(seconds={"data": 10.0, "forward": 10.0})
     assert padding_fraction(masked(mask), TrainState(), slow) == 0  # reading would take too long

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +63,42 @@ def test_bytes_say_nearly_the_same_with_and_without_kernels(mode: str, x: torch.
     assert torch.equal(again(x), found)
     with pytest.raises(ConfigError, match="bytes are not trained"), torch.enable_grad():
         model.train()(x)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(40, 6), nn.Conv2d(3, 5, 3)], ids=["linear", "conv"])
+def test_weights_use_all_levels_of_a_byte(layer: nn.Module) -> None:
+    """Rounding to 255 levels moves a weight by at most half a level of its output channel."""
+    nn.init.normal_(layer.weight)  # type: ignore[arg-type]
+    rounded = Int8Layer(layer, "int8-weight-only")  # type: ignore[arg-type]
+    weight = layer.weight.detach().flatten(1)  # type: ignore[union-attr, operator]
+    largest = weight.abs().amax(1, keepdim=True)
+    error = (rounded.weight.detach().flatten(1) - weight).abs()
+    assert (error <= 1.001 * largest / 254).all()
+    assert (rounded.weight_int8.flatten(1).abs().amax(1) == 127).all()
+
+
+def test_table_shows_milliseconds_a_sample_and_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"before": 0.004, "after": 0.002}
+    sides = iter(["before", "after"] * 2)
+
+    def turn_of_fixed_seconds(work: object) -> Callable[[], float]:
+        side = next(sides)
+        return lambda: seconds[side]
+
+    monkeypatch.setattr(new_run, "SECONDS", 60.0)
+    monkeypatch.setattr(new_run, "turn_of", turn_of_fixed_seconds)
+    monkeypatch.setattr(new_run, "first_batches", lambda stream: [X])
+    monkeypatch.setattr(new_run, "call_of", lambda *_: ([X], None))
+    nets = [new_run.CostAndWorth({}, 1, picture_net()) for _ in range(2)]
+    parts = SimpleNamespace(val=[X], train=None, task=None)
+    latency, throughput = new_run.speeds(*nets, parts)  # type: ignore[arg-type]
+    assert latency[:3] == ("latency of 1", "4.000 ms", "2.000 ms")
+    assert throughput[:3] == ("throughput", "4k a second", "8k a second")
+    assert latency[3].startswith("2.00x as fast")
+    assert "SLOWER" not in latency[3]
+    seconds["after"] = 0.008
+    sides = iter(["before", "after"] * 2)
+    assert all("SLOWER" in row[3] for row in new_run.speeds(*nets, parts))  # type: ignore[arg-type]
 
 
 class Streams(nn.Module):

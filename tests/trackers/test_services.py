@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from quiet_runs import QUIET
@@ -88,6 +91,17 @@ def test_mlflow(workdir: Path) -> None:
     assert found == told
     assert (run.info.status, run.data.params["optimizer.lr"]) == ("FINISHED", "0.001")
     assert run.data.tags["trainrun.run_id"] == run_id()
+
+
+def test_mlflow_gets_times_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    metric = namedtuple("Metric", "name value timestamp step")
+    for name in ("mlflow", "mlflow.entities"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(Metric=metric))
+    batches: list[Any] = []
+    run = MlflowRun.__new__(MlflowRun)  # without the package
+    run._id, run._client = "", SimpleNamespace(log_batch=lambda _, metrics: batches.extend(metrics))
+    run.scalars({"train/loss": 0.5, "lr": float("nan")}, 7, 1_700_000_000.25)
+    assert batches == [("train/loss", 0.5, 1_700_000_000_250, 7)]
 
 
 def test_mlflow_keeps_all_notes_of_a_step() -> None:

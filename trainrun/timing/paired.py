@@ -6,8 +6,8 @@ what: a candidate is never compared with a time of another minute: its turn stan
     than its twin for all of its life, and more turns in it do not tell. Turns of one process (`ratio_of_turns`) are
     enough for a decision that this process itself follows. Below `LEAST_REPLICATES` no interval is printed.
     Where rare things count as much as they take, totals are compared instead (`ratio_of_totals`).
-    The slower half of the candidates leaves early, unless it is not clearly behind; looking several times, and at
-    several candidates, shares the error that one look would be allowed.
+    The slower half of the candidates leaves early, unless it is not clearly behind. A look that ends the comparison
+    early must be nearly sure, so that looking several times costs at most a hundredth of what is claimed in the end.
 when: whenever the package asks what is faster. Everything here is pure: turns, clock and ranks are the caller's, and
     the same answers lead to the same turns, so that several ranks whose answers are gathered stay together.
 source: Student (1908); Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (2013); Bulej and others, Duet
@@ -32,7 +32,7 @@ PROCESS_SPREAD: Final = (
     0.05  # by how much two processes of the same settings may differ for all of their lives
 )
 WIDEST: Final = 0.99  # or there would be no upper end
-EARLY: Final = 0.99  # the confidence with which a comparison ends before its time
+EARLY: Final = 0.99  # the confidence with which all looks together end a comparison before its time
 DROPPED: Final = 0.90  # the confidence with which a candidate leaves: nothing is claimed of it
 ONE_PAIR: Final = 0.12  # by how much a single pair must speak for a candidate
 SHORTEST: Final = 1e-12  # seconds
@@ -136,19 +136,18 @@ class Comparison:
     """Turns of candidates beside those of a base.
 
     pairs: by candidate, items a second of the base and of the candidate in the turn next to it. failed: candidates
-    whose last turn was infinite. looks: how often the pairs may be looked at before the comparison ends.
+    whose last turn was infinite.
     """
 
     pairs: dict[str, list[tuple[float, float]]]
     failed: list[str] = field(default_factory=list)
-    looks: int = 1
 
     def ratio(self, name: str, confidence: float = 0.95) -> Ratio:
         """How many times as fast as the base in these turns; the candidate has at least one pair.
 
-        The interval holds with this confidence whichever look ended the comparison.
+        The interval of a candidate that left early is a little too short: it left when its turns were unlucky.
         """
-        return ratio_of_turns(self.pairs[name], shared(confidence, self.looks))
+        return ratio_of_turns(self.pairs[name], confidence)
 
     def speed(self, name: str) -> float:
         """Items a second of a candidate or of `BASE`, in the middle of all its turns."""
@@ -186,7 +185,7 @@ def compare(
 ) -> Comparison:
     """Take turns until it is clear what is fastest, or the time is over. A base that fails ends it."""
     turns = Turns({BASE: base, **others}, clock, rules.deadline)
-    found = Comparison({name: [] for name in others}, looks=rules.looks)
+    found = Comparison({name: [] for name in others})
     staying, rounds, done = list(others), rules.first_rounds, 0
     while staying:
         for _ in range(rounds):
@@ -201,7 +200,8 @@ def compare(
 
 def survivors(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
     """Those that get more turns; none once more turns would tell nothing new."""
-    ratios = {name: comparison.ratio(name, EARLY) for name in staying if comparison.pairs[name]}
+    early = shared(EARLY, rules.looks)
+    ratios = {name: comparison.ratio(name, early) for name in staying if comparison.pairs[name]}
     if not ratios:
         return []
     order = sorted(ratios, key=lambda name: -ratios[name].value)
