@@ -464,10 +464,12 @@ class Monitor(Protocol):
 @dataclass(frozen=True)
 class DataFacts:
     """What a data set says of itself, for models and tasks that ask: of one input without the batch, of integer
-    targets, of a text. class_counts: the training samples of each class, where their labels are in memory."""
+    targets, of a text. class_counts: the training samples of each class, where their labels are in memory. inputs: the
+    input columns of a table, each with what it holds."""
 
     shape: tuple[int, ...] | None = None
     num_classes: int | None = None
     class_names: tuple[str, ...] = ()
     bytes_per_token: float | None = None
     class_counts: tuple[int, ...] = ()
+    inputs: Mapping[str, str] = field(default_factory=dict)

@@ -82,10 +82,10 @@ def test_other_classes_than_the_run_has_are_refused(
     capsys.readouterr()
     for command in (["evaluate", "run"], ["resume", "run", "trainer.max_steps=5"]):
         assert main([*command, table("new.csv", "wolf", "dog", "mouse")]) == 2
-        told = "number 0 and up were cat, dog, mouse; now dog, mouse, wolf"
-        assert told in capsys.readouterr().err
-    assert main(["evaluate", "run", table("fewer.csv", "cat", "dog")]) == 2
-    assert "number 2 and up were mouse; now no more" in capsys.readouterr().err
+        assert "wolf" in capsys.readouterr().err
+    assert main(["evaluate", "run", table("fewer.csv", "cat", "dog")]) == 0
+    assert main(["resume", "run", table("fewer.csv", "cat", "dog"), "trainer.max_steps=5"]) == 2
+    assert "mouse" in capsys.readouterr().err
 
 
 def test_every_sample_is_read_whatever_the_limit_of_the_run(

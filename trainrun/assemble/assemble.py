@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainrun.assemble.backends import set_backends, set_threads
 from trainrun.assemble.data_pipeline import (
+    TrainingNames,
     applied,
     build_sources,
     build_transform,
@@ -128,6 +129,7 @@ class RunContext:
     measures: bool = False
     is_new: bool = False
     trains: bool = True
+    trained: TrainingNames | None = None  # names that a checkpoint holds, where a saved run is evaluated
 
 
 def check_targets(config: RunConfig) -> None:
@@ -179,7 +181,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     notes = set_backends(config, parallel)
     check_targets(config)
     config = with_text(with_accumulation(config, parallel.world_size), site, notes)
-    sources, drawn = build_sources(config, notes)
+    sources, drawn = build_sources(config, notes, site.trained)
     facts = facts_of_all(sources, build_transform(config, "train"), config.data.on_error == "skip")
     check_alike(config, sources)
     if site.is_new:

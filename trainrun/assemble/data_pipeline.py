@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import SAME, RunConfig, validation_nodes
-from trainrun.data.facts import PLAUSIBLE_CLASSES, Labels, check_labels, labels_in
+from trainrun.data.facts import PLAUSIBLE_CLASSES, Labels, check_labels, class_names_of, labels_in
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import Copying, Report, Sizes, SourceStates, StreamOptions, TokenCounter
 from trainrun.errors import ConfigError, DataError
@@ -25,19 +26,31 @@ AS_IN_CONFIG = ("engine", "num_workers", "num_threads", "pin_memory", "persisten
 REGRESSION = "trainrun.task.regression.Regression"
 
 
-def build_sources(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], Drawn | None]:
+@dataclass(frozen=True)
+class TrainingNames:
+    """The names of the classes, in their order, and of the input columns that a run was trained with."""
+
+    classes: Sequence[str] = ()
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+
+def build_sources(
+    config: RunConfig, notes: list[str], trained: TrainingNames | None = None
+) -> tuple[dict[str, Any], Drawn | None]:
     """The data sets by split, and how often training samples come. Where the targets of a table may be class numbers
-    or real ones, the task says which."""
+    or real ones, the task says which. trained: names that the data sets must have, as a checkpoint holds them."""
     data, task = config.data, config.task or {}
     named = {f"train.{name}": node for name, node in named_nodes(data.train).items()} or {"train": data.train}
     validation = (validation_nodes(data) or {"val": None}) if data.folds is None else {}
-    real = {"target_dtype": "float32"} if task.get("_target_") == REGRESSION else {}
-    sources = {
-        name: build(node, key_of(name), **(real if node.get("target_dtype") == "auto" else {}))
-        if node
-        else None
-        for name, node in {**named, **validation, "test": data.test}.items()
-    }
+    sources: dict[str, Any] = {}
+    for name, node in {**named, **validation, "test": data.test}.items():
+        arguments: dict[str, Any] = {}
+        if node and node.get("target_dtype") == "auto" and task.get("_target_") == REGRESSION:
+            arguments["target_dtype"] = "float32"
+        if node and trained is not None and trained.inputs and node.get("inputs", ()) is None:
+            arguments["inputs"] = list(trained.inputs)
+        sources[name] = build(node, key_of(name), **arguments) if node else None
+    sources = with_training_names(sources, trained)
     told = {key_of(name): getattr(source, "notice", "") for name, source in sources.items()}
     notes += [f"{key}: {notice}" for key, notice in told.items() if notice and isinstance(notice, str)]
     if "train" in named and data.folds is None and data.sampling == "none":
@@ -49,14 +62,31 @@ def build_sources(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], 
     return {**parts, **sources}, drawn
 
 
+def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) -> dict[str, Any]:
+    """The sources with the class numbers of the training data. DataError: classes or input columns are others."""
+    own = {name: class_names_of(source) for name, source in sources.items() if source is not None}
+    trains = next((names for name, names in own.items() if kind_of(name) == "train" and names), ())
+    classes = tuple(trained.classes) if trained is not None and trained.classes else trains
+    inputs = {} if trained is None else trained.inputs
+    if not inputs and not any(names and names != classes for names in own.values()):
+        return sources
+    from trainrun.data.readers.class_numbers import check_input_columns, with_training_classes
+
+    changed = dict(sources)
+    for name in own:
+        check_input_columns(sources[name], inputs, key_of(name))
+        changed[name] = with_training_classes(sources[name], classes, key_of(name))
+    return changed
+
+
 def key_of(split: str) -> str:
     """`data.val.day` of `val/day`: the setting that names its samples."""
     return f"data.{split.replace('/', '.')}"
 
 
 def kind_of(split: str) -> str:
-    """`train`, `val` or `test`; each named validation set is one of `val`."""
-    return split.partition("/")[0]
+    """`train`, `val` or `test`; each named set is one of `train` or of `val`."""
+    return split.partition("/")[0].partition(".")[0]
 
 
 def open_split(

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import as_tensor, is_integer
 from trainrun.data.tensor_dataset import Columns, columns_of, parts_of, said
-from trainrun.interfaces import IGNORED, DataFacts
+from trainrun.interfaces import IGNORED, TARGET_KEYS, DataFacts
 
 LABELS_AT_ONCE = 2**22
 PLAUSIBLE_CLASSES = 10_000  # of more, and many more than labels, one may be a slip
@@ -39,15 +39,15 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`),
     and `targets`, a label of each sample.
     """
-    given = said(source, "class_names") or said(source, "classes") or ()
-    names = tuple(str(name) for name in given)
+    names, inputs = class_names_of(source), input_columns_of(source)
     columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
     num_classes = said(source, "num_classes") or len(names) or None
     if columns is not None:
         num_classes = num_classes or _classes_in(columns)
     counts = _class_counts(columns.target() if columns is not None else said(source, "targets"), num_classes)
     if columns is not None and transform is None:
-        return DataFacts(tuple(columns.values[0].shape[1:]), num_classes, names, class_counts=counts)
+        row_shape = tuple(columns.values[0].shape[1:])
+        return DataFacts(row_shape, num_classes, names, class_counts=counts, inputs=inputs)
     streamed = isinstance(source, IterableDataset)
     shape = None
     if not streamed:
@@ -55,7 +55,22 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
 
         found = first_input(source if columns is None else columns, key, transform, skips)
         shape = tuple(found.shape) if isinstance(found, Tensor | np.ndarray) else None
-    return DataFacts(shape, num_classes, names, class_counts=counts)
+    return DataFacts(shape, num_classes, names, class_counts=counts, inputs=inputs)
+
+
+def class_names_of(source: Any) -> tuple[str, ...]:
+    """Return the names of the classes 0, 1, ...: `class_names`, or torchvision's `classes`; empty if it has none."""
+    names = said(source, "class_names") or said(source, "classes") or ()
+    return tuple(map(str, names)) if isinstance(names, Iterable) else ()
+
+
+def input_columns_of(source: Any) -> dict[str, str]:
+    """Return the names of the input columns of a table, or of a mapping in memory, and what each holds."""
+    columns = said(source, "input_columns")
+    if columns is None and isinstance(source, Mapping):
+        inputs = {str(name): value for name, value in source.items() if name not in TARGET_KEYS}
+        return {name: "integers" if is_integer(value) else "floats" for name, value in inputs.items()}
+    return dict(columns) if isinstance(columns, Mapping) else {}
 
 
 def facts_of_all(sources: Mapping[str, Any], transform: Callable[..., Any] | None,

@@ -37,7 +37,7 @@ class Arrays:
     scale: where the first tensor is pictures as bytes, what makes the numbers of a batch of them.
     describe: names the place of a sample's target, as a line of a file; it can be pickled.
     column: the numbers of another column of the table that they are from, by its name; None: it has none of that name.
-    notice: for the first lines of a run.
+    notice: for the first lines of a run. input_columns: of a table, what each input column holds.
     """
 
     tensors: tuple[Any, ...]
@@ -47,6 +47,7 @@ class Arrays:
     describe: Callable[[int], str] | None = None
     column: Callable[[str], Any] | None = None
     notice: str = ""
+    input_columns: Mapping[str, str] | None = None
 
     def as_bytes(self) -> tuple[Arrays, Scale] | None:
         return None if self.scale is None else (replace(self, scale=None), self.scale)
@@ -248,7 +249,7 @@ def _check_column(value: Any, where: str) -> None:
         raise DataError(f"{where}: {error}; give it as an array of integers, bools or floats") from error
 
 
-OF_ALL_SAMPLES = ("class_names", "classes", "num_classes", "bytes_per_token")
+OF_ALL_SAMPLES = ("class_names", "classes", "num_classes", "bytes_per_token", "input_columns")
 
 
 def parts_of(dataset: Any) -> list[Any]:

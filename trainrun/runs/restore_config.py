@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainrun.assemble.assemble import RunContext, build_components
+from trainrun.assemble.data_pipeline import TrainingNames
 from trainrun.assemble.resumption import load_weights, network_of
 from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.load import resolve
@@ -65,6 +66,7 @@ def parts_of(
         init_from=place_of_base(config.init_from, loaded),
         chosen=chosen_before(identity),
         trains=False,
+        trained=names_in(loaded),
     )
     seed = config.seed or 0
     seed_everything(derive_seed(seed))  # data that is drawn as it is built is that of the run
@@ -74,6 +76,12 @@ def parts_of(
     load_weights(run.model, loaded, device, averaged)
     give_task_state(run.task, run.task_calls, loaded, device)
     return run, folder
+
+
+def names_in(loaded: Loaded) -> TrainingNames:
+    """Return the names of classes and input columns that a checkpoint holds; an older one may hold none."""
+    stream = loaded.shared.get("stream", {})
+    return TrainingNames(stream.get("classes") or (), stream.get("inputs") or {})
 
 
 def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:

@@ -177,11 +177,11 @@ class Components:
         return named_optimizer_state(self.optimizer, self.model)
 
     def stream(self) -> dict[str, Any]:
-        """What a position in the data means: samples in a micro-batch of all ranks, in an epoch; and classes."""
+        """What a position in the data means: samples in a micro-batch of all ranks, in an epoch; classes and inputs."""
         ranks, size = self.parallel.world_size, self.config.data.batch_size
         return {"samples_per_batch": size * ranks, "num_samples": self.train.num_samples, "order": ORDER,
                 "ranks": ranks, "parts": self.places.parts, "by": dict(self.order),
-                "classes": list(self.data_facts.class_names)}  # fmt: skip
+                "classes": list(self.data_facts.class_names), "inputs": dict(self.data_facts.inputs)}  # fmt: skip
 
     @property
     def averaged(self) -> nn.Module:

@@ -6,7 +6,7 @@ val and test, where a damaged one lies and what a cache depends on is answered h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ class Info:
     where: names a sample in messages; default: the first file and the number.
     lengths: computes (N,) int64, how long each sequence is. batch: collates many samples, quicker than one by one, to
     the same bits. thread_safe: several threads may read at once. column: (N,) of another column of a table, by its
-    name; None: it has none of that name.
+    name; None: it has none of that name. input_columns: of a table, what each input column holds.
     """
 
     files: tuple[Path, ...]
@@ -40,6 +40,7 @@ class Info:
     batch: Callable[[list[int]], Any] | None = None
     thread_safe: bool = True
     column: Callable[[str], Any] | None = None
+    input_columns: Mapping[str, str] | None = None
 
 
 class Reader(Protocol):
@@ -67,6 +68,7 @@ class ReaderDataset:
         self._info = reader.info
         self.thread_safe = self._info.thread_safe
         self.class_names = self._info.class_names
+        self.input_columns = self._info.input_columns
         self.num_classes = self._info.num_classes
 
     def __len__(self) -> int:

@@ -53,6 +53,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         run.base.check(place, shared)
     shared = put_back(place, run.parallel.load_state_dict(shared, live), live)
     check_classes(place, shared, run.data_facts.class_names)
+    check_inputs(place, shared, run.data_facts.inputs)
     check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))
     kept = {**shared, **(own or {})}.get("task", {})
     check_task_state(place, run.task, kept)
@@ -183,6 +184,19 @@ def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -
         f"checkpoint {place}: was trained on other classes than this data has: number {first} and up were {then}; now "
         f"{now}. Give the data of before, or data.train.val_path=... for new samples of the same classes; a new run "
         "can begin with these weights alone: init_from=RUN_DIR"
+    )
+
+
+def check_inputs(place: str, shared: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
+    """Raises CheckpointError for a table whose input columns are others, or in another order."""
+    before = shared.get("stream", {}).get("inputs") or {}
+    if not (before and inputs) or list(before.items()) == list(inputs.items()):
+        return
+    then, now = (", ".join(f"{name} ({kind})" for name, kind in some.items()) for some in (before, inputs))
+    names = ",".join(before)
+    raise CheckpointError(
+        f"checkpoint {place}: was trained on the input columns {then}, and now they are {now}. Give the data of "
+        f"before, or name the columns in their order: data.train.inputs=[{names}]"
     )
 
 

@@ -91,8 +91,9 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     describe = partial(cells.name, goal[0], rows) if goal else None
     column = partial(_column, files, dialect, rows)
     return Arrays(
-        chosen, coding.names, coding.num_classes, describe=describe, column=column, notice=part.notice
-    )
+        chosen, coding.names, coding.num_classes, describe=describe, column=column, notice=part.notice,
+        input_columns=dict.fromkeys(names, "numbers"),
+    )  # fmt: skip
 
 
 def _column(files: Sequence[Path], dialect: Dialect, rows: Any, name: str) -> np.ndarray[Any, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,7 +82,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     if not (plain and not own_target and fits):
         return dataset
     return Arrays(reader.whole(dataset.rows), coding.names, coding.num_classes, describe=dataset.describe,
-                  column=dataset.column, notice=part.notice)  # fmt: skip
+                  column=dataset.column, notice=part.notice, input_columns=dataset.input_columns)  # fmt: skip
 
 
 class ParquetReader:
@@ -102,6 +103,7 @@ class ParquetReader:
         self.info = Info(
             table.files, (self._kinds, self._settings, shape), cells, coding.names, coding.num_classes, table.place,
             self._lengths if any(kind.name == "list" for kind in self._inputs) else None, column=table.column,
+            input_columns={kind.column: f"{kind.name}s" for kind in self._inputs},
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -219,6 +221,9 @@ def _target(table: Table, training: Table, goal: Sequence[str], dtype: str) -> t
     else:
         known = cells[0] if table is training else training.target(goal[0])
         coding = coding_of(known, dtype, class_names_in(training.schema, goal[0]))
+        own_names = class_names_in(table.schema, goal[0])
+        if coding.kind == "int64" and own_names:  # mapped to the names of the training data by the run
+            coding = replace(coding, names=own_names, num_classes=len(own_names))
     encoded = [coding.encode(c, partial(table.where, name)) for c, name in zip(cells, goal, strict=True)]
     return (torch.cat(encoded, 1) if len(goal) > 1 else encoded[0]), coding
 

@@ -1,0 +1,146 @@
+"""Class numbers and input columns as in training: another order is mapped by name, other names are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from trainrun.data.facts import class_names_of, input_columns_of, labels_in
+from trainrun.data.readers.targets import listed
+from trainrun.data.tensor_dataset import Arrays
+from trainrun.errors import DataError
+from trainrun.interfaces import TARGET_KEYS
+from trainrun.plugin_faults import nearest
+
+UNKNOWN = -1
+PASSED_ON = ("describe", "lengths", "thread_safe", "column", "bytes_per_token", "notice")
+
+
+class RenumberedClasses(Dataset[Any]):
+    """A data set whose class numbers are replaced by those of the training data.
+
+    numbers: the training number of each class of the data set. The target is the second element of a sample, or
+    the field of a dictionary with a target's name.
+    """
+
+    def __init__(self, dataset: Any, numbers: Sequence[int], class_names: Sequence[str], key: str) -> None:
+        self.dataset, self.class_names, self.num_classes = dataset, tuple(class_names), len(class_names)
+        self._numbers, self._key = tuple(numbers), key
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in PASSED_ON:
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._renumbered(self.dataset[index])
+
+    @property
+    def targets(self) -> Any:
+        """The class of each sample, where the data set has them in memory."""
+        labels = labels_in(self.dataset, self._key)
+        if labels is None and (targets := getattr(self.dataset, "targets", None)) is not None:
+            labels = np.asarray(targets)
+        return None if labels is None else renumbered(labels, self._numbers)
+
+    @property
+    def labels(self) -> Any:
+        return self.targets
+
+    def fingerprint(self) -> str:
+        from trainrun.data.cache.fingerprint import own_fingerprint
+
+        return f"{own_fingerprint(self.dataset)} {self._numbers}"
+
+    def _renumbered(self, sample: Any) -> Any:
+        if isinstance(sample, Mapping):
+            name = next((name for name in TARGET_KEYS if name in sample), None)
+            if name is not None:
+                return {**sample, name: renumbered(sample[name], self._numbers)}
+        elif isinstance(sample, tuple | list) and len(sample) > 1:
+            fields = [sample[0], renumbered(sample[1], self._numbers), *sample[2:]]
+            make: Callable[[list[Any]], Any] = getattr(type(sample), "_make", type(sample))
+            return make(fields)
+        raise DataError(
+            f"{self._key}: its classes have other numbers than those of training, and a sample has no target to "
+            "map; number them as data.train does"
+        )
+
+
+def renumbered(labels: Any, numbers: Sequence[int]) -> Any:
+    """Replace class numbers; other values, as -100 for ignored labels, stay."""
+    if isinstance(labels, Tensor):
+        table = torch.tensor(numbers, dtype=labels.dtype, device=labels.device)
+        inside = (labels >= 0) & (labels < len(numbers))
+        return torch.where(inside, table[torch.where(inside, labels, 0).long()], labels)
+    array = np.asarray(labels)
+    if array.dtype.kind not in "iu":
+        return labels
+    known = (array >= 0) & (array < len(numbers))
+    changed = np.where(known, np.asarray(numbers)[np.where(known, array, 0)], array)
+    return int(changed) if isinstance(labels, int) else changed.astype(array.dtype)
+
+
+def with_training_classes(source: Any, names: Sequence[str], key: str) -> Any:
+    """Return a source whose class numbers are the places of its classes among `names`, those of the training data.
+
+    DataError: samples have a class that the training data does not have.
+    """
+    own = class_names_of(source)
+    if not own or not names:
+        return source
+    place_of = {name: place for place, name in enumerate(names)}
+    numbers = [place_of.get(name, UNKNOWN) for name in own]
+    if UNKNOWN in numbers:
+        check_unknown_classes(source, own, names, key)
+    if numbers == list(range(len(own))) and len(own) == len(names):
+        return source
+    if isinstance(source, IterableDataset):
+        raise DataError(
+            f"{key}: its classes are {listed(own)}, and those of training {listed(names)}; give them one order"
+        )
+    if not isinstance(source, Arrays) or len(source.tensors) < 2:
+        return RenumberedClasses(source, numbers, names, key)
+    inputs, target, *others = source.tensors
+    tensors = (inputs, renumbered(target, numbers), *others)
+    return replace(source, tensors=tensors, class_names=tuple(names), num_classes=len(names))
+
+
+def check_unknown_classes(source: Any, own: Sequence[str], names: Sequence[str], key: str) -> None:
+    """Refuse a class that the training data does not have, unless it is known that no sample has it."""
+    unknown = [number for number, name in enumerate(own) if name not in names]
+    labels = labels_in(source, key)
+    if labels is not None:
+        present = np.unique(np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels))
+        unknown = [number for number in unknown if number in present]
+    if unknown:
+        name = own[unknown[0]]
+        raise DataError(
+            f"{key}: has the class {name!r}, which is no class of the training data{nearest(name, names) or '.'} "
+            f"It has {listed(names)}"
+        )
+
+
+def check_input_columns(source: Any, expected: Mapping[str, str], key: str) -> None:
+    """Refuse a source whose input columns are not those of training, by name or by type."""
+    own = input_columns_of(source)
+    if not own or not expected:
+        return
+    missing = [name for name in expected if name not in own]
+    if missing:
+        raise DataError(
+            f"{key}: has no input column {missing[0]!r}, which training had{nearest(missing[0], list(own)) or '.'} "
+            f"It has {listed(list(own))}"
+        )
+    for name, kind in expected.items():
+        if own[name] != kind:
+            raise DataError(f"{key}: input column {name!r} holds {own[name]}, and in training {kind}")
