@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trainrun.interfaces import FIELDS_BESIDE
 
+LOG = logging.getLogger(__name__)
 WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 UNSIGNED = "uint64 is not supported; convert it to int64"
 
@@ -122,7 +124,12 @@ def is_numbers(value: Any) -> bool:
 
 def of_numbers(value: Any) -> Any:
     """The tensor of a list of plain numbers; all else as it is."""
-    return torch.tensor(value, dtype=None if value else torch.int64) if is_numbers(value) else value
+    if not is_numbers(value):
+        return value
+    tensor = torch.tensor(value, dtype=None if value else torch.int64)
+    if tensor.dtype is torch.float32 and max(max(value), -min(value)) > GAPS_FROM:
+        in_float32(np.array(value, np.float64))
+    return tensor
 
 
 def as_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
@@ -147,6 +154,56 @@ def _torch_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     plain: np.ndarray[Any, Any] = np.ascontiguousarray(array, dtype=dtype).reshape(array.shape)
     forwards = min(plain.strides, default=0) >= 0  # NumPy leaves the stride of a single row as it was
     return plain if plain.flags.writeable and forwards else plain.copy()
+
+
+GAPS_FROM = 2**24  # whole numbers of float32 have gaps from there on
+NO_DECIMALS_FROM = 2**53  # of float64
+
+
+def changed_wholes(
+    values: np.ndarray[Any, Any], narrow: np.ndarray[Any, Any]
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Say which whole numbers are others in float32: there several fall together. narrow: the values in their new type.
+
+    Reals count where their column (the places of one sample are columns) has no decimals, as ids with gaps have it, and
+    below 2^53, from where on no real has any. Who asks for float64 gets it.
+    """
+    changed = np.zeros(values.shape, np.bool_)
+    if narrow.dtype != np.float32 or values.size == 0 or values.dtype.kind not in "iuf":
+        return changed
+    if np.nanmax(values, initial=0) <= GAPS_FROM and np.nanmin(values, initial=0) >= -GAPS_FROM:
+        return changed
+    with np.errstate(invalid="ignore"):
+        if values.dtype.kind in "iu":
+            changed[...] = narrow.astype(values.dtype) != values
+        else:
+            whole = np.isnan(values) | (np.trunc(values) == values)
+            counted = whole.all(axis=0) & (np.abs(values) < NO_DECIMALS_FROM)
+            changed[...] = counted & (narrow != values) & ~np.isnan(values)
+    return changed
+
+
+def in_float32(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The values as float32; whole numbers that become others are told once."""
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    changed = changed_wholes(values, narrow)
+    if changed.any():
+        first = np.flatnonzero(changed)[0]
+        tell_of_changed_wholes(values.flat[first], narrow.flat[first])
+    return narrow
+
+
+_told: set[str] = set()
+
+
+def tell_of_changed_wholes(value: Any, narrow: Any) -> None:
+    if "wholes" not in _told:
+        _told.add("wholes")
+        LOG.warning(
+            "data: whole numbers are others in float32, as %.0f, which becomes %.0f, so several may be one (ids?); "
+            "give them as integers, or take precision=64-true", value, narrow,
+        )  # fmt: skip
 
 
 def is_integer(value: Any) -> bool:
@@ -178,7 +235,19 @@ class Preparation:
         if rows.ndim == 2 and is_integer(rows):
             rows = rows[:, : self.max_sequence_length]
         tensor = as_tensor(rows)
-        return tensor.to(self.float_dtype) if tensor.is_floating_point() else tensor
+        return self._in_float_type(tensor) if tensor.is_floating_point() else tensor
+
+    def _in_float_type(self, tensor: Tensor) -> Tensor:
+        wide = (
+            tensor.dtype is torch.float64
+            and self.float_dtype is torch.float32
+            and tensor.device.type == "cpu"
+        )
+        if wide and tensor.numel() and "wholes" not in _told:
+            low, high = torch.aminmax(tensor)
+            if max(high.item(), -low.item()) > GAPS_FROM:
+                return torch.from_numpy(in_float32(tensor.numpy()))
+        return tensor.to(self.float_dtype)
 
     def sample(self, sample: Any) -> Any:
         """One sample before it is collated: cut, so that samples of unequal length may come to fit."""
@@ -194,7 +263,7 @@ class Preparation:
     def _cast(self, leaf: Any) -> Any:
         leaf = arrays_to_tensors(leaf)
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return leaf.detach().to(self.float_dtype)  # one with gradients could not leave a worker
+            return self._in_float_type(leaf.detach())  # one with gradients could not leave a worker
         return leaf
 
 

@@ -149,9 +149,11 @@ def test_types_and_shape_of_inputs(tmp_path):
     path = written(tmp_path, "p,q,label\n" + "".join(f"{i},{2**62 + i},{i % 2}\n" for i in range(20)))
     assert load(path, "train", dtype="int64").tensors[0][0, 1] == 2**62, "no way through floats"
     assert load(path, "train", dtype="float64").tensors[0].dtype == torch.float64
-    assert load(path, "train", shape=[1, 2, 1]).tensors[0].shape == (18, 1, 2, 1)
+    assert load(path, "train", shape=[1, 2, 1], dtype="int64").tensors[0].shape == (18, 1, 2, 1)
     assert load(path, "train", inputs="p", dtype="uint8").tensors[0].dtype == torch.uint8
-    assert "data.shape=[3]: needs 3 numbers a row, but data.train.inputs are 2" in fault(path, shape=[3])
+    assert "data.shape=[3]: needs 3 numbers a row, but data.train.inputs are 2" in fault(
+        path, shape=[3], dtype="int64"
+    )
     assert "line 2: column 'q' is 4611686018427387904, which data.train.dtype=uint8" in fault(
         path, dtype="uint8"
     )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainrun.data.batch import changed_wholes
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS
 from trainrun.plugin_faults import nearest
@@ -158,10 +159,14 @@ def narrowed(values: np.ndarray[Any, Any], dtype: str, where: Callable[[int], st
     """The values as `dtype`, if that loses no more than decimals. DataError: one of them becomes another number."""
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(dtype)
-    wrong = np.isinf(narrow) & ~np.isinf(values) if narrow.dtype.kind == "f" else narrow != values
-    if wrong.any():
-        place, cell = int(np.argwhere(wrong)[0][0]), values[wrong].flat[0]
-        raise DataError(f"{where(place)} is {cell}, which data.train.dtype={dtype} cannot hold")
+        wrong = np.isinf(narrow) & ~np.isinf(values) if narrow.dtype.kind == "f" else narrow != values
+        merged = changed_wholes(values, narrow)
+    if wrong.any() or merged.any():
+        row, cell = int(np.argwhere(wrong | merged)[0][0]), values[wrong | merged].flat[0]
+        way = ""
+        if not wrong.any():
+            way = "; data.train.dtype=int64 or float64 holds whole numbers, or leave the column out (data.train.inputs)"
+        raise DataError(f"{where(row)} is {cell}, which data.train.dtype={dtype} cannot hold{way}")
     return narrow
 
 

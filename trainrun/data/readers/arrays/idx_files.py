@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainrun.data.batch import in_float32
 from trainrun.data.order.sampler import check_split
 from trainrun.data.readers.free_space import GZIP_MAGIC, check_memory
 from trainrun.data.readers.parts import SPLITS, Part
@@ -84,7 +85,7 @@ def _inputs(array: np.ndarray[Any, Any], dtype: str) -> Tensor:
             2 * 4 * array.size, f"data.train.dtype=float32: arrays of shape {array.shape}",
             "use data.train.dtype=stored, which keeps bytes",
         )  # fmt: skip
-        array = array.astype(np.float32) / np.float32(255 if array.dtype == np.uint8 else 1)
+        array = in_float32(array) / np.float32(255 if array.dtype == np.uint8 else 1)
     tensor = torch.from_numpy(array)
     return tensor.unsqueeze(1) if tensor.ndim == 3 else tensor
 

@@ -1,16 +1,19 @@
 """From the bytes of a JPEG or PNG file to a tensor (C, H, W), with Pillow, which releases the GIL meanwhile.
 
 A picture stands as its EXIF orientation says, as viewers show it (torchvision's reader ignores that).
-Transparency is dropped, palettes become RGB, 16-bit grey keeps its upper 8 bits.
+Transparency is dropped, palettes become RGB. PNG files of 16 bits a channel keep all of them as float32, 0 to 1 as
+value / 65535; as uint8 they keep the upper 8, which is told once.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,11 +23,22 @@ from torch import Tensor
 
 from trainrun.errors import DataError
 
+LOG = logging.getLogger(__name__)
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 ORIENTATION = 0x0112  # the EXIF tag
 TURNS = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), start=2))  # EXIF orientations 2 to 8
 MODES = {1: "L", 3: "RGB"}
 Array = np.ndarray[Any, Any]
-FAULTS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+FAULTS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    KeyError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class Form:
     shape: (C, H, W), 1 channel for grey, 3 for RGB; None is RGB in the size of the file.
     fit: what is done where the sides are in another proportion: "crop" the middle, or "stretch".
     dtype: "uint8" from 0 to 255, or "float32" from 0 to 1.
+    only_bytes: the bytes will be scaled to 0..1 later, so a picture of 16 bits is refused: it would lose half of them.
     draft: a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is at least twice the size
         wanted: several times faster, and pixels differ by little from those of the whole picture.
     """
@@ -42,13 +57,18 @@ class Form:
     fit: str = "crop"
     dtype: str = "uint8"
     draft: bool = True
+    only_bytes: bool = False
 
     def decode(self, content: bytes) -> Tensor:
         """The tensor (C, H, W). One of FAULTS: the picture is damaged."""
+        if self.dtype == "float32" and has_16_bits(content):
+            return self._with_16_bits(content)
         return self.scaled(self.pixels(content))
 
     def pixels(self, content: bytes, into: Array | None = None) -> Tensor:
         """As `decode`, but uint8 for now; written to `into`, an array of the wanted shape, where there is one."""
+        if has_16_bits(content):
+            tell_of_upper_bits()
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as opened:
             orientation = orientation_of(opened)
             picture = self._sized(opened, lies=orientation in range(5, 9))
@@ -67,12 +87,29 @@ class Form:
         size = (height, width) if lies else (width, height)
         if self.draft:
             opened.draft(None, least_size(opened.size, size, self.fit))
-        picture = in_mode(opened, MODES[channels])
+        return self._resized(in_mode(opened, MODES[channels]), size)
+
+    def _resized(self, picture: Image.Image, size: tuple[int, int]) -> Image.Image:
         if picture.size == size:
             return picture
         if self.fit == "crop":
             return ImageOps.fit(picture, size, Image.Resampling.BILINEAR)
         return picture.resize(size, Image.Resampling.BILINEAR)
+
+    def _with_16_bits(self, content: bytes) -> Tensor:
+        """The tensor (C, H, W) float32 of a PNG file of 16 bits a channel."""
+        with Image.open(io.BytesIO(content), formats=("PNG",)) as opened:
+            turn = TURNS.get(orientation_of(opened))
+        num_channels = 3 if self.shape is None else self.shape[0]
+        planes = []
+        for values in channels_of(pixels_of_16_bits(content), num_channels):
+            plane = Image.fromarray(values)
+            if turn is not None:
+                plane = plane.transpose(turn)
+            if self.shape is not None:
+                plane = self._resized(plane, (self.shape[2], self.shape[1]))
+            planes.append(torch.from_numpy(np.array(plane)))
+        return torch.stack(planes).div_(65535)
 
 
 def form_of(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> Form:
@@ -92,6 +129,61 @@ def orientation_of(opened: Image.Image) -> int:
         return int(opened.getexif().get(ORIENTATION, 1))
     except (SyntaxError, ValueError, TypeError, KeyError, struct.error, OSError):
         return 1  # the pixels of a file with a broken note of its camera are as good as any
+
+
+def has_16_bits(content: bytes) -> bool:
+    """Whether it is a PNG file of 16 bits a channel, by its header (29 bytes)."""
+    return content[:8] == PNG_MAGIC and content[12:16] == b"IHDR" and content[24:25] == b"\x10"
+
+
+@cache
+def tell_of_upper_bits() -> None:
+    LOG.warning(
+        "pictures of 16 bits a channel keep their upper 8 bits as uint8; data.train.dtype=float32 keeps all of them"
+    )
+
+
+def pixels_of_16_bits(content: bytes) -> Array:
+    """(H, W, C) uint16 of a PNG file of 16 bits a channel, of which Pillow would read the upper 8 bits alone.
+
+    The filters of PNG treat each byte of a pixel by itself. So the upper and the lower bytes are each a picture of 8
+    bits, with the same filters, which Pillow reads. ValueError: cut short, or interlaced.
+    """
+    chunks, begin = [], len(PNG_MAGIC)
+    while begin + 8 <= len(content):
+        size, kind = struct.unpack(">I4s", content[begin : begin + 8])
+        chunks.append((kind, content[begin + 8 : begin + 8 + size]))
+        begin += size + 12
+    width, height, _, color, _, _, interlaced = struct.unpack(">IIBBBBB", chunks[0][1])
+    if interlaced:
+        raise ValueError("a picture of 16 bits that is interlaced; save it without interlacing")
+    num_channels = {0: 1, 2: 3, 4: 2, 6: 4}[color]
+    lines = np.frombuffer(
+        zlib.decompress(b"".join(data for kind, data in chunks if kind == b"IDAT")), np.uint8
+    )
+    lines = lines.reshape(height, 1 + 2 * num_channels * width)  # each with the number of its filter in front
+    upper, lower = (_of_8_bits(width, height, color, lines, first) for first in (1, 2))
+    return upper.astype(np.uint16) << 8 | lower
+
+
+def _of_8_bits(width: int, height: int, color: int, lines: Array, first: int) -> Array:
+    """(H, W, C) uint8 of every second byte of the lines."""
+    chosen = np.concatenate([lines[:, :1], lines[:, first::2]], axis=1).tobytes()
+    header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
+    parts = [PNG_MAGIC]
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(chosen, 0)), (b"IEND", b"")):
+        parts.append(struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)))
+    with Image.open(io.BytesIO(b"".join(parts)), formats=("PNG",)) as opened:
+        return np.asarray(opened).reshape(height, width, -1)
+
+
+def channels_of(pixels: Array, number: int) -> list[Array]:
+    """The `number` (1 or 3) channels (H, W) float32 of pixels (H, W, C) that are grey or RGB, perhaps with alpha."""
+    values = pixels.astype(np.float32)
+    colors = [values[:, :, channel] for channel in range(3 if pixels.shape[2] > 2 else 1)]
+    if number == 1 and len(colors) == 3:
+        return [0.299 * colors[0] + 0.587 * colors[1] + 0.114 * colors[2]]
+    return colors * (number // len(colors))
 
 
 def in_mode(picture: Image.Image, mode: str) -> Image.Image:
@@ -136,6 +228,11 @@ def fault_of(error: BaseException) -> str:
 
 def decoded(content: bytes, form: Form, where: Any, into: Array | None = None) -> Tensor:
     """As `Form.decode`, or as `Form.pixels` `into`. DataError: the picture is damaged. where: `() -> str` names it."""
+    if form.only_bytes and has_16_bits(content):
+        raise DataError(
+            f"{where()}: a picture of 16 bits a channel, while those looked at first have 8; bring them to one "
+            "depth, or data.train.dtype=uint8 keeps the upper 8 bits of it"
+        )
     try:
         return form.decode(content) if into is None else form.pixels(content, into)
     except FAULTS as error:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainrun.data.readers.parts import SplitRequest, is_inside
 from trainrun.data.readers.paths import existing_folder, fingerprint_of
-from trainrun.data.readers.pictures.decode import Form, decoded, form_of
+from trainrun.data.readers.pictures.decode import Form, decoded, form_of, has_16_bits
 from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_cells
 from trainrun.data.readers.targets import Coding, coding_of
 from trainrun.data.scale import Scale
@@ -29,6 +29,7 @@ from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
 ENDINGS = (".jpg", ".jpeg", ".png")
+LOOKED_AT = 64  # pictures whose headers say how many bits they have
 OTHERS = (".avif", ".bmp", ".gif", ".heic", ".tif", ".tiff", ".webp")
 EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: data.train.labels=labels.csv"
 
@@ -49,6 +50,7 @@ class ImageFolder:
         self._names = np.array([os.fsencode(name) for name in names])
         self.labels, self.form, self.notice = labels, form, notice
         self.class_names, self.num_classes = coding.names, coding.num_classes
+        self._deep = form.dtype == "float32" and any(map(self._has_16_bits, spread(len(self._names))))
 
     def __len__(self) -> int:
         return len(self._names)
@@ -58,7 +60,7 @@ class ImageFolder:
 
     def whole_batch(self, indices: list[int]) -> tuple[Tensor, Tensor] | None:
         """Pictures (B, C, H, W) and targets (B,), each picture written to its place once."""
-        if self.form.shape is None:
+        if self.form.shape is None or self._deep:
             return None
         pictures = np.empty((len(indices), *self.form.shape), np.uint8)
         for place, index in zip(pictures, indices, strict=True):
@@ -71,12 +73,19 @@ class ImageFolder:
         path = self.describe(index)
         return decoded(content_of(path), self.form, lambda: path, into)
 
+    def _has_16_bits(self, index: int) -> bool:
+        try:
+            with open(self.describe(index), "rb") as opened:
+                return has_16_bits(opened.read(32))
+        except OSError:  # which is told when it is read
+            return False
+
     def as_bytes(self) -> tuple[ImageFolder, Scale] | None:
-        """The same pictures from 0 to 255, where they are scaled to 0 to 1."""
-        if self.form.dtype == "uint8":
+        """The same pictures from 0 to 255, where they are scaled to 0 to 1 and have no more bits."""
+        if self.form.dtype == "uint8" or self._deep:
             return None
         twin = copy.copy(self)
-        twin.form = replace(self.form, dtype="uint8")
+        twin.form = replace(self.form, dtype="uint8", only_bytes=True)
         return twin, Scale()
 
     def describe(self, index: int) -> str:
@@ -89,6 +98,11 @@ class ImageFolder:
     def fingerprint(self) -> str:
         files = (self.describe(index) for index in range(len(self)))
         return fingerprint_of(files, self.form, self.labels.tolist())
+
+
+def spread(number: int) -> list[int]:
+    """Up to `LOOKED_AT` of `number` indices, evenly spread."""
+    return np.unique(np.linspace(0, number - 1, LOOKED_AT).astype(np.int64)).tolist() if number else []
 
 
 def content_of(path: str) -> bytes:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from trainrun.data.batch import in_float32
 from trainrun.data.readers.free_space import check_disk, unpacked_bytes
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import Part, SplitRequest
@@ -107,7 +108,7 @@ class HuggingfaceReader:
                 raise DataError(f"{where}: a number of the list is missing (null)")
             if len(value) == 0:
                 return np.empty(0, np.float32 if "float" in str(self._dataset.features[name]) else np.int64)
-            return array.astype(np.float32) if array.dtype == np.float64 else array
+            return in_float32(array) if array.dtype == np.float64 else array
         if value is None:
             raise DataError(f"{where}: it is missing (null)")
         return value
