@@ -1,7 +1,8 @@
 """The lane of a test says what it may do; its folder sets it.
 
 unit: starts no process and no training. train: trains in this process. process: starts others (ranks, workers of a
-loader, the real command) or sends signals. fault: random kills, damage and power loss; the pretended GPU. A file, or a
+loader, the real command) or sends signals. fault: random kills, damage and power loss; the pretended GPU. A child that
+is forked for a trial at the start of a training is no process of these. A file, or a
 test, of another lane than its folder says so itself: `pytestmark = pytest.mark.process`.
 """
 
@@ -27,6 +28,7 @@ LANE_OF = {
     "faults": FAULT, "pretended_gpu": FAULT,
 }  # fmt: skip
 HARMLESS = ("git", "uname")  # of the facts that every run notes
+TRIALS = "trainrun.runtime.child_process"  # forks for a moment, at the start of every run
 
 
 def lane_of_item(item: pytest.Item) -> str:
@@ -61,7 +63,8 @@ class Watch:
     def on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
             name = str(arguments[0]) if arguments else event
-            if name not in HARMLESS:
+            caller = sys._getframe(1).f_globals.get("__name__")
+            if name not in HARMLESS and caller != TRIALS:
                 self.processes.append(name)
 
     @contextmanager

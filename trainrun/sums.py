@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from trainrun.errors import PluginError
 from trainrun.interfaces import Parallel, Summarizes, Sums
 
+LOSS = "loss"  # the name of the sum that is the loss itself
 OWN = "\0"  # before a name: the count of a sum that is over other items than the loss
 
 
@@ -31,6 +32,15 @@ def flat_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
             value = value[0]
         found[name] = _wide(value, name, task)
     return found
+
+
+def check_names(names: Iterable[str], task: Any) -> None:
+    """Raise PluginError if a task gives a metric the name of the loss, whose value would be replaced."""
+    if LOSS in names:
+        raise PluginError(
+            f'task: {type(task).__name__} has a metric "{LOSS}", which is the name of the loss that is minimised; give '
+            "it another name"
+        )
 
 
 def _wide(value: Any, name: str, task: Any) -> Tensor:
@@ -123,7 +133,9 @@ def metrics_of(
             )
         return _named(found, task)
     pairs = {name: (sums[name], sums[OWN + name]) if OWN + name in sums else sums[name] for name in names}
-    return _named(found | _numbers(task.summarize({**pairs, **rows}, count), task), task)
+    summary = _numbers(task.summarize({**pairs, **rows}, count), task)
+    check_names(summary, task)
+    return _named(found | summary, task)
 
 
 def _named(metrics: dict[str, float], task: Any) -> dict[str, float]:

@@ -77,20 +77,6 @@ def test_a_small_batch_tells_what_a_large_one_takes(name: str) -> None:
     assert state == pytest.approx(8 * num_params, rel=0.01)
 
 
-def test_nothing_of_the_run_is_moved() -> None:
-    torch.manual_seed(0)
-    model, data = Cnn([1, 16, 16], 11, norm="batch"), torch.rand(32, 1, 16, 16)
-    optimizer, _ = build_optimizer(torch.optim.AdamW, {}, model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    random = torch.get_rng_state()
-    forecast(model, step_of(model), data, optimizer)
-    assert torch.equal(random, torch.get_rng_state())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(param.grad is None for param in model.parameters())
-    assert all(module.training for module in model.modules())
-    assert not optimizer.state
-
-
 @pytest.mark.parametrize(
     ("factory", "words", "most"),
     [

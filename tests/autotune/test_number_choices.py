@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from exact_parts import parts_of
+from exact_parts import CLASSES, FEATURES, parts_of
 from quiet_runs import QUIET
 from torch import nn
 
 from trainrun.assemble import start_choices
 from trainrun.autotune import number_choices, start
-from trainrun.autotune.timed_step import TimedStep, fastest
+from trainrun.autotune.timed_step import TimedChoice, agreed_choice, choose_fastest
 from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.cli.main import main
@@ -41,10 +41,18 @@ Seconds = Callable[[], float]
 
 
 class Time:
-    """A clock that only steps move on."""
+    """A clock that only steps move on; in memory that the children of this process share."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self._seconds = torch.zeros((), dtype=torch.float64).share_memory_()
+
+    @property
+    def now(self) -> float:
+        return float(self._seconds)
+
+    @now.setter
+    def now(self, value: float) -> None:
+        self._seconds.fill_(value)
 
     def __call__(self) -> float:
         return self.now
@@ -55,9 +63,6 @@ class TimedTask:
 
     def __init__(self, inner: Any, time: Time, seconds: Seconds) -> None:
         self.inner, self.time, self.seconds = inner, time, seconds
-
-    def __deepcopy__(self, memo: Any) -> TimedTask:
-        return TimedTask(copy.deepcopy(self.inner, memo), self.time, self.seconds)
 
     def step(self, model: nn.Module, batch: Any) -> Any:
         self.time.now += self.seconds()
@@ -181,6 +186,33 @@ def test_the_run_does_not_feel_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
+class Head(nn.Module):
+    """Reaches its last layer by a function in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)
+        self.heads, self.calls = {"main": lambda h: self.last(self.norm(h))}, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.heads["main"](self.first(x))
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_model_that_reaches_itself_by_a_function_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = parts_of((), count=64)
+    run, time = dataclasses.replace(run, model=Head()), Time()
+    config = with_values(run.config, {"precision.mode": "auto"})
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    task = TimedTask(run.task, time, lambda: 0.001 if in_bfloat16() else 0.002)
+    _, chosen, _ = chosen_of(config, run.model, task, run.train, time, monkeypatch)
+    assert chosen["precision"] == "bf16-mixed"
+    assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    assert run.model.calls == 0
+
+
 def test_what_breaks_in_a_trial_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> float:
         raise RuntimeError("not with two samples")
@@ -207,42 +239,25 @@ def test_a_type_that_does_not_fit_into_memory_is_not_taken_and_ends_no_run(
     assert notes == ["precision: bf16-mixed, not compared (32-true: does not fit into memory)"]
 
 
-class TwoRanks(Single):
-    """This rank, and one whose steps take as long as `other` says."""
-
-    other: Any
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self.other(value)]
-
-
-def step_on(time: Time, other: Callable[[Any], Any]) -> TimedStep:
-    ranks = TwoRanks(torch.device("cpu"))
-    object.__setattr__(ranks, "other", other)
-    return TimedStep(nn.Linear(1, 1), None, ranks, time)
-
-
 @pytest.mark.parametrize(
-    ("other", "name"),
+    ("names", "chosen"),
     [
-        (lambda value: value, "plain"),
-        (lambda value: 3.0 if value == 1.0 else value, "flash"),  # slower there
-        (lambda value: math.inf if value == 1.0 else value, "flash"),  # does not fit there
+        (["bf16-mixed", "bf16-mixed"], "bf16-mixed"),
+        (["bf16-mixed", "32-true"], "32-true"),
+        (["bf16-mixed", None], None),
     ],
 )
-def test_the_slowest_rank_counts(other: Callable[[Any], Any], name: str) -> None:
-    time = Time()
-    found = fastest(
-        {"flash": lambda: 2.0, "plain": lambda: 1.0}, "flash", 0.1, 100.0, 2.0, step_on(time, other)
-    )
-    assert found is not None
-    assert found[0] == name
+def test_ranks_take_what_all_of_them_chose(names: list[str | None], chosen: str | None) -> None:
+    times = {"32-true": "2 ms", "bf16-mixed": "1 ms"}
+    choices = [None if name is None else TimedChoice(name, times) for name in names]
+    found = agreed_choice(choices, "32-true")
+    assert (None if found is None else found.name) == chosen
 
 
 def test_where_nothing_fits_or_time_is_short_nothing_is_chosen() -> None:
-    step = step_on(Time(), lambda value: value)
-    assert fastest({"a": lambda: math.inf, "b": lambda: math.inf}, "a", 0.1, 100.0, 2.0, step) is None
-    assert fastest({"a": lambda: 1.0, "b": lambda: 0.5}, "a", 0.1, 7.0, 1.0, step) is None
+    time = Time()
+    assert choose_fastest({"a": lambda: math.inf, "b": lambda: math.inf}, "a", 0.1, 100.0, 2.0, time) is None
+    assert choose_fastest({"a": lambda: 1.0, "b": lambda: 0.5}, "a", 0.1, 7.0, 1.0, time) is None
 
 
 @pytest.mark.usefixtures("threads")

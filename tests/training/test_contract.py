@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from trainrun.data.sequences.collate import Padded
 from trainrun.errors import PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.task.classification import Classification
+from trainrun.training import without_trace
 from trainrun.training.checks.contract import check_task
 from trainrun.training.checks.padding import check_padding
 from trainrun.training.components import Components
+from trainrun.training.evaluate import evaluate
 from trainrun.training.train_step import CountedBefore
 
 
@@ -429,11 +432,6 @@ def test_an_output_that_the_contract_does_not_know_is_refused_in_one_line(out: A
     assert "\n" not in str(refused.value)
 
 
-class NoCopy(Mean):
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("a lock cannot be copied")
-
-
 class Whole(Mean):
     def output(self, logits: Tensor, y: Tensor) -> StepOutput:
         if len(y) != 16:
@@ -441,14 +439,121 @@ class Whole(Mean):
         return super().output(logits, y)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [(NoCopy, "TypeError: a lock"), (Whole, "ValueError: sixteen at")]
-)
-def test_what_cannot_be_checked_is_said(kind: type[Sum], reason: str) -> None:
-    run, data, notes = parts_with(kind())
+def test_what_cannot_be_checked_is_said() -> None:
+    run, data, notes = parts_with(Whole())
     check_task(run, data)
     assert len(notes) == 1
-    assert f"could not be checked ({reason}" in notes[0]
+    assert "could not be checked (ValueError: sixteen at" in notes[0]
+
+
+class Locked(Mean):
+    """Nobody can copy it, and it reaches the model by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.call = threading.Lock(), lambda model, x: model(x)
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        with self.lock:
+            return self.output(self.call(model, batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_task_that_cannot_be_copied_is_checked(forks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(without_trace, "can_fork", lambda: forks)
+    run, data, _ = parts_with(Locked())
+    before = [value.clone() for value in run.model.state_dict().values()]
+    with pytest.raises(PluginError, match="Locked"):
+        check_task(run, data)
+    assert all(map(torch.equal, before, run.model.state_dict().values()))
+    assert (run.model.calls, run.model.training) == (0, True)
+
+
+class Broadcast(Sum):
+    """Predictions (B, 1) against targets (B,)."""
+
+    as_mean = False
+
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        error = (logits[:, :1] - y).square()
+        loss = (logits[:, 0] - y).square().sum()
+        return StepOutput(loss, {"mse": error.mean() * len(y) if self.as_mean else error.sum()})
+
+
+class BroadcastMean(Broadcast):
+    as_mean = True
+
+
+class BroadcastHits(Sum):
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        hits = logits.argmax(1, keepdim=True) == y
+        return StepOutput(cross_entropy(logits, y, reduction="sum"), {"acc": hits.sum()})
+
+
+class BroadcastPair(Sum):
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        gap = (logits[:, :1] - y).abs().sum()
+        return StepOutput(cross_entropy(logits, y, reduction="sum"), {"gap": (gap, len(y))})
+
+
+class BatchF1(Sum):
+    """Made of each batch alone, and weighted by its rows."""
+
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        spread = logits.std(0).sum() * len(y)
+        return StepOutput(cross_entropy(logits, y, reduction="sum"), {"spread": spread})
+
+
+@pytest.mark.parametrize("kind", [Broadcast, BroadcastMean, BroadcastHits, BroadcastPair, BatchF1])
+def test_a_metric_that_does_not_add_up_is_refused_by_name(kind: type[Sum]) -> None:
+    run, data, _ = parts_with(kind(), 32)
+    name = {"BroadcastHits": "acc", "BroadcastPair": "gap", "BatchF1": "spread"}.get(kind.__name__, "mse")
+    with pytest.raises(PluginError, match=rf'sums\["{name}"\] of {kind.__name__}\.step'):
+        check_task(run, data)
+
+
+class AddsUp(Sum):
+    """Sums over rows, ratios of sums, a mean over batches that is declared as one, and what draws random numbers."""
+
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        hits, weights = logits.argmax(1) == y, 1.0 + y
+        sums = {
+            "acc": hits.sum(),
+            "weighted": lambda: ((hits * weights).sum(), weights.sum()),
+            "recall": ((hits & (y == 1)).sum(), (y == 1).sum()),
+            "spread": (logits.std(), 1),
+            "noise": logits.sum() * torch.rand(()),
+            "none": (0.0, 0),
+            "undefined": logits.sum() * float("nan"),
+        }
+        return StepOutput(cross_entropy(logits, y, reduction="sum"), sums)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 32])
+def test_metrics_that_add_up_pass(rows: int) -> None:
+    run, data, notes = parts_with(AddsUp(), rows)
+    check_task(run, data)
+    assert not notes
+
+
+class TakesLoss(Sum):
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        return StepOutput(cross_entropy(logits, y, reduction="sum"), {"loss": len(y) * 9.0})
+
+
+class SummarizesLoss(Sum):
+    def summarize(self, sums: dict[str, Any], count: float) -> dict[str, float]:
+        return {"loss": 0.0}
+
+
+@pytest.mark.parametrize("kind", [TakesLoss, SummarizesLoss])
+def test_the_name_of_the_loss_is_refused(kind: type[Sum]) -> None:
+    run, data, _ = parts_with(kind(), 8)
+    with pytest.raises(PluginError, match='metric "loss"'):
+        evaluate(replace(run, validation={"val": run.train}), "val")
+    if kind is TakesLoss:
+        with pytest.raises(PluginError, match='metric "loss"'):
+            check_task(run, data)
 
 
 MEAN_TASK = """

@@ -176,8 +176,11 @@ class EngineTrial:
     """Copies of model and task that train while an engine reads, and the place in the data."""
 
     def __init__(self, run: Components, stream: AutoStream, clock: Clock) -> None:
+        from trainrun.training.without_trace import stand_ins
+
         self.run, self.stream = run, stream
-        self.step = TimedStep(run.model, run.task, run.parallel, clock)
+        model, task = stand_ins(run.model, run.task)
+        self.step = TimedStep(model, task, run.parallel, clock)
         self._first: Any = None
         self._place = [0, 0]  # epoch, batch
 

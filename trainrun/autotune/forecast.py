@@ -2,12 +2,11 @@
 
 what: a small batch with all that autograd keeps for the backward counted, times the rows of a whole one; gradients; the
     optimizer's state. What kernels take for themselves is missing. Where memory runs out all the same, the step is done
-    again in smaller micro-batches (`trainrun.training.recovery.oom`).
+    again in smaller micro-batches (`trainrun.training.recovery.oom`). Not on a GPU.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,20 +15,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD, Optimizer
 
 from trainrun.data.split_batch import num_rows, rows_of, tensors_in
+from trainrun.runtime.child_process import can_fork
 from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
 from trainrun.training.recovery.step_snapshot import numbers_in
+from trainrun.training.without_trace import first_batches, run_trial
 
 Forecast = tuple[int, int, int]  # bytes: gradients, what the forward keeps, the optimizer's state
 ROWS = 4  # of the small batch
 
 
 def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer: Optimizer) -> Forecast:
-    """step: forward and backward of a batch. Model and random states are as before, its gradients are None."""
+    """Return the bytes of a step. step: forward and backward of a batch, whose traces stay in the model."""
     count = num_rows(data)
     rows = rows_of(data, 0, min(ROWS, count), count)
-    from trainrun.training.without_trace import snapshot
-
     there = {
         start_of(tensor) for tensor in [*model.parameters(), *model.buffers(), *tensors_in([data, rows])]
     }
@@ -40,11 +39,8 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
             kept[start_of(tensor)] = numbers_in(tensor).untyped_storage().nbytes()
         return tensor
 
-    try:
-        with snapshot(model), saved_tensors_hooks(keep, lambda tensor: tensor):
-            step(rows)
-    finally:
-        model.zero_grad(set_to_none=True)
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        step(rows)
     numbers = 1 if isinstance(optimizer, SGD) else 2  # at most, for each weight
     state = sum(
         numbers * param.nbytes
@@ -65,26 +61,28 @@ def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
 
     rough: an upper bound of those.
     """
-    trainer, free = run.config.trainer, free_bytes(run.parallel.device)
+    trainer, device = run.config.trainer, run.parallel.device
+    free = free_bytes(device)
     if rough < free / 8 or trainer.compile.scope != "off" or trainer.optimizer_in_backward:
+        return "", rough
+    if device.type != "cpu" or not can_fork():
         return "", rough
 
     def step(rows: Any) -> None:
         with run.precision.autocast():
-            out = copy.deepcopy(run.task).step(
-                run.model, rows
-            )  # as new: what it looks at once is counted too
+            out = run.task.step(run.model, rows)
         run.precision.backward(out.loss_sum, 1.0)
 
-    from trainrun.training.without_trace import first_batches
+    def measure() -> tuple[Forecast, int]:
+        (data,) = first_batches(run.train)
+        return forecast(run.model, step, data, run.optimizer), num_rows(data)
 
     try:
-        (data,) = first_batches(run.train)
-        found = forecast(run.model, step, data, run.optimizer)
+        found, rows = run_trial(measure, device)
     # Whatever a task of the user's cannot do with few samples is no fault of the run.
     except Exception as error:
         return f"memory: not forecast, {type(error).__name__}: {str(error).partition(chr(10))[0]}", rough
-    return described_memory(found, free, num_rows(data), trainer.accumulate_grad_batches), sum(found)
+    return described_memory(found, free, rows, trainer.accumulate_grad_batches), sum(found)
 
 
 def described_memory(found: Forecast, free: int, rows: int, accumulate: int) -> str:

@@ -1,11 +1,11 @@
 """`auto` of precision and trainer.num_threads: the rule's choice, or what is measured to be faster.
 
-what: forward and backward of a copy of the model on the first batch, in `32-true` and `bf16-mixed` in turns; the
-    latter is taken where it is surely 10 % faster. Then the usual number of threads, its root and one; fewer are taken
-    where they are surely 1.2x as fast, so that a quiet machine always takes the same.
+what: forward and backward of the first batch, in `32-true` and `bf16-mixed` in turns; the latter is taken where it is
+    surely 10 % faster. Then the usual number of threads, its root and one; fewer are taken where they are surely 1.2x
+    as fast, so that a quiet machine always takes the same. All of it in a child process that is thrown away.
 when: runs long enough; at most 0.5 s and 1 % of the run for number types, half of that for threads.
 when not: short runs, resumes and evaluation (which take what the run began with), what is named, compiled, recomputed
-    or deterministic steps, and steps of more than 60 ms: there the rules stay.
+    or deterministic steps, steps of more than 60 ms, and where no child can be forked (on a GPU): there the rules stay.
 source: a tiny network spends its time in the casts; two threads next to busy processes each wait for the other to be
     scheduled.
 gain: none over the better of the two named by hand; it spares finding out.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -27,10 +26,12 @@ from trainrun.autotune.timed_step import (
     FEW_BATCHES,
     ROUNDS,
     Clock,
+    TimedChoice,
     TimedStep,
     TrialBudget,
-    fastest,
-    obstacle,
+    agreed_choice,
+    choose_fastest,
+    other_step,
     run_seconds,
 )
 from trainrun.config.schema import RunConfig
@@ -39,7 +40,8 @@ from trainrun.data.split_batch import num_rows, rows_of, tensors_in
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision.autocast import is_tiny
 from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, build_context
-from trainrun.seeding import kept_random_state
+from trainrun.runtime.child_process import can_fork
+from trainrun.training.without_trace import first_batches, run_trial
 
 PRECISION = TrialBudget(0.5, 0.01)
 THREADS = TrialBudget(0.25, 0.005)
@@ -60,21 +62,26 @@ def choose_numbers(
     """
     if num_batches < FEW_BATCHES:
         return
-    if any(parallel.gather(other_cost(config, train) or obstacle(config, model, train, parallel))):
+    here = parallel.device.type == "cpu" and can_fork()
+    if not all(parallel.gather(here and not other_step(config) and not other_cost(config, train))):
         return
-    from trainrun.training.without_trace import first_batches
 
-    with kept_random_state(), without_cudnn_search():
-        trial, seconds = None, None
-        # A fault of the user's own, in any of their code: the run meets it again and reports it.
-        with contextlib.suppress(Exception):
-            stream = train.stream(train.options[0].name) if isinstance(train, AutoStream) else train
-            with contextlib.closing(stream):
-                trial = NumberTrial(config, TimedStep(model, task, parallel, clock), first_batches(stream)[0])
-                seconds = trial.usual_seconds()
-        told = parallel.gather(seconds)
-        if trial is not None and None not in told:
-            trial.choose(max(told), num_batches, wanted, chosen, notes)
+    def measure() -> dict[str, TimedChoice | None]:
+        stream = train.stream(train.options[0].name) if isinstance(train, AutoStream) else train
+        data = first_batches(stream)[0]
+        trial = NumberTrial(config, TimedStep(model, task, parallel, clock), data)
+        return trial.choices(num_batches, wanted)
+
+    choices: dict[str, TimedChoice | None] = {}
+    # A fault of the user's own, in any of their code: the run meets it again and reports it.
+    with contextlib.suppress(Exception):
+        choices = run_trial(measure, parallel.device)
+    usual = {"precision": FULL, "num_threads": str(torch.get_num_threads())}
+    for name, key in (("precision", "precision"), ("num_threads", "trainer.num_threads")):
+        choice = agreed_choice(parallel.gather(choices.get(name)), usual[name])
+        if choice is not None:
+            chosen[name] = choice.name
+            notes.append(f"{key}: {choice.name}, {choice}")
 
 
 class NumberTrial:
@@ -97,41 +104,37 @@ class NumberTrial:
         weights = sum(parameter.numel() for parameter in self._step.model.parameters())
         numbers = tensors_in(self._data)[0]
         tokens = 1 if numbers.is_floating_point() else math.prod(numbers.shape[1:2])
-        if 6.0 * weights * few * tokens > LONG_FLOP and self._device.type == "cpu":
+        if 6.0 * weights * few * tokens > LONG_FLOP:
             return None
-        # On a GPU every other number of rows would cost cuDNN's search for kernels again.
-        for rows in (few, self._count) if self._device.type == "cpu" else (self._count,):
+        for rows in (few, self._count):
             self._turn(self._mode, rows)  # kernels are chosen and built
             seconds = min(self._turn(self._mode, rows) for _ in range(2))
             if seconds > LONGEST_STEP or seconds * self._count / rows > HOPELESS * LONGEST_STEP:
                 return None
         return seconds
 
-    def choose(
-        self, seconds: float, num_batches: float, wanted: list[str], chosen: dict[str, str], notes: list[str]
-    ) -> None:
-        whole, mode = run_seconds(self._config, num_batches * seconds), self._mode
+    def choices(self, num_batches: float, wanted: list[str]) -> dict[str, TimedChoice | None]:
+        """Return what is fastest, by name; nothing where a step takes too long."""
+        seconds, found = self.usual_seconds(), dict[str, TimedChoice | None]()
+        if seconds is None:
+            return {}
+        whole, mode, clock = run_seconds(self._config, num_batches * seconds), self._mode, self._step.clock
         if "precision" in wanted:
-            turns = {name: partial(self._turn, name) for name in (FULL, MIXED)}
-            found = fastest(turns, FULL, NOTABLE, PRECISION.of(whole), seconds, self._step)
-            if found is not None:
-                mode = chosen["precision"] = found[0]
-                notes.append(f"precision: {mode}, {found[1]}")
+            types = {name: partial(self._turn, name) for name in (FULL, MIXED)}
+            choice = choose_fastest(types, FULL, NOTABLE, PRECISION.of(whole), seconds, clock)
+            found["precision"] = choice
+            mode = mode if choice is None else choice.name
         usual = torch.get_num_threads()
-        if "num_threads" in wanted and usual > 1 and self._device.type == "cpu":
+        if "num_threads" in wanted and usual > 1:
             numbers = {
                 str(number): partial(self._with_threads, number, mode)
                 for number in (usual, math.isqrt(usual), 1)
             }
-            try:
-                found = fastest(
-                    numbers, str(usual), NOTABLE_OF_THREADS, THREADS.of(whole), 2 * seconds, self._step
-                )
-            finally:
-                torch.set_num_threads(usual)
-            if found is not None:
-                chosen["num_threads"] = found[0]
-                notes.append(f"trainer.num_threads: {found[0]}, {found[1]}")
+            limit = THREADS.of(whole)
+            found["num_threads"] = choose_fastest(
+                numbers, str(usual), NOTABLE_OF_THREADS, limit, 2 * seconds, clock
+            )
+        return found
 
     def _turn(self, mode: str, rows: int = 0) -> float:
         """Seconds of a step; rows: of the batch, or all."""
@@ -153,14 +156,3 @@ def other_cost(config: RunConfig, train: Batches) -> str:
         return "another step"
     read_in_workers = not isinstance(train, AutoStream) and config.data.num_workers not in ("auto", 0)
     return "workers would have to start" if read_in_workers else ""
-
-
-@contextlib.contextmanager
-def without_cudnn_search() -> Iterator[None]:
-    """`trainer.benchmark` is for shapes that come again: a trial's search takes longer than all that is timed."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

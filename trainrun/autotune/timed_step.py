@@ -1,13 +1,13 @@
-"""Forward and backward of copies of model and task, and the fastest of a few ways to do it, by paired turns.
+"""Forward and backward of model and task, and the fastest of a few ways to do it, by paired turns.
 
-Nothing of the run takes part, so nothing of it changes. Every rank takes the same turns, and the slowest one counts.
+A timed step changes gradients and buffers of its model, so it runs in a child process that is thrown away.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,12 +45,10 @@ class TrialBudget(NamedTuple):
 
 
 class TimedStep:
-    """Copies of model and task, whose forward and backward are timed."""
+    """Model and task, whose forward and backward are timed."""
 
     def __init__(self, model: nn.Module, task: Any, parallel: Parallel, clock: Clock = perf_counter) -> None:
-        from trainrun.training.without_trace import stand_ins
-
-        self.model, self.task = stand_ins(model, task)
+        self.model, self.task = model, task
         self.clock, self.parallel = clock, parallel
 
     def __call__(self, data: Any, autocast: Autocast) -> None:
@@ -85,38 +83,52 @@ class TimedStep:
         return self.clock()
 
 
-def fastest(
-    turns: Mapping[str, Turn], usual: str, smallest: float, limit: float, seconds: float, step: TimedStep
-) -> tuple[str, str] | None:
-    """The name of the fastest, and the times of all in a line; None if there is no time to compare, or nothing fits.
+class TimedChoice(NamedTuple):
+    """The fastest of several ways, and milliseconds a step of each in words."""
+
+    name: str
+    times: dict[str, str]
+
+    def __str__(self) -> str:
+        others = ", ".join(f"{name}: {time}" for name, time in self.times.items() if name != self.name)
+        own = self.times[self.name]
+        return f"{own} a step ({others})" if own.endswith(" ms") else f"{own} ({others})"
+
+
+def choose_fastest(
+    turns: Mapping[str, Turn], usual: str, smallest: float, limit: float, seconds: float, clock: Clock
+) -> TimedChoice | None:
+    """Return the fastest of several ways; None if there is no time to compare, or nothing fits into memory.
 
     usual: taken where no other is surely faster by the fraction `smallest`. seconds: of one turn, about.
     """
     if (ROUNDS + 1) * len(turns) * seconds > limit:
         return None
-    began, gather = step.clock(), step.parallel.gather
-
-    def slowest(turn: Turn) -> Turn:
-        return lambda: max(gather(turn()))
-
-    shared = {name: slowest(turn) for name, turn in turns.items()}
-    fitting = [name for name, turn in shared.items() if turn() < math.inf]  # kernels are built in the first
+    began = clock()
+    fitting = {
+        name: turn for name, turn in turns.items() if turn() < math.inf
+    }  # the first turn builds kernels
     if not fitting:
         return None
-    base = usual if usual in fitting else fitting[0]
-    others = {name: shared[name] for name in fitting if name != base}
+    base = usual if usual in fitting else next(iter(fitting))
     from trainrun.timing.paired import Rules, compare
 
     rules = Rules(smallest, limit, 1, ROUNDS, ROUNDS, MOST_ROUNDS)
-    found = compare(shared[base], others, rules, lambda: max(gather(step.clock() - began)))
-    name = found.best(smallest, SURE) or base
-    speeds = found.speeds(base)
-    shown = {
-        each: f"{1e3 / speeds[each]:.3g} ms" if each in speeds else "does not fit into memory"
-        for each in turns
-    }
-    listed = ", ".join(f"{each}: {text}" for each, text in shown.items() if each != name)
-    return name, f"{shown[name]} a step ({listed})" if speeds else f"not compared ({listed})"
+    others = {name: turn for name, turn in fitting.items() if name != base}
+    comparison = compare(fitting[base], others, rules, lambda: clock() - began)
+    speeds = comparison.speeds(base)
+    times = dict.fromkeys(turns, "does not fit into memory")
+    times |= dict.fromkeys(fitting, "not compared")
+    times |= {name: f"{1e3 / speed:.3g} ms" for name, speed in speeds.items()}
+    return TimedChoice(comparison.best(smallest, SURE) or base, times)
+
+
+def agreed_choice(choices: Sequence[TimedChoice | None], usual: str) -> TimedChoice | None:
+    """Return what all ranks may do: what all of them chose, else the usual; None if a rank has no choice."""
+    if any(choice is None for choice in choices):
+        return None
+    first, *others = (choice for choice in choices if choice is not None)
+    return first if all(other.name == first.name for other in others) else first._replace(name=usual)
 
 
 def run_seconds(config: RunConfig, seconds: float) -> float:
@@ -126,12 +138,19 @@ def run_seconds(config: RunConfig, seconds: float) -> float:
     return min(seconds, parse_seconds(config.trainer.max_time) or math.inf, by_duration)
 
 
-def obstacle(config: RunConfig, model: nn.Module, train: Batches, parallel: Parallel) -> str:
-    """Why a trial could change the run or break it; "" if it cannot."""
+def other_step(config: RunConfig) -> str:
+    """Return why a timed step is not the step of the run; "" if it is."""
     if config.step:
         return "step is your own, so what it does is not known"
     if config.loop and not str(config.loop.get("_target_")).startswith("trainrun.benchmark."):
         return "loop is your own, so the step is not known"
+    return ""
+
+
+def obstacle(config: RunConfig, model: nn.Module, train: Batches, parallel: Parallel) -> str:
+    """Why a trial of engines could change the run or break it; "" if it cannot."""
+    if reason := other_step(config):
+        return reason
     from trainrun.data.engines.generators import kept_generators
     from trainrun.training.without_trace import copy_obstacle
 

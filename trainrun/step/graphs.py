@@ -17,7 +17,7 @@ from trainrun.seeding import kept_random_state
 from trainrun.training.checks.unsaved_state import changed, parts_of, values_of
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import no_memory
-from trainrun.training.without_trace import snapshot
+from trainrun.training.without_trace import NoTrial, put_back
 
 Function = Callable[..., list[Tensor]]
 Run = Callable[[], list[Tensor]]
@@ -48,9 +48,15 @@ def rehearse(run: Components, batch: Any) -> None:
         }
         return draws, values_of(run.task, parts_of(run.model)), attributes
 
-    with torch.no_grad(), snapshot(run.model):
-        draws, kept, attributes = forward()
-        draws_now, kept_now, attributes_now = forward()
+    try:
+        with torch.no_grad(), put_back((run.model,), run.parallel.device):
+            draws, kept, attributes = forward()
+            draws_now, kept_now, attributes_now = forward()
+    except NoTrial as error:
+        raise PluginError(
+            f"trainer.compile.scope=step: {error}, so two trial steps cannot be taken back; "
+            "use trainer.compile.scope=model"
+        ) from error
     owner, fault = type(run.model).__name__, ""
     if draws != draws_now:
         fault = "draws from Python's or NumPy's random numbers"

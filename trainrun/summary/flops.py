@@ -1,12 +1,12 @@
 """How many floating-point operations a run asked for, and how many this machine could do.
 
-what: one forward and backward of copies of model and task under torch's FlopCounterMode, after the training;
+what: one forward and backward under torch's FlopCounterMode, after the training, as a trial that leaves no trace;
     and the fastest matrix product of this device in the type of the run, in several rounds. MFU is the first over the
     second; the share of the data sheet stands next to it where the GPU is known. Recomputation would count too, and
     causal attention counts as the full square. Where the rounds differ, as on a machine that
     others use, there is no MFU.
 when: at the end of a run that was long enough to pay for it (MIN_SECONDS); nothing of the run is moved.
-when not: models too large to copy, loops and layers of a kind that cannot be repeated: then there is no figure.
+when not: where no trial can be made, loops and layers of a kind that cannot be repeated: then there is no figure.
 source: https://arxiv.org/abs/2204.02311, appendix B (MFU); torch/utils/flop_counter.py
 """
 
@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ class Work(NamedTuple):
 
 
 def measured_work(run: Components) -> Work | None:
-    """None if it cannot be counted without touching the run; see `trainrun.training.without_trace.copy_obstacle`.
+    """None if it cannot be counted without touching the run; see `trainrun.training.without_trace`.
 
     Nor where blocks are computed again: torch's counter keeps all of them, which is what was to be avoided.
     """
@@ -95,15 +96,20 @@ def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
 
 def flops_per_item(run: Components) -> float:
     """Count the operations an item takes in the first batch of the first epoch. Raises what the model raises."""
-    from trainrun.training.without_trace import first_batches, stand_ins
+    from trainrun.training.without_trace import first_batches, run_trial
 
     batch = map_leaves(first_batches(run.train)[0], lambda leaf: leaf)
-    model, task = stand_ins(run.model, run.task)
+    owners = (run.model, run.task, batch, run.optimizer, *run.hooks.by_key.values())
+    return run_trial(partial(count_flops, run, batch), run.parallel.device, *owners)
+
+
+def count_flops(run: Components, batch: Any) -> float:
+    """Count the operations an item of the batch takes. It belongs into a trial."""
     with counter() as counted, eagerly(counted):
         with run.precision.autocast():
-            out = task.step(model, batch)
-        out.loss_sum.backward()
-    items = float(task.count(batch) if counts_before(task) else run.counting.late(out))
+            out = run.task.step(run.model, batch)
+        out.loss_sum.backward()  # type: ignore[no-untyped-call]
+    items = float(run.task.count(batch) if counts_before(run.task) else run.counting.late(out))
     return float(counted.get_total_flops()) / items if items else math.nan
 
 

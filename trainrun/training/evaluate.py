@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainrun.interfaces import MicroBatch
 from trainrun.seeding import evaluating
-from trainrun.sums import add_sums, flat_sums, metrics_of, over_ranks, rows_over_ranks
+from trainrun.sums import LOSS, add_sums, check_names, flat_sums, metrics_of, over_ranks, rows_over_ranks
 from trainrun.timing.phases import LOGGING
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
@@ -80,5 +80,6 @@ def sums_of(
     """The sums of one batch of a validation, its rows on the host, and the items that only its output says."""
     with run.precision.autocast():
         out = run.task.step(model, batch.data)
+    check_names(out.sums, run.task)
     rows = {name: values.detach().cpu() for name, values in getattr(out, "rows", {}).items()}
-    return flat_sums({"loss": out.loss_sum, **out.sums}, run.task), rows, run.counting.late(out)
+    return flat_sums({LOSS: out.loss_sum, **out.sums}, run.task), rows, run.counting.late(out)

@@ -1,31 +1,59 @@
-"""Trials that leave no trace in a run: on copies of model and task, or on the model itself with everything put back.
+"""Trials of the user's model and task that leave no trace in a run.
 
-when: `stand_ins` where weights' worth of memory is free and Python attributes may change; `snapshot` where the real
-    tensors have to take part. Both leave gradients to their user. What every step keeps for its own repetition is
+what: `run_trial` runs the work on the objects of the run themselves. On a CPU it does so in a forked child process
+    that is thrown away. Where no fork is possible (after CUDA was started), everything that the work can change is
+    kept first and put back afterwards: the memory of tensors, gradients, optimizer state, random states, and the
+    attributes of model, task and hooks with all that they hold.
+when: whatever runs code of the user's before the run uses it. What every step keeps for its own repetition is
     `trainrun.training.recovery.step_snapshot`, which must cost next to nothing.
+when not: functions of the user's that change global variables of their file, where no fork is possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainrun.interfaces import Batches, MicroBatch
+from trainrun.runtime.child_process import can_fork, run_in_child
 from trainrun.runtime.machine import free_bytes
 from trainrun.runtime.model_copy import copied
 from trainrun.seeding import kept_random_state
-from trainrun.training.recovery.put_back import put_back
+
+T = TypeVar("T")
 
 LARGE_MODEL = 2**31  # bytes; a host takes half a second to copy them
+MOST_OBJECTS: Final = 200_000
+PLAIN: Final = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    types.ModuleType,
+    torch.dtype,
+    torch.device,
+)
+
+
+class NoTrial(Exception):
+    """A trial was not made, because what it changes could not be put back."""
 
 
 def first_batches(batches: Batches, count: int = 1, epoch: int = 0, start: int = 0) -> list[Any]:
-    """The data of batches from `start` on; what was opened to read them is closed."""
+    """Return the data of batches from `start` on; what was opened to read them is closed."""
     opened = batches.epoch(epoch, start)
     try:
         return [batch.data for batch in islice(opened, count)]
@@ -47,17 +75,23 @@ def endless(batches: Batches, place: list[int]) -> Generator[MicroBatch]:
         place[:] = epoch + 1, 0
 
 
-@contextmanager
-def snapshot(model: nn.Module) -> Iterator[None]:
-    """Put back buffers and the random states of this process at the end. Tensors keep their memory."""
-    buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
-    with kept_random_state():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, buffer, contents in buffers:
-                    put_back(model, name, buffer, contents)
+def run_trial(work: Callable[[], T], device: torch.device, *owners: Any) -> T:
+    """Return what `work` returns, plain values; model, task, hooks and random states are as before afterwards.
+
+    owners: the objects that the work may change, where it cannot run in a child process. Raises what the work raises,
+    ChildError for a child that died, and NoTrial.
+    """
+    if device.type == "cpu" and can_fork():
+        return run_in_child(functools.partial(_without_ranks, work))
+    with put_back(owners, device):
+        return work()
+
+
+def _without_ranks(work: Callable[[], T]) -> T:
+    """Run the work as the only rank: a forked process cannot exchange anything with the ranks of its parent."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.GroupMember.WORLD = None
+    return work()
 
 
 def copy_obstacle(model: nn.Module, device: torch.device) -> str:
@@ -78,3 +112,142 @@ def stand_ins(model: nn.Module, task: Any) -> tuple[nn.Module, Any]:
         if isinstance(module, nn.SyncBatchNorm):
             module.eval()  # or it would wait for the other ranks in every forward
     return model, task
+
+
+@contextmanager
+def put_back(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
+    """At the end, put back everything that the owners hold, and the random states of this process.
+
+    Raises NoTrial if the memory of the device does not suffice for a copy.
+    """
+    kept = _KeptState()
+    kept.keep(owners)
+    if 2 * kept.num_bytes > free_bytes(device):
+        raise NoTrial("the model fills the memory")
+    kept.copy_memory()
+    with kept_random_state():
+        try:
+            yield
+        finally:
+            kept.put_back()
+
+
+class _KeptState:
+    """What objects hold: the memory of their tensors, and the contents of their containers and attributes.
+
+    Objects are kept by reference, so that each stays the object that it was.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+        self._undo: list[Callable[[], object]] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def keep(self, owners: Iterable[Any]) -> None:
+        """Note everything that can be reached from the owners."""
+        waiting = list(owners)
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, PLAIN) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if len(self._seen) > MOST_OBJECTS:
+                raise NoTrial("model and task hold too many objects")
+            waiting.extend(self._note(value))
+
+    def copy_memory(self) -> None:
+        for storage in self._storages.values():
+            contents = storage.clone()  # type: ignore[no-untyped-call]
+            self._undo.append(functools.partial(storage.copy_, contents))
+
+    def put_back(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+
+    def _note(self, value: Any) -> Iterable[Any]:
+        """Note how the value is put back; return what it holds."""
+        if isinstance(value, Tensor):
+            return self._note_tensor(value)
+        if isinstance(value, torch.Generator):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+            return ()
+        if isinstance(value, random.Random):
+            self._undo.append(functools.partial(value.setstate, value.getstate()))
+            return ()
+        if type(value).__module__.partition(".")[0] == "numpy":
+            return self._note_numpy(value)
+        held = [*self._note_container(value), *self._note_function(value), *self._note_slots(value)]
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            held.append(attributes)
+        return held
+
+    def _note_tensor(self, tensor: Tensor) -> Iterable[Any]:
+        if tensor.layout is torch.strided and not tensor.is_meta and not nn.parameter.is_lazy(tensor):
+            storage = tensor.untyped_storage()
+            self._storages.setdefault(storage.data_ptr(), storage)
+        gradient = tensor.grad if tensor.is_leaf else None
+        memory = tensor.detach()
+
+        def undo() -> None:
+            if tensor.is_leaf:
+                tensor.grad = gradient
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.data_ptr() != memory.data_ptr():
+                tensor.data = memory
+
+        self._undo.append(undo)
+        return [gradient, vars(tensor)]
+
+    def _note_numpy(self, value: Any) -> Iterable[Any]:
+        generator = getattr(value, "bit_generator", None)
+        if generator is not None:
+            self._undo.append(functools.partial(setattr, generator, "state", generator.state))
+        elif hasattr(value, "set_state"):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+        elif hasattr(value, "flags") and value.flags.writeable:
+            self._undo.append(functools.partial(value.__setitem__, ..., value.copy()))
+        return ()
+
+    def _note_container(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, tuple | frozenset):
+            return value
+        if not isinstance(value, dict | list | set | deque | bytearray):
+            return ()
+        contents = value.copy()
+
+        def refill() -> None:
+            value.clear()
+            add: Any = value.update if isinstance(value, dict | set) else value.extend
+            add(contents)
+
+        self._undo.append(refill)
+        return contents.values() if isinstance(contents, dict) else contents
+
+    def _note_function(self, value: Any) -> Iterable[Any]:
+        """A function holds its closure, a bound method its object."""
+        if isinstance(value, types.CellType):
+            try:
+                contents = value.cell_contents
+            except ValueError:  # not filled yet
+                return ()
+            self._undo.append(functools.partial(setattr, value, "cell_contents", contents))
+            return [contents]
+        if isinstance(value, functools.partial):
+            return [value.func, value.args, value.keywords]
+        if isinstance(value, types.MethodType):
+            return [value.__self__, value.__func__]
+        return value.__closure__ or () if isinstance(value, types.FunctionType) else ()
+
+    def _note_slots(self, value: Any) -> Iterable[Any]:
+        held = []
+        classes = [cls for cls in type(value).__mro__ if "__slots__" in vars(cls)]
+        for member in (one for cls in classes for one in vars(cls).values()):
+            if isinstance(member, types.MemberDescriptorType) and hasattr(value, member.__name__):
+                contents = member.__get__(value)
+                self._undo.append(functools.partial(member.__set__, value, contents))
+                held.append(contents)
+        return held

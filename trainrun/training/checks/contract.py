@@ -4,19 +4,20 @@ what: loss and sums of some rows of the first batch are compared with those of t
     doubles, a mean stays. Only what clearly stays, while its count doubles, is refused. A count that stays is told, a
     loss that grows, but by less than half (a mean over pairs of the batch, a penalty that knows no count), and whole
     numbers that stay (hits among the samples of a batch). Their halves are compared with them too: a loss that is not
-    the sum of both depends on micro-batches and ranks, which is told. A step that draws random numbers is repeated, and
-    decided only where its noise allows it; of its halves nothing is said. All runs on copies of model and task, in
-    evaluation mode, and random states are put back, so nothing of it remains.
+    the sum of both depends on micro-batches and ranks, which is told; a metric that is not, of a loss that is, is
+    refused: (B, 1) against (B,) is (B, B). A step that draws random numbers is repeated, and decided only where its
+    noise allows it; of its halves nothing is said. All is a trial in evaluation mode, so nothing of it remains.
 when: every new run with a task that is not ours; `trainer.check_task=false` leaves it out.
-when not: batches that cannot be cut, models that cannot be copied: one line says so, and the run goes on.
+when not: batches that cannot be cut, trials that cannot be made: one line says so, and the run goes on.
 source: the loss contract of `trainrun.interfaces`
 gain: a mean would train at 1/batch of the gradient without a word. Cost: six forward passes of half a batch, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,11 @@ from torch import Tensor
 from trainrun.data.split_batch import num_rows, rows_of, twice
 from trainrun.errors import PluginError
 from trainrun.interfaces import Counting, counts_before
-from trainrun.seeding import kept_random_state
-from trainrun.sums import OWN, flat_sums, metrics_of
+from trainrun.sums import OWN, check_names, flat_sums, metrics_of
 from trainrun.task.model_loss import adds_up
 from trainrun.tensors import HALF_TYPES
 from trainrun.training.components import Components
-from trainrun.training.without_trace import copy_obstacle, stand_ins
+from trainrun.training.without_trace import run_trial
 
 MOST_ROWS = 64
 LEAST_WHOLE = 4  # rows, so that no half is a single one
@@ -59,8 +59,10 @@ class Looks(NamedTuple):
 
 def check_task(run: Components, data: Any) -> None:
     """PluginError: an output that the contract does not know, or a mean in the place of a sum."""
+    owners = (run.model, run.task, data, run.optimizer, *run.hooks.by_key.values())
     try:
-        looks = looks_at(run, data)
+        with run.task_calls.unwatched():
+            looks = run_trial(partial(looks_at, run, data), run.parallel.device, *owners)
     except BadOutput as error:
         raise PluginError(str(error)) from error
     # Whatever the user's code does with fewer rows or in a copy is no fault of the run.
@@ -88,6 +90,14 @@ def check_task(run: Components, data: Any) -> None:
         raise PluginError(
             f"task: {names} of {name}.step() is a mean: it stays the same where a batch is given twice, and it is "
             f"divided by the count once more. Give the sum, or the pair (sum, its own count). {way_out}"
+        )
+    if no_sum_of_parts(looks) is None and (wrong := not_additive(looks, exempt=hits)):
+        whole, parts = (ratio_of(pairs, wrong[0]) for pairs in (looks.parts[:1], looks.parts[1:]))
+        raise PluginError(
+            f'task: sums["{wrong[0]}"] of {name}.step() is {whole:.6g} an item for some rows, and {parts:.6g} for '
+            "their halves together, so it depends on data.val_batch_size. Tensors of shapes (B, 1) and (B,) may have "
+            "been broadcast to (B, B): give both the same shape. A metric that needs all rows at once is made by "
+            f"summarize() from StepOutput(rows=...). {way_out}"
         )
     once, doubled = (float(seen[0][LOSS][1]) for seen in looks[:2])
     if 0 < once == doubled:
@@ -118,35 +128,29 @@ def looks_at(run: Components, data: Any) -> Looks:
     count = num_rows(data)
     rows = min(max(count // 2, 1), MOST_ROWS)
     whole = min(max(rows, LEAST_WHOLE), count)
-    with kept_random_state():
-        look = look_of(run)
-        few = rows_of(data, 0, rows, count)
-        looks = Looks([look(few)], [look(twice(few, rows))], [], rounding_of(run))
-        looks.once.append(look(few))
-        if whole > 1:
-            ends = ((0, whole), (0, whole // 2), (whole // 2, whole))
-            with suppress(Exception):  # where not even fewer rows, or float32, will do: what is above decides
-                looks.parts.extend([look(rows_of(data, *pair, count), exact=True) for pair in ends])
-        if not all(same(*(seen[key][0] for seen in looks.once)) for key in looks.once[0]):
-            for _ in range(REPEATS - 1):
-                looks.once.append(look(few))
-                looks.twice.append(look(twice(few, rows)))
+    look = look_of(run)
+    few = rows_of(data, 0, rows, count)
+    looks = Looks([look(few)], [look(twice(few, rows))], [], rounding_of(run))
+    looks.once.append(look(few))
+    if whole > 1:
+        ends = ((0, whole), (0, whole // 2), (whole // 2, whole))
+        with suppress(Exception):  # where not even fewer rows, or float32, will do: what is above decides
+            looks.parts.extend([look(rows_of(data, *pair, count), exact=True) for pair in ends])
+    if not all(same(*(seen[key][0] for seen in looks.once)) for key in looks.once[0]):
+        for _ in range(REPEATS - 1):
+            looks.once.append(look(few))
+            looks.twice.append(look(twice(few, rows)))
     return looks
 
 
 def look_of(run: Components) -> Callable[..., dict[str, Pair]]:
-    """A step on copies, in evaluation mode: values and counts by name; `exact`: without autocast. ValueError: there is
-    no room for them."""
-    if obstacle := copy_obstacle(run.model, run.parallel.device):
-        raise ValueError(obstacle)
-    with run.task_calls.unwatched():
-        model, task = stand_ins(run.model, run.task)
-    model.eval()
+    """A step in evaluation mode: values and counts by name; `exact`: without autocast. It belongs into a trial."""
+    run.model.eval()
 
     def look(data: Any, exact: bool = False) -> dict[str, Pair]:
         with nullcontext() if exact else run.precision.autocast():
-            out = task.step(model, data)
-        return values_of(task, run.counting, data, out)
+            out = run.task.step(run.model, data)
+        return values_of(run.task, run.counting, data, out)
 
     return look
 
@@ -167,6 +171,37 @@ def no_sum_of_parts(looks: Looks) -> tuple[float, float] | None:
     return None if adds_up(whole, halves, looks.rounding) else (whole, sum(halves))
 
 
+def not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
+    """Return the metrics that are another for some rows than for the halves of these, where no noise is the reason.
+
+    A count of its own that does not grow with the rows says that the item is a batch, whose metric need not add up.
+    """
+    if len(looks.parts) < 3:
+        return []
+    first, again = looks.once[:2]
+    names = []
+    for name, (value, count) in looks.parts[0].items():
+        grows = bool((count > max(part[name][1] for part in looks.parts[1:])).all())
+        if name == LOSS or name in exempt or value.numel() != 1 or not grows:
+            continue
+        if not torch.allclose(first[name][0], again[name][0], rtol=0.1 * looks.rounding, equal_nan=True):
+            continue
+        whole, parts = ratio_of(looks.parts[:1], name), ratio_of(looks.parts[1:], name)
+        # whole numbers count rows, of which rounding may move one from one side of a threshold to the other
+        counted_rows = all(float(part[name][0]).is_integer() for part in looks.parts)
+        slack = max(2 / float(count), 0.1 * max(abs(whole), abs(parts))) if counted_rows else 0.0
+        if abs(whole - parts) > slack and not adds_up(whole, [parts], looks.rounding):
+            names.append(name)
+    return names
+
+
+def ratio_of(looks: Sequence[dict[str, Pair]], name: str) -> float:
+    """Return the metric of several batches together: the sum of its values over that of its counts."""
+    total = sum(float(look[name][0]) for look in looks)
+    count = sum(float(look[name][1]) for look in looks)
+    return total / count if count else 0.0
+
+
 def values_of(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, Pair]:
     """The loss and all sums, each with what it is divided by. BadOutput: they are not what the contract says."""
     name, loss = type(task).__name__, getattr(out, "loss_sum", None)
@@ -183,6 +218,7 @@ def values_of(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, P
         )
     try:
         late = counting.late(out)
+        check_names(out.sums, task)
         sums = flat_sums({LOSS: loss, **out.sums}, task)
         if not callable(getattr(task, "summarize", None)):
             metrics_of(sums, 1.0, task)
@@ -192,7 +228,7 @@ def values_of(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, P
     if count.numel() != 1 or float(count) % 1:
         raise BadOutput(f"task: {name}.count(batch) gave {count.tolist()}; it must be a whole number")
     return {
-        key: (value.cpu(), sums.get(OWN + key, count).cpu())
+        key: (value.detach().cpu(), sums.get(OWN + key, count).cpu())
         for key, value in sums.items()
         if not key.startswith(OWN)
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor
 from trainrun.data.batch import is_integer, map_leaves
 from trainrun.data.split_batch import num_rows, rows_of, twice
 from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, batch_fields
-from trainrun.seeding import kept_random_state
 from trainrun.task.dict_batches import bare_model, keywords_of
 from trainrun.training.checks.contract import LOSS, look_of, rounding_of
 from trainrun.training.components import Components
+from trainrun.training.without_trace import run_trial
 
 MASK = "attention_mask"
 
@@ -35,17 +36,17 @@ def check_padding(run: Components, data: Any) -> bool:
     mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
     if not run.parallel.sum_over_ranks([mask is not None])[0]:
         return False
-    told = ""
+    told, owners = "", (run.model, run.task, data, run.optimizer, *run.hooks.by_key.values())
     # What the user's code does with two rows, with fewer positions or in a copy is no fault of the run.
-    with suppress(Exception):
-        told = difference(run, data, mask)
+    with suppress(Exception), run.task_calls.unwatched():
+        told = run_trial(partial(difference, run, data, mask), run.parallel.device, *owners)
     if told := next(filter(None, run.parallel.gather(told)), ""):
         run.monitors.note(told)
     return True
 
 
 def difference(run: Components, data: Any, mask: Tensor | None) -> str:
-    """What to say, "" where a padded sample gives what it gives alone. All ranks call it: a task may join them."""
+    """Return what to say, "" where a padded sample gives what it gives alone. It belongs into a trial."""
     row, length, filled = 0, 0, [False]
     if mask is not None:
         row, length = int(mask.sum(1).argmin()), int(mask.sum(1).min())
@@ -53,9 +54,8 @@ def difference(run: Components, data: Any, mask: Tensor | None) -> str:
             filled = filled_leaves(data, mask)
     padded = twice(rows_of(data, row, row + 1, num_rows(data)), 1)
     cut = shortened(padded, filled, length) if any(filled) else padded
-    with kept_random_state():
-        look, rounding = look_of(run), rounding_of(run)
-        looks = [look(batch, exact=True)[LOSS] for batch in (padded, cut, padded)]
+    look, rounding = look_of(run), rounding_of(run)
+    looks = [look(batch, exact=True)[LOSS] for batch in (padded, cut, padded)]
     (loss, count), (own_loss, own_count), (again, _) = ((float(a), float(b)) for a, b in looks)
     if mask is None or abs(loss - again) > 0.1 * rounding * abs(loss):  # random numbers
         return ""
