@@ -261,10 +261,12 @@ class GradReport:
 
     norm: 0-d on the device, the total gradient norm before clipping; None if nobody asked.
     skipped: True if the update was left out because a gradient was not finite.
+    learning_rates: those of the update, as the row of a log point names them; None if nobody asked.
     """
 
     norm: Tensor | None
     skipped: bool
+    learning_rates: Mapping[str, float] | None = None
 
 
 class Precision(Protocol):
@@ -395,7 +397,7 @@ class StepReport:
 
     losses: per micro-batch, 0-d and detached, or a float, summed over the items of this rank.
     items: items of this rank; agreed: what all ranks agreed on, by `run.agree`; asked after the step if it did not.
-    sums: the task's sums over the step on this rank; empty unless `run.triggers.log` asks for them.
+    sums: the task's sums over the step on this rank; empty unless `run.triggers.sums` asks for them.
     """
 
     losses: list[Tensor]
@@ -409,6 +411,7 @@ class StepReport:
 class RunFacts:
     """What is known when the ranks are built, for the first lines on the screen.
 
+    sample_every: of so many training steps one is sampled for `train/acc` and its like; `train/loss` is over all.
     choices: what was chosen for the user, with the reason, one line each. update: optimizer, learning rate and
     schedule in words. run_id: the same after a resume. config: as in `config.yaml`, without secrets.
     """
@@ -431,6 +434,7 @@ class RunFacts:
     update: str = ""
     run_id: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    sample_every: int = 1
 
 
 class Monitor(Protocol):

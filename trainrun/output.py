@@ -92,6 +92,12 @@ def counted(number: int | None, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 9th, 11th."""
+    teen = number % 100 in (11, 12, 13)
+    return f"{number:,}" + ("th" if teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th"))
+
+
 HIDDEN = "***"
 ALWAYS = {"password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey",
           "authorization"}  # fmt: skip

@@ -16,6 +16,8 @@ from trainrun.interfaces import Parallel, Summarizes, Sums
 
 LOSS = "loss"  # the name of the sum that is the loss itself
 OWN = "\0"  # before a name: the count of a sum that is over other items than the loss
+ITEMS = "\1"  # before a name: the items of the training steps that the sum is over
+LOSSES = "\2"  # the sum of the loss over all training steps, whose other sums may be of fewer
 
 
 def flat_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
@@ -60,11 +62,21 @@ def add_sums(sums: dict[str, Tensor], new: Sums, task: Any, counts: bool = True)
     for name, value in flat_sums(new, task).items():
         before, value = sums.get(name), value if counts else torch.zeros_like(value)
         if before is not None and before.shape != value.shape:
-            raise PluginError(
-                f'task: {type(task).__name__}.step() gave sums["{name.removeprefix(OWN)}"] of shape '
-                f"{tuple(value.shape)}, and {tuple(before.shape)} before; a sum has the same shape in every batch"
-            )
+            raise PluginError(shape_fault(task, name, value, before))
         sums[name] = value if before is None else before + value
+
+
+def shape_fault(task: Any, name: str, value: Tensor, before: Tensor) -> str:
+    """Return the message about a sum whose shape changed."""
+    return (
+        f'task: {type(task).__name__}.step() gave sums["{name.removeprefix(OWN)}"] of shape '
+        f"{tuple(value.shape)}, and {tuple(before.shape)} before; a sum has the same shape in every batch"
+    )
+
+
+def joined(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Both added up by name."""
+    return {**sums, **{name: sums[name] + value if name in sums else value for name, value in more.items()}}
 
 
 def over_ranks(
@@ -112,15 +124,17 @@ def rows_over_ranks(
 
 
 def metrics_of(
-    sums: Mapping[str, Tensor], count: float, task: Any, rows: Mapping[str, Tensor] = MappingProxyType({})
-) -> dict[str, float]:
+    sums: Mapping[str, Tensor], count: float, task: Any, rows: Mapping[str, Tensor] = MappingProxyType({}),
+    items: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, float]:  # fmt: skip
     """Numbers divided by their count, and what the task's `summarize` makes of all sums and rows.
 
+    items: the count of single sums, where it is not that of all.
     PluginError: several numbers, and no `summarize`; it gives something else than numbers by name; a name is taken.
     """
     names = [name for name in sums if not name.startswith(OWN)]
     found = {
-        name: _ratio(float(sums[name]), float(sums.get(OWN + name, count)))
+        name: _ratio(float(sums[name]), float(sums.get(OWN + name, items.get(name, count))))
         for name in names
         if sums[name].numel() == 1
     }
@@ -136,6 +150,21 @@ def metrics_of(
     summary = _numbers(task.summarize({**pairs, **rows}, count), task)
     check_names(summary, task)
     return _named(found | summary, task)
+
+
+def train_metrics(sums: Mapping[str, Tensor], task: Any) -> dict[str, float]:
+    """Metrics of training steps: each sum divided by the items of the steps that had it. `loss` is over all steps.
+
+    sums: those of the task, and `LOSSES`, each with its `ITEMS`. A metric of no items is left out.
+    """
+    items = {name.removeprefix(ITEMS): float(sums[name]) for name in sums if name.startswith(ITEMS)}
+    loss = {"loss": float(sums[LOSSES]) / items[LOSSES]} if items.get(LOSSES) else {}
+    own = {name: value for name, value in sums.items() if not name.startswith((ITEMS, LOSSES))}
+    measured = {name: items.get(name, 0.0) for name in own}
+    if not any(measured.values()):
+        return loss
+    metrics = metrics_of(own, max(measured.values()), task, items=measured)
+    return loss | {name: value for name, value in metrics.items() if name != "loss"}
 
 
 def _named(metrics: dict[str, float], task: Any) -> dict[str, float]:

@@ -41,7 +41,11 @@ def run(console: Console, folder: str = "runs/x") -> None:
     console.on_start(replace(FACTS, folder=folder), 0)
     console.on_step(100, 2.22, {"train/loss": 0.3, "train/acc": 0.9, "lr": 1e-3} | speed(5000.0))
     console.on_step(150, 2.9, {"train/loss": 0.21345} | speed(6000.0, 240.0))
-    console.on_eval(135, 3.0, {"val/acc": 0.921, "val/loss": 0.25, "val/seconds": 0.01})
+    console.on_eval(
+        135,
+        3.0,
+        {"train/loss": 0.2135, "train/acc": 0.9, "val/acc": 0.921, "val/loss": 0.25, "val/seconds": 0.01},
+    )
     console.on_note("saved [bold]checkpoint[/bold] :smile:")
     console.on_eval(900, 20.0, {"test/loss": 0.2, "test/acc": 0.95})
     console.on_end(SUMMARY)
@@ -101,7 +105,7 @@ def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatc
     console.on_start(FACTS, 0)
     console.on_batch(450)
     console.on_step(450, 10.0, {"train/loss": 0.25} | speed(5900.0))
-    console.on_eval(450, 10.0, {"val/acc": 0.9, "val/loss": 0.5})
+    console.on_eval(450, 10.0, {"train/loss": 0.25, "val/acc": 0.9, "val/loss": 0.5})
     console._live.refresh()  # type: ignore[union-attr]
     console.on_note("saved [bold]x[/bold] :smile:")
     print("a print of the user's")

@@ -456,6 +456,7 @@ def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[
         model_summary=f"{type(run.model).__name__} ({', '.join(name for name, _ in run.model.named_children())})",
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        sample_every=rhythm.sample_every,
         choices=tuple(notes),
         update=describe_update(config, run.schedule),
         run_id=site.run_id,

@@ -27,6 +27,7 @@ class PacedTriggers:
     ) -> None:
         self._triggers, self._validates, self._until = triggers, validates, until
         self._begin, self._end, self.log = state.step, state.step + steps, False
+        self.sums = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._triggers, name)
@@ -36,6 +37,7 @@ class PacedTriggers:
         over = state.step >= self._end or (state.step > self._begin and time.monotonic() >= self._until)
         state.stop_reason = "all steps done" if over else ""
         self.log = bool(self._triggers.log_due(state.step + 1))
+        self.sums = self.log or bool(self._triggers.sample_due(state.step + 1))
         return Due(self.validation_due(state), over, self.log)
 
     def validation_due(self, state: TrainState) -> bool:

@@ -210,7 +210,7 @@ class Worker:
             return self._components, self._state
         if name not in self._variants:
             state = copy.copy(self._state)
-            state.losses = []
+            state.losses, state.sums, state.sum_items = [], {}, {}
             self._variants[name] = ablated(name, self._components, self._cached), state
         return self._variants[name]
 

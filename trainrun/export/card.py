@@ -93,7 +93,9 @@ def measured(run: RunDir, which: str) -> dict[str, float]:
     for row in read_rows(run.metrics) if run.metrics.is_file() else ():
         if row["kind"] == "eval" and row["step"] == step:
             found |= {
-                name: value for name, value in row.items() if "/" in name and not name.endswith("/seconds")
+                name: value
+                for name, value in row.items()
+                if "/" in name and not name.startswith("train/") and not name.endswith("/seconds")
             }
     if status.get("step") == step:
         found |= status.get("metrics") or {}

@@ -102,8 +102,10 @@ class Console:
             self._say_newest()
             self._print("  ".join(["test", *readings(shown)]))
             return
-        loss = {name: value for name, value in self._latest.items() if name == "train/loss"}
-        self._unsaid = step, epoch, loss | shown
+        line = {
+            name: value for name, value in shown.items() if name == "train/loss" or _split(name) != "train"
+        }
+        self._unsaid = step, epoch, line
         if self._live is None and self._html is None:
             self._say_newest()
 
@@ -160,6 +162,10 @@ class Console:
                 say(line, file=self._stream, flush=True)
         except OSError:  # a closed terminal or pipe ends no training; run.log has the same lines
             self._closed = True
+
+
+def _split(name: str) -> str:
+    return name.partition("/")[0]
 
 
 def _is_shown(name: str) -> bool:

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainrun.errors import PluginError
 from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport, Summarizes
-from trainrun.sums import metrics_of, over_ranks
+from trainrun.sums import ITEMS, LOSSES, joined, over_ranks, shape_fault, train_metrics
 from trainrun.timing.phases import DEVICE, PhaseTimer
 from trainrun.training.state import TrainState
+
+ZERO = torch.zeros((), dtype=torch.float64)
 
 
 class CountsTokens(Protocol):
@@ -33,10 +36,15 @@ class MetricLogger:
     on_position: told the step after every step, a few hundred nanoseconds at most (a progress bar).
     on_log: called at each log point after the row was handed on (plots drawn while the run goes on).
     unit: what an item is, `samples` or `tokens`. tokens: counts them for a task whose items are samples.
+    learning_rates: of the coming update, for steps whose report does not say those of its own.
     tidy: called at the end of each log point (False) and of each validation (True), on every rank.
     phases: where the wait for a GPU is booked. task: what makes metrics of its sums.
     why_nan: finds the likely cause of a validation loss that is not finite, which is said once.
     write: takes a row of another kind, on rank 0.
+
+    A row of training has the means since the row before, and one of a validation those since the validation before. A
+    validation that is not due, as at the end of the time, leaves all sums as they are: a run that goes on from there
+    writes the rows of one that never stopped.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class MetricLogger:
         self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
         self._on_position, self._on_log, self._tidy = on_position, on_log, tidy
         self._task, self._why_nan, self._write, self.speed_name = task, why_nan, write, f"{unit}_per_second"
+        self._summarizes = isinstance(task, Summarizes)
         # On a CPU nothing is waited for: adding up the losses is logging.
         self._book = phases.on if parallel.device.type != "cpu" else nullcontext
         self._tokens = tokens if unit != "tokens" else None
@@ -71,29 +80,29 @@ class MetricLogger:
         self.step = state.step
         if not self._logs:
             state.losses.clear()
+        elif report.sums and not report.grad.skipped:
+            self._add_sums(state, report)
         if self._on_position is not None:
             self._on_position(state.step)
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
         """A log point: the one place where the host waits for the device."""
-        losses, items = (state.losses, state.logged_items) if state.losses else (report.losses, report.items)
-        with self._book(DEVICE):
-            total = torch.stack(losses or [torch.tensor(math.nan)]).to("cpu", torch.float64).sum().item()
+        only_skipped = not state.losses and not state.logged
+        if only_skipped:  # the loss of such a step says why, and is part of no other mean
+            state.losses, state.logged_items = list(report.losses), report.items
         new_tokens = self._tokens.take() if self._tokens is not None else 0.0
-        values = [total, float(items), float(report.items), new_tokens]
-        sums, numbers = over_ranks(self._parallel, self._sums_of(report), values)
-        loss_total, logged_items, step_items, tokens = numbers
-        metrics = {"loss": math.nan} | metrics_of(sums, step_items, self._task) if sums else {}
-        row = {f"train/{name}": value for name, value in metrics.items()}
-        row["train/loss"] = _ratio(loss_total, logged_items)
-        row |= self._learning_rates()
+        found, (tokens,) = self._read_sums(state, [new_tokens])
+        row = self._train_metrics(joined(state.logged, found))
+        if not only_skipped:
+            state.since_validation = joined(state.since_validation, found)
+        state.logged = {}
+        self._forget(state)
+        row |= report.grad.learning_rates or self._learning_rates()
         if report.grad.norm is not None:
             row["grad_norm"] = float(report.grad.norm)
         if state.skipped_steps:
             row["skipped_steps"] = float(state.skipped_steps)
         row |= self._speed(state, tokens)
-        state.losses.clear()
-        state.logged_items = 0
         for monitor in self._monitors:
             monitor.on_step(state.step, self.epoch_of(state), row)
         if self._on_log is not None:
@@ -102,10 +111,37 @@ class MetricLogger:
         if self._tidy is not None:
             self._tidy(False)
 
-    def _sums_of(self, report: StepReport) -> dict[str, Tensor]:
-        """Those of the task, and for one that summarizes them the loss too."""
-        summarizes = isinstance(self._task, Summarizes) and report.sums
-        return report.sums | ({"loss": torch.stack(report.losses).sum()} if summarizes else {})
+    def _add_sums(self, state: TrainState, report: StepReport) -> None:
+        """Add the sums of a step on the device, for a task that summarizes them the loss too."""
+        sums = report.sums
+        if self._summarizes:
+            sums = {**sums, "loss": torch.stack(report.losses).sum()}
+        for name, value in sums.items():
+            before = state.sums.get(name)
+            if before is not None and before.shape != value.shape:
+                raise PluginError(shape_fault(self._task, name, value, before))
+            state.sums[name] = value if before is None else before + value
+            state.sum_items[name] = state.sum_items.get(name, 0) + report.items
+
+    def _read_sums(self, state: TrainState, numbers: list[float]) -> tuple[dict[str, Tensor], list[float]]:
+        """Losses and sums that are still on the device, and further numbers, over all ranks."""
+        with self._book(DEVICE):
+            losses = torch.stack(state.losses).to("cpu", torch.float64).sum() if state.losses else ZERO
+        counts = {**state.sum_items, LOSSES: state.logged_items}
+        items = {
+            ITEMS + name: torch.tensor(float(count), dtype=torch.float64) for name, count in counts.items()
+        }
+        return over_ranks(self._parallel, {**state.sums, LOSSES: losses, **items}, numbers)
+
+    def _train_metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        return {f"train/{name}": value for name, value in train_metrics(sums, self._task).items()}
+
+    def _forget(self, state: TrainState) -> None:
+        """Begin anew what is on the device."""
+        state.losses.clear()
+        state.sums.clear()
+        state.sum_items.clear()
+        state.logged_items = 0
 
     def _speed(self, state: TrainState, tokens: float) -> dict[str, float]:
         now = perf_counter()
@@ -124,11 +160,12 @@ class MetricLogger:
             return found
         return found | {"tokens_per_second": items_per_second * self._seen_tokens / self._seen_items}
 
-    def on_eval(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        """After a validation; its time does not count as training time."""
+    def on_eval(self, state: TrainState, metrics: Mapping[str, float], scheduled: bool = True) -> None:
+        """After a validation; its time does not count as training time. scheduled: whether it was due."""
         self._elsewhere += sum(value for name, value in metrics.items() if name.endswith("/seconds"))
+        row = {**self._since_validation(state, scheduled), **metrics}
         for monitor in self._monitors:
-            monitor.on_eval(state.step, self.epoch_of(state), metrics)
+            monitor.on_eval(state.step, self.epoch_of(state), row)
         losses = ((name, value) for name, value in metrics.items() if name.endswith("/loss"))
         named, loss = next(losses, ("", 0.0))  # of the first validation set
         if self._why_nan is not None and self._monitors and not math.isfinite(loss):
@@ -137,6 +174,17 @@ class MetricLogger:
             self._why_nan = None
         if self._tidy is not None:
             self._tidy(True)
+
+    def _since_validation(self, state: TrainState, scheduled: bool) -> dict[str, float]:
+        """The metrics of training since the last validation that was due."""
+        if not self._logs:
+            return {}
+        found, _ = self._read_sums(state, [])
+        metrics = self._train_metrics(joined(state.since_validation, found))
+        if scheduled:
+            state.logged, state.since_validation = joined(state.logged, found), {}
+            self._forget(state)
+        return metrics
 
     @contextmanager
     def paused(self) -> Iterator[None]:

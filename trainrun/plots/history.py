@@ -9,6 +9,7 @@ from typing import Any
 from trainrun.config.saved_values import LOADER, read_yaml_text
 from trainrun.errors import ConfigError, DataError
 from trainrun.monitor.metric_rows import Row, read_rows
+from trainrun.output import ordinal
 from trainrun.runs.run_folder import RunDir, read_json
 
 
@@ -37,6 +38,13 @@ class History:
     def steps_per_epoch(self) -> int | None:
         steps: int | None = self.facts.get("steps_per_epoch")
         return steps
+
+    def sampling_of(self, metric: str) -> str:
+        """` (every 9th step)` for a metric of training that is taken from a sample of the steps; else empty."""
+        every = self.facts.get("sample_every") or 1
+        if every == 1 or not metric.startswith("train/") or metric == "train/loss":
+            return ""
+        return f" (every {ordinal(every)} step)"
 
     @property
     def best(self) -> Best | None:

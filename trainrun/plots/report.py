@@ -75,12 +75,9 @@ def result_rows(history: History) -> list[tuple[str, str]]:
         rows.append(("why it ended", str(summary["reason"])))
     if best is not None:
         rows.append((f"best {best.metric}", f"{figure(best.value)} at step {best.step:,}"))
-    steps = history.of("train")
-    rows += [
-        (name, figure(value))
-        for name, value in (steps[-1] if steps else {}).items()
-        if name.startswith("train/")
-    ]
+    newest = sorted([*history.of("train")[-1:], *history.of("eval")[-1:]], key=lambda row: row["step"])
+    training = {name: value for row in newest for name, value in row.items() if name.startswith("train/")}
+    rows += [(name + history.sampling_of(name), figure(value)) for name, value in training.items()]
     found = results(history)
     rows += [(name, figure(value)) for name, value in found.items() if _of_class(name) is None]
     shown = {"step": figure, "epoch": figure, "seconds": duration} | dict.fromkeys(SPEEDS, quantity)

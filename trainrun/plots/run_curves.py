@@ -103,7 +103,7 @@ def metrics_picture(history: History, window: int) -> Figure | None:
     picture, axes = canvas.panels(_title("Metrics", history), len(names), wide, 3.4 if wide == 1 else 2.8)
     for ax, name in zip(axes, names, strict=True):
         curves = _splits(history, name)
-        _draw_splits(ax, curves, window)
+        _draw_splits(ax, curves, window, "train" + history.sampling_of(f"train/{name}"))
         if history.best is not None and history.best.metric == f"val/{name}":
             _mark_best(ax, history)
         ax.set_ylabel(name, parse_math=False)
@@ -208,8 +208,9 @@ def _is_metric(column: str) -> bool:
     return split in ("train", "val", "test") and name not in ("", "loss") and last != "seconds" and not single
 
 
-def _draw_splits(ax: Axes, curves: dict[str, Series], window: int) -> None:
-    _draw_averaged(ax, curves["train"], window, canvas.TRAIN, "train")
+def _draw_splits(ax: Axes, curves: dict[str, Series], window: int, train: str = "train") -> None:
+    """train: the label of the training curve."""
+    _draw_averaged(ax, curves["train"], window, canvas.TRAIN, train)
     canvas.draw_line(ax, curves["val"], canvas.VAL, "val")
     test = curves["test"]
     if len(test):

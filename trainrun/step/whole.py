@@ -215,7 +215,7 @@ class WholeStep:
                 loss, *found = graph(*held, share, *leaves)
                 losses.append(loss)
                 number = len(body.names)
-                if run.triggers.log:
+                if run.triggers.sums:
                     add_sums(sums, dict(zip(body.names, found[:number], strict=True)), run.task)
                 for param, grad in zip(body.trained, found[number:], strict=True):
                     param.grad = grad if param.grad is None else param.grad.add_(grad)

@@ -224,13 +224,18 @@ def send_row(service: Service, row: Mapping[str, Any]) -> None:
 
 
 def scalars_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the curves of a row: `train/loss`, `lr`, `hardware/memory_bytes`, `phases/forward` in seconds."""
+    """Yield the curves of a row: `train/loss`, `lr`, `hardware/memory_bytes`, `phases/forward` in seconds.
+
+    A row of a validation also has the means of training since the validation before, which are no points of a curve.
+    """
     kind = row["kind"]
     if kind == "ledger":
         yield from ((f"phases/{name}", value) for name, value in row["seconds"].items())
     elif kind in SCALAR_KINDS:
         prefix = f"{kind}/" if kind in ("hardware", "vae") else ""
         for name, value in row.items():
+            if kind == "eval" and name.startswith("train/"):
+                continue
             if name not in POSITION_KEYS and isinstance(value, int | float):
                 yield prefix + name, value
 

@@ -33,7 +33,7 @@ from trainrun.scheduler.schedule import Schedule
 from trainrun.seeding import random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
 from trainrun.training.recovery.oom import OomRetry
-from trainrun.training.state import TrainState
+from trainrun.training.state import OF_THIS_RANK, TrainState
 from trainrun.training.task_calls import Hooks, TaskCalls, saved_state
 from trainrun.training.triggers import Triggers
 
@@ -105,6 +105,9 @@ class Components:
             self.parallel.exchange()
         self.show_gradients()
         self.phases.open(OPTIMIZER)
+        rates = (
+            self.schedule.rates if self.triggers.log else None
+        )  # of this update: the schedule moves behind it
         if self.optimizers:
             from trainrun.training.named_optimizers import refuse
 
@@ -115,6 +118,8 @@ class Components:
             from trainrun.precision.closure import step_with_closure
 
             grad = step_with_closure(self.precision, self.optimizer, closure, self.parallel)
+        if rates is not None:
+            grad.learning_rates = rates
         if not grad.skipped:
             self.schedule.step()
             if self.ema is not None:
@@ -145,7 +150,7 @@ class Components:
         if failure := self.precision.failure(wait=True):
             raise TrainingError(f"step {state.step}: {failure}")
         saved = state.state_dict()
-        own = {name: saved.pop(name) for name in ("losses", "logged_items")}
+        own = {name: saved.pop(name) for name in OF_THIS_RANK}
         shared = {
             "model": self.model.state_dict(),
             "ema": {} if self.ema is None else self.ema.state_dict(),

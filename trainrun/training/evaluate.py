@@ -28,10 +28,11 @@ def validate(run: Components, state: TrainState) -> None:
             state.stop_request = run.parallel.agree(0, run.triggers.stop_request(), 0).stop
             return
         metrics |= found
-    if run.triggers.note_validation(state, metrics):
+    scheduled = run.triggers.note_validation(state, metrics)
+    if scheduled:
         run.hooks.on_validation_end(run, state, metrics)
     run.phases.open(LOGGING)
-    run.monitors.on_eval(state, metrics)
+    run.monitors.on_eval(state, metrics, scheduled)
 
 
 def evaluate(run: Components, split: str) -> dict[str, float]:

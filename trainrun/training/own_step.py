@@ -52,6 +52,7 @@ class OwnStep:
     def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
         run.phases.open(FORWARD)  # and all else that it does between its updates
         run.precision.look_again()  # at what the step before has done behind its update
+        rates = run.schedule.rates if run.triggers.log else None
         report: Any = self._made(run, micro_batches)
         run.phases.open(RUNNER)
         if (
@@ -70,6 +71,7 @@ class OwnStep:
         report.losses = [torch.as_tensor(loss).detach() for loss in report.losses]  # loss.item() too
         if report.agreed is NOT_AGREED:
             report.agreed = run.agree(report.items)
+        report.grad = replace(report.grad, learning_rates=rates)
         if run.optimizers:
             skipped = end_step(run.optimizers)
             report.grad = replace(report.grad, skipped=report.grad.skipped or skipped)

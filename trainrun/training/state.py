@@ -19,6 +19,7 @@ SAVE_NOW = 2  # the time between two saves is over
 SAVE_BUSY = 3  # its part of the save under way is not done
 SAVE_FAILED = 4
 
+OF_THIS_RANK = ("losses", "logged_items", "sums", "sum_items")
 OF_THIS_SESSION = ("stop_request", "save_request", "validate_request", "stop_reason", "bad")
 
 
@@ -41,7 +42,10 @@ class TrainState:
     best_by, watched_by: the metric and mode that best_metric and watched_metric are of; empty if nobody knows.
     seconds: training time of all sessions of the run.
     rollbacks: how often the run went back to a checkpoint. bad: the step just made, if its update was left out.
-    losses, logged_items: of this rank, since the last log point (0-d tensors, and their items).
+    losses, logged_items: of this rank, of steps that no row has yet (0-d tensors, and their items).
+    sums, sum_items: the task's sums of those of these steps that were sampled, and the items of each sum.
+    logged, since_validation: losses and sums over all ranks, on the host, that were read from the device since the last
+    log point, and since the last validation that was due.
     """
 
     step: int = 0
@@ -69,6 +73,10 @@ class TrainState:
     validate_request: bool = False
     losses: list[Tensor] = field(default_factory=list)
     logged_items: int = 0
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    sum_items: dict[str, int] = field(default_factory=dict)
+    logged: dict[str, Tensor] = field(default_factory=dict)
+    since_validation: dict[str, Tensor] = field(default_factory=dict)
     last_metrics: dict[str, float] = field(default_factory=dict)
 
     def advance(self, window: list[MicroBatch], report: StepReport) -> None:
@@ -97,6 +105,9 @@ class TrainState:
         state["losses"] = torch.stack(self.losses) if self.losses else None
         state["last_metrics"] = dict(self.last_metrics)
         state["logged_items"] = int(self.logged_items)  # a task may count with tensors
+        state["sum_items"] = {name: int(items) for name, items in self.sum_items.items()}
+        for name in ("sums", "logged", "since_validation"):
+            state[name] = dict(state[name])
         return state
 
 

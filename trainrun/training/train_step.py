@@ -42,7 +42,7 @@ def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gr
             phase(FORWARD)
             with precision.autocast():
                 out = task.step(run.wrapped, batch.data)
-            if run.triggers.log:  # on every rank, also where nothing counts; the backward may change weights
+            if run.triggers.sums:  # on every rank, also where nothing counts; the backward may change weights
                 add_sums(sums, out.sums, task, counts=batch.real)
             phase(BACKWARD)
             # ranks average: items is a mean; 0 where no target counts, and then no loss does, or where it comes late

@@ -100,6 +100,7 @@ class Intervals:
     val: None without validation data, or by time. val_seconds: between validations by the clock of this rank.
     log_every: None if nobody listens. total_steps: None if the data cannot say; then, and where there are fewer
     than two times log_every, steps 1, 2, 4, 8... up to log_every are log points as well, or nothing would be seen.
+    sample_every: of so many training steps one is sampled for the metrics of training.
     """
 
     lengths: Lengths
@@ -109,6 +110,7 @@ class Intervals:
     total_steps: int | None
     val_seconds: float | None = None
     validates: bool = True
+    sample_every: int = 1
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -155,7 +157,8 @@ class Due(NamedTuple):
 class Triggers:
     """Answers of the kind "is it due?" from the state alone, so that a resume answers the same.
 
-    log: whether the step at hand ends in a log point, for which its sums and its gradient norm are computed.
+    log: whether the step at hand ends in a log point, for which its gradient norm is computed.
+    sums: whether the task's sums of the step at hand are wanted: at log points, and every `sample_every` steps.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class Triggers:
         self._on_validation, self._stop, self._failure = on_validation, stop, failure
         self.save_request, self._on_bad = save_request, on_bad
         self.looks = 0
-        self.log = False
+        self.log = self.sums = False
         self._started = time.monotonic()
         self._deadline = math.inf
         self._seconds_before = 0.0
@@ -227,6 +230,7 @@ class Triggers:
         elif state.early_stop:
             state.stop_reason = state.early_stop
         self.log = self.log_due(state.step + 1)
+        self.sums = self.log or self.sample_due(state.step + 1)
         return Due(self.validation_due(state), bool(state.stop_reason), self.log)
 
     def check(self, state: TrainState, wait: bool) -> None:
@@ -265,6 +269,9 @@ class Triggers:
         short = total is None or total < 2 * every
         begins = short and step < every and step & (step - 1) == 0
         return step % every == 0 or step == total or begins
+
+    def sample_due(self, step: int) -> bool:
+        return self.rhythm.log_every is not None and step % self.rhythm.sample_every == 0
 
     def validation_due(self, state: TrainState) -> bool:
         """At its distance, and once more where the run ends by itself; never for a signal.

@@ -80,7 +80,11 @@ class Follower:
                 self._seen.append((row["time"], step))
             self.validated = step if kind == "eval" else self.validated
             for name, value in row.items():
-                if name not in ("kind", "step", "epoch", "time"):
+                if kind == "eval" and name.startswith("train/"):
+                    self.latest[name] = (
+                        value  # the mean since the last validation, which is no point of its curve
+                    )
+                elif name not in ("kind", "step", "epoch", "time"):
                     self._point(name, step, value)
 
     def _point(self, name: str, step: int, value: float) -> None:

@@ -21,6 +21,7 @@ from trainrun.training.task_calls import mapped
 from trainrun.user_code import line_of
 
 KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in OF_THIS_SESSION}
+NOTHING_READ: dict[str, Any] = {"losses": None, "logged_items": 0, "sums": {}, "sum_items": {}}
 MOST_CLASSES = 5  # in a message
 ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
@@ -88,13 +89,11 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     state = TrainState()
     device = run.parallel.device
     if own is None:
-        load_train_state(state, shared["train"] | {"losses": None, "logged_items": 0})
+        load_train_state(state, shared["train"] | NOTHING_READ)
         return state
     if "source" in own and shared["stream"]["samples_per_batch"] == run.stream()["samples_per_batch"]:
         run.places.keep(shared["train"]["epoch"], shared["train"]["batches"], own["source"]["stands"])
-    losses = own["train"]["losses"]
-    moved = None if losses is None else losses.to(device)
-    load_train_state(state, shared["train"] | own["train"] | {"losses": moved})
+    load_train_state(state, shared["train"] | mapped(own["train"], (), lambda _, tensor: tensor.to(device)))
     set_random_state(own["random"])
     return state
 
@@ -241,8 +240,10 @@ def _fits(name: str, value: Any) -> bool:
     if kind in ("float", "float | None"):
         number = type(value) in (int, float)
         return (number and value == value) if kind == "float" else number or value is None
-    if kind == "dict[str, float]":
+    if kind in ("dict[str, float]", "dict[str, int]"):
         return isinstance(value, dict) and all(type(item) in (int, float) for item in value.values())
+    if kind == "dict[str, Tensor]":
+        return isinstance(value, dict) and all(isinstance(item, Tensor) for item in value.values())
     if kind == "list[Tensor]":
         return value is None or (isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point())
     return kind == "str" and isinstance(value, str)
