@@ -38,8 +38,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.manager import CheckpointManager
-from trainrun.checkpoint.policy import KeepOptions
+from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runtime.machine import host_memory, keep_freed_memory

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 import trainrun as package
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint, resolve
 
 QUIET = (
     "monitor.plots=false", "monitor.hardware=false", "monitor.progress_bar=false", "trainer.num_threads=1",

@@ -18,8 +18,7 @@ from torch import nn
 from trainrun.assemble import start_choices
 from trainrun.autotune import number_choices, start
 from trainrun.autotune.timed_step import TimedChoice, agreed_choice, choose_fastest
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.parallel.single import Single

@@ -17,7 +17,7 @@ from trainrun.benchmark import snapshot
 from trainrun.benchmark.remote_loop import Worker
 from trainrun.benchmark.snapshot import StateSnapshot, is_ordinary
 from trainrun.benchmark.worker_messages import Train
-from trainrun.checkpoint.format import flatten
+from trainrun.checkpoint.save import flatten
 from trainrun.config.compose import compose_run
 from trainrun.parallel.single import Single
 from trainrun.runs.run_folder import RunDir

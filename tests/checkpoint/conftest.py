@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.manager import CheckpointManager
-from trainrun.checkpoint.policy import KeepOptions
+from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.training.state import TrainState
 from trainrun.training.triggers import Every, Lengths
 

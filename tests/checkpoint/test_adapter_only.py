@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from trainrun import load_run
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.cli.main import main
 from trainrun.verify.certificate import different_leaves
 

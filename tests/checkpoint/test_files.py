@@ -19,10 +19,10 @@ def test_chunks_of_any_size_are_written_hashed_and_synced(
     data = b"".join(chunks)
     written = FileLayer(seen).write(tmp_path / "file", chunks)
     assert (tmp_path / "file").read_bytes() == data
-    assert written == (len(data), hashlib.sha256(data).hexdigest(), 0)
+    assert written == (len(data), hashlib.sha256(data).hexdigest())
     assert len(synced) == 1
     assert [operation for operation, _ in seen.seen] == ["open", *["write"] * 5, "fsync"]
-    assert FileLayer().write(tmp_path / "empty", []) == (0, hashlib.sha256().hexdigest(), 0)
+    assert FileLayer().write(tmp_path / "empty", []) == (0, hashlib.sha256().hexdigest())
 
 
 def test_nothing_is_written_behind_a_piece_that_could_not_be(tmp_path: Path, faults: Any) -> None:

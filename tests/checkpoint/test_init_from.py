@@ -14,7 +14,7 @@ from torch import Tensor
 
 import trainrun
 from trainrun.checkpoint import weights
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint
 from trainrun.checkpoint.weights import weights_of
 from trainrun.cli.main import main
 from trainrun.model.mlp import Mlp

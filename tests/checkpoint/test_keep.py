@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.policy import Entry, Ranking
-from trainrun.checkpoint.reading import read_checkpoint
-from trainrun.training.state import SAVE_BEST, SAVE_NONE, SAVE_NOW
+from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.manager import Entry, Ranking
+from trainrun.training.state import SAVE_NOW
 
 MakeRun = Callable[..., Any]
 
@@ -31,7 +29,7 @@ def test_nothing_is_due_without_a_reason(make_run: MakeRun) -> None:
 def test_a_saved_state_says_that_it_is_saved(make_run: MakeRun) -> None:
     run = make_run(every_n_train_steps=2)
     run.go(1, acc=0.5)
-    assert run.state.saved_step == -1
+    assert run.state.saved_step == 1
     run.go(2)
     assert run.state.saved_step == 2
     for step in (1, 2):
@@ -73,18 +71,6 @@ def test_without_last_only_the_best_stay(make_run: MakeRun) -> None:
     assert run.steps() == [2, 4]
     assert run.go(7, stop="a signal", request=2)
     assert run.steps() == [2, 4, 7]
-
-
-def test_without_last_the_end_commits_what_waits(make_run: MakeRun) -> None:
-    run = make_run(save_last=False)
-    run.go(1, acc=0.5)
-    assert run.steps() == []
-    assert run.go(2, stop="max_steps")
-    assert run.steps() == [1]
-    assert run.state.saved_step == -1
-    other = make_run(save_last=False)
-    other.go(3, acc=0.7, stop="max_steps")
-    assert other.steps() == [3]
 
 
 def test_the_newest_and_the_best_are_kept(make_run: MakeRun) -> None:
@@ -130,60 +116,15 @@ def test_a_metric_that_is_no_number_is_never_best(make_run: MakeRun) -> None:
     assert not (run.folder / "best.json").exists()
 
 
-def test_a_best_soon_after_a_commit_waits_in_memory(make_run: MakeRun) -> None:
-    run = make_run(save_top_k=2)
-    for step, acc in enumerate([0.1, 0.2, 0.3], start=1):
-        run.now += 3.0
-        assert run.go(step, acc=acc)
-        assert not run.folder.exists()
-    run.now += 3.0
-    run.go(4, acc=0.25, save_request=SAVE_NOW)  # the third best: 1 and 2 dropped out unseen
-    assert run.steps() == [3, 4]
-    assert best_steps(run) == [3, 4]
-    assert torch.equal(
-        read_checkpoint(run.folder / "step-00000003").shared["model"]["w"], torch.full((2, 3), 3.0)
-    )
-
-
-def test_a_best_long_after_a_commit_is_committed_at_once(make_run: MakeRun) -> None:
-    run = make_run()
-    run.now = 9.9
-    run.go(1, acc=0.1)
-    assert run.steps() == []
-    run.now = 10.0
-    run.go(2, acc=0.2)
-    assert run.steps() == [2]
-    run.now = 19.0
-    run.go(3, acc=0.3)
-    assert run.steps() == [2]
+@pytest.mark.parametrize("async_save", [False, True])
+def test_every_new_best_is_saved(make_run: MakeRun, async_save: bool) -> None:
+    run = make_run(save_top_k=2, save_last=False, async_save=async_save)
+    for step, acc in enumerate([0.1, 0.3, 0.2, 0.05, 0.4], start=1):
+        run.go(step, acc=acc)
+        assert (run.state.saved_step == step) == (acc != 0.05)
     run.keep.close()
-    assert run.steps() == [2, 3]
-    assert best_steps(run) == [3]
-
-
-@pytest.mark.parametrize("options", [{"save_last": False}, {"interval_seconds": 600.0, "async_save": True}])
-def test_a_best_that_waited_long_enough_is_committed_alone(
-    make_run: MakeRun, options: dict[str, Any]
-) -> None:
-    run = make_run(**options)
-    run.go(1, acc=0.5)
-    run.now = 9.9
-    assert run.keep.time_request() == SAVE_NONE
-    run.now = 10.0
-    assert run.keep.time_request() == SAVE_BEST
-    assert run.go(2, save_request=SAVE_BEST)
-    run.keep.close()
-    assert run.steps() == [1]
-    assert run.keep.time_request() == SAVE_NONE
-    assert not run.go(3, save_request=SAVE_BEST)
-
-
-@pytest.mark.parametrize("at", [0, 3])
-def test_a_best_that_waits_outlives_a_failure(make_run: MakeRun, faults: Any, at: int) -> None:
-    run = make_run(faults=faults(at=at, error=lambda: OSError("broken")))
-    run.go(1, acc=0.5)
-    run.keep.leave()
-    assert (run.steps(), len(run.notes)) == (([1], 0) if at == 0 else ([], 1))
+    assert run.steps() == [2, 5]
+    assert best_steps(run) == [5, 2]
 
 
 def resumed(make_run: MakeRun, **options: Any) -> Any:

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import pickle
 import random
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.checkpoint.commit import write_metric
-from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.format import Metric, dumps
-from trainrun.checkpoint.reading import Incompatible, is_sound, read_checkpoint, read_manifest
+from trainrun.checkpoint.load import Incompatible, read_checkpoint, read_manifest
+from trainrun.checkpoint.save import dumps
 from trainrun.errors import CheckpointError
 
 FILES = ("MANIFEST.json", "state.json", "shared.safetensors")
@@ -72,52 +68,6 @@ def test_no_flipped_byte_is_ever_loaded(saved: Path, name: str) -> None:
             read_checkpoint(saved)
     path.write_bytes(data)
     read_checkpoint(saved)
-
-
-@pytest.fixture
-def earlier(tmp_path: Path) -> Path:
-    """A checkpoint that an earlier version wrote: tensors hashed in pieces of 64 KiB, every kind of value."""
-    folder = tmp_path / "step-00000007"
-    shutil.copytree(Path(__file__).parent / "written_by_format_2" / folder.name, folder)
-    return folder
-
-
-def test_a_checkpoint_of_an_earlier_version_is_read(earlier: Path) -> None:
-    assert read_manifest(earlier).files[FILES[2]].piece_bytes == 2**16
-    loaded = read_checkpoint(earlier, rank=0, run_id="run-1")
-    assert loaded.own["rng"].tolist() == [0, 7]
-    model, plain = loaded.shared["model"], loaded.shared["plain"]
-    assert torch.equal(model["long"], (torch.arange(40000) % 7).float())
-    assert torch.equal(model["image"].flatten(), torch.arange(96.0))
-    assert model["image"].is_contiguous(memory_format=torch.channels_last)
-    assert model["head"] is model["embed"]
-    assert model["wave"].tolist() == [1 + 2j, 3 - 1j]
-    assert (model["half"].dtype, model["empty"].shape, model["yes"].tolist()) == (
-        torch.bfloat16, (0, 3), [True, False],
-    )  # fmt: skip
-    assert plain == {
-        1: "int key", "1": "str key", "tuple": (1, [2, None]), "big": 2**70, "inf": math.inf, "bytes": b"\x00\xff",
-        "lone": "\ud83d", "counter": Counter({30: 1, 80: 2}), "$tensor": ["no tag"],
-    }  # fmt: skip
-    assert type(plain["counter"]) is Counter
-
-
-def test_no_flipped_byte_of_an_earlier_version_is_loaded(earlier: Path) -> None:
-    path = earlier / FILES[2]
-    data = path.read_bytes()
-    for position in [0, *range(9999, len(data), 9999), len(data) - 1]:
-        flipped = bytearray(data)
-        flipped[position] ^= 1
-        path.write_bytes(flipped)
-        with pytest.raises(CheckpointError, match="damaged"):
-            read_checkpoint(earlier)
-    path.write_bytes(data[2**16 : 2**17] + data[: 2**16] + data[2**17 :])
-    assert not is_sound(earlier, "run-1")  # whole pieces that changed places
-    path.write_bytes(data)
-    write_metric(earlier, Metric("val/acc", "max", 0.5), FileLayer())
-    assert is_sound(earlier, "run-1")
-    reseal(earlier, lambda value: value.update(format=1))  # one hash for each file
-    assert is_sound(earlier, "run-1")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -224,27 +174,35 @@ def test_hostile_state_with_fitting_hashes(saved: Path, text: bytes, message: st
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda value: value.pop("kind"), "needs exactly"),
-        (lambda value: value.update(extra=1), "needs exactly"),
-        (lambda value: value.update(kind="wonderful"), "no step, epoch or kind"),
-        (lambda value: value.update(step=-4), "no step, epoch or kind"),
-        (lambda value: value.update(step="4"), "step is no int"),
-        (lambda value: value.update(format="1"), "no format version"),
-        (lambda value: value.update(world_size=2), "2 files for 2 ranks"),
-        (lambda value: value.update(world_size=0, files={}), "0 files for 0 ranks"),
-        (lambda value: value.update(world_size=10**12), "files for 1000000000000 ranks"),
-        (lambda value: value["files"].update({"../../x": value["files"].pop("state.json")}), "expected"),
-        (lambda value: value["files"].update({"state.json": 5}), "needs exactly sha256, size"),
-        (lambda value: value["files"]["state.json"].update(piece_bytes=1), "in pieces of 1 bytes"),
-        (lambda value: value["metric"].update(value="0.5"), "value is no float"),
-        (lambda value: value.update(metric=[1]), "metric is no dict"),
+        lambda value: value.pop("kind"),
+        lambda value: value.update(extra=1),
+        lambda value: value.update(kind="wonderful"),
+        lambda value: value.update(kind=["last"]),
+        lambda value: value.update(run_id=5),
+        lambda value: value.update(run_id="a\n"),
+        lambda value: value.update(step=-4),
+        lambda value: value.update(step="4"),
+        lambda value: value.update(step=True),
+        lambda value: value.update(epoch=0.5),
+        lambda value: value.update(format="1"),
+        lambda value: value.update(fingerprint=[]),
+        lambda value: value.update(world_size=2),
+        lambda value: value.update(world_size=0, files={}),
+        lambda value: value.update(world_size=10**12),
+        lambda value: value["files"].update({"../../x": value["files"].pop("state.json")}),
+        lambda value: value["files"].update({"state.json": 5}),
+        lambda value: value["files"]["state.json"].update(piece_bytes=1),
+        lambda value: value["files"]["state.json"].update(size=None),
+        lambda value: value["metric"].update(value="0.5"),
+        lambda value: value["metric"].update(name=5),
+        lambda value: value.update(metric=[1]),
     ],
 )
-def test_hostile_manifests_with_a_fitting_hash(saved: Path, change: Any, message: str) -> None:
+def test_hostile_manifests_with_a_fitting_hash(saved: Path, change: Any) -> None:
     reseal(saved, change)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match="no manifest of a checkpoint"):
         read_manifest(saved)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import Incompatible, read_checkpoint
+from trainrun.checkpoint.load import Incompatible, read_checkpoint, resolve
 from trainrun.errors import CheckpointError
 from trainrun.training.state import SAVE_NOW
 

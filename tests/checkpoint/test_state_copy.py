@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from trainrun.checkpoint import state_copy
-from trainrun.checkpoint.format import stream
-from trainrun.checkpoint.state_copy import Snapshots
+from trainrun.checkpoint.save import stream
+from trainrun.checkpoint.state_copy import CopyMemory
 
 
 def state() -> dict[str, Tensor]:
@@ -24,7 +24,7 @@ def state() -> dict[str, Tensor]:
 def test_a_copy_holds_the_values_of_now_and_is_the_same_file(
     large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors, keep = state(), Snapshots(lambda: 2**40)
+    tensors, keep = state(), CopyMemory(lambda: 2**40)
     if large:
         monkeypatch.setattr(state_copy, "LARGE_BYTES", 2**16)
     keep.prepare(tensors)

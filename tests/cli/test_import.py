@@ -9,7 +9,7 @@ import torch
 from quiet_runs import QUIET
 
 import trainrun
-from trainrun.checkpoint.reading import read_tensors
+from trainrun.checkpoint.load import read_tensors
 from trainrun.cli.import_command import TORCH_NEEDED, convert
 from trainrun.cli.main import main
 from trainrun.errors import CheckpointError

@@ -11,11 +11,17 @@ from typing import Any
 import torch
 
 from faults.corpus_case import BASE, Case, call, room, train_base
-from trainrun.checkpoint.commit import Record, build_part, commit, prepare, write_part
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.format import Manifest, committed_steps, folder_name
-from trainrun.checkpoint.load import load_latest
-from trainrun.checkpoint.reading import Loaded, read_checkpoint
+from trainrun.checkpoint.load import Loaded, load_latest, read_checkpoint
+from trainrun.checkpoint.save import (
+    Manifest,
+    build_part,
+    commit,
+    committed_steps,
+    folder_name,
+    new_temporary_folder,
+    write_part,
+)
 from trainrun.errors import CheckpointError
 from trainrun.parallel.single import Single
 
@@ -38,22 +44,15 @@ def with_base(place: Path) -> None:
 
 
 def save_two_ranks(root: Path, step: int) -> None:
-    facts = Manifest(RUN_ID, step, 0, 2, "periodic", None, {}, {})
     files = FileLayer()
-    parts = [
-        build_part(
-            rank, {"w": torch.full((50,), float(step))}, {"seed": [rank, step], "x": torch.arange(9) + rank}
-        )
-        for rank in range(2)
-    ]
-    records = [Record(facts, part) for part in parts]
-    name = prepare(root, facts, 1, files)
-    assert name is not None
-    target = root / folder_name(step)
-    reports = [
-        write_part(root / name, target, rank, record.part, files) for rank, record in enumerate(records)
-    ]
-    commit(root / name, facts, reports, files)
+    root.mkdir(exist_ok=True)
+    temporary = root / new_temporary_folder(root, step, files)
+    written = {}
+    for rank in range(2):
+        own = {"seed": [rank, step], "x": torch.arange(9) + rank}
+        part = build_part(rank, {"w": torch.full((50,), float(step))}, own)
+        written |= write_part(temporary, rank, part, files)
+    commit(temporary, Manifest(RUN_ID, step, 0, 2, "periodic", None, {}, written), files)
 
 
 def flip(folder: Path, draw: random.Random) -> None:

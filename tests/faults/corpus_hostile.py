@@ -22,7 +22,7 @@ import yaml
 
 import trainrun
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
-from trainrun.checkpoint.format import folder_name
+from trainrun.checkpoint.save import folder_name
 from trainrun.cli.import_command import convert
 from trainrun.errors import CheckpointError, TrainrunError
 from trainrun.plots.history import read_config

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from trainrun.checkpoint import files
-from trainrun.checkpoint import manager as keep
-from trainrun.checkpoint import save as saving
+from trainrun.checkpoint import files, manager
 from trainrun.checkpoint.files import FileLayer
 from trainrun.config import compose
 from trainrun.monitor import metrics_file
@@ -78,29 +76,29 @@ def rows_not_cut() -> None:
 
 def rows_after_the_commit() -> None:
     """Rows are not flushed ahead of a checkpoint."""
-    init = keep.CheckpointManager.__init__
+    init = manager.CheckpointManager.__init__
 
     def without(self: Any, *rest: Any, **more: Any) -> None:
-        init(self, *rest, **{**more, "before_commit": None})
+        init(self, *rest, **{**more, "before_commit": lambda: None})
 
-    keep.CheckpointManager.__init__ = without  # type: ignore[method-assign]
+    manager.CheckpointManager.__init__ = without  # type: ignore[method-assign]
 
 
 def deletion_before_the_commit() -> None:
     """What is old goes before what is new is there: all but the file operations stay as they are."""
-    commits = saving.commit
+    commits = manager.commit
 
-    def deletes_first(temporary: Any, facts: Any, reports: Any, files: FileLayer) -> None:
+    def deletes_first(temporary: Any, manifest: Any, files: FileLayer) -> None:
         for old in temporary.parent.glob("step-*"):
             files.remove_tree(old)
-        commits(temporary, facts, reports, files)
+        commits(temporary, manifest, files)
 
-    saving.commit = deletes_first
+    manager.commit = deletes_first
 
 
 def acknowledged_too_early() -> None:
     """The runner goes on as if a save were on the disk that is not begun: nothing is written."""
-    saving.commit = lambda *rest: None  # type: ignore[assignment]
+    manager.commit = lambda *rest: None  # type: ignore[assignment]
 
 
 def other_buckets() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 import trainrun
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint, resolve
 
 WALL_CLOCK = {
     "time", "samples_per_second", "tokens_per_second", "step_seconds", "val/seconds", "facts", "summary",

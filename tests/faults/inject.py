@@ -12,7 +12,7 @@ from faults import own
 from faults.history import write_line
 from faults.plan import CODE, DISK, SIGNALS, Fault
 from faults.taps import Hook, Operation, Tap
-from trainrun.checkpoint import save as saving
+from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.data.engines import workers
 from trainrun.parallel import worker
 from trainrun.parallel.group import init_group
@@ -28,20 +28,20 @@ COUNTS = "FAULTS_COUNTS"  # a file that is told how many marks, batches and file
 
 def keep_history() -> None:
     """Lines of a life's start and of every commit that the runner was told of."""
-    start, settle = Triggers.start, saving.Saves.settle
+    start, finish_save = Triggers.start, CheckpointManager.finish_save
 
     def started(self: Triggers, state: Any, best: Any = None) -> None:
         write_line(f"start {state.step}")
         start(self, state, best)
 
-    def settled(self: saving.Saves) -> Any:
-        save = settle(self)
-        for step in sorted(save.committed) if save is not None and self._parallel.rank == 0 else []:
+    def finished(self: CheckpointManager, state: Any) -> Any:
+        step = finish_save(self, state)
+        if step is not None and self._parallel.rank == 0:
             write_line(f"commit {step}")
-        return save
+        return step
 
     Triggers.start = started  # type: ignore[method-assign]
-    saving.Saves.settle = settled  # type: ignore[method-assign]
+    CheckpointManager.finish_save = finished  # type: ignore[method-assign]
 
 
 def be_patient(fault: Fault | None) -> None:

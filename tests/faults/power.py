@@ -27,9 +27,9 @@ from faults.judges import Tally
 from faults.referee import Referee
 from faults.subjects import SUBJECTS
 from faults.taps import Operation, Tap
-from trainrun.checkpoint import save as saving
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.load import load_latest
+from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.config.saved_config import load_config
 from trainrun.errors import TrainrunError
 from trainrun.monitor.metric_rows import cut_rows_after, read_rows
@@ -235,15 +235,15 @@ def record(folder: Path, referee: Referee, name: str, plant: Callable[[], None])
 
 
 def _hear_of_commits(operations: list[Operation]) -> None:
-    settle = saving.Saves.settle
+    finish_save = CheckpointManager.finish_save
 
-    def settled(self: saving.Saves) -> Any:
-        save = settle(self)
-        for step in sorted(save.committed) if save is not None else []:
+    def finished(self: CheckpointManager, state: Any) -> Any:
+        step = finish_save(self, state)
+        if step is not None:
             operations.append(Operation("ack", str(step)))
-        return save
+        return step
 
-    saving.Saves.settle = settled  # type: ignore[method-assign]
+    CheckpointManager.finish_save = finished  # type: ignore[method-assign]
 
 
 def nothing() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import trainrun.runs.resume as existing
 from faults import corpus_damage, corpus_folder, corpus_hostile, corpus_inputs
-from trainrun.checkpoint import reading
+from trainrun.checkpoint import load
 
 # What the suite has time for; scripts/faults.py checks all.
 DAMAGES, FOLDERS, SHARE = 75, 24, 3
@@ -71,7 +71,7 @@ def test_bad_input_is_one_short_message(place: Path) -> None:
 def test_the_corpora_can_fail(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that compares no hashes, and a run folder that is believed."""
     with monkeypatch.context() as patch:
-        patch.setattr(reading, "_check_hash", lambda *_: None)
+        patch.setattr(load, "_check_hash", lambda *_: None)
         flips = [case for case in corpus_damage.cases(60) if "flip" in case.name]
         assert faults_of(corpus_damage, flips, place)
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
-from trainrun.checkpoint.format import flatten
+from trainrun.checkpoint.save import flatten
 from trainrun.errors import PluginError
 from trainrun.optimizer.build_optimizer import build_optimizer, named_optimizer_state
 

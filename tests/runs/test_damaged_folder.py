@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint
 from trainrun.cli.main import main
 from trainrun.runs.run_folder import RunDir, read_identity
 from trainrun.runs.status import read_status

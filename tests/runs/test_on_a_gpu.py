@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import trainrun as package
 from trainrun.assemble import assemble as building
 from trainrun.autotune.forecast import forecast
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint
 from trainrun.cli.main import main
 from trainrun.errors import PluginError
 from trainrun.model.cnn import Cnn

@@ -16,8 +16,7 @@ import torch
 from exact_parts import Recorder, fitted, parts_of, result
 
 import trainrun as package
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.errors import TrainingError
 from trainrun.parallel.launch import launch
 from trainrun.runs.run_folder import RunDir, read_json, write_json

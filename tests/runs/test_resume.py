@@ -14,8 +14,7 @@ from faults.evidence import facts_of, same
 from faults.forks import ForkedCommand, run_forked
 
 import trainrun as package
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.cli.main import main
 
 # A dataset that draws random numbers for every sample, a network with dropout and running

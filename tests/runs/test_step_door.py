@@ -12,8 +12,7 @@ from test_manual_commands import PAGES, files_of
 from test_resume import USER_CODE, stop_at
 
 import trainrun as package
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.cli.main import main
 
 pytestmark = pytest.mark.process

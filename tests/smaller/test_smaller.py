@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainrun import load_run
-from trainrun.checkpoint import commit
+from trainrun.checkpoint import manager
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.smaller import channels, new_run
@@ -384,7 +384,7 @@ def test_a_full_disk_leaves_no_half_of_a_run(
 ) -> None:
     assert main(["trainer.max_steps=0", *SHORT[1:]]) == 0
     there: list[bool] = []  # nothing is, before its weights are
-    monkeypatch.setattr(commit, "free_bytes", lambda folder: there.append(Path("small").exists()) or 10)
+    monkeypatch.setattr(manager, "free_bytes", lambda folder: there.append(Path("small").exists()) or 10)
     assert main(["quantize", "run", "--to", "int8-dynamic", "--out", "small"]) == 1
     told = capsys.readouterr().err
     assert "nothing of it was kept" in told

@@ -9,8 +9,7 @@ import torch
 from quiet_runs import QUIET
 
 from trainrun import load_run
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.cli.main import main
 from trainrun.transform.lora import LoraLinear
 

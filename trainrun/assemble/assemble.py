@@ -60,8 +60,7 @@ from trainrun.assemble.step_function import (
     checked_step,
     seen_step,
 )
-from trainrun.checkpoint.manager import CheckpointManager
-from trainrun.checkpoint.policy import KeepOptions
+from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.config.saved_values import public
 from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain, validation_nodes
 from trainrun.data.facts import facts_of_all
@@ -121,7 +120,7 @@ class RunContext:
     monitors: list[Monitor]
     on_position: Callable[[int], None] | None = None
     on_log: Callable[[int], None] | None = None
-    before_commit: Callable[[], None] | None = None
+    before_commit: Callable[[], None] = lambda: None
     write: Callable[[Mapping[str, Any]], None] | None = None
     init_from: str | None = None  # weights to begin with, where nothing is taken from a checkpoint
     phases: PhaseTimer = field(default_factory=PhaseTimer)

@@ -15,9 +15,8 @@ from torch import nn
 
 from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
-from trainrun.checkpoint.format import committed_steps
-from trainrun.checkpoint.load import best_checkpoint, load_together, resolve
-from trainrun.checkpoint.reading import Loaded, read_checkpoint
+from trainrun.checkpoint.load import Loaded, best_checkpoint, load_together, read_checkpoint, resolve
+from trainrun.checkpoint.save import committed_steps
 from trainrun.checkpoint.weights import (
     check_tensors,
     fit_buffers,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from trainrun.checkpoint.policy import KeepOptions
+from trainrun.checkpoint.manager import KeepOptions
 from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig
 from trainrun.errors import ConfigError
 from trainrun.instantiate import named_nodes

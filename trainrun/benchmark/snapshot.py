@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from trainrun.checkpoint.state_copy import num_bytes
+from trainrun.checkpoint.state_copy import count_bytes
 from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
 
@@ -64,7 +64,7 @@ class StateSnapshot:
     def _has_room(self, tensors: Mapping[str, Tensor]) -> bool:
         """Decide once, and on all ranks alike."""
         if self._fits is None:
-            size, parallel = num_bytes(tensors), self._components.parallel
+            size, parallel = count_bytes(tensors), self._components.parallel
             free = MOST_OF_FREE * free_bytes(parallel.device) / parallel.local_world_size
             self._fits = all(parallel.gather(size < SMALL_BYTES or size < free))
         return self._fits
@@ -72,7 +72,7 @@ class StateSnapshot:
     def _copy(self, tensors: Mapping[str, Tensor]) -> Copy:
         if not self._bytes:
             self._peak_before = peak_rss()
-        self._bytes = max(self._bytes, num_bytes(tensors))
+        self._bytes = max(self._bytes, count_bytes(tensors))
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         return Copy(copies, self._components.precision.state_dict())
 

@@ -18,15 +18,10 @@ PIECE_BYTES = 8 << 20  # written and hashed at a time
 
 
 class Written(NamedTuple):
-    """The length of a file and its SHA-256 in hex.
-
-    piece_bytes: not 0 in checkpoints of earlier versions, whose long files were hashed in pieces of that size: the
-    SHA-256 is that of the pieces' digests, one after the other.
-    """
+    """The length of a file in bytes and its SHA-256 in hex."""
 
     size: int
     sha256: str
-    piece_bytes: int = 0
 
 
 def _nothing(operation: str, path: Path) -> None:

@@ -1,41 +1,359 @@
-"""Which checkpoint is the best, and which to go on from: the same on every rank."""
+"""Read a checkpoint and verify every byte of it. Choose the best one, and the one to resume from.
+
+Nothing in a folder is believed: it may be damaged, cut off, or made by somebody else. Whatever is wrong with it becomes
+a CheckpointError that names the file. Reading executes nothing.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import math
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import stat
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from trainrun.checkpoint.files import FileLayer, file_faults, set_aside
-from trainrun.checkpoint.format import (
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trainrun.checkpoint.files import PIECE_BYTES, FileLayer, Written, file_faults, set_aside
+from trainrun.checkpoint.ranks import on_rank_zero
+from trainrun.checkpoint.save import (
+    FORMAT,
     MANIFEST,
+    MAX_DEPTH,
+    MAX_STATE_BYTES,
+    MAX_STEP,
+    Keys,
+    Manifest,
     Metric,
     committed_steps,
     folder_name,
-    loads,
+    format_keys,
+    is_dense,
+    rank_files,
     step_of,
 )
-from trainrun.checkpoint.policy import BEST, Entry, Ranking
-from trainrun.checkpoint.reading import (
-    MAX_MANIFEST_BYTES,
-    Incompatible,
-    Loaded,
-    open_regular,
-    read_checkpoint,
-    read_manifest,
-)
-from trainrun.checkpoint.save import on_rank_zero
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import Parallel
 
-PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle")
+BEST = "best.json"
+KINDS = ("last", "best", "periodic", "final", "stopped")
+MAX_MANIFEST_BYTES = 16 * 2**20
+MAX_ID_LENGTH = 100
+PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle")
+TRANSIENT_ERRORS = (
+    errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EAGAIN, errno.EBUSY, errno.EHOSTDOWN,
+)  # fmt: skip
+
+
+class Incompatible(CheckpointError):
+    """A sound checkpoint of another run or version, or one that cannot be read now. It is never set aside."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified checkpoint: the state that all ranks share, and the state of the rank that reads.
+
+    own: None if the run that was saved had fewer ranks; `manifest.world_size` says how many.
+    """
+
+    folder: Path
+    manifest: Manifest
+    shared: Any
+    own: Any
+
+
+# ---- files
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a CheckpointError; into Incompatible if the disk is not to blame."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing") from error
+    except OSError as error:
+        if error.errno in TRANSIENT_ERRORS:
+            raise Incompatible(f"{path}: cannot be read now ({error.strerror})") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a plain file. Raise CheckpointError for a link, a pipe or a device."""
+    with readable(path):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(f"{path}: not a plain file")
+        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            yield file
+
+
+def loads(data: bytes, where: str) -> Any:
+    """Parse JSON. where: begins the message of a CheckpointError."""
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: not valid JSON ({error})") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a safetensors file, contiguous and in memory of their own. Raise CheckpointError."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no dict
+                tensor = file.get_tensor(name)
+                if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+                    raise ValueError(f"{name[:200]!r} holds a byte that is neither true nor false")
+                tensors[name] = tensor.clone()  # it is a view of the mapped file
+    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        raise CheckpointError(f"{path}: not a sound safetensors file ({_one_line(error)})") from error
+    return tensors
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+# ---- a tree from its JSON form
+
+
+def unflatten(json_tree: Any, tensors: dict[str, Tensor], where: str) -> Any:
+    """Return the tree of a JSON form. where: begins the message of every CheckpointError."""
+    decoder = _TreeDecoder(tensors, where)
+    try:
+        tree = decoder.decode(json_tree, ())
+    except RecursionError as error:
+        raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH}") from error
+    unused = tensors.keys() - decoder.views.keys()
+    if unused:
+        raise CheckpointError(f"{where}: nothing names the tensor {min(unused)!r}")
+    return tree
+
+
+class _TreeDecoder:
+    """One walk over a JSON form. views: the tensors that were returned, by name."""
+
+    def __init__(self, tensors: dict[str, Tensor], where: str) -> None:
+        self._tensors, self._where = tensors, where
+        self.views: dict[str, Tensor] = {}
+        self._decoders: dict[str, Callable[[Any, Keys], Any]] = {
+            "$int": lambda text, path: int(text, 16),
+            "$float": lambda text, path: struct.unpack(">d", bytes.fromhex(text))[0],
+            "$bytes": lambda text, path: bytes.fromhex(text),
+            "$tuple": lambda items, path: tuple(self.decode(_as_list(items), path)),
+            "$dict": self._decode_pairs,
+            "$counter": lambda pairs, path: Counter(self._decode_pairs(pairs, path)),
+            "$tensor": self._decode_tensor,
+            "$complex": self._decode_complex,
+        }
+
+    def decode(self, value: Any, path: Keys) -> Any:
+        if len(path) > MAX_DEPTH:
+            raise CheckpointError(f"{self._where}: nested deeper than {MAX_DEPTH}")
+        if isinstance(value, list):
+            return [self.decode(item, (*path, str(i))) for i, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        tag = next((key for key in value if key.startswith("$")), None)
+        if tag is None:
+            return {key: self.decode(item, (*path, key)) for key, item in value.items()}
+        where = f"{self._where}: {format_keys(path)[:200]}"
+        if len(value) != 1 or tag not in self._decoders:
+            raise CheckpointError(f"{where}: unknown tag {tag[:40]!r}")
+        try:
+            return self._decoders[tag](value[tag], path)
+        except RecursionError:
+            raise
+        except (TypeError, ValueError, LookupError, struct.error, RuntimeError) as error:
+            raise CheckpointError(f"{where}: no {tag[1:]} ({_one_line(error)})") from error
+
+    def _decode_pairs(self, pairs: Any, path: Keys) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for key, item in map(_as_list, _as_list(pairs)):
+            key = self.decode(key, path)
+            if type(key) not in (str, int) or key in result:
+                raise TypeError("a key of another type, or there twice")
+            result[key] = self.decode(item, (*path, str(key)))
+        return result
+
+    def _decode_tensor(self, content: Any, path: Keys) -> Tensor:
+        name, *strides = _as_list(content)
+        stored = self._tensors[name]
+        stride = stored.stride()
+        if strides:
+            stride = tuple(_as_list(*strides))
+            if not all(type(step) is int for step in stride) or not is_dense(tuple(stored.shape), stride):
+                raise ValueError(f"no memory format for the shape {tuple(stored.shape)}")
+        if name not in self.views:
+            view = stored
+            if stride != stored.stride():
+                view = torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
+            self.views[name] = view
+        if self.views[name].stride() != stride:
+            raise ValueError(f"{name[:200]!r} has two memory formats")
+        return self.views[name]
+
+    def _decode_complex(self, content: Any, path: Keys) -> Tensor:
+        halves = self.decode(content, path)
+        if not isinstance(halves, Tensor) or halves.dtype is not torch.float64:
+            raise TypeError("no real and imaginary parts")
+        return torch.view_as_complex(halves)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"a {type(value).__name__} in place of a list")
+    return value
+
+
+# ---- one checkpoint
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Raise CheckpointError for damage, Incompatible for a newer format. where: begins the messages."""
+    text, last_line = data[:-65], data[-65:]
+    digest = hashlib.sha256(text).hexdigest()
+    if last_line != digest.encode() + b"\n":
+        last_text = last_line.decode("ascii", "replace").strip()
+        raise CheckpointError(f"{where}: damaged (its last line is {last_text!r}, expected {digest})")
+    value = unflatten(loads(text, where), {}, where)
+    try:
+        version = value.pop("format")
+        if version > FORMAT:
+            raise Incompatible(
+                f"{where}: made by a newer version of trainrun (checkpoint format {version}; this version reads "
+                f"up to {FORMAT}): install that version to go on"
+            )
+        value["metric"] = value["metric"] and Metric(**value["metric"])
+        value["files"] = {name: Written(**entry) for name, entry in value["files"].items()}
+        manifest = Manifest(**value)
+        _check_manifest(manifest)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: no manifest of a checkpoint ({_one_line(error)})") from error
+    return manifest
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    """Raise ValueError or TypeError for what a crafted manifest may hold and no run writes."""
+    metric, num_ranks = manifest.metric, manifest.world_size
+    texts = [manifest.run_id, manifest.kind, *(metric[:2] if metric else ())]
+    numbers = [manifest.step, manifest.epoch, num_ranks, *(file.size for file in manifest.files.values())]
+    if (
+        {*map(type, texts)} != {str}
+        or {*map(type, numbers)} != {int}
+        or type(manifest.fingerprint) is not dict
+    ):
+        raise TypeError("a text or a number is of another type")
+    if metric is not None and type(metric.value) is not float:
+        raise TypeError("the metric is no number")
+    if min(numbers) < 0 or manifest.step > MAX_STEP or manifest.kind not in KINDS:
+        raise ValueError("no step, epoch, size or kind of a checkpoint")
+    if len(manifest.run_id) > MAX_ID_LENGTH or not manifest.run_id.isprintable():
+        raise ValueError("no id of a run")
+    if not 1 <= num_ranks == len(manifest.files) / 2:  # checked before a list as long as the ranks is made
+        raise ValueError(f"{len(manifest.files)} files for {num_ranks} ranks")
+    if manifest.files.keys() != {name for rank in range(num_ranks) for name in rank_files(rank)}:
+        raise ValueError("it names files that no checkpoint has")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the verified manifest of a checkpoint folder, without reading the other files."""
+    path = folder / MANIFEST
+    with readable(path):
+        if folder.is_dir() and not os.path.lexists(path):
+            raise CheckpointError(f"{folder}: not a finished checkpoint (it has no {MANIFEST})")
+    with open_regular(path) as file:
+        data = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: longer than {MAX_MANIFEST_BYTES} bytes")
+    manifest = parse_manifest(data, str(path))
+    if step_of(folder.name) != manifest.step:
+        raise CheckpointError(
+            f"{folder}: the folder is {folder.name}, its manifest says step {manifest.step}"
+        )
+    return manifest
+
+
+def is_sound(folder: Path, run_id: str) -> bool:
+    """Return whether a complete, undamaged checkpoint of this run is in the folder."""
+    try:
+        manifest = read_manifest(folder)
+        for name, expected in manifest.files.items():
+            _check_file(folder / name, expected)
+    except CheckpointError:
+        return False
+    return manifest.run_id == run_id
+
+
+def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> Loaded:
+    """Read and verify a checkpoint. Rank 0 verifies the files of all ranks, other ranks the files that they read.
+
+    run_id: the run that the checkpoint must be of. Files that the manifest does not name are never opened.
+    Raise CheckpointError for damage, Incompatible if nothing is damaged.
+    """
+    manifest = read_manifest(folder)
+    if run_id is not None and manifest.run_id != run_id:
+        raise Incompatible(f"{folder}: of another run ({manifest.run_id}; this one is {run_id})")
+    if rank == 0:
+        for other in range(1, manifest.world_size):
+            for name in rank_files(other):
+                _check_file(folder / name, manifest.files[name])
+    first = _read_part(folder, manifest, 0)
+    own: dict[str, Any] = {"rank": None}
+    if rank < manifest.world_size:
+        own = first if rank == 0 else _read_part(folder, manifest, rank)
+    return Loaded(folder, manifest, first["shared"], own["rank"])
+
+
+def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    text_path, tensors_path = (folder / name for name in rank_files(rank))
+    if manifest.files[text_path.name].size > MAX_STATE_BYTES:
+        raise CheckpointError(f"{text_path}: longer than {MAX_STATE_BYTES} bytes")
+    for path in (text_path, tensors_path):
+        _check_file(path, manifest.files[path.name])
+    with open_regular(text_path) as file:
+        text = file.read(MAX_STATE_BYTES)
+    tree = unflatten(loads(text, str(text_path)), read_tensors(tensors_path), str(text_path))
+    if not isinstance(tree, dict) or tree.keys() != ({"shared", "rank"} if rank == 0 else {"rank"}):
+        raise CheckpointError(f"{text_path}: not the state of rank {rank}")
+    return tree
+
+
+def _check_file(path: Path, expected: Written) -> None:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.size:
+            raise CheckpointError(f"{path}: damaged ({size} bytes, expected {expected.size})")
+        digest = hashlib.sha256()
+        while data := file.read(PIECE_BYTES):
+            digest.update(data)
+    _check_hash(path, digest.hexdigest(), expected)
+
+
+def _check_hash(path: Path, sha256: str, expected: Written) -> None:
+    if sha256 != expected.sha256:
+        raise CheckpointError(f"{path}: damaged (SHA-256 {sha256}, expected {str(expected.sha256)[:64]})")
+
+
+# ---- which checkpoint
 
 
 def resolve(folder: Path, which: str | Path) -> Path:
-    """The checkpoint that a user means: `best`, `last`, `step-00000042`, or a path to such a folder.
+    """Return the checkpoint that a user names: `best`, `last`, `step-00000042`, or a path to such a folder.
 
-    folder: the run's checkpoints. Whether the files are sound is seen when they are read.
+    folder: the run's checkpoints. The files of the checkpoint are not read.
     """
     word = str(which)
     if word == "last":
@@ -46,26 +364,28 @@ def resolve(folder: Path, which: str | Path) -> Path:
     if word == "best":
         best = best_checkpoint(folder)
         if best is None:
-            raise CheckpointError(f"best: no checkpoint in {folder} was chosen by a metric; {_known(folder)}")
+            raise CheckpointError(
+                f"best: no checkpoint in {folder} was chosen by a metric; {_describe_choices(folder)}"
+            )
         return best
     path = folder / word if step_of(word) is not None else Path(word).expanduser().absolute()
     if not path.exists():
-        raise CheckpointError(f"{word}: no such checkpoint; {_known(folder)}")
+        raise CheckpointError(f"{word}: no such checkpoint; {_describe_choices(folder)}")
     if step_of(path.name) is None or not (path / MANIFEST).is_file():
         raise CheckpointError(
             f"{word}: not a trainrun checkpoint (a folder step-XXXXXXXX with {MANIFEST}); "
-            f"{_what_it_is(path)}{_known(folder)}"
+            f"{_describe_foreign(path)}{_describe_choices(folder)}"
         )
     return path
 
 
-def _what_it_is(path: Path) -> str:
+def _describe_foreign(path: Path) -> str:
     if path.is_dir():
         return "it is a torch.distributed checkpoint; " if (path / ".metadata").exists() else ""
-    return "it is another program's file and is not opened; " if path.suffix in PICKLES else ""
+    return "it is another program's file and is not opened; " if path.suffix in PICKLE_SUFFIXES else ""
 
 
-def _known(folder: Path) -> str:
+def _describe_choices(folder: Path) -> str:
     names = [folder_name(step) for step in committed_steps(folder)]
     if not names:
         return f"there is none in {folder}"
@@ -75,27 +395,84 @@ def _known(folder: Path) -> str:
     return f"there are: {', '.join([*best, 'last', *names[-5:]])}"
 
 
-def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loaded:
-    """The same checkpoint on every rank, or the same CheckpointError on every rank.
+def committed_metrics(folder: Path) -> dict[int, Metric]:
+    """Return the metrics of all checkpoints with a sound manifest, by step, oldest first."""
+    metrics: dict[int, Metric] = {}
+    for step in committed_steps(folder):
+        with suppress(CheckpointError):  # reported when somebody loads that checkpoint
+            metric = read_manifest(folder / folder_name(step)).metric
+            if metric is not None:
+                metrics[step] = metric
+    return metrics
 
-    Rank 0 looks at the files of all: what only another rank finds wrong is a folder that it does not see.
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """Return the folder of the best committed step by the manifests; None if none of them was measured.
+
+    `best.json` alone is not believed. It says which step was the best while all manifests were sound: if it names
+    another step and a manifest is damaged, the best is unknown. Raise CheckpointError then.
+    """
+    metrics = committed_metrics(folder)
+    newest = next(reversed(metrics.values()), None)
+    best = None
+    if newest is not None:
+        sign = -1.0 if newest.mode == "max" else 1.0
+        ranked = [
+            (sign * metric.value, step)
+            for step, metric in metrics.items()
+            if metric.name == newest.name and math.isfinite(metric.value)
+        ]
+        best = folder / folder_name(min(ranked)[1]) if ranked else None
+    recorded = _read_recorded_best(folder)
+    if recorded == (None if best is None else best.name):
+        return best
+    try:
+        for step in committed_steps(folder):
+            read_manifest(folder / folder_name(step))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"best: {error}, so which checkpoint is the best is not known; name one, as last"
+        ) from error
+    return best
+
+
+def _read_recorded_best(folder: Path) -> str | None:
+    """Return the folder name of the best checkpoint by `best.json`; None if that cannot be read."""
+    try:
+        with open_regular(folder / BEST) as file:
+            value = loads(file.read(MAX_MANIFEST_BYTES), str(folder / BEST))
+        name = value["entries"][0]["folder"]
+    except (CheckpointError, LookupError, TypeError):
+        return None
+    return name if isinstance(name, str) and step_of(name) is not None else None
+
+
+# ---- loading by all ranks together
+
+
+def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loaded:
+    """Return the same checkpoint on every rank, or raise the same CheckpointError on every rank.
+
+    Rank 0 verifies the files of all ranks. Damage that only another rank sees is a folder that it does not share.
     """
     loaded: Loaded | None = None
     try:
         loaded = read_checkpoint(folder, parallel.rank, run_id)
-        mine = "", " ".join(written.sha256 for written in loaded.manifest.files.values())
+        answer = "", " ".join(written.sha256 for written in loaded.manifest.files.values())
     except Incompatible as error:
-        mine = "incompatible", str(error)
+        answer = "incompatible", str(error)
     except CheckpointError as error:
-        mine = "damaged", str(error)
-    answers = parallel.gather(mine)
-    for _, text in [answer for answer in answers if answer[0] == "incompatible"]:
-        raise Incompatible(text)
+        answer = "damaged", str(error)
+    answers = parallel.gather(answer)
+    for fault, text in answers:
+        if fault == "incompatible":
+            raise Incompatible(text)
     if answers[0][0]:
         raise CheckpointError(answers[0][1])
-    for rank, text in [(rank, text) for rank, (kind, text) in enumerate(answers) if kind]:
-        raise Incompatible(f"rank {rank}: {text}; rank 0 finds it sound: all ranks need this folder")
-    if len({text for _, text in answers}) != 1:
+    for rank, (fault, text) in enumerate(answers):
+        if fault:
+            raise Incompatible(f"rank {rank}: {text}; rank 0 finds it sound: all ranks need this folder")
+    if len({hashes for _, hashes in answers}) != 1:
         raise Incompatible(f"{folder}: the ranks see different files there; they need one folder")
     assert loaded is not None
     return loaded
@@ -104,102 +481,54 @@ def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loade
 def load_latest(
     folder: Path, run_id: str, parallel: Parallel, files: FileLayer, note: Callable[[str], None]
 ) -> Loaded | None:
-    """The newest sound checkpoint; None only where none was ever committed.
+    """Return the newest sound checkpoint; None only if none was ever committed.
 
-    A damaged one is renamed to `.bad-...`, noted, and the one before it is tried.
+    A damaged checkpoint is renamed to `.bad-...` and noted, and the one before it is tried.
     """
-    reasons: list[str] = []
+    faults: list[str] = []
 
-    def newest() -> str | None:
+    def newest_name() -> str | None:
         steps = committed_steps(folder)
         return folder_name(steps[-1]) if steps else None
 
-    while (name := on_rank_zero(parallel, newest)) is not None:
+    while (name := on_rank_zero(parallel, newest_name)) is not None:
         try:
             loaded = load_together(folder / name, parallel, run_id)
         except Incompatible:
             raise
         except CheckpointError as error:
-            reasons.append(str(error))
+            faults.append(str(error))
         else:
-            if others := _foreign(loaded):
-                note(f"{name}: passed over what is not of the checkpoint: {', '.join(others)}")
+            if foreign := _foreign_files(loaded):
+                note(f"{name}: passed over what is not of the checkpoint: {', '.join(foreign)}")
             return loaded
-        bad = on_rank_zero(parallel, lambda: _quarantine(folder / name, files))
+        new_name = on_rank_zero(parallel, lambda: _set_aside(folder / name, files))
         if parallel.rank == 0:
-            note(f"{name} was set aside as {bad}: {reasons[-1]}")
-    reasons += on_rank_zero(parallel, lambda: _traces(folder) if not reasons else [])
-    if reasons:
+            note(f"{name} was set aside as {new_name}: {faults[-1]}")
+    faults += on_rank_zero(parallel, lambda: [] if faults else _traces_of_checkpoints(folder))
+    if faults:
         raise CheckpointError(
-            f"{folder}: no sound checkpoint is left to resume from: {'; '.join(reasons)}. "
+            f"{folder}: no sound checkpoint is left to resume from: {'; '.join(faults)}. "
             "Start a new run, or delete that folder to begin this one again"
         )
     return None
 
 
-def _foreign(loaded: Loaded) -> list[str]:
-    """What others put into the folder, as .DS_Store."""
+def _foreign_files(loaded: Loaded) -> list[str]:
+    """Return what other programs put into the folder, as .DS_Store."""
     with suppress(OSError):
         return sorted({*os.listdir(loaded.folder)} - {MANIFEST, *loaded.manifest.files})
     return []
 
 
-def _quarantine(folder: Path, files: FileLayer) -> str:
+def _set_aside(folder: Path, files: FileLayer) -> str:
     with file_faults(f"cannot set aside the damaged {folder}", folder.parent):
         return set_aside(folder, files).name
 
 
-def _traces(folder: Path) -> list[str]:
-    """What says that there were checkpoints once."""
-    if not folder.is_dir():
-        return []
-    names = sorted(path.name for path in folder.iterdir())
-    traces = [name for name in names if name == BEST or name.startswith(".bad-step-")]
-    return [f"{name} says that there was one" for name in traces]
-
-
-def committed_metrics(folder: Path) -> dict[int, Metric]:
-    """What the sound manifests of a folder say of their steps' metric, oldest first."""
-    found: dict[int, Metric] = {}
-    for step in committed_steps(folder):
-        try:
-            metric = read_manifest(folder / folder_name(step)).metric
-        except CheckpointError:  # said when somebody wants to load it
-            continue
-        if metric is not None:
-            found[step] = metric
-    return found
-
-
-def best_checkpoint(folder: Path) -> Path | None:
-    """The folder of the best committed step by the manifests; None if none of them was measured.
-
-    Raises CheckpointError if a manifest is damaged that could be of a better one: `best.json` alone is not
-    believed, and says only which step was the best while all manifests were sound.
-    """
-    metrics = committed_metrics(folder)
-    metric = list(metrics.values())[-1] if metrics else None
-    entries = [Entry(step, m.value) for step, m in metrics.items() if metric and m.name == metric.name]
-    ranked = Ranking(metric.mode, 1, entries).entries if metric else []
-    best = folder / folder_name(ranked[0].step) if ranked else None
-    names = _names_in_best(folder)
-    if (best is not None or names) and best not in [folder / name for name in names[:1]]:
-        try:
-            for step in committed_steps(folder):
-                read_manifest(folder / folder_name(step))
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"best: {error}, so which checkpoint is the best is not known; name one, as last"
-            ) from error
-    return best
-
-
-def _names_in_best(folder: Path) -> list[str]:
-    """Best first; empty if there is no readable `best.json`: it is a convenience, not a record."""
-    try:
-        with open_regular(folder / BEST) as file:
-            value = loads(file.read(MAX_MANIFEST_BYTES), str(folder / BEST))
-        names = [entry["folder"] for entry in value["entries"]]
-    except (CheckpointError, KeyError, TypeError):
-        return []
-    return [name for name in names if isinstance(name, str) and step_of(name) is not None]
+def _traces_of_checkpoints(folder: Path) -> list[str]:
+    """Return messages about files that only a run with checkpoints leaves."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return [
+        f"{name} says that there was one" for name in names if name == BEST or name.startswith(".bad-step-")
+    ]

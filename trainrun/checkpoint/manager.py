@@ -1,318 +1,485 @@
-"""When a run is saved, which checkpoints are kept, and from which one it goes on.
+"""Decide when a run is saved and which checkpoints stay, and save in the background.
 
-Kept are the newest `keep_last` and the `save_top_k` best by the monitored metric; one folder can be
-both. The newest is never deleted. With `save_last=False` only the newest one stays besides the best,
-nothing is saved by time, and the end of the run is saved only if it was stopped from outside.
+The newest `keep_last` checkpoints stay, and the `save_top_k` best ones by the monitored metric. The newest one is never
+deleted. With `save_last=False` only the newest one stays besides the best, nothing is saved by time, and the end of the
+run is saved only if the run was stopped from outside.
 
-A new best costs no disk access while the last commit is younger than DEFER_SECONDS: its state is
-copied in memory and committed with the next save or once DEFER_SECONDS are over, or dropped when it is no
-longer among the best. So a kill loses no more than that time; a failure in one process loses nothing.
-
-With `async_save` the training goes on as soon as the state is copied in memory, and the copy is written
-meanwhile; a fault of that is raised at the next step. One save is under way at a time: the next one waits.
+With `async_save` the training continues as soon as the state is copied in memory. A thread writes the copy. A fault of
+that thread is raised at the next step. Only one save is under way at a time: the next save waits for it.
 """
 
 from __future__ import annotations
 
+import errno
+import math
+import os
+import re
+import secrets
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from trainrun.checkpoint.commit import CommitPart, Record, build_part, write_metric
-from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.format import Manifest, folder_name
-from trainrun.checkpoint.policy import Entry, KeepOptions, Ranking, Retention, kind_of, metric_of, sweep
-from trainrun.checkpoint.save import Note, Saves, on_rank_zero
-from trainrun.checkpoint.state_copy import LARGE_BYTES, Snapshots
-from trainrun.errors import TrainrunError
+from trainrun.checkpoint.files import FileLayer, Written, file_faults, free_bytes
+from trainrun.checkpoint.load import BEST, Loaded, committed_metrics, is_sound, load_latest, read_manifest
+from trainrun.checkpoint.ranks import on_every_rank, on_rank_zero
+from trainrun.checkpoint.save import (
+    Manifest,
+    Metric,
+    StatePart,
+    build_part,
+    commit,
+    committed_steps,
+    dumps,
+    folder_name,
+    new_temporary_folder,
+    replace_manifest,
+    write_part,
+)
+from trainrun.checkpoint.state_copy import LARGE_BYTES, CopyMemory
 from trainrun.interfaces import Parallel
-from trainrun.training.state import SAVE_BEST, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState
+from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState, measured
 
-if TYPE_CHECKING:
-    from trainrun.checkpoint.reading import Loaded
+LEFTOVER_NAME = re.compile(r"\.(tmp|trash)-(step-\d{8}|best)-[0-9a-f]{8}", re.ASCII)
+LONG_WAIT_SECONDS = 1.0  # a longer wait for the save before is reported
+LEAVE_SECONDS = 5.0  # how long a failing run of several ranks waits for its save under way
+LOWER_PRIORITY_BY = 5  # of the thread that writes
 
-DEFER_SECONDS = 10.0
-DEFER_BYTES = 256 * 10**6  # of one rank, over all that wait
-LONG_SECONDS = 1.0  # that a save waits for the one before, until it is said
+Note = Callable[[str], None]
 
 
-class HasTree(Protocol):
+@dataclass(frozen=True)
+class KeepOptions:
+    """When to save, and which checkpoints to keep.
+
+    monitor: the full name of the metric (`val/acc`), None if there is none. mode: `min` or `max`. periodic: returns
+    whether a state is saved by its distance from the save before. named: a setting names the metric.
+    """
+
+    enabled: bool
+    monitor: str | None
+    mode: str
+    save_top_k: int
+    save_last: bool
+    keep_last: int
+    periodic: Callable[[TrainState], bool]
+    interval_seconds: float | None
+    async_save: bool
+    named: bool = False
+
+
+class Entry(NamedTuple):
+    step: int
+    value: float
+
+
+class Ranking:
+    """The `size` best steps so far, best first. Of equal values the earlier step is better. NaN is never added."""
+
+    def __init__(self, mode: str, size: int, entries: list[Entry]) -> None:
+        self._sign = -1.0 if mode == "max" else 1.0
+        self._size = size
+        self.entries: list[Entry] = []
+        for entry in entries:
+            self.add(entry)
+
+    def admits(self, entry: Entry) -> bool:
+        """Return whether the step is new and among the best."""
+        is_new = all(entry.step != other.step for other in self.entries)
+        return is_new and math.isfinite(entry.value) and entry in self._with(entry)
+
+    def add(self, entry: Entry) -> None:
+        """Add an entry if it is admitted; the worst one may drop out."""
+        if self.admits(entry):
+            self.entries = self._with(entry)
+
+    def remove(self, step: int) -> None:
+        self.entries = [entry for entry in self.entries if entry.step != step]
+
+    def _with(self, entry: Entry) -> list[Entry]:
+        ranked = sorted([*self.entries, entry], key=lambda one: (self._sign * one.value, one.step))
+        return ranked[: self._size]
+
+
+class HasState(Protocol):
     def checkpoint_tree(self, state: TrainState) -> tuple[Any, Any]:
-        """What all ranks share, and what is this rank's own; trees of plain values and tensors."""
+        """Return the state that all ranks share, and the state of this rank, as trees of plain values and tensors."""
 
 
-class Answer(NamedTuple):
-    """What a rank says ahead of a save: `num_bytes` of all that waits and the new one."""
+@dataclass
+class SaveInProgress:
+    """One save of one rank. temporary: its folder; None if a sound checkpoint of the step is there already."""
 
-    since_commit: float
-    num_bytes: int
-    has_room: bool
+    manifest: Manifest
+    part: StatePart
+    temporary: Path | None
+    ranked: list[Entry]
+    notes: list[str] = field(default_factory=list)
+    written: Future[dict[str, Written]] = field(default_factory=Future)
 
 
 class CheckpointManager:
-    """The checkpoints of one run. Every rank has one; all call `save`, `close` and the loading methods together.
+    """The checkpoints of one run. Every rank has one. All ranks call `save`, `close` and `load_latest` together.
 
-    What is due follows from the state, which is the same on all ranks; what a clock says is rank 0's.
-    free_bytes: of the machine's memory. before_commit: called ahead of every save; what has to be on disk
-    before a resume may start there.
+    What is due follows from the state, which is the same on all ranks. Only the clock of rank 0 counts.
+
+    Args:
+        fingerprint: returns the facts of the environment that decide over the bits of a resumed run.
+        note: shows one line to the user.
+        free_memory: returns the free bytes of the machine's memory.
+        before_commit: called before each save; makes durable what a resume from that save needs.
     """
 
     def __init__(
         self, folder: Path, run_id: str, options: KeepOptions, parallel: Parallel,
-        fingerprint: Callable[[], Mapping[str, Any]], note: Note, free_bytes: Callable[[], int],
+        fingerprint: Callable[[], Mapping[str, Any]], note: Note, free_memory: Callable[[], int],
         files: FileLayer | None = None, clock: Callable[[], float] = time.monotonic,
-        before_commit: Callable[[], None] | None = None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._before_commit = before_commit
-        self.folder, self.options = folder, options
-        self._run_id, self._parallel, self.fingerprint = run_id, parallel, fingerprint
-        self._note, self._files, self._clock = note, files or FileLayer(), clock
+        self.folder, self.options, self.fingerprint = folder, options, fingerprint
+        self._run_id, self._parallel, self._note = run_id, parallel, note
+        self._files, self._clock, self._before_commit = files or FileLayer(), clock, before_commit
         self._ranking = Ranking(options.mode, options.save_top_k, [])
-        newest = max(options.keep_last, 1) if options.save_last else 1
-        self._retention = Retention(folder, newest, options.monitor, options.mode)
-        self._snapshots, self._noted_no_room = Snapshots(free_bytes), False
-        self._saves = Saves(folder, parallel, self._files, note)
-        self._waiting: dict[int, Record] = {}
-        self._saved_before, self._last_commit = -1, clock()
-        self._unprepared: tuple[HasTree, int] | None = None  # from that step on the state has its full size
+        self._best_by_other_metrics: set[int] = set()  # these steps stay too
+        self._copies, self._reported_no_room = CopyMemory(free_memory), False
+        self._in_progress: SaveInProgress | None = None
+        self._saved_before, self._last_save = -1, clock()
+        self._prepare_from: tuple[HasState, int] | None = (
+            None  # the state has its full size from this step on
+        )
 
-    def start(self, run: HasTree, state: TrainState) -> None:
-        """Ahead of the first step; after it, memory for copies of a large state is made ready."""
+    # ---- what the loop calls
+
+    def start(self, run: HasState, state: TrainState) -> None:
+        """Get ready before the first step. After it, memory for copies of a large state is allocated."""
         options = self.options
-        if state.saved_step < 0:  # where a run ended before its first commit
-            self._sweep()
-        if options.enabled and options.async_save and self._part(run, state).num_bytes >= LARGE_BYTES:
-            self._unprepared = run, state.step + 1
-
-    def due(self, state: TrainState) -> bool:
-        """Whether `save` has something to do at this step; asking changes nothing that is saved."""
-        if self._unprepared is not None and state.step >= self._unprepared[1]:
-            self._snapshots.prepare(self._part(self._unprepared[0], state).tensors)
-            self._unprepared = None
-        if self._saves.under_way is not None and state.save_request in (SAVE_NONE, SAVE_FAILED):
-            return True
-        return self._kind(state) is not None or self._ends_wait(state)
-
-    def _ends_wait(self, state: TrainState) -> bool:
-        return bool(self._waiting) and bool(state.stop_reason or state.save_request == SAVE_BEST)
+        if state.saved_step < 0:  # the run ended before its first commit
+            self._remove_leftovers()
+        if options.enabled and options.async_save and self._build_part(run, state).num_bytes >= LARGE_BYTES:
+            self._prepare_from = run, state.step + 1
 
     def time_request(self) -> int:
-        """Return how this rank's save under way stands, else what the clock of rank 0 asks for."""
-        if self._saves.under_way is not None:
-            return self._saves.request()
-        if self._parallel.rank > 0:
+        """Return how this rank's save under way stands, or whether the clock of rank 0 asks for a save."""
+        if self._in_progress is not None:
+            written = self._in_progress.written
+            if not written.done():
+                return SAVE_BUSY
+            return SAVE_FAILED if written.exception() else SAVE_NONE
+        interval = self.options.interval_seconds
+        if (
+            self._parallel.rank > 0
+            or interval is None
+            or not (self.options.enabled and self.options.save_last)
+        ):
             return SAVE_NONE
-        options, seconds = self.options, self._since_commit()
-        interval = options.interval_seconds if options.enabled and options.save_last else None
-        if interval is not None and seconds >= interval:
-            return SAVE_NOW
-        return SAVE_BEST if self._waiting and seconds >= DEFER_SECONDS else SAVE_NONE
+        return SAVE_NOW if self._clock() - self._last_save >= interval else SAVE_NONE
 
-    def save(self, run: HasTree, state: TrainState) -> None:
-        """End the save under way if that is due, and save the state, or keep a new best in memory.
+    def due(self, state: TrainState) -> bool:
+        """Return whether `save` has something to do at this step."""
+        if self._prepare_from is not None and state.step >= self._prepare_from[1]:
+            self._copies.prepare(self._build_part(self._prepare_from[0], state).tensors)
+            self._prepare_from = None
+        is_written = self._in_progress is not None and state.save_request in (SAVE_NONE, SAVE_FAILED)
+        return is_written or self._reason_to_save(state) is not None
 
-        Raises CheckpointError on every rank; for the save under way too.
-        """
-        kind = self._kind(state)
-        if kind == "best" and not state.stop_reason and self._keep_best(run, state):
-            return
-        self._settle(state)
-        if kind == "measured":
+    def save(self, run: HasState, state: TrainState) -> None:
+        """Finish the save under way, and save the state if that is due. Raise SaveError on every rank."""
+        self.finish_save(state)
+        reason = self._reason_to_save(state)
+        if reason == "measured":
             self._add_metric(state)
-        elif kind is not None:
-            self._save_state(self._record(run, state, kind), state)
-        elif self._ends_wait(state):
-            background = self.options.async_save and not state.stop_reason
-            self._begin([], sum(one.num_bytes for one in self._ask(None, state)), low=background)
-            if not background:
-                self._settle(state)
+        elif reason is not None:
+            self._start_save(run, state, reason)
 
     def close(self) -> None:
-        """End the save under way and commit what waits. Among several ranks that is dropped: where they come
-        to their end together, `save` has committed it."""
-        self._settle(None)
-        self._begin_alone()
-        self._settle(None)
+        """Finish the save under way. Raise SaveError on every rank."""
+        self.finish_save(None)
 
     def leave(self) -> None:
-        """After a failure, by each rank alone: the save under way is finished if it can be, else it is said.
-
-        In one process what waits is committed too.
-        """
-        self._saves.leave()
-        try:
-            self._begin_alone()
-        except TrainrunError as error:  # the failure is what is raised
-            self._note(f"the best checkpoint that waited in memory is lost: {error}")
-        self._saves.leave()
-
-    def _begin_alone(self) -> None:
-        if self._waiting and self._parallel.world_size == 1:
-            self._begin([], sum(one.part.num_bytes for one in self._waiting.values()), low=False)
-        self._waiting = {}
+        """Finish the save under way after a failure, when the ranks exchange nothing more. Raise nothing."""
+        save, self._in_progress = self._in_progress, None
+        if save is None:
+            return
+        wait([save.written], None if self._parallel.world_size == 1 else LEAVE_SECONDS)
+        fault: object = "the ranks did not agree that all of them had written it"
+        if not save.written.done():
+            fault = "it did not end in time"
+        elif save.written.exception() or self._parallel.world_size == 1:
+            fault = save.written.exception()
+        if fault is not None:
+            self._note(f"the checkpoint of step {save.manifest.step} that was being written is lost: {fault}")
 
     def load_latest(self) -> Loaded | None:
-        """The newest sound checkpoint, to go on from; None only where none was ever committed."""
-        from trainrun.checkpoint.load import load_latest
-
-        self._settle(None)
-        self._sweep()
+        """Return the newest sound checkpoint to resume from; None only if none was ever committed."""
+        self.finish_save(None)
+        self._remove_leftovers()
         loaded = load_latest(self.folder, self._run_id, self._parallel, self._files, self._note)
         if loaded is not None:
-            self._recall_best()
+            self._restore_ranking()
         return loaded
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best so far, by what `checkpoint.monitor` is now."""
-        return next(((one.step, one.value) for one in self._ranking.entries), None)
+        """Step and value of the best so far, by the present `checkpoint.monitor`."""
+        return next(((entry.step, entry.value) for entry in self._ranking.entries), None)
 
-    def _sweep(self) -> None:
-        """Only a process that goes on with the run may do that."""
-        if self.options.enabled and self._parallel.rank == 0 and self.folder.is_dir():
-            sweep(self.folder, self._files, self._note)
+    # ---- why a state is saved
 
-    def _kind(self, state: TrainState) -> str | None:
-        kind = kind_of(self.options, self._ranking, state)
-        return None if kind == "measured" and state.step in self._retention.former else kind
+    def _reason_to_save(self, state: TrainState) -> str | None:
+        """Return the kind of checkpoint that is due. "measured": the step is saved, and is one of the best now."""
+        options = self.options
+        if not options.enabled:
+            return None
+        if state.saved_step == state.step:  # a resumed run may have had no time to validate
+            return (
+                "measured" if self._is_best(state) and state.step not in self._best_by_other_metrics else None
+            )
+        if state.stop_reason and state.stop_request > 0:
+            return "stopped"
+        if state.stop_reason and options.save_last:
+            return "final"
+        if options.periodic(state):
+            return "periodic"
+        if state.save_request == SAVE_NOW and options.save_last:
+            return "last"
+        return "best" if self._is_best(state) else None
 
-    def _record(self, run: HasTree, state: TrainState, kind: str) -> Record:
-        facts = Manifest(
-            self._run_id, state.step, state.epoch, self._parallel.world_size, kind,
-            metric_of(self.options, state), self.fingerprint(), files={},
-        )  # fmt: skip
-        return Record(facts, self._part(run, state))
+    def _metric_of(self, state: TrainState) -> Metric | None:
+        """Return the monitored metric of this very step; None if it was not measured, or is not finite."""
+        name = self.options.monitor
+        if name is None or self.options.save_top_k == 0 or state.validated_step != state.step:
+            return None
+        value = measured(state.last_metrics, name, self.options.named)
+        return Metric(name, self.options.mode, value) if math.isfinite(value) else None
 
-    def _part(self, run: HasTree, state: TrainState) -> CommitPart:
-        before, state.saved_step = state.saved_step, state.step  # who resumes from it has it saved
+    def _is_best(self, state: TrainState) -> bool:
+        metric = self._metric_of(state)
+        return metric is not None and self._ranking.admits(Entry(state.step, metric.value))
+
+    # ---- one save
+
+    def _build_part(self, run: HasState, state: TrainState) -> StatePart:
+        before, state.saved_step = state.saved_step, state.step  # a resume from this checkpoint has it saved
         try:
             shared_tree, rank_tree = run.checkpoint_tree(state)
         finally:
             state.saved_step = before
         return build_part(self._parallel.rank, shared_tree, rank_tree)
 
+    def _start_save(self, run: HasState, state: TrainState, kind: str) -> None:
+        metric = self._metric_of(state)
+        manifest = Manifest(
+            self._run_id,
+            state.step,
+            state.epoch,
+            self._parallel.world_size,
+            kind,
+            metric,
+            self.fingerprint(),
+            {},
+        )
+        part = self._build_part(run, state)
+        in_background = self.options.async_save
+        has_room = in_background and self._copies.has_room(part.tensors, may_allocate=not state.stop_reason)
+        answers = self._parallel.gather((part.num_bytes, has_room))
+        if in_background and not all(room for _, room in answers):
+            in_background = False
+            self._report_no_room(part, state)
+        temporary = self._make_temporary_folder(state.step, sum(size for size, _ in answers))
+        if metric is not None:
+            self._ranking.add(Entry(state.step, metric.value))
+        if in_background:
+            copy = self._copies.take(part.tensors)
+            part = StatePart(part.text, copy.tensors, copy.events, is_copy=True)
+        self._before_commit()
+        save = SaveInProgress(manifest, part, temporary, self._ranking.entries)
+        self._in_progress = save
+        self._saved_before, state.saved_step = state.saved_step, state.step
+        self._last_save = self._clock()
+        has_low_priority = in_background and not state.stop_reason
+        threading.Thread(
+            target=self._write, args=(save, has_low_priority), name="trainrun checkpoint", daemon=True
+        ).start()
+        if not in_background:
+            self.finish_save(state)
+
+    def _make_temporary_folder(self, step: int, needed_bytes: int) -> Path | None:
+        """Return the folder that all ranks write into; None if a sound checkpoint of the step is there already."""
+        target = self.folder / folder_name(step)
+
+        def make() -> str | None:
+            with file_faults(f"cannot save checkpoint {target}", self.folder, needed_bytes):
+                self._files.make_root(self.folder)
+                if os.path.lexists(target) and is_sound(target, self._run_id):
+                    return None
+                if free_bytes(self.folder) < needed_bytes:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return new_temporary_folder(self.folder, step, self._files)
+
+        name = on_rank_zero(self._parallel, make)
+        return None if name is None else self.folder / name
+
+    def _write(self, save: SaveInProgress, has_low_priority: bool) -> None:
+        """Write the part of this rank. A single rank commits too; several ranks commit in `finish_save`."""
+        try:
+            if has_low_priority:
+                lower_thread_priority()
+            written = {}
+            if save.temporary is not None:
+                written = write_part(save.temporary, self._parallel.rank, save.part, self._files)
+            if self._parallel.world_size == 1:
+                self._commit(save, written)
+            save.written.set_result(written)
+        except BaseException as error:  # raised again by `finish_save`
+            save.written.set_exception(error)
+
+    def _commit(self, save: SaveInProgress, written: dict[str, Written]) -> None:
+        if save.temporary is not None:
+            commit(save.temporary, replace(save.manifest, files=written), self._files)
+            save.temporary = None
+        self._tidy(save.ranked, save.notes.append)
+
+    def finish_save(self, state: TrainState | None) -> int | None:
+        """Wait for the save under way; return its step, None if there is none.
+
+        Raise SaveError on every rank if the save failed on one rank. `state.saved_step` is then the step before.
+        """
+        save, self._in_progress = self._in_progress, None
+        if save is None:
+            return None
+        step, began = save.manifest.step, time.monotonic()
+        try:
+            parts = on_every_rank(self._parallel, save.written.result)
+            if self._parallel.world_size > 1:
+                written = {name: Written(*entry) for part in parts for name, entry in part.items()}
+                on_rank_zero(self._parallel, lambda: self._commit(save, written))
+        except Exception:
+            self._ranking.remove(step)
+            if state is not None and state.saved_step == step:
+                state.saved_step = self._saved_before
+            if self._parallel.rank == 0 and save.temporary is not None:
+                with suppress(OSError):  # a later start of the run removes what cannot be removed now
+                    self._files.remove_tree(save.temporary)
+            raise
+        for text in save.notes:
+            self._note(text)
+        if save.part.is_copy:
+            self._copies.give_back(save.part.tensors)
+        seconds = time.monotonic() - began
+        if seconds >= LONG_WAIT_SECONDS and state is not None and step < state.step:
+            self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")
+        return step
+
     def _add_metric(self, state: TrainState) -> None:
-        """The committed checkpoint of this very step becomes one of the best."""
-        metric = metric_of(self.options, state)
+        """Add the metric to the committed checkpoint of this very step, which is one of the best now."""
+        metric = self._metric_of(state)
         assert metric is not None
         folder = self.folder / folder_name(state.step)
-        on_rank_zero(self._parallel, lambda: write_metric(folder, metric, self._files))
+
+        def add() -> None:
+            replace_manifest(folder, read_manifest(folder), metric, self._files)
+
+        on_rank_zero(self._parallel, add)
         self._ranking.add(Entry(state.step, metric.value))
         ranked = self._ranking.entries
-        on_rank_zero(self._parallel, lambda: self._retention.tidy(ranked, self._files, self._note))
+        on_rank_zero(self._parallel, lambda: self._tidy(ranked, self._note))
 
-    def _since_commit(self) -> float:
-        return self._clock() - self._last_commit
-
-    def _ask(self, record: Record | None, state: TrainState) -> list[Answer]:
-        """The answers of all ranks, on every rank: what follows from them follows everywhere."""
-        new, fresh = [record] if record is not None else [], not state.stop_reason
-        num_bytes = sum(one.part.num_bytes for one in [*self._waiting.values(), *new])
-        has_room = all(self._snapshots.has_room(one.part.tensors, fresh) for one in new)
-        answer = Answer(self._since_commit(), num_bytes, has_room)
-        return [Answer(*one) for one in self._parallel.gather(tuple(answer))]
-
-    def _keep_best(self, run: HasTree, state: TrainState) -> bool:
-        """Whether a new best was put among those that wait."""
-        record = self._record(run, state, "best")
-        answers = self._ask(record, state)
-        if answers[0].since_commit >= DEFER_SECONDS or max(one.num_bytes for one in answers) >= DEFER_BYTES:
-            return False
-        self._waiting[state.step] = self._copied(record)
-        self._rank(record)
-        return True
-
-    def _save_state(self, record: Record, state: TrainState) -> None:
-        answers = self._ask(record, state)
-        background = self.options.async_save and all(one.has_room for one in answers)
-        if self.options.async_save and not background and not state.stop_reason and not self._noted_no_room:
-            self._noted_no_room = True
-            self._note(
-                f"memory has no room for a copy of the state ({record.part.num_bytes:,} bytes): "
-                "the training waits while checkpoints are written"
-            )
-        self._waiting.pop(state.step, None)
-        self._rank(record)
-        low = background and not state.stop_reason
-        kept = self._copied(record) if background else record
-        self._begin([kept], sum(one.num_bytes for one in answers), low)
-        self._saved_before, state.saved_step = state.saved_step, state.step
-        if not background:
-            self._settle(state)
-
-    def _copied(self, record: Record) -> Record:
-        copy = self._snapshots.take(record.part.tensors)
-        return replace(record, part=CommitPart(record.part.text, copy.tensors, copy.events, is_copy=True))
-
-    def _forget(self, record: Record) -> None:
-        """Nobody reads it any more: the next copy is made in its memory."""
-        if record.part.is_copy:
-            self._snapshots.give_back(record.part.tensors)
-
-    def _rank(self, record: Record) -> None:
-        if record.facts.metric is not None:
-            self._ranking.add(Entry(record.facts.step, record.facts.metric.value))
-        for step in self._waiting.keys() - self._ranking.steps:
-            self._forget(self._waiting.pop(step))
-
-    def _begin(self, new: list[Record], needed_bytes: int, low: bool) -> None:
-        """Has what waits committed, then `new`; then, and only then, `best.json` and the deletion of old ones."""
-        records = [*self._waiting.values(), *new]
-        self._waiting = {}
-        ranked = self._ranking.entries
-        if self._before_commit is not None:
-            self._before_commit()
-
-        def tidy(note: Note) -> None:
-            self._retention.tidy(ranked, self._files, note)
-
-        try:
-            self._saves.begin(records, needed_bytes, tidy, low)
-        except Exception:
-            self._ranking.drop({one.facts.step for one in records})
-            raise
-        self._last_commit = self._clock()
-
-    def _settle(self, state: TrainState | None) -> None:
-        """Wait for the save under way; of one that failed nothing is taken for saved."""
-        save, began = self._saves.under_way, time.monotonic()
-        if save is None:
+    def _report_no_room(self, part: StatePart, state: TrainState) -> None:
+        if state.stop_reason or self._reported_no_room:
             return
+        self._reported_no_room = True
+        self._note(
+            f"memory has no room for a copy of the state ({part.num_bytes:,} bytes): "
+            "the training waits while checkpoints are written"
+        )
+
+    # ---- which checkpoints stay
+
+    def _tidy(self, ranked: list[Entry], note: Note) -> None:
+        """Write `best.json`, and delete the checkpoints that are neither among the newest nor among the best."""
+        steps = committed_steps(self.folder)
+        best = [entry for entry in ranked if entry.step in steps]
+        if self.options.monitor is not None and best:
+            with file_faults(f"cannot write {BEST} in {self.folder}", self.folder):
+                self._write_best(best)
+        num_newest = max(self.options.keep_last, 1) if self.options.save_last else 1
+        kept = {*steps[-num_newest:], *self._best_by_other_metrics, *(entry.step for entry in best)}
+        self._delete([step for step in steps if step not in kept], note)
+
+    def _write_best(self, best: list[Entry]) -> None:
+        """Replace `best.json` as a whole. It is for people and tools; the manifests have the same facts."""
+        entries = [{**entry._asdict(), "folder": folder_name(entry.step)} for entry in best]
+        content = {"metric": self.options.monitor, "mode": self.options.mode, "entries": entries}
+        temporary = self.folder / f".tmp-best-{secrets.token_hex(4)}"
         try:
-            self._saves.settle()
-        except Exception:
-            lost = {one.facts.step for one in save.records} - save.committed
-            self._ranking.drop(lost)
-            if state is not None and state.saved_step in lost:
-                state.saved_step = self._saved_before
+            self._files.write(temporary, [dumps(content, indent=1) + b"\n"])
+            self._files.rename(temporary, self.folder / BEST)
+        except OSError:
+            with suppress(OSError):
+                self._files.remove_tree(temporary)
             raise
-        for record in save.records:
-            self._forget(record)
-        seconds, step = time.monotonic() - began, save.records[-1].facts.step
-        if seconds >= LONG_SECONDS and state is not None and step < state.step:
-            self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")
 
-    def _recall_best(self) -> None:
-        """The ranking, from the manifests. What was among the best by another `checkpoint.monitor` stays."""
-        from trainrun.checkpoint.load import committed_metrics
+    def _delete(self, steps: list[int], note: Note) -> None:
+        """Rename the checkpoints to names that nobody reads, then remove them. A failure is only noted."""
+        renamed: list[Path] = []
+        try:
+            for step in steps:
+                path = self.folder / folder_name(step)
+                target = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
+                self._files.rename(path, target)
+                renamed.append(target)
+            if renamed:
+                self._files.fsync_dir(self.folder)
+        except OSError as error:
+            note(f"an old checkpoint could not be deleted: {error}")
+            return
+        for path in renamed:
+            self._remove(path, note)
 
+    def _remove(self, path: Path, note: Note) -> None:
+        try:
+            self._files.remove_tree(path)
+        except OSError as error:
+            note(f"{path} could not be removed: {error}")
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a killed save or deletion left. Only a process that continues the run may do that."""
+        if self.options.enabled and self._parallel.rank == 0 and self.folder.is_dir():
+            for path in sorted(self.folder.iterdir()):
+                if LEFTOVER_NAME.fullmatch(path.name):
+                    self._remove(path, self._note)
+
+    def _restore_ranking(self) -> None:
+        """Restore the ranking from the manifests. The best by another `checkpoint.monitor` stay as well."""
         options = self.options
 
-        def look() -> list[tuple[str, str, int, float]]:
-            return [(one.name, one.mode, at, one.value) for at, one in committed_metrics(self.folder).items()]
+        def read() -> list[tuple[str, str, int, float]]:
+            metrics = committed_metrics(self.folder)
+            return [(metric.name, metric.mode, step, metric.value) for step, metric in metrics.items()]
 
-        found = on_rank_zero(self._parallel, look)
+        rows = on_rank_zero(self._parallel, read)
 
-        def ranked(metric: str | None, mode: str) -> Ranking:
-            entries = [Entry(*one) for name, _, *one in found if name == metric]
+        def rank_by(metric: str | None, mode: str) -> Ranking:
+            entries = [Entry(step, value) for name, _, step, value in rows if name == metric]
             return Ranking(mode, options.save_top_k, entries)
 
-        self._ranking = ranked(options.monitor, options.mode)
-        others = {(name, mode) for name, mode, *_ in found if name != options.monitor}
-        former = frozenset[int]().union(*(ranked(*other).steps for other in others))
-        self._retention = replace(self._retention, former=former)
-        best = self._ranking.entries
-        if options.enabled:  # a kill may have come between the last commit and this
-            on_rank_zero(self._parallel, lambda: self._retention.tidy(best, self._files, self._note))
+        self._ranking = rank_by(options.monitor, options.mode)
+        others = {(name, mode) for name, mode, *_ in rows if name != options.monitor}
+        self._best_by_other_metrics = {entry.step for other in others for entry in rank_by(*other).entries}
+        if options.enabled:  # a kill may have come between the last commit and the deletions after it
+            ranked = self._ranking.entries
+            on_rank_zero(self._parallel, lambda: self._tidy(ranked, self._note))
+
+
+def lower_thread_priority() -> None:
+    """Lower the priority of this thread; only Linux can do that."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with suppress(OSError):  # some containers forbid it
+            priority = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, priority + LOWER_PRIORITY_BY)

@@ -1,226 +1,351 @@
-"""A save under way: every rank writes its files in a thread of its own, and rank 0's thread commits.
+"""Write one checkpoint, so that it is complete and durable, or does not exist.
 
-No collective is called from a thread, where it could meet one of the training. Rank 0's thread learns
-from a small file of each other rank that its part is on the disk, and how the verdict comes to all ranks
-is up to `Saves.settle`, which all of them call at the same step. So a save that was begun is committed
-even if the ranks never speak again.
+    step-00000042/
+        MANIFEST.json                               written last
+        state.json, shared.safetensors              what all ranks share, and the state of rank 0
+        rank-00001.json, rank-00001.safetensors     the state of rank 1, and so on
+
+The steps of a save: make a temporary folder beside the target. Every rank writes and syncs its two files. Rank 0 writes
+and syncs the manifest and the folder. The rename of the folder is the commit. The manifest has the size and the SHA-256
+of every file, and its last line is the SHA-256 of the text before it.
+
+A tree of plain values becomes JSON. Values that JSON does not have are objects with one key that begins with `$`:
+
+    {"$int": "0x..."}  {"$float": "<8 bytes, hex>"}  {"$bytes": "<hex>"}  {"$tuple": [...]}
+    {"$dict": [[key, value], ...]}  {"$counter": [[key, value], ...]}
+    {"$tensor": ["name"]}  {"$tensor": ["name", [stride, ...]]}
+    {"$complex": {"$tensor": ...}}   complex128 as real and imaginary parts; safetensors has no such type
+
+The round trip is exact, except for these types: an OrderedDict is read as a dict, a NumPy scalar as the Python number,
+a subclass of str as a str, a Parameter as a plain tensor on the CPU. Equal views of the same memory (tied weights)
+share one tensor again. Views that only overlap become separate tensors.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import os
-import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from contextlib import suppress
+import re
+import secrets
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-from trainrun.checkpoint.commit import Record, Report, commit, prepare, write_part
-from trainrun.checkpoint.files import FileLayer, file_faults
-from trainrun.checkpoint.format import folder_name
-from trainrun.errors import CheckpointError, SaveError
-from trainrun.interfaces import Parallel
-from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE
+import numpy
+import torch
+from torch import Tensor, nn
 
-LOWER_BY = 10  # of the thread that writes and hashes, as of `nice`: a step of the scheduler's scale is a factor of 1.25
-LEAVE_SECONDS = 5.0  # for the other ranks' files, when one of them may be dead
+from trainrun.checkpoint.files import FileLayer, Written, file_faults, set_aside
+from trainrun.checkpoint.state_copy import count_bytes
+from trainrun.errors import CheckpointError
 
-Note = Callable[[str], None]
-Result = TypeVar("Result")
+FORMAT = 2
+MANIFEST = "MANIFEST.json"
+MAX_STATE_BYTES = 64 * 2**20  # of JSON
+MAX_DEPTH = 64  # levels of a tree
+MAX_STEP = 10**8 - 1
+MAX_SAFE_INT = 2**53  # every JSON reader keeps smaller integers exact
+FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
+TENSOR_ENTRY_BYTES = 256  # estimate for the header entry of one tensor
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
 
-
-def in_background(work: Callable[[], Result], name: str, low: bool) -> Future[Result]:
-    """Start work in a thread of its own, which ends with the process. low: below the priority of the training."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            if low:
-                lower_priority()
-            future.set_result(work())
-        except BaseException as error:  # raised again by `result`
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+Keys = tuple[str, ...]
 
 
-def lower_priority() -> None:
-    """Lower the priority of this thread; only Linux can do that."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        with suppress(OSError):  # forbidden, as to a service without @resources: the save matters more
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LOWER_BY)
+# ---- names of folders and files
 
 
-class SaveInProgress:
-    """The records of one save on one rank; `names`: of their temporary folders, None if nothing is to do.
+def folder_name(step: int) -> str:
+    """Return the folder name of a step. Raise CheckpointError for a step of more than eight digits."""
+    if not 0 <= step <= MAX_STEP:
+        raise CheckpointError(f"cannot save at step {step}: checkpoints are numbered up to {MAX_STEP}")
+    return f"step-{step:08d}"
 
-    finish: what rank 0 does after the commits. low: the training goes on meanwhile.
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's folder name; None for any other name."""
+    match = FOLDER_NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Return the steps of all checkpoint folders, oldest first. Other names are ignored."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from error
+    return sorted(step for name in names if (step := step_of(name)) is not None)
+
+
+def rank_files(rank: int) -> tuple[str, str]:
+    """Return the names of the JSON file and of the tensor file of a rank."""
+    if rank == 0:
+        return "state.json", "shared.safetensors"
+    return f"rank-{rank:05d}.json", f"rank-{rank:05d}.safetensors"
+
+
+def format_keys(path: Keys) -> str:
+    """Return the name of a position in a tree, for messages and tensor names."""
+    return "/".join(path) or "the tree"
+
+
+# ---- a tree of plain values and tensors as JSON and named tensors
+
+
+def dumps(value: Any, indent: int | None = None) -> bytes:
+    separators = (",", ":") if indent is None else (",", ": ")
+    return json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
+
+
+def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return the JSON form of a tree and its tensors by name. Nothing is copied.
+
+    Raise TypeError with the position of a value that cannot be saved.
+    """
+    encoder = _TreeEncoder()
+    return encoder.encode(tree, ()), encoder.tensors
+
+
+class _TreeEncoder:
+    """One walk over a tree. It collects the tensors under names made of their positions."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}  # by view of the memory
+
+    def encode(self, value: Any, path: Keys) -> Any:
+        kind = type(value)
+        if kind is int:
+            return value if -MAX_SAFE_INT <= value <= MAX_SAFE_INT else {"$int": hex(value)}
+        if value is None or kind in (bool, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind is bytes:
+            return {"$bytes": value.hex()}
+        if len(path) >= MAX_DEPTH:
+            raise TypeError(f"cannot save {format_keys(path[:8])}/...: nested deeper than {MAX_DEPTH}")
+        if kind in (list, tuple):
+            items = [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if kind in (dict, OrderedDict, Counter):
+            return self._encode_dict(value, path)
+        if isinstance(value, Tensor):
+            return self._encode_tensor(value, path)
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, numpy.generic) and type(value.item()) is not kind:
+            return self.encode(value.item(), path)
+        type_name = f"{kind.__module__}.{kind.__qualname__}"
+        raise TypeError(f"cannot save {format_keys(path)}: {type_name} is no plain value")
+
+    def _encode_dict(self, value: dict[Any, Any], path: Keys) -> Any:
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"cannot save {format_keys(path)}: the key {key!r} is neither str nor int")
+        items = {key: self.encode(item, (*path, str(key))) for key, item in value.items()}
+        has_plain_keys = all(type(key) is str and not key.startswith("$") for key in items)
+        if has_plain_keys and type(value) is not Counter:
+            return items
+        pairs = [[self.encode(key, path), item] for key, item in items.items()]
+        return {"$counter" if type(value) is Counter else "$dict": pairs}
+
+    def _encode_tensor(self, tensor: Tensor, path: Keys) -> Any:
+        where = f"cannot save {format_keys(path)}"
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise TypeError(f"{where}: a {type(tensor).__name__} is no plain tensor")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise TypeError(f"{where}: a tensor without plain memory")
+        if tensor.dtype is torch.complex128:
+            halves = torch.view_as_real(tensor.detach().resolve_conj())
+            return {"$complex": self._encode_tensor(halves, path)}
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{where}: {tensor.dtype} has no place in a safetensors file")
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        lazy_bits = (tensor.is_conj(), tensor.is_neg())  # the memory is the same, the values are not
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, lazy_bits)
+        name = self._names.get(view)
+        if name is None:
+            name = self._names[view] = self._new_name(path)
+            self.tensors[name] = tensor
+        if tensor.is_contiguous() or not is_dense(shape, stride):
+            return {"$tensor": [name]}
+        return {"$tensor": [name, list(stride)]}
+
+    def _new_name(self, path: Keys) -> str:
+        name = stem = format_keys(path).encode("utf-8", "replace").decode()
+        number = 1
+        while name in self.tensors or name == "__metadata__":
+            number += 1
+            name = f"{stem}#{number}"
+        return name
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Return whether the elements fill their memory without gap or overlap, in any order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def stream(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file. A tensor on a device is copied to the host when its turn comes.
+
+    The writer of the package `safetensors` opens the file itself, so neither the hash nor the tests of disk faults
+    would see its writes.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    stop = 0
+    for name in names:
+        tensor, start = tensors[name], stop
+        stop += tensor.numel() * tensor.element_size()
+        dtype, shape = DTYPES[tensor.dtype], list(tensor.shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+    header = dumps(entries)
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for name in names:
+        tensor = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if tensor.numel():
+            yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+# ---- the state of one rank
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """The JSON text and the tensors that one rank writes.
+
+    events: CUDA events to wait for before the tensors are read. is_copy: only this object refers to the tensors.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        records: list[Record],
-        names: list[str | None],
-        parallel: Parallel,
-        files: FileLayer,
-        finish: Callable[[Note], None],
-        low: bool,
-    ) -> None:
-        self.records = records
-        self.committed = {one.facts.step for one, name in zip(records, names, strict=True) if name is None}
-        self.notes: list[str] = []
-        self._new = [(one, root / name) for one, name in zip(records, names, strict=True) if name is not None]
-        self._root, self._files, self._finish = root, files, finish
-        self._rank, self._world_size = parallel.rank, parallel.world_size
-        self._told = threading.Event()
-        self._reports: list[list[Report]] | None = None
-        self.outcome = in_background(self._run, "trainrun checkpoint", low)
+    text: bytes
+    tensors: dict[str, Tensor]
+    events: list[Any] = field(default_factory=list)
+    is_copy: bool = False
 
-    def tell(self, reports: list[list[Report]] | None) -> None:
-        """What the other ranks wrote, so that their files need not be waited for; None: they failed."""
-        self._reports = reports
-        self._told.set()
-
-    def clear(self) -> None:
-        """What is not committed is taken away; no rank writes any more."""
-        for one, temporary in self._new:
-            with suppress(OSError):  # what cannot be removed now is swept when the run is opened again
-                if one.facts.step not in self.committed:
-                    self._files.remove_tree(temporary)
-
-    def _run(self) -> list[Report]:
-        own = [
-            write_part(temporary, self._target(one), self._rank, one.part, self._files)
-            for one, temporary in self._new
-        ]
-        others: list[list[Report]] = []
-        if self._world_size > 1 and self._new:
-            from trainrun.checkpoint import rank_reports
-
-            one, temporary = self._new[0]
-            with file_faults(f"cannot save checkpoint {self._target(one)}", self._root):
-                if self._rank > 0:
-                    rank_reports.report(temporary, self._rank, own, self._files)
-                else:
-                    others = rank_reports.others(
-                        temporary, self._world_size, self._told, lambda: self._reports, self._files
-                    )
-        if self._rank > 0:
-            return own
-        for i, (one, temporary) in enumerate(self._new):
-            commit(temporary, one.facts, [own[i], *(reports[i] for reports in others)], self._files)
-            self.committed.add(one.facts.step)
-        self._finish(self.notes.append)
-        return own
-
-    def _target(self, record: Record) -> Path:
-        return self._root / folder_name(record.facts.step)
+    @property
+    def num_bytes(self) -> int:
+        """Return about how many bytes the files of this part take."""
+        return len(self.text) + count_bytes(self.tensors) + TENSOR_ENTRY_BYTES * (len(self.tensors) + 1)
 
 
-class Saves:
-    """The saves of one rank, one after the other; all ranks begin and settle them together."""
-
-    def __init__(self, root: Path, parallel: Parallel, files: FileLayer, note: Note) -> None:
-        self._root, self._parallel, self._files, self._note = root, parallel, files, note
-        self.under_way: SaveInProgress | None = None
-
-    def request(self) -> int:
-        """What this rank tells the others at a step about the save under way."""
-        assert self.under_way is not None
-        outcome = self.under_way.outcome
-        if not outcome.done():
-            return SAVE_BUSY
-        return SAVE_FAILED if outcome.exception() else SAVE_NONE
-
-    def begin(
-        self, records: list[Record], needed_bytes: int, finish: Callable[[Note], None], low: bool
-    ) -> None:
-        """No other one is under way. needed_bytes: of all ranks. Raises CheckpointError on every rank."""
-        assert self.under_way is None
-
-        def names() -> list[str | None]:
-            made: list[str | None] = []
-            try:
-                for one in records:
-                    made.append(prepare(self._root, one.facts, needed_bytes, self._files))
-            except CheckpointError:
-                for name in made:
-                    if name is not None:
-                        (self._root / name).rmdir()
-                raise
-            return made
-
-        prepared = on_rank_zero(self._parallel, names)
-        self.under_way = SaveInProgress(
-            self._root, records, prepared, self._parallel, self._files, finish, low
+def build_part(rank: int, shared_tree: Any, rank_tree: Any) -> StatePart:
+    """Return what a rank writes; only rank 0 writes `shared_tree`. Raise TypeError, see `flatten`."""
+    tree = {"shared": shared_tree, "rank": rank_tree} if rank == 0 else {"rank": rank_tree}
+    json_tree, tensors = flatten(tree)
+    text = dumps(json_tree) + b"\n"
+    if len(text) > MAX_STATE_BYTES:
+        raise CheckpointError(
+            f"the state has {len(text):,} bytes of plain values; large ones belong in tensors"
         )
-
-    def settle(self) -> SaveInProgress | None:
-        """Wait for the save under way and return it. Raises CheckpointError on every rank, if it failed on one."""
-        save, self.under_way = self.under_way, None
-        if save is None:
-            return None
-        leader = self._parallel.rank == 0
-        try:
-            everyone = on_every_rank(self._parallel, lambda: None if leader else save.outcome.result())
-            save.tell(everyone[1:])
-            on_rank_zero(self._parallel, lambda: save.outcome.result() and None)
-        except Exception:
-            if leader:
-                save.tell(None)
-                wait([save.outcome])
-                save.clear()
-            raise
-        for text in save.notes:
-            self._note(text)
-        return save
-
-    def leave(self) -> None:
-        """After a failure, when the ranks speak no more: what was begun is finished, or said to be lost."""
-        save, self.under_way = self.under_way, None
-        if save is None:
-            return
-        wait([save.outcome], None if self._parallel.world_size == 1 else LEAVE_SECONDS)
-        problem = save.outcome.exception() if save.outcome.done() else "it did not end in time"
-        if problem is not None:
-            steps = ", ".join(str(one.facts.step) for one in save.records)
-            self._note(f"the checkpoint of step {steps} that was being written is lost: {problem}")
+    return StatePart(text, tensors)
 
 
-Answer = tuple[Any, str, bool]  # a plain result, or a fault's text and whether it is a SaveError
+# ---- one checkpoint on the disk
 
 
-def on_rank_zero(parallel: Parallel, action: Callable[[], Any]) -> Any:
-    """The plain result of what rank 0 alone does, on every rank; its fault is every rank's fault."""
-    answer: Answer = None, "", False
-    fault: Exception | None = None
-    if parallel.rank == 0:
-        answer, fault = _try(action)
-    result, text, unsaved = parallel.gather(answer)[0]
-    if text:
-        raise fault or (SaveError if unsaved else CheckpointError)(text)
-    return result
+class Metric(NamedTuple):
+    """The monitored metric of a checkpoint's step. mode: `min` or `max`."""
+
+    name: str
+    mode: str
+    value: float
 
 
-def on_every_rank(parallel: Parallel, action: Callable[[], Any]) -> list[Any]:
-    """The plain results of all ranks, on every rank; the first fault is every rank's fault."""
-    answer, fault = _try(action)
-    answers = parallel.gather(answer)
-    for rank, (_, text, unsaved) in enumerate(answers):
-        if text:
-            raise fault or (SaveError if unsaved else CheckpointError)(f"rank {rank}: {text}")
-    return [result for result, _, _ in answers]
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint without reading its files.
+
+    kind: why it was saved. fingerprint: facts of the environment that decide over the bits of a resumed run.
+    files: every file of the folder but the manifest, by name.
+    """
+
+    run_id: str
+    step: int
+    epoch: int
+    world_size: int
+    kind: str
+    metric: Metric | None
+    fingerprint: Mapping[str, Any]
+    files: Mapping[str, Written]
 
 
-def _try(action: Callable[[], Any]) -> tuple[Answer, Exception | None]:
-    try:
-        return (action(), "", False), None
-    except CheckpointError as error:
-        return (None, str(error), isinstance(error, SaveError)), error
-    except Exception as error:  # a bug, raised again on this rank: the others must not wait for it
-        return (None, f"{type(error).__name__}: {error}", False), error
+def format_manifest(manifest: Manifest) -> bytes:
+    """Return the text of a manifest, followed by the SHA-256 of that text."""
+    fields = {name: getattr(manifest, name) for name in ("run_id", "step", "epoch", "world_size", "kind")}
+    tree, tensors = flatten({
+        "format": FORMAT,
+        **fields,
+        "metric": manifest.metric and manifest.metric._asdict(),
+        "fingerprint": dict(manifest.fingerprint),
+        "files": {name: written._asdict() for name, written in manifest.files.items()},
+    })  # fmt: skip
+    assert not tensors
+    text = dumps(tree, indent=1) + b"\n"
+    return text + hashlib.sha256(text).hexdigest().encode() + b"\n"
+
+
+def new_temporary_folder(root: Path, step: int, files: FileLayer) -> str:
+    """Make a temporary folder beside the target of a save; return its name."""
+    name = f".tmp-{folder_name(step)}-{secrets.token_hex(4)}"
+    files.mkdir(root / name)
+    return name
+
+
+def write_part(temporary: Path, rank: int, part: StatePart, files: FileLayer) -> dict[str, Written]:
+    """Write the two files of one rank durably; return their sizes and hashes by name. Raise SaveError."""
+    for event in part.events:
+        event.synchronize()
+    text_name, tensors_name = rank_files(rank)
+    target = _target_of(temporary)
+    with file_faults(f"cannot save checkpoint {target}", target.parent, part.num_bytes):
+        return {
+            text_name: files.write(temporary / text_name, [part.text]),
+            tensors_name: files.write(temporary / tensors_name, stream(part.tensors)),
+        }
+
+
+def commit(temporary: Path, manifest: Manifest, files: FileLayer) -> None:
+    """Write the manifest and rename the folder. A damaged checkpoint of the same step is set aside. Raise SaveError."""
+    root, target = temporary.parent, _target_of(temporary)
+    with file_faults(f"cannot save checkpoint {target}", root):
+        files.write(temporary / MANIFEST, [format_manifest(manifest)])
+        files.fsync_dir(temporary)
+        if os.path.lexists(target):
+            set_aside(target, files)
+        files.rename(temporary, target)
+        files.fsync_dir(root)
+
+
+def replace_manifest(folder: Path, manifest: Manifest, metric: Metric, files: FileLayer) -> None:
+    """Add a metric that was measured after the commit. The manifest is replaced as a whole. Raise SaveError."""
+    temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
+    with file_faults(f"cannot add {metric.name} to checkpoint {folder}", folder.parent):
+        files.write(temporary, [format_manifest(replace(manifest, metric=metric))])
+        files.rename(temporary, folder / MANIFEST)
+        files.fsync_dir(folder)
+
+
+def _target_of(temporary: Path) -> Path:
+    step_name = temporary.name.removeprefix(".tmp-").rpartition("-")[0]
+    return temporary.with_name(step_name)

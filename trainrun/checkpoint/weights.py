@@ -17,9 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainrun.checkpoint.load import best_checkpoint, load_together, resolve
-from trainrun.checkpoint.reading import Loaded, open_regular, read_tensors
-from trainrun.checkpoint.save import on_rank_zero
+from trainrun.checkpoint.load import (
+    Loaded,
+    best_checkpoint,
+    load_together,
+    open_regular,
+    read_tensors,
+    resolve,
+)
+from trainrun.checkpoint.ranks import on_rank_zero
 from trainrun.config.schema import InitConfig
 from trainrun.errors import CheckpointError, ConfigError, TrainingError
 from trainrun.interfaces import Parallel

@@ -69,7 +69,7 @@ def import_parser() -> Parser:
 def convert(source: Path, dest: Path, keys: list[str]) -> dict[str, Any]:
     """Write the tensors by way of a temporary file; what was found. Raises CheckpointError for whatever is wrong."""
     from trainrun.checkpoint.files import FileLayer
-    from trainrun.checkpoint.format import DTYPES, flatten, stream
+    from trainrun.checkpoint.save import DTYPES, flatten, stream
 
     temporary = dest.with_name(f".{dest.name}.{secrets.token_hex(4)}.tmp")
     try:

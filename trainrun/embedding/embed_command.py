@@ -96,7 +96,7 @@ def _parts(
 ) -> tuple[str, dict[str, Any]]:
     """What tells these embeddings from others, and the splits that are written."""
     from trainrun.assemble.data_pipeline import build_sources, stream_options
-    from trainrun.checkpoint.format import MANIFEST
+    from trainrun.checkpoint.save import MANIFEST
     from trainrun.convert.part_samples import Samples
     from trainrun.data.cache.fingerprint import own_fingerprint
     from trainrun.data.facts import facts_of

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from trainrun.checkpoint.format import step_of
 from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.save import step_of
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, plain
 from trainrun.export.served import RealSamples

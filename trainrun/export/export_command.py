@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainrun.assemble.resumption import network_of
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.checkpoint.weights import BASE
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.config.mistakes.value_words import nearest

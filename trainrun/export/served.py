@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from trainrun.assemble.assemble import build_task
 from trainrun.assemble.data_pipeline import build_sources, build_transform, open_split, stream_options
-from trainrun.checkpoint.reading import Loaded
+from trainrun.checkpoint.load import Loaded
 from trainrun.cli.run_arguments import no_split
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.augment.augmented import NamedAugmentation

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.checkpoint.reading import read_manifest
+from trainrun.checkpoint.load import read_manifest
 from trainrun.errors import CheckpointError, ConfigError
 from trainrun.output import duration, figure, quantity, speed_in
 from trainrun.plots import canvas, page

@@ -135,8 +135,8 @@ def train(
         code = start(run, config, LaunchSpec(again, paths, began))
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
-    from trainrun.checkpoint.format import committed_steps, folder_name
-    from trainrun.checkpoint.reading import read_checkpoint
+    from trainrun.checkpoint.load import read_checkpoint
+    from trainrun.checkpoint.save import committed_steps, folder_name
 
     trained = Run(run.root, objects=objects)
     if model is not None and "model" in used:

@@ -18,7 +18,7 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
 from trainrun.assemble.start_choices import Chosen, choose_engine, chosen_before
-from trainrun.checkpoint.format import committed_steps
+from trainrun.checkpoint.save import committed_steps
 from trainrun.config.schema import RunConfig
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, PluginError, TrainingError
 from trainrun.instantiate import build, locate, satellite

@@ -12,8 +12,7 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.data_pipeline import TrainingNames
 from trainrun.assemble.resumption import load_weights, network_of
 from trainrun.assemble.start_choices import chosen_before
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import Loaded, read_checkpoint
+from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
 from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.saved_config import translated
 from trainrun.config.schema import RunConfig, with_values

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainrun.checkpoint.files import FileLayer, set_aside
-from trainrun.checkpoint.format import committed_steps
+from trainrun.checkpoint.save import committed_steps
 from trainrun.config.saved_config import load_config, placed, plain_config, with_overrides
 from trainrun.config.saved_values import leaves_of, public, resolved
 from trainrun.config.schema import RunConfig, plain

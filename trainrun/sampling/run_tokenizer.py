@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainrun.checkpoint.format import committed_steps
+from trainrun.checkpoint.save import committed_steps
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.readers.text.text import tokenizer_file
 from trainrun.data.readers.text.tokenizer import open_tokenizer

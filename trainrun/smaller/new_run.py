@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.start_choices import chosen_before
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint
 from trainrun.checkpoint.weights import fit_buffers
 from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.config.compose import Composition

@@ -14,10 +14,9 @@ from trainrun.interfaces import MicroBatch, StepReport
 
 # what a rank says at a step about saving; of all ranks the largest counts
 SAVE_NONE = 0  # nothing, or: its part of the save under way is done
-SAVE_BEST = 1  # a best has waited in memory for long enough
-SAVE_NOW = 2  # the time between two saves is over
-SAVE_BUSY = 3  # its part of the save under way is not done
-SAVE_FAILED = 4
+SAVE_NOW = 1  # the time between two saves is over
+SAVE_BUSY = 2  # its part of the save under way is not done
+SAVE_FAILED = 3
 
 OF_THIS_RANK = ("losses", "logged_items", "sums", "sum_items")
 OF_THIS_SESSION = ("stop_request", "save_request", "validate_request", "stop_reason", "bad")

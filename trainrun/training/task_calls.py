@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainrun.checkpoint.format import flatten
+from trainrun.checkpoint.save import flatten
 from trainrun.errors import CheckpointError, PluginError
 from trainrun.interfaces import KeepsState, StepInfo
 from trainrun.seeding import derive_seed

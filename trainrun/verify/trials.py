@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.format import stream
+from trainrun.checkpoint.save import stream
 from trainrun.errors import TrainingError
 from trainrun.interfaces import IGNORED, Batches, Parallel, Precision
 from trainrun.output import counted
