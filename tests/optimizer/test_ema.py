@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from trainrun.errors import CheckpointError
+from trainrun.optimizer import ema as ema_module
 from trainrun.optimizer.ema import Ema
+from trainrun.seeding import evaluating
 
 
 class Net(nn.Module):
@@ -54,18 +60,26 @@ class Growing(Net):
         return super().forward(x) * self.mask
 
 
-def test_buffers_that_a_forward_makes_or_lengthens_are_copied_and_loaded() -> None:
+def state_of(ema: Ema, model: nn.Module) -> dict[str, Tensor]:
+    """What an evaluation sees."""
+    with ema.in_model():
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_buffers_are_those_of_the_model_also_where_it_replaces_or_lengthens_them() -> None:
     model = Growing()
     ema = Ema(model, decay=0.9, every=2)
     fit(model, ema, range(3))
-    assert ema.module.table.tolist() == [0, 1, 2]
+    seen = state_of(ema, model)
+    assert seen["seen"].item() == 3
+    assert seen["norm.num_batches_tracked"].item() == 3
     state = ema.state_dict()
-    assert list(ema.module.state_dict()) == list(model.state_dict())
+    assert list(state["module"]) == list(model.state_dict())
     again = Growing()
-    again.mask = torch.zeros(3)  # as it is after the load of the model
+    again.mask = torch.ones(3)  # as it is after the load of the model
     loaded = Ema(again, decay=0.9, every=2)
     loaded.load_state_dict(state)
-    assert torch.equal(loaded.module.mask, torch.ones(3))
+    assert torch.equal(state_of(loaded, again)["linear.weight"], seen["linear.weight"])
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
@@ -75,8 +89,9 @@ def test_a_model_that_keeps_a_computed_weight_has_an_average() -> None:
     ema = Ema(model, decay=0.0, every=1)
     fit(model, ema, range(3))
     x = torch.randn(4, 3)
-    assert torch.equal(ema.module(x), model.eval()(x))
-    assert "weight" not in dict(ema.module.linear.named_parameters())
+    with ema.in_model():
+        averaged = model.eval()(x)
+    assert torch.equal(averaged, model(x))
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9])
@@ -87,18 +102,10 @@ def test_the_average_is_the_closed_form(decay: float, every: int) -> None:
     path = fit(model, ema, range(11), torch.float64)[every - 1 :: every]
     weights = [decay ** (len(path) - 1 - i) for i in range(len(path))]
     expected = sum(w * p for w, p in zip(weights, path, strict=True)) / sum(weights)
-    torch.testing.assert_close(ema.module.linear.weight, expected, rtol=1e-12, atol=1e-12, check_dtype=True)
-    assert not torch.equal(ema.module.linear.weight, model.linear.weight) or decay == 0.0
-
-
-def test_buffers_are_copied_also_when_the_model_replaces_them() -> None:
-    model = Net()
-    ema = Ema(model, decay=0.9, every=1)
-    fit(model, ema, range(4))
-    for kept, buffer in zip(ema.module.buffers(), model.buffers(), strict=True):
-        assert torch.equal(kept, buffer)
-    assert ema.module.seen.item() == 4
-    assert ema.module.norm.num_batches_tracked.item() == 4
+    seen = state_of(ema, model)["linear.weight"]
+    torch.testing.assert_close(seen, expected, rtol=1e-12, atol=1e-12, check_dtype=True)
+    assert not torch.equal(seen, model.linear.weight) or decay == 0.0
+    assert torch.equal(ema.state_dict()["module"]["linear.weight"], seen)
 
 
 def test_averages_of_bfloat16_weights_are_kept_in_float32() -> None:
@@ -112,9 +119,30 @@ def test_averages_of_bfloat16_weights_are_kept_in_float32() -> None:
         seen.append(model.weight.item())
     weights = [0.999 ** (399 - i) for i in range(400)]
     expected = sum(w * s for w, s in zip(weights, seen, strict=True)) / sum(weights)
-    assert ema.module.weight.dtype == torch.bfloat16
-    assert ema.module.weight.item() == pytest.approx(expected, rel=2**-8)
+    average = state_of(ema, model)["weight"]
+    assert average.dtype == torch.bfloat16
+    assert average.item() == pytest.approx(expected, rel=2**-8)
     assert ema.state_dict()["averages"]["weight"].item() == pytest.approx(expected, rel=1e-5)
+    assert model.weight.item() == 2.0
+    again = Ema(model, decay=0.999, every=1)
+    again.load_state_dict(ema.state_dict())
+    assert again.state_dict()["averages"]["weight"].item() == ema.state_dict()["averages"]["weight"].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_until_the_first_update_there_is_no_average(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2).to(dtype)
+    ema = Ema(model, decay=0.9, every=3)
+    for step in range(5):
+        nn.init.constant_(model.weight, float(step))
+        ema.update()
+        shown = state_of(ema, model)["weight"]
+        state = ema.state_dict()
+        assert torch.equal(shown, torch.full((2, 2), float(step if step < 2 else 2), dtype=dtype))
+        assert torch.equal(state["module"]["weight"], shown)  # what a checkpoint is evaluated with
+        again = Ema(model, decay=0.9, every=3)
+        again.load_state_dict(state)
+        assert torch.equal(state_of(again, model)["weight"], shown)
 
 
 def test_switched_on_for_a_resume_it_starts_from_the_loaded_weights() -> None:
@@ -123,13 +151,109 @@ def test_switched_on_for_a_resume_it_starts_from_the_loaded_weights() -> None:
         ema = Ema(model, decay=0.9, every=1)
         nn.init.constant_(model.weight, 7.0)
         ema.load_state_dict({})
-        assert torch.equal(ema.module.weight, model.weight)
+        assert torch.equal(state_of(ema, model)["weight"], model.weight)
         ema.update()
-        assert torch.equal(ema.module.weight, model.weight)
+        assert torch.equal(state_of(ema, model)["weight"], model.weight)
 
 
-def test_the_average_of_another_model_is_refused() -> None:
+@pytest.mark.parametrize(
+    "other", [nn.Linear(3, 3), nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2))]
+)
+def test_the_average_of_another_model_is_refused(other: nn.Module) -> None:
     ema = Ema(nn.Linear(2, 2), decay=0.9, every=1)
-    other = Ema(nn.Linear(3, 3), decay=0.9, every=1)
-    with pytest.raises(CheckpointError, match=r"trainer\.ema: the averaged weights .* another model"):
-        ema.load_state_dict(other.state_dict())
+    with pytest.raises(CheckpointError, match=r"trainer\.ema"):
+        ema.load_state_dict(Ema(other, decay=0.9, every=1).state_dict())
+
+
+class Head(Net):
+    """Reaches a layer by a function and by two names; has a weight that is a slice, a lock, and a hook with a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.outputs, self.lock = self.linear, {}, threading.Lock()
+        self.calls = {"main": lambda x: self.linear(x)}
+        self.part = nn.Parameter(torch.rand(3, 8)[:, :3])
+        self.linear.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.outputs["linear"] = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.calls["main"](x)
+            return self.norm(self.outputs["linear"]) @ self.part
+
+
+@pytest.mark.parametrize("ending", [None, ValueError, KeyboardInterrupt])
+def test_the_weights_come_back_bit_for_bit_in_their_memory(ending: type[BaseException] | None) -> None:
+    model = Head()
+    ema = Ema(model, decay=0.9, every=1)
+    path = fit(model, ema, range(4))
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    with contextlib.suppress(*filter(None, [ending])), ema.in_model(), evaluating(model):
+        expected = sum(0.9 ** (3 - i) * weight for i, weight in enumerate(path))
+        expected = expected / sum(0.9**i for i in range(4))
+        torch.testing.assert_close(next(iter(model.parameters())), expected)
+        x, average = torch.rand(4, 3), ema.state_dict()["module"]
+        model(x)  # reaches `linear` by a function, and its output by a hook
+        own = nn.functional.linear(x, average["linear.weight"], average["linear.bias"])
+        torch.testing.assert_close(model.outputs["linear"], own)
+        with ema.in_model():  # a second look inside the first
+            torch.testing.assert_close(next(iter(model.parameters())), expected)
+        if ending is not None:
+            raise ending
+    for name, value in model.state_dict().items():
+        assert value.data_ptr() == before[name][0]
+        assert torch.equal(value, before[name][1])
+
+
+def test_an_interrupt_between_two_tensors_is_no_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Head()
+    ema = Ema(model, decay=0.9, every=1)
+    fit(model, ema, range(3))
+    before = [value.clone() for value in model.state_dict().values()]
+
+    def copy_one(targets: list[Tensor], sources: list[Tensor]) -> None:
+        targets[0].copy_(sources[0])
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ema_module, "copy_", copy_one)
+    with pytest.raises(KeyboardInterrupt), ema.in_model():
+        pytest.fail("entered")
+    assert all(map(torch.equal, before, model.state_dict().values()))
+
+
+def test_a_layer_that_merges_its_weights_for_evaluation_merges_the_average() -> None:
+    class Merging(nn.Linear):
+        def train(self, mode: bool = True) -> Merging:
+            if mode != self.training:
+                with torch.no_grad():
+                    self.weight.add_(self.bias[:, None], alpha=-1.0 if mode else 1.0)
+            return super().train(mode)
+
+    model = Merging(3, 3)
+    ema = Ema(model, decay=0.5, every=1)
+    ema.update()
+    with torch.no_grad():
+        model.bias.fill_(4.0)
+    before = model.weight.detach().clone()
+    average = ema.state_dict()["module"]
+    with ema.in_model(), evaluating(model):
+        torch.testing.assert_close(model.weight, average["weight"] + average["bias"][:, None])
+    assert torch.equal(model.weight, before)
+
+
+def test_a_parameter_that_is_new_or_replaced_begins_with_its_value() -> None:
+    model = Net()
+    ema = Ema(model, decay=0.9, every=1)
+    fit(model, ema, range(3))
+    kept = state_of(ema, model)["norm.weight"]
+    model.linear = nn.Linear(3, 2)
+    model.more = nn.Linear(1, 1)
+    seen = state_of(ema, model)
+    assert torch.equal(seen["linear.weight"], model.linear.weight)
+    assert torch.equal(seen["more.weight"], model.more.weight)
+    assert torch.equal(seen["norm.weight"], kept)
+    ema.update()
+    assert set(ema.state_dict()["module"]) == set(model.state_dict())

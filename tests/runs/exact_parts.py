@@ -152,9 +152,11 @@ def result(words: tuple[str, ...], parallel: Parallel | None = None, **data: Any
     recorder = Recorder()
     run = parts_of(words, recorder, parallel, **data)
     state = fitted(run)
+    with run.evaluating() as model:
+        averaged = [p.double().flatten().tolist() for p in model.parameters()]
     return {
         "weights": [p.double().flatten().tolist() for p in run.model.parameters()],
-        "averaged": [p.double().flatten().tolist() for p in run.averaged.parameters()],
+        "averaged": averaged,
         "train": recorder.train,
         "eval": recorder.eval,
         "skipped": state.skipped_steps,

@@ -149,7 +149,8 @@ def test_rates_and_average_know_made_updates_only(cause: str) -> None:
     shares = torch.tensor([decay ** (made - 1 - i) for i in range(made)], dtype=torch.float64)
     average = (torch.stack(trace.weights) * shares[:, None]).sum(0) / shares.sum()
     assert torch.isfinite(average).all()
-    torch.testing.assert_close(numbers(list(run.averaged.parameters())), average, rtol=1e-5, atol=1e-6)
+    with run.evaluating() as model:
+        torch.testing.assert_close(numbers(list(model.parameters())), average, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["resident", "workers"])

@@ -218,7 +218,7 @@ class Averages:
 
 class Looks:
     def on_start(self, run, state):
-        self.run, self.optimizer, self.model, self.ema = run, run.optimizer, run.model, run.averaged
+        self.run, self.optimizer, self.model, self.ema = run, run.optimizer, run.model, run.ema
         self.at, self.all = 0, []
 
     def on_step_end(self, run, state):

@@ -37,7 +37,9 @@ def run(*words: str, **data: Any) -> tuple[Components, TrainState, Recorder]:
 
 
 def weights_of(components: Components) -> list[Tensor]:
-    return [*components.model.parameters(), *components.model.buffers(), *components.averaged.parameters()]
+    with components.evaluating() as model:
+        averaged = [parameter.detach().clone() for parameter in model.parameters()]
+    return [*components.model.parameters(), *components.model.buffers(), *averaged]
 
 
 def compare(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -213,8 +214,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     wrapped = parallel.wrap(model)
     optimizer, schedule, precision, optimizers = build_updates(config, site, model, guarded, rhythm, notes)
     ema = build_average(config, model)
-    validated = model if ema is None else ema.module
-    monitors = build_monitors(config, site, schedule, rhythm, task, tally, validated, validation)
+    monitors = build_monitors(config, site, schedule, rhythm, task, tally, model, ema, validation)
     default_metric = default_monitor(task, list(validation))
     notes += told_of_validation(config, site.trains, default_metric, list(validation))
     trainer, keep = config.trainer, keep_options(config, default_metric, lengths, task)
@@ -351,12 +351,13 @@ def build_hooks(config: RunConfig, site: RunContext, frozen: Unfreeze | None) ->
 
 def build_monitors(
     config: RunConfig, site: RunContext, schedule: Schedule | JoinedSchedules, rhythm: Intervals, task: Any,
-    tally: TokenCounter, validated: nn.Module, validation: dict[str, Batches],
+    tally: TokenCounter, model: nn.Module, ema: Ema | None, validation: dict[str, Batches],
 ) -> MetricLogger:  # fmt: skip
     def why_nan() -> str:
         from trainrun.training.recovery.nonfinite import likely_cause
 
-        return likely_cause(validated, next(iter(validation.values())))
+        with nullcontext() if ema is None else ema.in_model():
+            return likely_cause(model, next(iter(validation.values())))
 
     between = config.trainer.python_gc == "between_steps"
     return MetricLogger(

@@ -22,7 +22,6 @@ from trainrun.errors import ConfigError, TrainingError
 from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_for_code_of
 from trainrun.interfaces import batch_by_name, batch_fields
 from trainrun.limits import Count, Limits
-from trainrun.seeding import evaluating
 
 if TYPE_CHECKING:
     from trainrun.training.components import Components
@@ -124,7 +123,7 @@ class VaeHealth:
     def _look(self, run: Components, state: TrainState) -> dict[str, Any] | None:
         """Write the row of a look; None of numbers that are not finite."""
         started = perf_counter()
-        with run.monitors.paused(), evaluating(run.averaged):
+        with run.monitors.paused(), run.evaluating():
             if not self._held:
                 self._held = held_samples(run, self._num_samples)
             found = look(run, self._held, state.step, self._fast)  # waits for the device
@@ -194,7 +193,7 @@ def look(run: Components, held: list[Any], step: int, fast: bool) -> dict[str, A
 
     def terms_of(batches: list[Any]) -> list[Any]:
         with run.precision.autocast():
-            return [task.terms(run.averaged, batch) for batch in batches]
+            return [task.terms(run.model, batch) for batch in batches]
 
     def joined(terms: list[Any], name: str) -> Tensor:
         return torch.cat([getattr(one, name) for one in terms]).double()

@@ -1,15 +1,21 @@
-"""The running average of the weights: a second model that is validated and predicts.
+"""The running average of the weights, which is validated and predicts.
 
-What: after t updates its weights are the mean of those seen, weighted by decay**(t - i) for update i. The
+What: after t updates the average is the mean of the weights seen, weighted by decay**(t - i) for update i. The
 first weights weigh no more than their age says, so short runs work too (an average that starts from the
-initial weights keeps 0.999**900 = 41 % of them after 900 steps).
+initial weights keeps 0.999**900 = 41 % of them after 900 steps). Until the first update there is no average, and
+the weights themselves are validated.
 When: almost always at validation, more the noisier the weights. When not: batch norm with few steps
-(its statistics are copied, not averaged). Cost: one pass over the weights.
+(its statistics are those of the weights, not averaged). Cost: one pass over the weights, and two at a validation.
+How: the average is a tensor for each parameter. An evaluation copies it into the model's own parameters and copies the
+weights back afterwards, so everything that reaches the model by another way (a function, a hook, a second name of a
+layer) computes with the same weights, and every tensor keeps its memory.
 Source: Polyak and Juditsky 1992; the correction is that of Adam (Kingma and Ba 2015, section 3).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,13 +24,12 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainrun.errors import CheckpointError
 from trainrun.runtime.foreach_copy import by_type, copy_
-from trainrun.runtime.model_copy import copied
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Ema:
-    """module: the average; never swapped in place.
+    """The averages of a model's parameters.
 
     every: updates between two looks at the weights; `decay` is per look.
     """
@@ -34,65 +39,117 @@ class Ema:
         self._decay = decay
         self._every = every
         self._count = 0  # calls of update
-        self.module = copied(model, model).requires_grad_(False).eval()
-        # of the parameters, in their order, at least float32
-        self._averages = [_roomy(param) for param in self.module.parameters()]
+        self._averages: dict[str, Tensor] = {}  # by name, at least float32; empty before the first look
+        self._parameters: list[Tensor] = []  # the parameters that they are of, in the same order
+        self._weights: list[Tensor] | None = None  # copies of the weights, while the model holds the average
 
     def update(self) -> None:
-        """Once after every update of the weights that was not skipped."""
+        """Count an update of the weights that was not skipped, and look at them where it is time."""
         self._count += 1
         if self._count % self._every == 0:
-            looks = self._count // self._every
-            self._look(newest=(1 - self._decay) / (1 - self._decay**looks))
+            num_looks = self._count // self._every
+            self._look(newest=(1 - self._decay) / (1 - self._decay**num_looks))
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Inside, the model's parameters hold the average; afterwards their own values, bit for bit.
+
+        It stands around `evaluating`: a model that merges weights in `eval()` merges the average.
+        """
+        self._follow_model()
+        if not self._averages or self._weights is not None:
+            yield
+            return
+        weights = [parameter.detach().clone() for parameter in self._parameters]
+        try:
+            self._weights = weights  # from here on `leave_model` has what it needs, whatever interrupts this
+            _copy_all(self._parameters, list(self._averages.values()))
+            yield
+        finally:
+            self.leave_model()
+
+    def leave_model(self) -> None:
+        """Give the model its own weights back, if it holds the average."""
+        if self._weights is not None:
+            _copy_all(self._parameters, self._weights)
+            self._weights = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """count: of the updates. module: what the model's own state holds, with the average in the place of weights.
+        averages: those of parameters of 16 bits, in full."""
+        self._follow_model()
+        owners = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        module: dict[str, Any] = {}
+        for key, value in self._model.state_dict(keep_vars=True).items():
+            name = owners.get(id(value))
+            if name is not None and name in self._averages:
+                module[key] = self._averages[name].to(value.dtype)
+            else:
+                module[key] = value.detach() if isinstance(value, Tensor) else value
+        averages = {
+            name: average
+            for (name, average), parameter in zip(self._averages.items(), self._parameters, strict=True)
+            if average.dtype != parameter.dtype
+        }
+        return {"count": self._count, "module": module, "averages": averages}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load an average; an empty state begins a new one. Raise CheckpointError for that of another model."""
+        self._count, self._averages, self._parameters = 0, {}, []
+        if not state:
+            return
+        stored, full = state["module"], state["averages"]
+        for name, parameter in self._model.named_parameters():
+            value = full.get(name, stored.get(name))
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else "missing"
+                raise CheckpointError(
+                    "trainer.ema: the averaged weights in the checkpoint belong to another model: "
+                    f"{name} is {shape} there, and {tuple(parameter.shape)} here"
+                )
+        self._count = state["count"]
+        if self._count >= self._every:
+            self._follow_model(begin=True)
+            for name, average in self._averages.items():
+                average.copy_(full.get(name, stored[name]))
 
     @torch.no_grad()
     def _look(self, newest: float) -> None:
         """Mix the weights in; `newest` is the weight of what is seen now, 1 at the first look."""
+        if not self._averages:
+            self._follow_model(begin=True)
         average: Any = get_ema_multi_avg_fn(1 - newest)  # type: ignore[no-untyped-call]
-        average(self._averages, [_roomy(param) for param in self._model.parameters()], None)
-        rounded = zip(self.module.parameters(), self._averages, strict=True)
-        self._fit_buffers()
-        # asked again each time: a model may replace a buffer instead of writing into it
-        buffers = zip(self.module.buffers(), self._model.buffers(), strict=True)
-        for targets, sources in by_type([*(pair for pair in rounded if pair[0] is not pair[1]), *buffers]):
-            copy_(targets, sources)
+        weights = [_at_least_float32(parameter) for parameter in self._parameters]
+        average(list(self._averages.values()), weights, None)
 
-    def _fit_buffers(self) -> None:
-        """A forward may make buffers, and make them longer."""
-        if [one.shape for one in self.module.buffers()] == [one.shape for one in self._model.buffers()]:
+    def _follow_model(self, begin: bool = False) -> None:
+        """Have an average for each parameter; that of one which is new, or has another shape, begins with its value."""
+        if not (self._averages or begin):
             return
-        for own, other in zip(self.module.modules(), self._model.modules(), strict=True):
-            for name, buffer in other._buffers.items():
-                persistent = name not in other._non_persistent_buffers_set
-                own.register_buffer(name, None if buffer is None else buffer.detach().clone(), persistent)
-
-    def state_dict(self) -> dict[str, Any]:
-        self._fit_buffers()
-        averages = {
-            name: average
-            for (name, shown), average in zip(self.module.named_parameters(), self._averages, strict=True)
-            if shown is not average
+        parameters = dict(self._model.named_parameters())
+        same = len(parameters) == len(self._parameters) and all(
+            ours is theirs for ours, theirs in zip(self._parameters, parameters.values(), strict=True)
+        )
+        if same and list(parameters) == list(self._averages):
+            return
+        kept = self._averages
+        self._averages = {
+            name: kept[name]
+            if name in kept and kept[name].shape == parameter.shape
+            else _at_least_float32(parameter.detach()).clone()
+            for name, parameter in parameters.items()
         }
-        return {"count": self._count, "module": self.module.state_dict(), "averages": averages}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """To be called after the model has its weights: without a stored average, it starts from them."""
-        self._fit_buffers()
-        try:
-            self.module.load_state_dict(state["module"] if state else self._model.state_dict())
-        except RuntimeError as error:
-            raise CheckpointError(
-                "trainer.ema: the averaged weights in the checkpoint belong to another model: "
-                + " ".join(str(error).split())[:1000]
-            ) from error
-        self._count = state["count"] if state else 0
-        stored = state["averages"] if state else {}
-        for (name, shown), average in zip(self.module.named_parameters(), self._averages, strict=True):
-            if shown is not average:
-                average.copy_(stored.get(name, shown))
+        self._parameters = list(parameters.values())
 
 
-def _roomy(tensor: Tensor) -> Tensor:
+def _at_least_float32(tensor: Tensor) -> Tensor:
     """Itself, or float32 where it is 16 bits wide: there, a step of 0.001 of the difference is lost."""
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
+
+
+@torch.no_grad()
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, which keeps its memory."""
+    for some_targets, some_sources in by_type(zip(targets, sources, strict=True)):
+        copy_(some_targets, some_sources)

@@ -27,7 +27,6 @@ from trainrun.sampling.run_tokens import (
     tokens_of_data,
     writes_lines,
 )
-from trainrun.seeding import evaluating
 from trainrun.task.dict_batches import bare_model, keywords_of
 from trainrun.task.language_modeling import tokens_and_target
 from trainrun.task.vae import Vae, has_next_tokens, whole_sequences
@@ -58,10 +57,9 @@ class EpochSamples:
         number, by_epoch = int(self._every.amount), self._every.unit == EPOCH
         if (state.epoch if by_epoch else state.step) % number or (by_epoch and state.batches):
             return
-        model = run.averaged
         with run.monitors.paused():
             try:
-                with evaluating(model):
+                with run.evaluating() as model:
                     for row in self._rebuilt(run, model) if self._rebuilds else self._written(run, model):
                         run.monitors.write_row("sample", state.step, row)
             except (PluginError, TrainingError) as error:  # no reason to lose the run

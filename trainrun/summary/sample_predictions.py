@@ -12,7 +12,6 @@ from torch import Tensor
 from trainrun.data.split_batch import tensors_in
 from trainrun.interfaces import Predicts
 from trainrun.runs.run_folder import RunDir
-from trainrun.seeding import evaluating
 from trainrun.task.batches import joined
 from trainrun.training.components import Components
 
@@ -77,12 +76,12 @@ def _class_pairs(columns: dict[str, Tensor]) -> Pairs | None:
 @torch.no_grad()
 def _predictions(run: Components) -> tuple[dict[str, Tensor], Tensor | None]:
     assert run.val is not None
-    task, model = run.task, run.averaged
+    task = run.task
     assert isinstance(task, Predicts)
     collected: dict[str, list[Tensor]] = {}
     images: Tensor | None = None
     seen = 0
-    with evaluating(model):
+    with run.evaluating() as model:
         for batch in run.val.epoch(0):
             with run.precision.autocast():
                 columns = task.predict(model, batch.data)

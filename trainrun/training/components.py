@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from trainrun.interfaces import (
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.optimizer.build_optimizer import named_optimizer_state
 from trainrun.scheduler.schedule import Schedule
-from trainrun.seeding import random_state
+from trainrun.seeding import evaluating, random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.state import OF_THIS_RANK, TrainState
@@ -149,6 +150,8 @@ class Components:
         """
         if failure := self.precision.failure(wait=True):
             raise TrainingError(f"step {state.step}: {failure}")
+        if self.ema is not None:
+            self.ema.leave_model()  # an evaluation may be under way: code of the user's may save in the middle of it
         saved = state.state_dict()
         own = {name: saved.pop(name) for name in OF_THIS_RANK}
         shared = {
@@ -188,10 +191,12 @@ class Components:
                 "ranks": ranks, "parts": self.places.parts, "by": dict(self.order),
                 "classes": list(self.data_facts.class_names), "inputs": dict(self.data_facts.inputs)}  # fmt: skip
 
-    @property
-    def averaged(self) -> nn.Module:
-        """The module that is validated and predicts: the running average where there is one."""
-        return self.model if self.ema is None else self.ema.module
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Give the model in evaluation mode, with its averaged weights where there are any; no gradients, no trace."""
+        averaged = nullcontext() if self.ema is None else self.ema.in_model()
+        with averaged, evaluating(self.model):
+            yield self.model
 
 
 Step = Callable[[Components, list[MicroBatch]], StepReport]

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainrun.interfaces import MicroBatch
-from trainrun.seeding import evaluating
 from trainrun.sums import LOSS, add_sums, check_names, flat_sums, metrics_of, over_ranks, rows_over_ranks
 from trainrun.timing.phases import LOGGING
 from trainrun.training.components import Components
@@ -41,11 +40,11 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
     Empty, on all ranks, where a signal asked one of them to stop before its last batch.
     """
     batches = run.splits()[split]
-    model, task = run.averaged, run.task
+    task = run.task
     sums: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
     items, started, stopped, whole = 0, perf_counter(), False, ""
-    with evaluating(model):
+    with run.evaluating() as model:
         run.task_calls.evaluation_starts(model, split)
         for batch in batches.epoch(0):
             if stopped := run.triggers.interrupted():

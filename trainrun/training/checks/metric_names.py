@@ -7,7 +7,6 @@ import contextlib
 from trainrun.config.mistakes.value_words import nearest
 from trainrun.errors import ConfigError
 from trainrun.instantiate import named_nodes
-from trainrun.seeding import evaluating
 from trainrun.sums import metrics_of
 from trainrun.training.components import Components
 from trainrun.training.evaluate import sums_of
@@ -44,9 +43,9 @@ def check_monitors(run: Components) -> None:
 def _metrics(run: Components) -> list[str]:
     """Their names, sorted; empty on a rank that has no share of the first batch."""
     assert run.val is not None
-    model, batches = run.averaged, run.val.epoch(0)
+    batches = run.val.epoch(0)
     try:
-        with evaluating(model):
+        with run.evaluating() as model:
             batch = next(batches, None)
             if batch is None:
                 return []

@@ -91,7 +91,7 @@ class UnsavedState:
         """Return for each owner its attributes as texts that can be compared."""
         run, owners = self._run, self._owners()
         known = {id(part) for part in (*vars(run).values(), *owners.values())}
-        known |= parts_of(run.model) | parts_of(run.averaged)
+        known |= parts_of(run.model)
         held = {key: values_of(owner, known) for key, owner in owners.items()}
         modules = users_modules(run.model)
         if modules:
