@@ -23,14 +23,16 @@ Speed = Callable[[RunConfig], float]  # items a second; 0 or less: the run canno
 
 class World:
     """Its `start` replaces `WorkerPool.start`, on a clock of its own. noise: of one turn; twist: of one process; drift:
-    of the machine over a minute, which all meet. wrong: configs whose training is another one."""
+    of the machine over a minute, which all meet. wrong: configs whose training is another one. load_seconds: of a
+    batch that is not in a cache."""
 
     def __init__(self, folder: Path, speed: Speed, noise: float = 0.0, twist: float = 0.0, drift: float = 0.0,
                  wrong: Callable[[RunConfig], bool] = lambda config: False, seed: int = 0,
                  start_seconds: float = 0.5, total_steps: int | None = 100_000,
-                 device: str = "cpu") -> None:  # fmt: skip
+                 device: str = "cpu", load_seconds: float = 0.001) -> None:  # fmt: skip
         self.speed, self.noise, self.twist, self.drift, self.wrong = speed, noise, twist, drift, wrong
         self.start_seconds, self.total_steps, self.device = start_seconds, total_steps, device
+        self.load_seconds = load_seconds
         self.draw = random.Random(seed)
         self.now, self.phase = 0.0, self.draw.uniform(0, 2 * math.pi)
         self.alive = self.most_alive = 0
@@ -80,7 +82,8 @@ class Runner:
             )
         if isinstance(message, Load):
             self.world.now += 0.05
-            return Turn(0.001 * message.batches, message.batches, 32.0 * message.batches)
+            seconds = self.world.load_seconds * message.batches if self.config.data.cache == "none" else 0.0
+            return Turn(seconds, message.batches, 32.0 * message.batches)
         assert isinstance(message, Train)
         assert message.restart  # turns that are compared start from the same numbers
         luck = math.exp(self.world.draw.gauss(0, self.world.noise))

@@ -20,7 +20,8 @@ from trainrun.benchmark.diagnose.ablations import CACHED, useful_ablations
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination, WhatIf
 from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
 from trainrun.benchmark.diagnose.rounds import Rounds
-from trainrun.benchmark.diagnose.verdict import CAUSES, REMEDIES, verdict
+from trainrun.benchmark.diagnose.verdict import CAUSES, verdict
+from trainrun.benchmark.remedies import REMEDIES
 from trainrun.benchmark.run_overrides import config_of
 from trainrun.benchmark.worker_messages import RunInfo, Save, Turn
 from trainrun.cli.main import main
@@ -144,7 +145,7 @@ def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> No
 def test_every_remedy_is_one_that_a_run_takes() -> None:
     from trainrun.config.compose import compose_run
 
-    words = sorted({word for several in REMEDIES.values() for each in several for word in each.split()})
+    words = sorted({word for several in REMEDIES.values() for each in several for word in each.overrides})
     apart = ["monitor=fast", "data.engine=workers", "data.num_workers=auto", "trainer.compile=step"]
     compose_run([word for word in words if word not in apart])
     assert compose_run(apart).config.trainer.compile.scope == "step"

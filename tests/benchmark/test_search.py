@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from benchmark_worlds import World
+from benchmark_worlds import Runner, World
 
 from trainrun.benchmark.budget import Budget
-from trainrun.benchmark.run_overrides import config_of
+from trainrun.benchmark.diagnose.verdict import CAUSES
+from trainrun.benchmark.remedies import REMEDIES
+from trainrun.benchmark.run_overrides import config_of, replaced
 from trainrun.benchmark.search.acceptance import SHOWN
 from trainrun.benchmark.search.autotune_report import as_plain, search_lines, table_lines
-from trainrun.benchmark.search.candidates import KEPT, NEEDLESS, REJECTED, UNPAID, Trial
+from trainrun.benchmark.search.candidates import KEPT, NEEDLESS, REJECTED, UNPAID, UNTRIED, Trial
 from trainrun.benchmark.search.options import (
+    DATA,
     EXACT,
     NUMERIC,
     OPTIONS,
@@ -26,7 +30,8 @@ from trainrun.benchmark.search.options import (
 )
 from trainrun.benchmark.search.search import Results, Search
 from trainrun.benchmark.search.technique_table import Row, measure_table
-from trainrun.config.schema import RunConfig
+from trainrun.benchmark.worker_process import WorkerFailed
+from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import ConfigError, TrainingError
 
 SETTINGS = ["seed=1", "trainer.num_threads=2"]
@@ -96,14 +101,14 @@ def test_the_claims_intervals_hold_the_truth(tmp_path: Path) -> None:
 def test_claim_of_a_search_holds_the_truth_however_much_processes_differ(
     tmp_path: Path, spread: float
 ) -> None:
-    """99 % is claimed; of 100 claims at most 4 may miss (a chance of 0.3 % if 1 % do)."""
+    """99 % is claimed; of 60 claims at most 3 may miss (the chance of more is 0.3 %, if one in a hundred does)."""
 
     def speed(config: RunConfig) -> float:
         return 1000.0 * (1.3 if config.trainer.num_threads == 1 else 1.0)
 
     threads = SearchOption("threads", lambda facts: [TriedSetting(("trainer.num_threads=1",))])
     claims = missed = 0
-    for seed in range(100):
+    for seed in range(60):
         world = World(tmp_path, speed, noise=0.02, twist=spread, drift=0.2, seed=seed)
         search = Search(
             world.start, ["seed=1", "trainer.num_threads=2"], Budget(60.0, world.clock), 2, lambda *_: None
@@ -112,8 +117,8 @@ def test_claim_of_a_search_holds_the_truth_however_much_processes_differ(
         if results.claim is not None:
             claims += 1
             missed += not results.claim.low <= 1.3 <= results.claim.high
-    assert claims >= 90
-    assert missed <= 4
+    assert claims >= 54
+    assert missed <= 3
 
 
 def test_only_what_is_allowed_is_tried(tmp_path: Path) -> None:
@@ -180,6 +185,71 @@ def test_compiling_must_pay_for_itself(tmp_path: Path) -> None:
     results = searched(slow, budget=300.0, options=COMPILE_ONLY)
     assert UNPAID in {trial.state for trial in results.trials if trial.option == "compile"}
     assert not results.claimed
+
+
+def loading_limits(config: RunConfig) -> float:
+    """Loading takes 13 of 14 parts of a step; from memory none."""
+    return 1300.0 if config.data.cache == "memory" else 100.0
+
+
+def test_search_finds_that_samples_in_memory_are_faster(tmp_path: Path) -> None:
+    """The largest gain that there is for a run that is limited by loading: `diagnose` proposes it."""
+    few = [option for option in OPTIONS if option.name in (DATA, "threads", "loader")]
+    results = searched(
+        World(tmp_path, loading_limits, noise=0.02, twist=0.02, load_seconds=0.09), gate=EXACT, options=few
+    )
+    assert "data.cache=memory" in results.found
+    assert results.claim is not None
+    assert results.claim.low <= 13.0 <= results.claim.high
+
+
+class FillsSlowly(World):
+    """A cache is filled before the first step. fill: its seconds."""
+
+    fill = 0.0
+
+    def start(self, config: RunConfig, limit: float) -> Runner:
+        seconds = self.fill if config.data.cache == "memory" else 0.0
+        if seconds > limit:
+            self.now += limit
+            raise WorkerFailed(f"it did not come to its first step in {limit:.0f} s")
+        self.now += seconds
+        return super().start(config, limit)
+
+
+@pytest.mark.parametrize(
+    ("fill", "total_steps", "state"),
+    [
+        (20.0, 10**6, KEPT),
+        (20.0, 100, UNPAID),  # 10 s of training
+        (200.0, 10**6, UNTRIED),  # longer than the search may take
+    ],
+)
+def test_cache_must_be_filled_in_time_and_pay_for_itself(
+    tmp_path: Path, fill: float, total_steps: int, state: str
+) -> None:
+    world = FillsSlowly(tmp_path, loading_limits, total_steps=total_steps, load_seconds=0.09)
+    world.fill = fill
+    data_only = [option for option in OPTIONS if option.name == DATA]
+    results = searched(world, gate=EXACT, budget=150.0, options=data_only)
+    assert trial_of(results, "data.cache=memory").state == state
+    assert ("data.cache=memory is not tried" in results.verdict) == (state == UNTRIED)
+    assert results.claimed == (state == KEPT and results.claim is not None)
+
+
+def test_search_tries_all_that_diagnose_proposes_and_leaves_the_training_the_same(tmp_path: Path) -> None:
+    typed = ["trainer.compile.scope=model", "trainer.num_threads=1", "optimizer.fused=false"]
+    config = with_values(config_of(typed), {"parallel.mode": "ddp"})
+    facts = SearchFacts(config, World(tmp_path, flat).start(config, 0.0).info, 2, 0.01, 0.009, 1e9)
+    offered = []
+    for option in OPTIONS:
+        for setting in () if option.skip(facts) else option.settings(facts):
+            with suppress(ConfigError):  # the search says why
+                offered.append(config_of(replaced(typed, setting.overrides)))
+    for cause in CAUSES:
+        for remedy in REMEDIES.get(cause, ()):
+            if not remedy.changes:
+                assert config_of(replaced(typed, remedy.overrides)) in offered, f"{cause}: {remedy}"
 
 
 def test_recorded_steps_are_tried_on_a_gpu_and_give_way_to_a_faster_compiled_model(tmp_path: Path) -> None:

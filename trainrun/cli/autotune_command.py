@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 SEARCH_SECONDS, TABLE_SECONDS = 120.0, 180.0
 ABOUT = (
     "Takes the settings of a run and measures, on its own model and data, what makes it faster without changing what "
-    "it learns: threads and data engine, kernels, precision with layout and attention, micro-batches, "
-    "compilation. Writes conf/preset/tuned-HOST.yaml, which preset=tuned-HOST finds. With --table it measures "
-    "well-known techniques instead, each alone and then together; what hurts is shown as hurting."
+    "it learns: what diagnose proposes (as data.cache=memory), threads and data engine, kernels, precision with layout "
+    "and attention, micro-batches, compilation. Writes conf/preset/tuned-HOST.yaml, which preset=tuned-HOST finds. "
+    "With --table it measures well-known techniques instead, each alone and then together; what hurts is shown as "
+    "hurting."
 )
 
 FINDERS = {

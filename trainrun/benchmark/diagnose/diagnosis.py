@@ -28,6 +28,7 @@ from trainrun.benchmark.diagnose.ablations import (
     useful_ablations,
 )
 from trainrun.benchmark.diagnose.rounds import Rounds, Side, freed
+from trainrun.benchmark.remedies import GRAPHS
 from trainrun.benchmark.run_overrides import config_of, own_choices, replaced
 from trainrun.benchmark.worker_messages import (
     KEEPING,
@@ -57,7 +58,6 @@ MOST_PACING, MOST_STARTING = 0.6, 0.5  # of the time: to find the pace, and to s
 QUICK_START: Final = 1.0  # second; what the base chose by trials at its start is given to the others
 PADDED: Final = 1.05  # times the positions of batches of like length
 TINY_BATCH: Final = 8
-GRAPHS: Final = "trainer.cuda_graphs=true"
 LOG_SECONDS: Final = 1.0  # from one log point to the next, at most
 
 
@@ -300,7 +300,7 @@ class Examination:
         if not info.device.startswith("cuda") or not info.one_graph or config.trainer.cuda_graphs:
             return False
         with suppress(ConfigError):
-            config_of(replaced(self._overrides, [*own_choices(config, info), GRAPHS]))
+            config_of(replaced(self._overrides, [*own_choices(config, info), *GRAPHS.overrides]))
             return True
         return False
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from trainrun.benchmark.diagnose.ablations import BUCKET
-from trainrun.benchmark.diagnose.diagnosis import CLEAR, GRAPHS, Diagnosis, WhatIf
+from trainrun.benchmark.diagnose.diagnosis import CLEAR, Diagnosis, WhatIf
+from trainrun.benchmark.remedies import CACHE, FOUR_THREADS, FOUR_WORKERS, GRAPHS, REMEDIES, Remedy
 
 LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below it is not worth a word
 LEAST_OF_LARGER: Final = 3  # pairs with it, for the same reason: the interval of two may be narrow by luck
@@ -28,23 +29,6 @@ CAUSES: Final = {
     "dispatch": "calls that are too small: the batch is tiny for this machine",
 }
 INSIDE: Final = ("compile", "threads", "padding", "islands", "ranks", "update")  # a larger batch shares them
-THREADS: Final = "data.engine=threads data.num_threads=4"  # for data that says thread_safe = True
-WORKERS: Final = "data.engine=workers data.num_workers=4"
-REMEDIES: Final[dict[str, tuple[str, ...]]] = {
-    "data": ("data.cache=memory", "data.engine=workers data.num_workers=auto"),
-    "compile": (
-        "data.padding=bucket data.pad_multiple=64",
-        "trainer.compile.dynamic=true",
-        "trainer.compile=off",
-    ),
-    "logging": ("monitor.log_every_n_steps=500", "monitor=fast"),
-    "checkpoint": ("checkpoint.async_save=true", "checkpoint.train_time_interval=10min"),
-    "validation": ("trainer.check_val_every_n_epoch=5", "trainer.limit_val_batches=0.2"),
-    "padding": ("data.padding=bucket",),
-    "ranks": ("trainer.accumulate_grad_batches=4", "parallel.static_graph=true"),
-    "update": ("optimizer.fused=true",),
-    "dispatch": ("trainer.compile=step", "data.batch_size=256"),
-}
 
 
 @dataclass(frozen=True)
@@ -130,15 +114,15 @@ def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
     if what_if.name == "data":
         text, remedies = slow_loading(found)
     elif what_if.name == "threads":
-        remedies = (what_if.about,)
+        remedies = (Remedy((what_if.about,)),)
     elif what_if.name == "dispatch" and found.can_record:
         remedies = (GRAPHS, *remedies[1:])
-    return Cause(what_if, text, remedies)
+    return Cause(what_if, text, tuple(map(str, remedies)))
 
 
-def slow_loading(found: Diagnosis) -> tuple[str, tuple[str, ...]]:
+def slow_loading(found: Diagnosis) -> tuple[str, tuple[Remedy, ...]]:
     """Say whether loading waits or computes, and what to try."""
     if found.load_cores >= BUSY:
         return "loading, which mostly computes (decoding, Python)", REMEDIES["data"]
-    waiting = (THREADS if found.info.thread_safe else WORKERS, "data.cache=memory")
+    waiting = (FOUR_THREADS if found.info.thread_safe else FOUR_WORKERS, CACHE)
     return "loading, which mostly waits (a disk, a network, a sleep)", waiting

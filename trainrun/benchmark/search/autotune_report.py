@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Final
 
 from trainrun.benchmark.search.acceptance import EXACT, NUMERIC
-from trainrun.benchmark.search.candidates import KEPT, NEEDLESS, REJECTED, UNTRIED, Trial
+from trainrun.benchmark.search.candidates import KEPT, NEEDLESS, REJECTED, UNCONFIRMED, UNTRIED, Trial
 from trainrun.benchmark.search.options import OTHER
 from trainrun.benchmark.search.search import Results
 from trainrun.benchmark.search.technique_table import Row, TechniqueTable
@@ -64,7 +64,7 @@ def search_lines(results: Results, explain: bool) -> list[str]:
     if explain:
         lines += list(dict.fromkeys(f"{trial.option}: {trial.title}: {why(trial)}" for trial in left))
     else:
-        for state in (REJECTED, UNTRIED, NEEDLESS):
+        for state in (REJECTED, UNCONFIRMED, UNTRIED, NEEDLESS):
             names = list(dict.fromkeys(trial.option for trial in left if trial.state == state))
             lines += [f"{state}: {', '.join(names)} (why: --explain)"] if names else []
     return [*lines, f"result: {results.verdict}"]

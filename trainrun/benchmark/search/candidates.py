@@ -16,8 +16,8 @@ from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.timing.paired import Ratio
 
-KEPT, BEATEN, SLOWER, NOISE, REJECTED, UNTRIED, NEEDLESS, UNPAID = (
-    "kept", "beaten", "slower", "noise", "rejected", "not tried", "does not apply", "not paid back",
+KEPT, BEATEN, SLOWER, NOISE, REJECTED, UNTRIED, NEEDLESS, UNPAID, UNCONFIRMED = (
+    "kept", "beaten", "slower", "noise", "rejected", "not tried", "does not apply", "not paid back", "not confirmed",
 )  # fmt: skip
 SLOW_STEP_SECONDS: Final = 0.2  # a turn of longer steps is warmed by one step
 READ_AHEAD: Final = 3  # steps of a turn at least: not all of its batches may have been read ahead
@@ -140,7 +140,9 @@ class Starter:
         except ConfigError as error:
             trial = replace(trial, state=REJECTED, reason=error.faults[0])
         except WorkerFailed as error:
-            trial = replace(trial, state=REJECTED, reason=str(error).strip().splitlines()[-1])
+            late = clock() - began >= limit  # with more time it might have started
+            reason = str(error).strip().splitlines()[-1]
+            trial = replace(trial, state=UNTRIED if late else REJECTED, reason=reason)
         if trial.reason and candidate is not None:
             candidate.close()
         return None if trial.reason else candidate, replace(trial, start_seconds=clock() - began)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final, NamedTuple
 
+from trainrun.benchmark.remedies import FUSED, GRAPHS, tried_by_autotune
 from trainrun.benchmark.run_overrides import loader_overrides
 from trainrun.benchmark.search.acceptance import EXACT, NUMERIC
 from trainrun.benchmark.worker_messages import RunInfo
@@ -122,6 +123,25 @@ def skip_loader(facts: SearchFacts) -> str:
     return f"reading takes {100 * fraction:.2g} % of a step" if 0 < fraction < NEGLIGIBLE_LOAD else ""
 
 
+def remedies_of(cause: str) -> Callable[[SearchFacts], list[TriedSetting]]:
+    """Return what `diagnose` proposes against a cause and leaves the training the same."""
+    return lambda facts: [TriedSetting(overrides) for overrides in tried_by_autotune(cause)]
+
+
+def skip_data(facts: SearchFacts) -> str:
+    if facts.info.engine == "resident":
+        return "the samples are in memory already"
+    return skip_loader(facts)
+
+
+def skip_ranks(facts: SearchFacts) -> str:
+    return "" if facts.config.parallel.mode == "ddp" else "only for parallel=ddp"
+
+
+def skip_compiling(facts: SearchFacts) -> str:
+    return "nothing is compiled" if facts.config.trainer.compile.scope == "off" else ""
+
+
 def micro_batch(facts: SearchFacts) -> list[TriedSetting]:
     """The same global batch in more or fewer parts."""
     data = facts.config.data
@@ -191,20 +211,25 @@ def fixed(*settings: Overrides) -> Callable[[SearchFacts], list[TriedSetting]]:
 
 COMPILE: Final = "compile"
 NUMBERS: Final = "numbers"
-FUSED: Final = ("optimizer.fused=null", "optimizer.foreach=null")
+DATA: Final = "data"
 NOT_FUSED: Final = ("optimizer.fused=false", "optimizer.foreach=true")
 NO_SAVING: Final = ("trainer.gradient_checkpointing=none", "trainer.activation_offload=false")
 # What usually gives most first: a short search ends before the last. How many threads pay, and whether reading is
 # hidden, depends on the number types, so these come first: two threads made an LSTM faster in 32 bits, slower in 16.
+# What `diagnose` proposes against slow loading comes first: behind it nothing else is seen.
 OPTIONS: Final = (
+    SearchOption(DATA, remedies_of("data"), skip_data, 2.0),
     SearchOption(NUMBERS, number_formats, weight=3.0),
     SearchOption("threads", threads, skip_threads),
-    SearchOption("CUDA graphs", fixed(("trainer.cuda_graphs=true",), ("trainer.cuda_graphs=false",)), skip_graphs),
+    SearchOption("CUDA graphs", fixed(GRAPHS.overrides, ("trainer.cuda_graphs=false",)), skip_graphs),
     SearchOption("loader", loader, skip_loader, 2.0),
     SearchOption("micro-batch", micro_batch, skip_other_parts, 1.5),
-    SearchOption("optimizer", fixed(FUSED, NOT_FUSED), skip_kernels),
+    SearchOption("optimizer", fixed(FUSED.overrides, NOT_FUSED), skip_kernels),
     SearchOption("collector", fixed(("trainer.python_gc=between_steps",)), weight=0.5),
+    SearchOption("logging", remedies_of("logging"), weight=0.5),
+    SearchOption("ranks", remedies_of("ranks"), skip_ranks),
     SearchOption("memory", fixed(NO_SAVING), skip_memory),
+    SearchOption("shapes", remedies_of("compile"), skip_compiling, 2.0),
     SearchOption(COMPILE, compilers, skip_compile, 3.0),
 )  # fmt: skip
 
@@ -268,7 +293,7 @@ TECHNIQUES: Final = (
     Technique("channels-last layout", always("trainer.channels_last=true"), ("trainer.channels_last=false",),
               skip=lambda facts: "" if facts.has("Conv2d") else "the model has no convolutions"),
     Technique("accumulation (2 halves)", halves, skip=skip_other_parts),
-    Technique("fused optimizer", always(*FUSED), ("optimizer.fused=false", "optimizer.foreach=false"),
+    Technique("fused optimizer", always(*FUSED.overrides), ("optimizer.fused=false", "optimizer.foreach=false"),
               skip=skip_kernels),
     Technique("freed memory kept", always("trainer.cpu_allocator=auto"), ("trainer.cpu_allocator=libc",),
               skip=cpu_only),
@@ -276,7 +301,7 @@ TECHNIQUES: Final = (
     Technique("a thread for each core", lambda facts: (f"trainer.num_threads={facts.cores}",), skip=skip_threads),
     Technique("compiled (whole step)", always("trainer.compile.scope=step"), ("trainer.compile.scope=off",)),
     Technique("compiled (model)", always("trainer.compile.scope=model"), ("trainer.compile.scope=off",)),
-    Technique("CUDA graphs", always("trainer.cuda_graphs=true"), ("trainer.cuda_graphs=false",), skip=gpu_only),
+    Technique("CUDA graphs", always(*GRAPHS.overrides), ("trainer.cuda_graphs=false",), skip=gpu_only),
     Technique("less monitoring", always("monitor.log_every_n_steps=500", "monitor.hardware=false")),
     Technique(f"batch {TIMES}x as large", larger_batch, gate=OTHER),
     Technique("half the length", half_length, gate=OTHER,

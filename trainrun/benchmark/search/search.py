@@ -26,6 +26,7 @@ from trainrun.benchmark.search.candidates import (
     NOISE,
     REJECTED,
     SLOWER,
+    UNCONFIRMED,
     UNPAID,
     UNTRIED,
     Candidate,
@@ -34,8 +35,8 @@ from trainrun.benchmark.search.candidates import (
     Trial,
 )
 from trainrun.benchmark.search.options import (
-    COMPILE,
     COMPILE_SECONDS,
+    DATA,
     OPTIONS,
     OTHER,
     SearchFacts,
@@ -112,7 +113,7 @@ class Search:
         self.parts: list[SearchPart] = []
         self._notes: list[str] = []
         self._known: list[RunConfig] = []  # need not be tried
-        self._gain = 1.0
+        self._gain, self._extra_start = 1.0, 0.0
         self.facts: SearchFacts
         self.base: Candidate
         self.noise: Ratio
@@ -272,6 +273,7 @@ class Search:
         """running: candidates that run already and need their turns too."""
         trial, starter = Trial(option, *setting), self.starter
         compiles = any("compile" in one for one in setting.overrides)
+        patient = starts_slowly(setting.overrides)
         if setting.gate == NUMERIC and self._gate == EXACT:
             return None, replace(trial, state=REJECTED, reason="rounds more: --allow numeric")
         left = ends - self.budget.clock() - starter.rounds_seconds(running + 1)
@@ -279,7 +281,7 @@ class Search:
             return None, replace(trial, reason=NO_TIME)
         self.progress(f"{option}: {trial.title}")
         gate = None if setting.gate == OTHER else self._loosest(setting.gate)
-        return starter.candidate(self._with(setting.overrides), trial, left, gate, compiles)
+        return starter.candidate(self._with(setting.overrides), trial, left, gate, patient)
 
     def _judged(self, found: Comparison, candidate: Candidate, trial: Trial) -> Trial:
         """Keep what is faster by more than SMALLEST, as far as its pairs can say."""
@@ -297,12 +299,21 @@ class Search:
             return replace(trial, state=SLOWER if ratio.high < 1 else NOISE)
         extra = max(0.0, trial.start_seconds - self.starter.start_seconds)
         run = self.facts.run_seconds / self._gain
-        finite = trial.option == COMPILE and math.isfinite(run)
+        finite = starts_slowly(trial.overrides) and math.isfinite(run)
         if finite and extra + run / ratio.value > run / (1 + SMALLEST):
             needed = extra / (1 - 1 / ratio.value)
             reason = f"{extra:.0f} s more to start: paid back after {needed:.0f} s, the run takes {run:.0f} s"
             return replace(trial, state=UNPAID, reason=reason)
+        needed = self._confirmation_seconds(self._extra_start + extra)
+        if self.budget.left() < needed:
+            reason = f"{LEAST_REPLICATES} pairs of fresh processes would take {needed:.0f} s: more --budget"
+            return replace(trial, state=UNCONFIRMED, reason=reason)
         return replace(trial, state=KEPT)
+
+    def _confirmation_seconds(self, extra: float) -> float:
+        """Seconds of the fewest fresh processes. extra: that the best takes longer to start than your settings."""
+        turns = 2 * PROCESS_TURNS * self.starter.turn_cost
+        return LEAST_REPLICATES * (2 * self.starter.start_seconds + extra + turns)
 
     def _keep(self, trial: Trial, candidate: Candidate) -> None:
         """Make a setting a part of the best; parts before it lose the keys that it sets."""
@@ -314,10 +325,17 @@ class Search:
         new = SearchPart(trial.overrides, trial.option, trial.gate, trial.ratio)
         self.parts = [*(part for part in parts if part.overrides), new]
         self._gain *= trial.ratio.value if trial.ratio is not None else 1.0
+        self._extra_start += max(0.0, trial.start_seconds - self.starter.start_seconds)
         if self._best is not None:
             self._best.close()
         self._best = candidate
-        self.facts = replace(self.facts, config=config_of(self._with(())), info=candidate.info)
+        facts = replace(self.facts, config=config_of(self._with(())), info=candidate.info)
+        if any(key.startswith("data.") for key in keys):  # whether loading still matters
+            steps = max(2, min(50, int(self.starter.turn_seconds / facts.step_seconds)))
+            load: Turn = candidate.worker.ask(Load(steps))
+            step = facts.step_seconds / (trial.ratio.value if trial.ratio is not None else 1.0)
+            facts = replace(facts, step_seconds=step, load_seconds=load.seconds / steps)
+        self.facts = facts
 
     def _running_best(self) -> Candidate:
         return self.base if self._best is None else self._best
@@ -377,12 +395,22 @@ class Search:
         return comparison.pairs["best"], trial
 
 
+def starts_slowly(overrides: Sequence[str]) -> bool:
+    """Whether a setting does work before the first step, for which it must be waited, and which must pay."""
+    return any(key_of(one).startswith(("trainer.compile", "data.cache")) for one in overrides)
+
+
 def verdict_of(claim: Ratio | None, best: Trial, trials: Sequence[Trial]) -> str:
     """Say in a sentence what was found. best: without overrides if nothing on the way was clearly faster."""
-    untried = sum(trial.state == UNTRIED for trial in trials)
+    untried = sum(trial.state in (UNTRIED, UNCONFIRMED) for trial in trials)
     measured = sum(trial.ratio is not None for trial in trials)
     rest = f"; not tried, for want of time: {counted(untried, 'setting')} (--budget)" if untried else ""
     if not best.overrides:
+        late = [trial for trial in trials if trial.option == DATA and trial.state in (UNTRIED, UNCONFIRMED)]
+        if late:
+            return (
+                f"little is known: loading takes part of a step, and {late[0].title} is {late[0].state}{rest}"
+            )
         if not measured:
             return f"nothing is known: no other setting was measured{rest}"
         clearly = f"of {counted(measured, 'setting')} that could be measured none is clearly faster{rest}"
