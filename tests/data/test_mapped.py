@@ -87,3 +87,37 @@ def test_a_large_file_takes_no_memory_of_the_process(tmp_path):
     assert "mapped" in line
     anonymous = [info.rss - info.shared for info in (before, after)]
     assert anonymous[1] - anonymous[0] < 32e6, "neither the column nor a part of it is copied"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("changes", [{}, {"engine": "resident"}, {"num_workers": 0, "engine": "workers"},
+                                     {"num_workers": 1}], ids=str)  # fmt: skip
+def test_a_part_that_is_held_out_is_gathered_like_the_whole(tmp_path, monkeypatch, labelled, split, changes):
+    """Rows that are computed by index, as of more than a million, and rows that are listed."""
+    random = np.random.default_rng(0)
+    np.save(tmp_path / "x_train.npy", random.random((N, 3)))
+    np.save(tmp_path / "y_train.npy", random.integers(0, 3, N))
+    words = {"target": "y" if labelled else None, "val_fraction": 0.4, "stratify": "auto"}
+    for listed in (8, 2**20):
+        monkeypatch.setattr(arrays, "LISTED", listed)
+        monkeypatch.setattr(arrays, "in_memory", lambda *_: False)
+        source = arrays.load(str(tmp_path), split, **words)
+        rows = [source.describe(index).rpartition(" ")[2] for index in range(len(source))]
+        chosen = np.array(rows).astype(np.int64)
+        x, y = np.load(tmp_path / "x_train.npy")[chosen], np.load(tmp_path / "y_train.npy")[chosen]
+        stream, line = opened(source, **changes)
+        if "num_workers" not in changes:
+            assert "mapped files" in line
+        plain, _ = opened((x, y) if labelled else x, engine="resident")
+        for found, wanted in zip(stream.epoch(1, 1), plain.epoch(1, 1), strict=True):
+            assert found.indices.tolist() == wanted.indices.tolist()
+            for mine, theirs in zip(leaves(found.data), leaves(wanted.data), strict=True):
+                assert mine.dtype is theirs.dtype
+                assert torch.equal(mine, theirs)
+        stream.close()
+
+
+def leaves(data):
+    return data if isinstance(data, tuple) else (data,)

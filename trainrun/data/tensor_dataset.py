@@ -63,6 +63,7 @@ class Columns:
     again: makes them in another process, to which they are not sent.
     int_dtype: of all integers in a sample or a batch, where narrower ones lie in memory.
     unsigned: these hold numbers without a sign, in types that torch indexes as signed ones only.
+    row_numbers: (samples,) the rows that the samples are, listed or computed by index; None: all of them, in order.
     """
 
     values: tuple[Column, ...]
@@ -73,21 +74,29 @@ class Columns:
     again: Callable[[], Columns] | None = None
     int_dtype: torch.dtype | None = None
     unsigned: bool = False
+    row_numbers: Any = None
 
     def __len__(self) -> int:
-        return len(self.values[0])
+        return len(self.values[0] if self.row_numbers is None else self.row_numbers)
 
     def __reduce__(self) -> Any:
         return (self.again, ()) if self.again is not None else super().__reduce__()
 
     def __getitem__(self, index: int) -> Any:
         """One sample as a copy, which the user's code may change; a single number is a 0-d array."""
-        sample = self.pack([self._copied(value[index]) for value in self.values])
+        row = index if self.row_numbers is None else int(self.row_numbers[index])
+        sample = self.pack([self._copied(value[row]) for value in self.values])
         return sample if self.scale is None else self.scale.first_of(sample)
 
     def batch(self, indices: list[int], preparation: Preparation) -> Any:
         """Many samples at once, equal to what a resident copy gives."""
-        return self.pack([self.widened(preparation.column(rows(value, indices))) for value in self.values])
+        gathered = [self.samples_of(value, np.asarray(indices, np.int64)) for value in self.values]
+        return self.pack([self.widened(preparation.column(column)) for column in gathered])
+
+    def samples_of(self, value: Column, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Column:
+        """Copies of a column of these, for some samples."""
+        numbers = indices if self.row_numbers is None else self.row_numbers[indices]
+        return rows(value, numbers.tolist())
 
     def widened(self, rows: Tensor) -> Tensor:
         """Rows of a batch in the types of samples."""
@@ -117,8 +126,12 @@ class Columns:
         if self.names:
             named = dict(zip(self.names, self.values, strict=True))
             key = target_key(named)
-            return None if key is None else named[key]
-        return self.values[1] if len(self.values) > 1 else None
+            found = None if key is None else named[key]
+        else:
+            found = self.values[1] if len(self.values) > 1 else None
+        if found is None or self.row_numbers is None:
+            return found
+        return self.samples_of(found, np.arange(len(self)))
 
 
 @runtime_checkable

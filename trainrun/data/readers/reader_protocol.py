@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from trainrun.data.readers.parts import Part, RandomRows, Rows
 from trainrun.data.readers.paths import fingerprint_of
+from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 
 
@@ -27,7 +29,8 @@ class Info:
     where: names a sample in messages; default: the first file and the number.
     lengths: computes (N,) int64, how long each sequence is. batch: collates many samples, quicker than one by one, to
     the same bits. thread_safe: several threads may read at once. column: (N,) of another column of a table, by its
-    name; None: it has none of that name. input_columns: of a table, what each input column holds.
+    name; None: it has none of that name. input_columns: of a table, what each input column holds. arrays: those whose
+    rows the samples are, where they lie in mapped files.
     """
 
     files: tuple[Path, ...]
@@ -41,6 +44,7 @@ class Info:
     thread_safe: bool = True
     column: Callable[[str], Any] | None = None
     input_columns: Mapping[str, str] | None = None
+    arrays: tuple[np.ndarray[Any, Any], ...] = ()
 
 
 class Reader(Protocol):
@@ -83,6 +87,15 @@ class ReaderDataset:
     def whole_batch(self, indices: Sequence[int]) -> Any:
         """The bits that collating the samples gives; None if the reader makes no batches."""
         return None if self._info.batch is None else self._info.batch(self._numbers(indices))
+
+    def as_rows(self) -> Columns | None:
+        """The rows of mapped files that these samples are, which are gathered without reading one by one."""
+        arrays = self._info.arrays
+        if not arrays:
+            return None
+        pack = tuple if len(arrays) > 1 else itemgetter(0)
+        columns = Columns(arrays, (), pack, row_numbers=self.rows)
+        return columns if columns.mapped else None
 
     @property
     def labels(self) -> Any:

@@ -59,7 +59,7 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     val_fraction: above 0, `val` is that part of x_train and y_train, held out by `seed`.
     mapped: .npy files of a folder stay on disk, and what is not read is not loaded.
     stratify: what is held out has each class in proportion; "auto": up to `LISTED` rows that are mapped. Above,
-        rows are held out by a permutation that is computed, so that no list of them is made and nothing is copied.
+        rows are held out by a permutation that is computed: no row is copied, and above 2^24 no list of them is made.
     """
     check_split(split, SPLITS)
     if path is None:
@@ -123,7 +123,9 @@ class MappedReader:
     ) -> None:
         self._arrays = tuple(arrays)
         self._names = " and ".join(map(str, files))
-        self.info = Info(tuple(files), num_classes=num_classes, where=self._where, batch=self._batch)
+        self.info = Info(
+            tuple(files), num_classes=num_classes, where=self._where, batch=self._batch, arrays=self._arrays
+        )
 
     def __len__(self) -> int:
         return len(self._arrays[0])
