@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 import sys
@@ -16,7 +17,47 @@ SPEEDS = {"tokens_per_second": "tokens/s", "pixels_per_second": "pixels/s", "sam
 def plain(text: object, encoding: str = "utf-8") -> str:
     """The text with its control characters spelled out, as `\\x1b`; what cannot be encoded too; secrets masked."""
     shown = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], masked(str(text)))
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+    return encodable(shown, encoding)
+
+
+SUBSTITUTE = "trainrun.substitute"  # a codec error handler, as "replace" is
+# One character each, so that columns stay aligned.
+IN_ASCII = {
+    **dict(zip("▁▂▃▄▅▆▇█", "_.:-=+*#", strict=True)), **dict.fromkeys("━─╸╺╴╶", "-"), **dict.fromkeys("│┃", "|"),
+    "…": "~", "°": "o", "µ": "u", "•": "*", "■": "*",
+}  # fmt: skip
+
+
+def substitute(error: UnicodeError) -> tuple[str, int]:
+    """Return what stands for characters that an encoding lacks: a similar one, or `\\u65e5`."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    shown = "".join(IN_ASCII.get(one) or one.encode("ascii", "backslashreplace").decode() for one in lacking)
+    return shown, error.end
+
+
+codecs.register_error(SUBSTITUTE, substitute)
+
+
+def encodable(text: str, encoding: str) -> str:
+    """The text without characters that the encoding lacks."""
+    return text.encode(encoding, SUBSTITUTE).decode(encoding)
+
+
+class EncodableStream:
+    """A text stream that writes any character: what draws in a terminal can not fail by its encoding."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        self._stream.write(encodable(text, self.encoding))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
@@ -27,7 +68,8 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
 
 def redraw(text: str = "") -> None:
     """Put a text in place of the last line of the terminal."""
-    print(f"\r\033[K{plain(text)}", end="", flush=True)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(f"\r\033[K{plain(text, encoding)}", end="", flush=True)
 
 
 def complain(kind: type[BaseException], error: BaseException, trace: object) -> None:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from trainrun.interfaces import RunFacts
-from trainrun.output import duration, plain
+from trainrun.output import EncodableStream, duration, plain
 
 WIDEST, NARROWEST = 40, 8
 REDRAWS_PER_SECOND = 5  # a redraw takes the interpreter from the training for about a millisecond
@@ -96,13 +96,17 @@ def live_bar(
     waited: Callable[[], float] | None,
 ) -> Live | None:  # fmt: skip
     """Start a bar that a thread of its own redraws; None for a terminal that cannot move its cursor."""
-    console = Console(file=stream, force_terminal=True, highlight=False)
+    out: Any = EncodableStream(stream or sys.stdout)
+    console = Console(file=out, force_terminal=True, highlight=False)
     if console.is_dumb_terminal:
         return None
     bar = ProgressBar(facts, position(), console.options.ascii_only, waited=waited)
 
     def draw() -> Text:
-        return bar.draw(console.width, position(), values())
+        try:
+            return bar.draw(console.width, position(), values())
+        except Exception as error:  # of the thread that draws: a bar is no reason to end a training
+            return Text(plain(f"no progress bar: {type(error).__name__}: {error}"), no_wrap=True)
 
     live = Live(console=console, get_renderable=draw, refresh_per_second=REDRAWS_PER_SECOND, transient=True)
     live.start()

@@ -1,7 +1,8 @@
 """The three standard streams of a process: closed, full or broken ones end no training and change no exit code.
 
 A descriptor that is closed (`>&-`) is opened on the null device, before a file of the run could get its number. A
-stream that can no longer be written leads there from then on; where nobody closed it on purpose, as a pipe's reader
+stream that can no longer be written leads there from then on; characters that its encoding lacks are written as
+similar ones; where nobody closed it on purpose, as a pipe's reader
 does (`| head`), standard error says so once.
 """
 
@@ -13,6 +14,8 @@ import io
 import os
 import sys
 from typing import Any, TextIO
+
+from trainrun.output import SUBSTITUTE
 
 NAMES = ("stdin", "stdout", "stderr")
 
@@ -60,7 +63,9 @@ def guarded(stream: TextIO | None, descriptor: int) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     direct = stream.write_through
+    strict = stream.errors in ("strict", "surrogateescape")  # they raise where the encoding lacks a character
     return io.TextIOWrapper(
         raw if direct else io.BufferedWriter(raw),  # as Python does it with -u
-        encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering, write_through=direct,
+        encoding=stream.encoding, errors=SUBSTITUTE if strict else stream.errors,
+        line_buffering=stream.line_buffering, write_through=direct,
     )  # fmt: skip
