@@ -134,9 +134,7 @@ class Listeners:
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """The last rows, the pictures and the report, and last the summary on the screen."""
         self._phases.open(LOGGING)
-        if self._page is not None:  # else it ends when the status says how the run ended
-            self._page.kill()
-            self._page.wait()
+        self._end_page()
         for row in rows:
             self.bus.write(row)
         self.bus.on_end(summary)
@@ -144,6 +142,12 @@ class Listeners:
             self._draw(report=True)
             self.bus.write_phases()  # what the pictures took is in the next ones
         self.bus.show_end(summary | {"ledger": self._phases.read()})
+
+    def _end_page(self) -> None:
+        """End what draws the page of a run that goes on; the run draws its last one."""
+        if self._page is not None:
+            self._page.kill()
+            self._page.wait()
 
     def _draw(self, report: bool) -> None:
         with self._phases.on(PLOTS):  # matplotlib costs half a second: only where it draws
@@ -160,6 +164,7 @@ class Listeners:
     def close(self) -> None:
         """Always called; after a failure too."""
         with self._closing as closing:
+            closing.callback(self._end_page)
             closing.callback(self.bus.close)
             if self._hardware is not None:
                 closing.callback(self._hardware.close)

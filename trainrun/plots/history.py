@@ -11,6 +11,9 @@ from trainrun.errors import ConfigError, DataError
 from trainrun.monitor.metric_rows import Row, read_rows
 from trainrun.output import ordinal
 from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.runs.status import read_status
+
+UNKNOWN = "running, or it did not come to an end"
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,16 @@ class History:
 
     def of(self, kind: str) -> list[Row]:
         return self.rows.get(kind, [])
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """How the run stands by `status.json`, and the message of what ended it; empty while it runs."""
+        status = read_status(self.run)
+        if not status:
+            return ("ended", str(self.summary.get("reason") or "")) if self.summary else (UNKNOWN, "")
+        if status["state"] == "running":
+            return UNKNOWN, ""
+        return status["state"], str(status.get("message") or self.summary.get("reason") or "")
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -60,9 +73,10 @@ class History:
 
 
 def read_history(run: RunDir) -> History:
-    """Raises DataError if the metrics file is damaged, OSError if there is none."""
+    """Raises DataError if the metrics file is damaged, OSError if there is none of a run that has not failed."""
     rows: dict[str, list[Row]] = {}
-    for row in read_rows(run.metrics):
+    ended_early = not run.metrics.exists() and read_status(run).get("state") in ("failed", "stopped")
+    for row in () if ended_early else read_rows(run.metrics):
         rows.setdefault(row.get("kind", ""), []).append(row)
     starts, ends = rows.get("start"), rows.get("end")
     return History(

@@ -23,6 +23,8 @@ td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top;
        align-items: start; margin-top: 1em; }
 .pictures img { width: 100%; box-sizing: border-box; border: 1px solid var(--line); border-radius: 4px; }
 pre { background: var(--box); padding: .8em; overflow-x: auto; font-size: 13px; } .quiet { color: var(--quiet); }
+.banner { background: var(--box); border-left: 4px solid #0072b2; padding: .5em .9em; white-space: pre-wrap; }
+.banner.bad { border-left-color: #c0392b; }
 figure { margin: 0; } figcaption { margin-bottom: .3em; }
 svg { width: 100%; height: 200px; background: var(--box); border-radius: 4px; }
 polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
@@ -48,6 +50,12 @@ def heading(text: str, level: int = 2) -> str:
 
 def paragraph(text: str) -> str:
     return f'<p class="quiet">{escape(text)}</p>'
+
+
+def banner(state: str, message: str, bad: bool = False) -> str:
+    """The state of a run in a box, with the message of what ended it."""
+    told = f": {message}" if message else ""
+    return f'<p class="banner{" bad" * bad}"><strong>{escape(state)}</strong>{escape(told)}</p>'
 
 
 def pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:

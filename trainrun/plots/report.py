@@ -48,6 +48,7 @@ def draw_report(run: RunDir) -> Path:
     parts = [
         page.heading(name, level=1),
         page.paragraph(str(run.root)),
+        state_banner(history),
         page.beside(
             [page.pairs("Result", result_rows(history)), page.pairs("Set-up", setup_rows(history.facts))]
         ),
@@ -67,12 +68,19 @@ def draw_report(run: RunDir) -> Path:
     return run.report
 
 
+def state_banner(history: History) -> str:
+    """The state of the run, and the message of what ended it."""
+    state, message = history.state
+    return page.banner(state, message, bad=state == "failed")
+
+
 def result_rows(history: History) -> list[tuple[str, str]]:
     """How it ended; while the run goes on, what is known."""
     summary, best = history.summary, history.best
-    rows = [("state", "ended" if summary else "running, or it did not come to an end")]
-    if summary.get("reason"):
-        rows.append(("why it ended", str(summary["reason"])))
+    state, message = history.state
+    rows = [("state", state)]
+    if message:
+        rows.append(("why it ended", message))
     if best is not None:
         rows.append((f"best {best.metric}", f"{figure(best.value)} at step {best.step:,}"))
     newest = sorted([*history.of("train")[-1:], *history.of("eval")[-1:]], key=lambda row: row["step"])

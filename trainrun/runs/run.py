@@ -198,7 +198,9 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
         from trainrun.runs.exceptional import failures
 
         if flag.raised or isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(failures.note_interrupt(run, config, earlier)) from error
+            message = failures.note_interrupt(run, config, earlier)
+            failures.draw_end(run, config)
+            raise KeyboardInterrupt(message) from error
         if not isinstance(error, Exception):
             raise
         refused = isinstance(error, TrainrunError) and error.exit_code == EXIT_USAGE
@@ -212,6 +214,7 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
             with suppress(OSError):
                 run.status.unlink()
                 failures.note_failure(run, config, fault)
+        failures.draw_end(run, config)
         if fault is error:
             raise
         raise fault from error

@@ -39,12 +39,19 @@ def main(argv: list[str]) -> None:
         AttributeError, OSError
     ):  # Linux: computes only where a processor has nothing else to do
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    follower, goes_on = Follower(run), True
+    follower, goes_on, written = Follower(run), True, 0
     while goes_on and is_there(run):
         goes_on = psutil.pid_exists(trains) and follower.state() not in ENDED
         follower.read()
+        if written and time_written(run) != written:  # the run has drawn its own page at its end
+            return
         write_text(run.report, live_page(follower, goes_on))
+        written = time_written(run)
         time.sleep(SECONDS if goes_on else 0)
+
+
+def time_written(run: RunDir) -> int:
+    return run.report.stat().st_mtime_ns if run.report.exists() else 0
 
 
 def live_page(told: Follower, goes_on: bool) -> str:
@@ -54,8 +61,9 @@ def live_page(told: Follower, goes_on: bool) -> str:
     parts = [
         page.heading(name, level=1),
         page.paragraph(str(told.run.root)),
-        page.paragraph(f"{state}  {told.place()}".replace("  ", ", ")),
-        *([page.paragraph(told.why)] if told.why else []),
+        page.banner(
+            f"{state}  {told.place()}".replace("  ", ", "), told.why, bad=state in ("failed", "dead")
+        ),
         page.beside(
             [
                 page.pairs("Now", [(name, figure(value)) for name, value in told.latest.items()]),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +22,9 @@ from trainrun.errors import (
     TrainingError,
     TrainrunError,
 )
+from trainrun.instantiate import satellite
 from trainrun.interfaces import Parallel
+from trainrun.output import say
 from trainrun.runs.run_folder import RunDir, check_there, is_there, write_text
 from trainrun.runs.status import end_process, leave_now, read_status, write_status
 from trainrun.timing.phases import RANKS
@@ -58,6 +62,23 @@ def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
     write_status(run, config, state="failed", exit_code=EXIT_FAILED, message=text)
     with run.log.open("a", encoding="utf-8") as log:
         traceback.print_exception(error, file=log)
+
+
+def draw_end(run: RunDir, config: RunConfig) -> None:
+    """Draw the pictures and the page of a run that an exception ended, as `status.json` says it."""
+    if not (config.monitor.plots and config.monitor.metrics_file and is_there(run)):
+        return
+    problem = ""
+    try:
+        plots = satellite("plots.draw", "no pictures are drawn", lambda text: say(text, file=sys.stderr))
+        if plots is not None:
+            problem = plots.draw(run, report=True)
+    # The exception that ended the run is what counts, whatever the machine has left no room for.
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        with contextlib.suppress(OSError):
+            say(f"note: not all pictures were drawn: {problem}", file=sys.stderr)
 
 
 def on_trial(run: RunDir, state: TrainState) -> Callable[..., bool]:
