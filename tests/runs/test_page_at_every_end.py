@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from trainrun.cli.main import main
+from trainrun.monitor.metric_rows import read_rows
+from trainrun.runs.run_folder import RunDir
 
 WORDS = (
     "monitor.hardware=false", "monitor.progress_bar=false", "trainer.num_threads=1", "trainer.max_steps=6",
@@ -81,3 +83,30 @@ def test_fault_of_a_picture_hides_no_failure(workdir: Path, monkeypatch: pytest.
     monkeypatch.setattr(draw, "draw", lambda run, report: 1 / 0)
     assert main([*WORDS, HOOK, "hook.end.kind=fault"]) == 1
     assert '"failed"' in (workdir / "run" / "status.json").read_text()
+
+
+def test_pictures_are_drawn_at_every_plot_step(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between log points too, and at a log point with its row."""
+    at: list[int] = []
+    newest: list[int] = []
+
+    def draw(run: RunDir, report: bool) -> str:
+        at.append(Counts.step)
+        newest.append(max(row["step"] for row in read_rows(run.metrics)))
+        return ""
+
+    monkeypatch.setattr("trainrun.plots.draw.draw", draw)
+    hook = "hook.count._target_=tests.runs.test_page_at_every_end.Counts"
+    words = ("trainer.max_steps=100", "monitor.log_every_n_steps=45", "monitor.plot_every_n_steps=30")
+    assert main([*WORDS[:3], "output_dir=run", hook, *words]) == 0
+    assert at == [30, 60, 90, 100]
+    assert newest[2:] == [90, 100]
+
+
+class Counts:
+    """A hook that knows the step."""
+
+    step = 0
+
+    def on_step_end(self, run: Any, state: Any) -> None:
+        Counts.step = state.step

@@ -364,6 +364,7 @@ def build_monitors(
         site.parallel, site.monitors, lambda: schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
         rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), Tidy() if between else None, tally,
         site.phases, task, why_nan if validation else None, site.write,
+        config.monitor.plot_every_n_steps, rhythm.log_due,
     )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from trainrun.errors import ConfigError, DataError
 from trainrun.monitor.metric_rows import Row, read_rows
 from trainrun.output import ordinal
 from trainrun.runs.run_folder import RunDir, read_json
-from trainrun.runs.status import read_status
 
 UNKNOWN = "running, or it did not come to an end"
 
@@ -40,12 +39,12 @@ class History:
     @property
     def state(self) -> tuple[str, str]:
         """How the run stands by `status.json`, and the message of what ended it; empty while it runs."""
-        status = read_status(self.run)
+        status = read_state(self.run)
         if not status:
             return ("ended", str(self.summary.get("reason") or "")) if self.summary else (UNKNOWN, "")
         if status["state"] == "running":
             return UNKNOWN, ""
-        return status["state"], str(status.get("message") or self.summary.get("reason") or "")
+        return str(status["state"]), str(status.get("message") or self.summary.get("reason") or "")
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -75,13 +74,22 @@ class History:
 def read_history(run: RunDir) -> History:
     """Raises DataError if the metrics file is damaged, OSError if there is none of a run that has not failed."""
     rows: dict[str, list[Row]] = {}
-    ended_early = not run.metrics.exists() and read_status(run).get("state") in ("failed", "stopped")
+    ended_early = not run.metrics.exists() and read_state(run).get("state") in ("failed", "stopped")
     for row in () if ended_early else read_rows(run.metrics):
         rows.setdefault(row.get("kind", ""), []).append(row)
     starts, ends = rows.get("start"), rows.get("end")
     return History(
         run, rows, starts[-1].get("facts", {}) if starts else {}, ends[-1].get("summary", {}) if ends else {}
     )
+
+
+def read_state(run: RunDir) -> dict[str, Any]:
+    """`status.json`; empty if there is none that says a state."""
+    with contextlib.suppress(OSError, ValueError):
+        status = read_json(run.status)
+        if isinstance(status, dict) and isinstance(status.get("state"), str):
+            return status
+    return {}
 
 
 def read_config(run: RunDir) -> dict[str, Any]:

@@ -120,6 +120,15 @@ class Intervals:
     def accumulate(self) -> int:
         return self.lengths.accumulate
 
+    def log_due(self, step: int) -> bool:
+        """Whether a step ends in a log point."""
+        every, total = self.log_every, self.total_steps
+        if every is None:
+            return False
+        short = total is None or total < 2 * every
+        begins = short and step < every and step & (step - 1) == 0
+        return step % every == 0 or step == total or begins
+
 
 @dataclass(frozen=True)
 class MetricTracker:
@@ -263,12 +272,7 @@ class Triggers:
         return self._stop.request > 0
 
     def log_due(self, step: int) -> bool:
-        every, total = self.rhythm.log_every, self.rhythm.total_steps
-        if every is None:
-            return False
-        short = total is None or total < 2 * every
-        begins = short and step < every and step & (step - 1) == 0
-        return step % every == 0 or step == total or begins
+        return self.rhythm.log_due(step)
 
     def sample_due(self, step: int) -> bool:
         return self.rhythm.log_every is not None and step % self.rhythm.sample_every == 0
