@@ -17,7 +17,7 @@ Without `count`, the step says what its loss is over: `StepOutput(loss_mean=loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -281,6 +281,10 @@ class Precision(Protocol):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, want_norm: bool) -> GradReport:
         """Unscale, check, clip, update, and clear the gradients, in this order."""
 
+    @property
+    def had_gradient(self) -> Collection[Tensor]:
+        """Parameters that have had a gradient at an update so far."""
+
     def look_again(self) -> None:
         """Code of the user's own ran: groups, states and weights may be others than the last update left."""
 
@@ -330,8 +334,8 @@ class Parallel(Protocol):
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module to call in training: it averages gradients over the ranks."""
 
-    def check_trained(self, model: nn.Module) -> None:
-        """PluginError: a parameter wants a gradient that this backend does not average, as it wanted none before."""
+    def adopt_trained(self, model: nn.Module) -> bool:
+        """Average the gradients of the parameters that require one now; return whether these are others than before."""
 
     def grad_norm(self, norm: Tensor) -> Tensor:
         """The 2-norm of all gradients (0-d), from that of the gradients of this rank after their exchange."""

@@ -6,7 +6,7 @@ import codecs
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
 # Control characters but tab and new line, and what changes the direction of a text.
@@ -125,6 +125,12 @@ def duration(seconds: float) -> str:
 def speed_in(row: Mapping[str, Any]) -> tuple[float, str] | None:
     """The throughput of a row or summary, and its unit: useful tokens where those are what is learnt from."""
     return next(((row[name], unit) for name, unit in SPEEDS.items() if row.get(name) is not None), None)
+
+
+def short_list(names: Sequence[str], most: int = 5) -> str:
+    """Return `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def counted(number: int | None, thing: str) -> str:

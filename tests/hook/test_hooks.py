@@ -11,7 +11,6 @@ import torch
 from trainrun import load_run
 from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.cli.main import main
-from trainrun.scheduler.schedule import Schedule
 
 pytestmark = pytest.mark.process
 
@@ -71,20 +70,10 @@ class Stops:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Thaws:  # as a group of its own
-    done = False
-
+class Thaws:
     def on_epoch_start(self, run, state):
-        if state.epoch == 1 and not self.done:
-            self.done = True
-            params = [param.requires_grad_(True) for param in run.model.layers[1].parameters()]
-            run.optimizer.add_param_group({"params": params, "lr": 0.003, "weight_decay": 0.2})
-
-    def state_dict(self):
-        return {"done": self.done}
-
-    def load_state_dict(self, state):
-        self.done = state["done"]
+        if state.epoch == 1:
+            run.model.layers[1].requires_grad_(True)
 
 
 class Misspelt:
@@ -207,20 +196,13 @@ def test_unfrozen_parameters_enter_as_if_they_had_come_just_then(workdir: Path, 
     assert same(weights_of("whole"), weights_of("part"))
 
 
-@pytest.mark.parametrize("earlier", [False, True])  # checkpoints without the number of groups that were built
 @pytest.mark.parametrize("scheduler", ["cosine", "constant"])
-def test_a_group_that_a_hook_has_added_is_there_after_a_resume(
-    scheduler: str, earlier: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = Schedule.state_dict
-    if earlier:
-        monkeypatch.setattr(
-            Schedule, "state_dict", lambda self: {k: v for k, v in saved(self).items() if k != "built"}
-        )
+def test_what_a_hook_has_unfrozen_is_trained_after_a_resume(scheduler: str) -> None:
     words = [
         *SHORT,
         "model.freeze=layers.1.*",
         "hook.thaw._target_=own.Thaws",
+        "optimizer.groups=[{params: layers.1.*, lr: 0.003, weight_decay: 0.2}]",
         f"scheduler={scheduler}",
         *STOP,
     ]
@@ -232,14 +214,14 @@ def test_a_group_that_a_hook_has_added_is_there_after_a_resume(
     assert not torch.equal(weights_of("whole")["layers.1.weight"], before)
 
 
-def test_a_resume_that_freezes_a_group_of_the_config_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_without_a_group_of_the_config_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     group = "optimizer.groups=[{params: layers.1.*, lr: 1e-4}]"
     words = [*SHORT[1:], "trainer.max_steps=2", "hook.counts._target_=own.Counts", group, "output_dir=run"]
     assert main(words) == 0
     assert (
         main(["resume", "run", "trainer.max_steps=4", "model.freeze=layers.1.*", "optimizer.groups=[]"]) == 2
     )
-    assert "layers.1.weight is not trained here" in capsys.readouterr().err
+    assert "the parameters are grouped differently" in capsys.readouterr().err
 
 
 def test_a_resume_before_they_are_trained_and_units_of_steps(workdir: Path) -> None:
@@ -283,7 +265,6 @@ def test_two_ranks_freeze_and_unfreeze_as_one_does() -> None:
         ([*THAW[:1], "model.unfreeze_at=2h"], "model.unfreeze_at=2h: must be a duration, as 500step or 2epoch"),
         ([*THAW[:1], "model.unfreeze_at=1.5epoch"], "model.unfreeze_at=1.5epoch: must be whole epochs"),
         ([*THAW[:1], "model.freeze_norm=true"], "model.freeze_norm=true: no batch norm is frozen"),
-        ([*THAW, "parallel.static_graph=true"], "model.unfreeze_at trains other parameters later"),
         ([*THAW, "trainer.compile=step"], "does not go with model.unfreeze_at"),
         (["trainer.optimizer_in_backward=true", "trainer.nan_policy=ignore", "trainer.out_of_memory=stop",
           "monitor.histograms_every_n_steps=1"], "and monitor.histograms_every_n_steps looks at them before"),

@@ -27,7 +27,7 @@ FLOORS = {
     6: ["assemble/"],
     5: ["training/", "autotune/", "step/", "sampling/", "training/recovery/restore"],
     4: ["training/components", "runs/status", "runs/exceptional/failures", "plots/"],
-    3: ["training/triggers", "training/task_calls", "training/checks/unsaved_state",
+    3: ["training/trained_parameters", "training/triggers", "training/task_calls", "training/checks/unsaved_state",
         "training/checks/task_pictures", "training/recovery/", "training/without_trace", "config/"],
     2: ["data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/", "hook/", "trackers/"],
     1: ["smaller/int8", "seeding", "sums", "instantiate", "here", "training/state",

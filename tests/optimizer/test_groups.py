@@ -300,13 +300,18 @@ def frozen() -> nn.Module:
     return model
 
 
+def test_a_group_may_be_of_frozen_parameters_which_are_trained_later() -> None:
+    rules = GroupRules("optimizer", [{"params": "layers.0.*", "lr": 1.0}])
+    optimizer, note = build_optimizer(AdamW, {}, frozen(), rules=rules)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1.0]
+    assert "2 tensors are frozen" in note
+
+
 @pytest.mark.parametrize(
     ("factory", "groups", "more", "message"),
     [
         (AdamW, [{"params": "layer.4.*", "lr": 1.0}], {},
          r"optimizer\.groups\[0\]\.params=layer\.4\.\*: fits no name in the model; did you mean layers\.4\."),
-        (AdamW, [{"params": "layers.0.*", "lr": 1.0}], {},
-         r"groups\[0\]\.params=layers\.0\.\*: layers\.0\.weight and whatever else it fits is not trained"),
         (AdamW, [{"params": "*", "lr": 1.0}, {"params": "layers.4.*", "lr": 2.0}], {},
          r"groups\[1\]\.params=layers\.4\.\*: an earlier group has each .*\(optimizer\.groups\[0\]\)"),
         (AdamW, [{"params": "*", "betas": [0.9, 1.5]}], {}, r"optimizer\.groups\[0\]: Invalid beta parameter"),

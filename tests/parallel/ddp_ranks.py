@@ -186,18 +186,25 @@ def look_up_sparsely(parallel: Ddp, seen: dict[str, Any]) -> None:
 
 
 def train_what_was_frozen(parallel: Ddp, seen: dict[str, Any]) -> None:
-    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+    """Unfreeze a layer, as a hook between two steps does and then as a forward does."""
+    torch.manual_seed(11)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    model[:2].requires_grad_(False)
     (again := another(parallel)).wrap(model)
-    update, optimizer = (
-        Update(model, parallel.device, parallel=again),
-        torch.optim.SGD(model[1].parameters(), lr=0.1),
-    )
-    update.optimizer_step(optimizer, want_norm=False)
-    optimizer.add_param_group({"params": model[0].requires_grad_(True).parameters()})
-    try:
+    assert again._ddp is not None
+    wrapped, optimizer = again._ddp, torch.optim.SGD(model.parameters(), lr=0.1)
+    update = Update(model, parallel.device, parallel=again)
+    for number in range(4):
+        if number == 1:
+            model[1].requires_grad_(True)
+            update.look_again()
+        if number == 2:
+            model[0].requires_grad_(True)
+        with again.sync_gradients(last=True):
+            loss = wrapped(torch.full((1, 2), 1.0 + parallel.rank)).square().sum()
+            update.backward(loss, 1.0)
         update.optimizer_step(optimizer, want_norm=False)
-    except PluginError as error:
-        seen["frozen_before"] = str(error)
+        seen[f"thawed after {number}"] = [value.tolist() for value in model.parameters()]
 
 
 def call_a_part(parallel: Ddp, seen: dict[str, Any]) -> None:

@@ -145,8 +145,23 @@ def test_sparse_gradients_are_exchanged(results: list[dict[str, Any]]) -> None:
     assert all(seen["sparse"] == results[0]["sparse"] for seen in results)
 
 
-def test_a_parameter_that_was_frozen_at_the_start_is_refused(results: list[dict[str, Any]]) -> None:
-    assert all("model.freeze with model.unfreeze_at" in seen["frozen_before"] for seen in results)
+def test_parameters_that_are_unfrozen_later_are_trained_alike_on_all_ranks(
+    results: list[dict[str, Any]],
+) -> None:
+    torch.manual_seed(11)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    model[:2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(4):
+        model[1].requires_grad_(number >= 1)
+        model[0].requires_grad_(number >= 2)
+        inputs = torch.stack([torch.full((2,), 1.0 + rank) for rank in range(len(results))])
+        (model(inputs).square().sum() / len(results)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for seen in results:
+            for found, expected in zip(seen[f"thawed after {number}"], model.parameters(), strict=True):
+                torch.testing.assert_close(torch.tensor(found), expected.detach())
 
 
 def test_a_part_of_the_model_is_not_called(results: list[dict[str, Any]]) -> None:

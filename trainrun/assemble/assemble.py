@@ -94,6 +94,7 @@ from trainrun.training.components import Components
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.state import TrainState
 from trainrun.training.task_calls import Hooks, Place, TaskCalls
+from trainrun.training.trained_parameters import TrainedParameters
 from trainrun.training.triggers import Intervals, Triggers
 
 if TYPE_CHECKING:
@@ -247,8 +248,10 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
         train=train, validation=validation, test=test, triggers=triggers, checkpoints=checkpoints, monitors=monitors,
         data_facts=facts, phases=site.phases, step=step, accumulate=build_accumulate(retry, counting),
         compile_log=compile_log, counting=counting, hooks=hooks, positions=tally.planned, optimizers=optimizers,
-        own_step=own_step, places=places, order=order_facts(config, parallel.world_size, drawn), base=base,
+        own_step=own_step, trained=TrainedParameters(model, optimizer), places=places,
+        order=order_facts(config, parallel.world_size, drawn), base=base,
     )  # fmt: skip
+    calls.after_user_code = run.after_user_code
     for one in optimizers.values():
         one.show = run.show_gradients
     return run, run_facts(run, site, rhythm, notes)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainrun.config.schema import ParallelConfig, RunConfig
+from trainrun.config.schema import RunConfig
 from trainrun.config.validate import fault_of_value
 from trainrun.errors import ConfigError, DataError, PluginError, told_of_a_setting
 from trainrun.instantiate import TARGET, build, locate, parameters_of
@@ -112,12 +111,12 @@ def faults_of_words(config: RunConfig) -> list[str]:
     if said.get("freeze_norm") or said.get("unfreeze_at") is not None:
         from trainrun.hook.unfreeze import faults_of_unfreezing
 
-        faults += faults_of_unfreezing(said, config.parallel.static_graph)
+        faults += faults_of_unfreezing(said)
     return faults
 
 
 def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfreeze | None:
-    """What is frozen for good is frozen here, before any optimizer sees it; the hook does the rest."""
+    """Freeze what `model.freeze` names, and return the hook that trains it later."""
     said = split_words(config.model)[1]
     if not said.get("freeze"):
         return None
@@ -129,12 +128,6 @@ def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfre
     until = said.get("unfreeze_at")
     notes.append(told(frozen, until))
     return built(frozen, until, model)
-
-
-def ranks_of(config: RunConfig) -> ParallelConfig:
-    """How ranks work together: they must not wait for gradients of what is trained later."""
-    later = (config.model or {}).get("unfreeze_at") is not None
-    return replace(config.parallel, find_unused_parameters=True) if later else config.parallel
 
 
 def checked(model: object, key: str, way_out: str = "") -> nn.Module:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainrun.transform.freeze import Frozen
 
 
-def faults_of_unfreezing(said: Mapping[str, Any], static_graph: bool) -> list[str]:
+def faults_of_unfreezing(said: Mapping[str, Any]) -> list[str]:
     """A line for each mistake in `model.freeze_norm` and `model.unfreeze_at`."""
     faults = []
     for name in ("freeze_norm", "unfreeze_at"):
@@ -39,17 +39,13 @@ def faults_of_unfreezing(said: Mapping[str, Any], static_graph: bool) -> list[st
             )
         except ValueError as error:
             faults.append(f"model.unfreeze_at={value}: {error}")
-        if static_graph:
-            faults.append(
-                "parallel.static_graph=true: model.unfreeze_at trains other parameters later; leave one of them out"
-            )
     return faults
 
 
 def built(frozen: Frozen, until: str | None, model: nn.Module) -> Unfreeze:
-    """What is frozen for good is frozen here, before any optimizer sees it."""
+    """Freeze the parameters, and return the hook that trains them later."""
+    frozen.set(model, True)
     if until is None:
-        frozen.set(model, True)
         return Unfreeze(frozen, None, False)
     found = parse_duration(until, STEP, EPOCH)
     return Unfreeze(frozen, int(found.amount), found.unit == EPOCH, until)
@@ -83,7 +79,7 @@ class Unfreeze:
         self._frozen, self._after, self._by_epoch, self._said = frozen, after, by_epoch, said
 
     def on_start(self, run: Components, state: TrainState) -> None:
-        if self._after is None:  # `built` froze the parameters; another hook may train them since
+        if self._after is None:  # another hook may train the parameters since
             self._frozen.set_norms(run.model, True)
             return
         self._set(run, state)

@@ -33,15 +33,17 @@ def build_optimizer(
     closures: bool = False,
     rules: GroupRules | None = None,
 ) -> tuple[Optimizer, str]:
-    """`factory(parameters, **keywords)` on the parameters that want a gradient, and a note on the choice.
+    """Return `factory(parameters, **keywords)`, and a note on the choice.
 
+    The optimizer gets frozen parameters too: it skips parameters without a gradient, as those of torch do, and trains
+    them from the step on in which they are no longer frozen.
     params: some of them, for one of several optimizers. closures: it may compute the loss several times in a step.
     rules: of parameter groups, each of which adds a line to the note.
     """
     whole = params is None
     members = list(model.parameters()) if params is None else params
-    params = [param for param in members if param.requires_grad]
-    if not params:
+    params = [param for param in members if param.is_floating_point() or param.is_complex()]
+    if not any(param.requires_grad for param in model.parameters()):
         raise PluginError("model: the model has no parameter that wants a gradient; nothing can be trained")
     name = getattr(factory, "__name__", type(factory).__name__)
     make_groups = getattr(factory, "parameter_groups", None)  # of Muon, or of a user's own
@@ -179,6 +181,8 @@ def is_wrong(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> b
 def start_momentum(optimizer: Optimizer) -> None:
     """Let torch's SGD begin with a momentum of 0 instead of none, which gives the same numbers.
 
+    Parameters that are trained later get theirs when this is called again.
+
     Without it, the fused one leaves the momentum uninitialised where the first update is skipped, and fails where a
     parameter gets its first gradient later than others (torch 2.13); and that of sparse gradients is sparse, grows
     with every step, and no checkpoint can hold it. Only without dampening: with it, the first update of torch is
@@ -187,7 +191,8 @@ def start_momentum(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups if type(optimizer) is SGD else []:
         if group["momentum"] != 0 and group["dampening"] == 0:
             for param in group["params"]:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
+                if param.requires_grad and optimizer.state.get(param, {}).get("momentum_buffer") is None:
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
 
 
 def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:

@@ -157,8 +157,8 @@ def entries_of(
         params = {named_params[name] for name in names} & set(trained)
         if not params:
             faults.append(
-                f"{key}={group['params']}: {names[0]} and whatever else it fits is not trained by this optimizer (it "
-                "is frozen, or another's); leave the group out"
+                f"{key}={group['params']}: {names[0]} and whatever else it fits is not trained by this optimizer, "
+                "but by another; leave the group out"
             )
         elif all(param in owners for param in params):
             before = owners[next(iter(params))]
@@ -188,11 +188,14 @@ def without_decay(model: nn.Module) -> set[nn.Parameter]:
 
 
 def summary(groups: Sequence[Mapping[str, Any]]) -> str:
-    """`52 tensors decay, 98 do not, 2 groups`."""
-    total = sum(len(group["params"]) for group in groups)
-    decayed = sum(len(group["params"]) for group in groups if group.get("weight_decay"))
+    """Return `52 tensors decay, 98 do not, 2 groups`, and how many tensors are frozen now."""
+    decays = [bool(group.get("weight_decay")) for group in groups for p in group["params"] if p.requires_grad]
+    decayed, others = sum(decays), len(decays) - sum(decays)
+    num_frozen = sum(len(group["params"]) for group in groups) - len(decays)
     does = f"{counted(decayed, 'tensor')} {'decays' if decayed == 1 else 'decay'}"
-    return f"{does}, {total - decayed} {'does' if total - decayed == 1 else 'do'} not, {counted(len(groups), 'group')}"
+    text = f"{does}, {others} {'does' if others == 1 else 'do'} not, {counted(len(groups), 'group')}"
+    frozen = f"; {counted(num_frozen, 'tensor')} {'is' if num_frozen == 1 else 'are'} frozen"
+    return text + frozen if num_frozen else text
 
 
 def peaks_of_groups(keywords: dict[str, Any], optimizer: Optimizer) -> dict[str, list[float]]:

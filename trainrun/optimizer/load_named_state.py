@@ -37,24 +37,19 @@ def load_named_optimizer_state(
     tree: dict[str, Any],
     configured: Collection[str] = (),
     device: torch.device | None = None,
-    added_from: int | None = None,
 ) -> None:
     """Put copies of the stored state into a freshly built optimizer of the same parameters.
 
     configured: group fields that the config names (`weight_decay`): those stay as it says now. device: where the state
-    is put; None is next to the parameters, where there may be no room for it. added_from: the number of the first
-    stored group that code of the run's own has added, of parameters that were frozen; those are added again.
+    is put; None is next to the parameters, where there may be no room for it.
     """
     _check_class(optimizer, tree.get("classes"))
-    num_built = len(optimizer.param_groups)
-    if added_from is not None:
-        _add_groups(optimizer, model, tree["groups"][added_from:])
     params = {name: param for param, name in names_of(optimizer, model).items()}
     _check_same(params, optimizer, tree)
     _check_fields(optimizer, tree)
     if tree["own"]:
         optimizer.load_state_dict(optimizer.state_dict() | tree["own"])
-    for number, (group, stored) in enumerate(zip(optimizer.param_groups, tree["groups"], strict=True)):
+    for group, stored in zip(optimizer.param_groups, tree["groups"], strict=True):
         on_device = bool(group.get("fused") or group.get("capturable"))
         for name in stored["params"]:
             if name in tree["state"]:  # a parameter without a gradient so far may have none
@@ -62,8 +57,7 @@ def load_named_optimizer_state(
                     tree["state"][name], params[name], on_device, device or params[name].device
                 )
         cycled = CYCLED if "base_momentum" in stored else ()  # a schedule moves them
-        kept = configured if number < num_built else ()
-        _load_fields(group, stored, {name for name in kept if name not in cycled})
+        _load_fields(group, stored, {name for name in configured if name not in cycled})
     if tree.get("inner"):
         from trainrun.optimizer.other_optimizers import inner_of
 
@@ -86,20 +80,11 @@ def _check_class(optimizer: Optimizer, stored: list[str] | None) -> None:
         )
 
 
-def _add_groups(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """Train what is frozen now and was trained in these stored groups, as their own groups."""
-    known = dict(model.named_parameters())
-    for stored in groups:
-        params = [known[name] for name in stored["params"] if name in known]
-        if len(params) == len(stored["params"]) and not any(param.requires_grad for param in params):
-            optimizer.add_param_group({"params": [param.requires_grad_() for param in params]})
-
-
 def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
     """Names, shapes and groups of the checkpoint are those of the optimizer, or CheckpointError."""
     stored = tree["shapes"]
-    faults = [f"{name} is new here, or was frozen" for name in params if name not in stored]
-    faults += [f"{name[:LONGEST]} is not trained here" for name in stored if name not in params]
+    faults = [f"{name} is new here" for name in params if name not in stored]
+    faults += [f"{name[:LONGEST]} is not there now" for name in stored if name not in params]
     for name, shape in stored.items():
         if name in params and list(params[name].shape) != list(shape):
             faults.append(f"{name} has shape {list(params[name].shape)}, stored {str(list(shape))[:LONGEST]}")

@@ -82,7 +82,11 @@ class Muon(Optimizer):
                 "left to AdamW); use optimizer=adamw"
             )
         chosen = set(matrices)
-        others = [param for param in model.parameters() if param.requires_grad and param not in chosen]
+        others = [
+            param
+            for param in model.parameters()
+            if param not in chosen and (param.is_floating_point() or param.is_complex())
+        ]
         groups: list[dict[str, Any]] = [{"params": matrices, "muon": True}]
         return groups + ([{"params": others, "muon": False}] if others else [])
 
@@ -159,8 +163,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [
         param
         for param in model.parameters()
-        if param.requires_grad
-        and param.is_floating_point()
+        if param.is_floating_point()
         and param.ndim >= 2
         and min(param.flatten(1).shape) > 1
         and param not in excluded

@@ -84,13 +84,14 @@ def lay_out_gradients(optimizer: Optimizer, *_: Any) -> None:
 
 
 class Prepared:
-    """One parameter group. steps: all counters in one tensor; its elements are in the optimizer's state."""
+    """The parameters of one group that have been updated. steps: all counters in one tensor; its elements are in the
+    optimizer's state."""
 
     __slots__ = ("counters", "exp_avg_sqs", "exp_avgs", "group", "params", "steps")
 
     def __init__(self, group: dict[str, Any], state: Any) -> None:
         self.group = group
-        self.params: list[Tensor] = list(group["params"])
+        self.params: list[Tensor] = [param for param in group["params"] if state.get(param)]
         self.exp_avgs = [state[param]["exp_avg"] for param in self.params]
         self.exp_avg_sqs = [state[param]["exp_avg_sq"] for param in self.params]
         self.steps = torch.stack([state[param]["step"] for param in self.params])
@@ -125,14 +126,15 @@ class FusedAdam:
     def __init__(self, optimizer: Optimizer, plain: Step) -> None:
         self._optimizer, self._plain = optimizer, plain
         self._groups: list[Prepared] = []
+        self._others: list[Tensor] = []  # parameters that have not been updated
+        self._first_group: dict[str, Any] = {}
 
     def __call__(self) -> None:
         if getattr(self._optimizer, "found_inf", None) is not None:
             self._plain()  # the kernel reads a loss scaler's flag
             return
         if not self._is_prepared():
-            self._plain()  # the first update, or the first after another state was loaded: torch makes it
-            self._groups = prepared(self._optimizer)
+            self._prepare()  # the first update, or the first after another state was loaded
             return
         found = []
         for group in self._groups:
@@ -141,44 +143,63 @@ class FusedAdam:
                 self._plain()
                 return
             found.append(grads)
+        if self._others and any(param.grad is not None for param in self._others):
+            self._prepare()
+            return
         with torch.no_grad():
             for group, grads in zip(self._groups, found, strict=True):
                 group.update(grads)
 
-    def look_again(self) -> None:
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        if not all(mine.is_of(group, state) for mine, group in zip(self._groups, groups, strict=False)):
+    def _prepare(self) -> None:
+        """Let torch make an update, and with it the states, and make the lists of them."""
+        self._plain()
+        self._groups = prepared(self._optimizer)
+        self._first_group = self._optimizer.param_groups[0]
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        self._others = [param for group in groups for param in group["params"] if not state.get(param)]
+
+    def look_again(self) -> bool:
+        """Return whether the lists are still those of the optimizer."""
+        groups, state = used_groups(self._optimizer), self._optimizer.state
+        same = len(groups) == len(self._groups) > 0
+        same = same and all(
+            mine.is_of(group, state) for mine, group in zip(self._groups, groups, strict=True)
+        )
+        if not same:
             self._groups = []
+        return same
 
     def _is_prepared(self) -> bool:
         """False before the first update, and after another state or other groups were put into the optimizer."""
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        if len(groups) != len(self._groups) or groups[0] is not self._groups[0].group:
+        if not self._groups or self._optimizer.param_groups[0] is not self._first_group:
             return False
         first = self._groups[0]
-        return state[first.params[0]].get("step") is first.counters[0]
+        return self._optimizer.state[first.params[0]].get("step") is first.counters[0]
 
 
 def suits(optimizer: Optimizer) -> bool:
     """Whether its groups could be prepared, as far as their options say."""
     return KERNEL is not None and type(optimizer) is AdamW and all(
-        group.get("fused") and group["params"]
-        and not (group["amsgrad"] or group["capturable"] or group["differentiable"])
+        group.get("fused") and not (group["amsgrad"] or group["capturable"] or group["differentiable"])
         and all(type(beta) is float for beta in group["betas"])
-        and all(param.device.type == "cpu" and param.dtype == group["params"][0].dtype and not param.is_complex()
-                for param in group["params"])
         for group in optimizer.param_groups
     )  # fmt: skip
 
 
-def prepared(optimizer: Optimizer) -> list[Prepared]:
-    """All groups; none where a parameter has no state yet, because it never had a gradient."""
+def used_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups that have a parameter which has been updated."""
     state = optimizer.state
-    if any(
-        "step" not in state.get(param, {}) for group in optimizer.param_groups for param in group["params"]
-    ):
-        return []
-    return [Prepared(group, state) for group in optimizer.param_groups]
+    return [group for group in optimizer.param_groups if any(state.get(param) for param in group["params"])]
+
+
+def prepared(optimizer: Optimizer) -> list[Prepared]:
+    """Prepare all groups in use; none if the kernel could not take one of them in a single call."""
+    groups = [Prepared(group, optimizer.state) for group in used_groups(optimizer)]
+    for group in groups:
+        kinds = {(param.device.type, param.dtype) for param in group.params}
+        if len(kinds) > 1 or any(param.is_complex() or not param.is_cpu for param in group.params):
+            return []
+    return groups
 
 
 MARK = "__dynamo_disable"  # where torch._compile (2.4 to 2.13) keeps what it made of a function

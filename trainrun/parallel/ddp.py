@@ -89,7 +89,12 @@ class Ddp:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         device_ids = [self.device] if self.device.type == "cuda" else None
         with self._exchange():
-            ddp = DistributedDataParallel(model, device_ids=device_ids, **OWN_BUFFERS, **self._options)
+            if self._ddp is None:
+                ddp = DistributedDataParallel(model, device_ids=device_ids, **OWN_BUFFERS, **self._options)
+            else:  # the object that the run calls stays the same, with buckets of other parameters
+                ddp = self._ddp
+                ddp.__init__(model, device_ids=device_ids, **OWN_BUFFERS, **self._options)  # type: ignore[misc]
+            self._learns_graph = self._options["static_graph"]
             self._has_buffers = any(True for _ in model.buffers())
             self._ddp = ddp
             self._trained = {param for param in ddp.module.parameters() if param.requires_grad}
@@ -98,12 +103,20 @@ class Ddp:
                 fix_buckets(ddp)
         return ddp
 
-    def check_trained(self, model: nn.Module) -> None:
-        if any(param.requires_grad and param not in self._trained for param in model.parameters()):
-            raise PluginError(
-                "hook: a parameter is trained that was frozen at the start, and parallel=ddp exchanges the gradients "
-                "of those of the start alone; use model.freeze with model.unfreeze_at, or parallel=single"
-            )
+    def adopt_trained(self, model: nn.Module) -> bool:
+        trained = {param for param in model.parameters() if param.requires_grad}
+        if self._ddp is None or trained == self._trained:
+            return False
+        grads = {param: param.grad for param in model.parameters()}
+        modes = {layer: layer.training for layer in self._ddp.modules()}
+        self.wrap(self._ddp.module)
+        if not self.cannot_wait:
+            self._ddp.reducer._rebuild_buckets()  # as the next forward would, for an exchange before it
+        for layer, mode in modes.items():
+            layer.training = mode
+        for param, grad in grads.items():
+            param.grad = grad
+        return True
 
     # after the exchange every rank holds the same gradients, and all of the state
     def grad_norm(self, norm: Tensor) -> Tensor:

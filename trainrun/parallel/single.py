@@ -30,7 +30,8 @@ class Single:
     def wrap(self, model: nn.Module) -> nn.Module:
         return model
 
-    def check_trained(self, model: nn.Module) -> None: ...
+    def adopt_trained(self, model: nn.Module) -> bool:
+        return False
 
     def grad_norm(self, norm: Tensor) -> Tensor:
         return norm

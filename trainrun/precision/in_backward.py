@@ -40,15 +40,23 @@ class InBackward:
         self._inner = inner
         self._optimizer = optimizer
         self._step: Callable[[], Any] | None = None
-        self._frozen = set(model.parameters())
-        for group in optimizer.param_groups:
+        self._model = model
+        self._watched: set[Tensor] = set()  # parameters whose gradients are used in the backward
+        self.had_gradient: set[Tensor] = set()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Put a hook behind every parameter that is trained now and has none."""
+        for group in self._optimizer.param_groups:
             for param in group["params"]:
-                self._frozen.discard(param)
-                param.register_post_accumulate_grad_hook(lambda p, group=group: self._update(p, group))
+                if param.requires_grad and param not in self._watched:
+                    self._watched.add(param)
+                    param.register_post_accumulate_grad_hook(lambda p, group=group: self._update(p, group))
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         optimizer, groups, params = self._optimizer, self._optimizer.param_groups, group["params"]
         lay_out_gradient(param)
+        self.had_gradient.add(param)
         if self._step is None:  # now, and not before: a schedule may have wrapped it
             fit_layout(optimizer)
             self._step = plain_step(optimizer)
@@ -67,11 +75,12 @@ class InBackward:
 
     def optimizer_step(self, optimizer: Optimizer, want_norm: bool) -> GradReport:
         """Nothing is left to do: no gradient is there, and none has a norm."""
-        for param in self._frozen:
+        for param in self._model.parameters():
             param.grad = None
         return GradReport(None, skipped=False)
 
     def look_again(self) -> None:
+        self._watch()
         self._inner.look_again()
 
     def failure(self, wait: bool) -> str:

@@ -43,19 +43,31 @@ class Shadow:
         device: torch.device | None = None,
     ) -> None:
         self._inner, self._model = inner, model
-        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        self._names = list(named)
-        self._params: list[Tensor] = list(named.values())
+        self._names: list[str] = []
+        self._params: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._copy_of: dict[Tensor, Tensor] = {}
+        self._param_of: dict[Tensor, Tensor] = {}
         self._rounds = dtype is not None
-        self._device = device
-        self._copies: list[Tensor] = [
-            nn.Parameter(_copied(param.detach(), dtype, device)) for param in self._params
-        ]
-        self._copy_of = dict(zip(self._params, self._copies, strict=True))
-        self._param_of = {copy: param for param, copy in self._copy_of.items()}
+        self._dtype, self._device = dtype, device
+        self._add_copies()
         self._places: dict[Tensor, Tensor] = {}  # of gradients on the host, by copy
         self._settled = False
         self._changed = False  # weights perhaps, by others
+
+    def _add_copies(self) -> None:
+        """Make a copy of each parameter that is trained now and has none."""
+        for name, param in self._model.named_parameters():
+            if param.requires_grad and param not in self._copy_of:
+                copy = nn.Parameter(_copied(param.detach(), self._dtype, self._device))
+                self._names.append(name)
+                self._params.append(param)
+                self._copies.append(copy)
+                self._copy_of[param], self._param_of[copy] = copy, param
+
+    @property
+    def had_gradient(self) -> set[Tensor]:
+        return {self._param_of.get(copy, copy) for copy in self._inner.had_gradient}
 
     def built(self, build: Callable[[], Optimizer]) -> Optimizer:
         """What `build` makes of the model, with a state like the copies; it lists the model's own parameters."""
@@ -137,6 +149,7 @@ class Shadow:
 
     def look_again(self) -> None:
         self._changed = True
+        self._add_copies()
         self._inner.look_again()
 
     def _take_over(self) -> None:
@@ -168,10 +181,10 @@ class Shadow:
         self._inner.load_state_dict(state)
         self._settled = False
         masters = state.get("master") if self._rounds else None
-        if masters is not None and list(masters) != self._names:
+        if masters is not None and masters.keys() != set(self._names):
             raise CheckpointError("precision.master_weights: the checkpoint's belong to another model")
         with torch.no_grad():
-            copy_(self._copies, self._params if masters is None else list(masters.values()))
+            copy_(self._copies, self._params if masters is None else [masters[name] for name in self._names])
 
 
 def exchange(optimizer: Optimizer, other_of: Mapping[Tensor, Tensor]) -> None:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport, Parallel
+from trainrun.optimizer.build_optimizer import start_momentum
 from trainrun.optimizer.plain_step import FusedAdam, fit_layout, plain_step
 from trainrun.precision.gradients import (
     GradientLists,
@@ -62,7 +63,7 @@ class Update:
         gradients_on: torch.device | None = None,
         parallel: Parallel | None = None,
     ) -> None:
-        self._check_trained = parallel.check_trained if parallel else _as_it_is
+        self._parallel = parallel
         self._grad_norm = parallel.grad_norm if parallel else _as_it_is
         self._any_rank = parallel.any_rank if parallel else _as_it_is
         self._model = model
@@ -90,8 +91,11 @@ class Update:
         self._num_groups = -1
         self._step: Callable[[], Any] = _no_step
         self._params: list[nn.Parameter] = []  # of the optimizer
+        self._strides: list[tuple[int, ...]] = []
         self._cleared: list[nn.Parameter] = []  # those, and the model's others
         self._gradients = GradientLists([])
+        self._with_gradient: list[nn.Parameter] = []  # in the last step
+        self.had_gradient: set[Tensor] = set()
         self._flag_on_device = False
         self._updated_once = False
 
@@ -140,6 +144,8 @@ class Update:
             self._adopt(optimizer)
         self._book(CHECK)
         groups = self._gradients.groups()
+        if self._gradients.with_gradient is not self._with_gradient:
+            self._note_gradients(optimizer)
         self._scaled = self._scaler is not None and bool(groups)
         if self._scaler is not None and self._scaled:
             self._scaler.unscale_(optimizer)
@@ -162,18 +168,31 @@ class Update:
 
     def look_again(self) -> None:
         self._num_groups = -1
+        if self._parallel is not None:
+            self._parallel.adopt_trained(self._model)
+
+    def _note_gradients(self, optimizer: Optimizer) -> None:
+        """Take up that other parameters have gradients than in the step before."""
+        self._with_gradient = self._gradients.with_gradient
+        self.had_gradient |= set(self._with_gradient)
+        start_momentum(optimizer)
+        if self._parallel is not None and self._parallel.adopt_trained(self._model):
+            self._parallel.exchange()  # the forward itself made a parameter trained, after the ranks agreed on them
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Looks at the optimizer once, not in every step."""
-        self._check_trained(self._model)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         alike = optimizer is self._optimizer and len(params) == len(self._params)
         self._num_groups = len(optimizer.param_groups)
-        self._gradients = GradientLists(params)  # which may have other strides now
+        alike = alike and all(map(is_, params, self._params))
+        strides = [param.stride() for param in params]
+        is_prepared = isinstance(self._step, FusedAdam) and self._step.look_again()
+        if alike and is_prepared and strides == self._strides:
+            return
         lost_kernel = fit_layout(optimizer)
-        if alike and not lost_kernel and all(map(is_, params, self._params)):
-            if isinstance(self._step, FusedAdam):
-                self._step.look_again()
+        self._gradients = GradientLists(params)  # which may have other strides now
+        self._strides = strides
+        if alike and not lost_kernel:
             return
         self._optimizer, self._params, self._step = optimizer, params, plain_step(optimizer)
         self._cleared = list(dict.fromkeys([*self._params, *self._model.parameters()]))

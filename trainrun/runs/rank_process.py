@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from trainrun.assemble.model_and_transforms import ranks_of
 from trainrun.config.saved_config import load_config
 from trainrun.interfaces import Parallel
 from trainrun.output import complain
@@ -34,7 +33,7 @@ def main(argv: list[str]) -> int:
             run_dir, config, bool(job["resume"]) or attempt > 0, parallel, flag, PhaseTimer(process_start())
         )
 
-    return run_as_rank(run_dir, ranks_of(config), work)
+    return run_as_rank(run_dir, config.parallel, work)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-from trainrun.assemble.model_and_transforms import ranks_of
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
@@ -123,7 +122,7 @@ def _work(run: RunDir, config: RunConfig, resume: bool, meeting: Meeting) -> int
 
     run.rank_error(rank).unlink(missing_ok=True)
 
-    code = run_as_rank(run, ranks_of(config), work, store=meeting.store, deadline=deadline(run, config))
+    code = run_as_rank(run, config.parallel, work, store=meeting.store, deadline=deadline(run, config))
     if code != EXIT_DONE and run.rank_error(rank).exists():
         told = read_json(run.rank_error(rank))
         say(

@@ -38,7 +38,6 @@ class Schedule:
         self.warmup_steps = warmup_steps
         self._count = 0
         self._base_lrs = self.lrs
-        self._num_built = len(self._base_lrs)  # further groups are added by hooks
         self._follow()
 
     @property
@@ -90,7 +89,7 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         wrapped = {} if self._wrapped is None else self._wrapped.state_dict()
-        rates = {"lrs": self.lrs, "bases": self._base_lrs, "built": self._num_built}
+        rates = {"lrs": self.lrs, "bases": self._base_lrs}
         return {"count": self._count, **rates, "interval": "step", "wrapped": None} | wrapped
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.state import OF_THIS_RANK, TrainState
 from trainrun.training.task_calls import Hooks, TaskCalls, saved_state
+from trainrun.training.trained_parameters import TrainedParameters
 from trainrun.training.triggers import Triggers
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Components:
     compile_log: CompileLog | None
     counting: Counting
     hooks: Hooks
+    trained: TrainedParameters
     positions: Mapping[str, float] = field(default_factory=dict)
     places: SourceStates = field(default_factory=SourceStates)
     optimizers: Mapping[str, NamedOptimizer] = field(default_factory=dict)
@@ -132,7 +134,12 @@ class Components:
         """To the hooks, before each update."""
         for look in self.hooks.on_gradients:
             look(self)
-            self.precision.look_again()
+            self.after_user_code()
+
+    def after_user_code(self) -> None:
+        """Take up what a hook, a task or a step of the user's may have changed. Raise PluginError if it cannot be."""
+        self.trained.check()
+        self.precision.look_again()
 
     def splits(self) -> dict[str, Batches]:
         """The streams that can be evaluated, by name."""
@@ -152,12 +159,14 @@ class Components:
             raise TrainingError(f"step {state.step}: {failure}")
         if self.ema is not None:
             self.ema.leave_model()  # an evaluation may be under way: code of the user's may save in the middle of it
+        self.trained.check()
         saved = state.state_dict()
         own = {name: saved.pop(name) for name in OF_THIS_RANK}
         shared = {
             "model": self.model.state_dict(),
             "ema": {} if self.ema is None else self.ema.state_dict(),
             "optimizer": self._optimizer_state(),
+            "trained": self.trained.state_dict(),
             "schedule": self.schedule.state_dict(),
             "precision": self.precision.state_dict(),
             "retry": self.retry.state_dict(),

@@ -37,7 +37,8 @@ class NamedOptimizer:
 
     def backward(self, loss_sum: Tensor, share: float) -> None:
         """Add the gradient of `share * loss_sum` to its own parameters; no other parameter gets one."""
-        self.guarded.backward(loss_sum, share, self.params)
+        trained = [param for param in self.params if param.requires_grad]
+        self.guarded.backward(loss_sum, share, trained)
 
     def update(self, want_norm: bool = False) -> GradReport:
         """Unscale, check, clip, update, clear its gradients."""
@@ -97,6 +98,10 @@ class JoinedPrecision:
 
     def optimizer_step(self, optimizer: Optimizer, want_norm: bool) -> GradReport:
         refuse(self._named)
+
+    @property
+    def had_gradient(self) -> set[Tensor]:
+        return {param for one in self._named.values() for param in one.guarded.had_gradient}
 
     def look_again(self) -> None:
         for one in self._named.values():

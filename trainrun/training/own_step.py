@@ -51,7 +51,7 @@ class OwnStep:
 
     def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
         run.phases.open(FORWARD)  # and all else that it does between its updates
-        run.precision.look_again()  # at what the step before has done behind its update
+        run.after_user_code()  # at what the step before has done behind its update
         rates = run.schedule.rates if run.triggers.log else None
         report: Any = self._made(run, micro_batches)
         run.phases.open(RUNNER)

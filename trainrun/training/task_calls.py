@@ -19,6 +19,7 @@ from trainrun.timing import phases
 from trainrun.training.state import TrainState
 
 if TYPE_CHECKING:
+    from trainrun.training.checks.missing_gradients import WatchGradients
     from trainrun.training.checks.unsaved_state import UnsavedState
 
 HOOKS = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end", "pictures")
@@ -69,7 +70,9 @@ class TaskCalls:
         self._name = type(task).__name__
         self._hooks = {name: getattr(task, name) for name in HOOKS if callable(getattr(task, name, None))}
         self._unsaved: UnsavedState | None = None
-        self._watches = self._trains = self._unseen = False
+        self._watching: list[UnsavedState | WatchGradients] = []  # what has not seen all yet
+        self._trains = self._unseen = False
+        self.after_user_code: Callable[[], None] = _nothing  # of the run, once it is built
         self.unsaved_before: list[str] = []  # state that the checkpoint of a resume does not hold
         check_halves(task, "task")
         self.informed = wants_info(task)
@@ -88,9 +91,11 @@ class TaskCalls:
         parts = (self._task, run.own_step, *run.hooks.by_key.values(), *self._model.modules())
         packages = {type(part).__module__.partition(".")[0] for part in parts}
         if packages - {"builtins", "torch", "trainrun"}:
+            from trainrun.training.checks.missing_gradients import WatchGradients
             from trainrun.training.checks.unsaved_state import UnsavedState
 
-            self._unsaved, self._watches = UnsavedState(run, self.unsaved_before), True
+            self._unsaved = UnsavedState(run, self.unsaved_before)
+            self._watching = [self._unsaved, WatchGradients(run)]
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Inside, the task can be copied."""
@@ -103,8 +108,8 @@ class TaskCalls:
             self._call("on_epoch_start", self._model)
 
     def after_step(self, state: TrainState, log: bool) -> None:
-        if self._unsaved is not None and self._watches:
-            self._watches = not self._unsaved.after_step(log)
+        if self._watching:
+            self._watching = [watch for watch in self._watching if not watch.after_step(log)]
         if self._hooks and state.batches == 0:
             self.place.step = state.step
             self._call("on_epoch_end", self._model)
@@ -131,11 +136,16 @@ class TaskCalls:
         hook = self._hooks.get(name)
         if hook is not None:
             hook(model, self.place.info(name))
+            self.after_user_code()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the task's own `state`, and under `anew` what no checkpoint holds. Empty if there is neither."""
         lines = self._unsaved.lines() if self._unsaved is not None else []
         return saved_state(self._task, self.place.device) | ({"anew": lines} if lines else {})
+
+
+def _nothing() -> None:
+    """Before there is a run."""
 
 
 def wants_info(task: Any) -> bool:
@@ -241,7 +251,7 @@ class Hooks:
             with arguments[0].phases.on(phases.HOOKS):
                 for method in calls:
                     method(*arguments)
-            arguments[0].precision.look_again()
+            arguments[0].after_user_code()
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the hooks that have one, by key; an empty one is none."""

@@ -70,7 +70,9 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         run.ema.load_state_dict(shared["ema"])
     elif shared["ema"]:
         run.monitors.note(f"checkpoint {place} holds averaged weights, which trainer.ema=false leaves out")
-    _load_optimizers(run, place, shared["optimizer"], shared["schedule"].get("built"))
+    run.trained.load_state_dict(shared.get("trained", {}))
+    run.after_user_code()  # other parameters may be trained than those of the start
+    _load_optimizers(run, place, shared["optimizer"])
     run.schedule.load_state_dict(shared["schedule"])
     run.precision.load_state_dict(shared["precision"])
     if "retry" in shared:  # else the checkpoint is older than this
@@ -98,7 +100,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     return state
 
 
-def _load_optimizers(run: Components, place: str, tree: dict[str, Any], built: int | None) -> None:
+def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
     if run.optimizers:
         from trainrun.training.named_optimizers import load_optimizer_states
 
@@ -108,10 +110,7 @@ def _load_optimizers(run: Components, place: str, tree: dict[str, Any], built: i
 
     configured = configured_fields(run.config.optimizer)
     host = torch.device("cpu") if run.config.trainer.cpu_offload == "optimizer" else None
-    # an older checkpoint does not say how many groups were built: as many as now
-    built = len(run.optimizer.param_groups) if built is None else built
-    added_from = built if run.config.hook or run.config.step else None
-    load_named_optimizer_state(run.optimizer, run.model, tree, configured, host, added_from)
+    load_named_optimizer_state(run.optimizer, run.model, tree, configured, host)
 
 
 def position(run: Components, place: str, shared: dict[str, Any]) -> int:
