@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from trainrun.data.batch import Preparation, as_tensor, is_integer
+from trainrun.data.readers.mapped_files import MappedFile, check_lengths, mapping_of, mappings_of
 from trainrun.errors import DataError
 from trainrun.interfaces import target_key
 
@@ -63,6 +63,7 @@ class Columns:
     again: makes them in another process, to which they are not sent.
     int_dtype: of all integers in a sample or a batch, where narrower ones lie in memory.
     unsigned: these hold numbers without a sign, in types that torch indexes as signed ones only.
+    whole_file: the mapped file that all of the values are from, where tensors hide it.
     row_numbers: (samples,) the rows that the samples are, listed or computed by index; None: all of them, in order.
     """
 
@@ -75,6 +76,7 @@ class Columns:
     int_dtype: torch.dtype | None = None
     unsigned: bool = False
     row_numbers: Any = None
+    whole_file: MappedFile | None = None
 
     def __len__(self) -> int:
         return len(self.values[0] if self.row_numbers is None else self.row_numbers)
@@ -84,12 +86,14 @@ class Columns:
 
     def __getitem__(self, index: int) -> Any:
         """One sample as a copy, which the user's code may change; a single number is a 0-d array."""
+        check_lengths(self.mapped_files())
         row = index if self.row_numbers is None else int(self.row_numbers[index])
         sample = self.pack([self._copied(value[row]) for value in self.values])
         return sample if self.scale is None else self.scale.first_of(sample)
 
     def batch(self, indices: list[int], preparation: Preparation) -> Any:
         """Many samples at once, equal to what a resident copy gives."""
+        check_lengths(self.mapped_files())
         gathered = [self.samples_of(value, np.asarray(indices, np.int64)) for value in self.values]
         return self.pack([self.widened(preparation.column(column)) for column in gathered])
 
@@ -108,6 +112,10 @@ class Columns:
     def _copied(self, row: Any) -> Any:
         copy = row.clone() if isinstance(row, Tensor) else np.array(row)
         return copy if self.int_dtype is None else self.widened(as_tensor(copy))
+
+    def mapped_files(self) -> tuple[MappedFile, ...]:
+        """The files in which columns lie, each of which must keep its length."""
+        return mappings_of(self.values) if self.whole_file is None else (self.whole_file,)
 
     @property
     def mapped(self) -> bool:
@@ -164,10 +172,7 @@ def rows(value: Column, indices: list[int]) -> Column:
 
 def is_mapped(value: Any) -> bool:
     """Whether an array lies in a file that is mapped into memory: a numpy.memmap, or a view of one."""
-    base = value if isinstance(value, np.ndarray) else None
-    while isinstance(base, np.ndarray):
-        base = base.base
-    return isinstance(base, mmap.mmap)
+    return mapping_of(value) is not None
 
 
 def tensor_view(value: Column) -> Tensor | None:

@@ -4,7 +4,8 @@
 
 A sample shaped like the first lies in the columns, any other in a record: the lengths of its dimensions, then its
 leaves. Its word is 0 for no sample, 1 for the columns, otherwise the position of the record. Files are read and
-written by position: if no room is left, or a file was cut, that is an error and no signal.
+written by position: if no room is left, or a file was cut, that is an error and no signal. Columns are mapped; how
+a cut is found there says `trainrun.data.readers.mapped_files`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from trainrun.data.cache.samples import (
     put_together,
     take_apart,
 )
+from trainrun.data.readers.mapped_files import MappedFile, map_opened
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 
@@ -136,13 +138,14 @@ class Store:
         layout = self.layout
         if not layout.may_be_columns or (self.words[FIRST:] != IN_COLUMNS).any():
             return None
-        mapped = mmap.mmap(self.fd, layout.end, mmap.MAP_PRIVATE)
+        mapped = map_opened(self.fd, layout.end, f"{self.where}: the cache")
         values = []
         for leaf, start in zip(layout.leaves, layout.starts, strict=True):
             raw = np.frombuffer(mapped, np.uint8, layout.num_slots * leaf.num_bytes, start)
             values.append(column(raw, leaf).reshape(-1, *leaf.shape))
         pack, again = partial(packed, layout.form), partial(_columns_of, self)
-        return Columns(tuple(values), layout.form.keys, pack, in_place=True, again=again)
+        file = MappedFile(mapped, f"{self.where}: the cache", layout.end)
+        return Columns(tuple(values), layout.form.keys, pack, in_place=True, again=again, whole_file=file)
 
     def _read(self, num_bytes: int, position: int) -> Buffer:
         try:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainrun.data.batch import Preparation, as_tensor
 from trainrun.data.order.sampler import Share
+from trainrun.data.readers.mapped_files import check_lengths
 from trainrun.data.stream_options import PreparedStream, Sizes, unused
 from trainrun.data.tensor_dataset import Column, Columns, is_mapped, tensor_view
 from trainrun.errors import DataError
@@ -108,6 +109,7 @@ class ResidentBatches:
         self._row_numbers = listed(columns.row_numbers) if options.device.type == "cpu" else None
         self._gathers = gathers if columns.int_dtype is None else [_widening(columns, g) for g in gathers]
         self._pack = columns.pack
+        self._mappings = columns.mapped_files() if options.device.type == "cpu" else ()
         self._plan = prepared.plan
         self._device = options.device
         self._number = None if options.drawn is None else options.drawn.number
@@ -121,15 +123,18 @@ class ResidentBatches:
         return self._plan.num_seen
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        gathers, pack = self._gathers, self._pack
+        gathers, pack, mappings = self._gathers, self._pack, self._mappings
         if self._row_numbers is not None:
             shares = self._plan.shares(epoch, start)
             for (indices, real, last), rows in with_row_numbers(shares, self._rows, self._row_numbers):
+                check_lengths(mappings)
                 yield MicroBatch(pack([gather(rows) for gather in gathers]), real, last, indices)
             return
         if self._device.type == "cpu":
             for indices, real, last in self._plan.shares(epoch, start):
                 rows = self._rows(indices)
+                if mappings:
+                    check_lengths(mappings)
                 yield MicroBatch(pack([gather(rows) for gather in gathers]), real, last, indices)
             return
         # the order is made once more on the host, where it is asked for: a copy back would wait for the device

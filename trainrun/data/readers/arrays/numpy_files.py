@@ -16,6 +16,7 @@ from trainrun.data.batch import as_tensor
 from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import LISTED, check_split
 from trainrun.data.readers.free_space import check_memory, in_memory
+from trainrun.data.readers.mapped_files import check_lengths, mappings_of
 from trainrun.data.readers.parts import NAMES, SPLITS, RandomRows, held_out
 from trainrun.data.readers.paths import plain_file
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset
@@ -132,12 +133,14 @@ class MappedReader:
 
     def read(self, indices: Sequence[int]) -> list[Any]:
         """Array by array, in the order of the rows on the disk."""
+        check_lengths(mappings_of(self._arrays))
         rows, inverse = np.unique(np.asarray(indices, np.int64), return_inverse=True)
         read = [np.array(array[rows]) for array in self._arrays]
         samples = [tuple(np.asarray(values[i]) for values in read) for i in inverse]
         return samples if len(read) > 1 else [sample[0] for sample in samples]
 
     def _batch(self, indices: list[int]) -> Any:
+        check_lengths(mappings_of(self._arrays))
         read = tuple(as_tensor(gathered(array, indices)) for array in self._arrays)
         return read if len(read) > 1 else read[0]
 

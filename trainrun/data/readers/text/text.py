@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainrun.data.readers.mapped_files import MappedFile, check_lengths, map_file, mappings_of
 from trainrun.data.readers.parts import Part, SplitRequest
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.text.text_files import ENDINGS, text_files
@@ -49,6 +50,7 @@ class TextSamples:
         self._ends = ends
         self.notice = notice
         self._map: np.ndarray[Any, Any] | None = None
+        self._mappings: tuple[MappedFile, ...] = ()
         self.lengths = ends - begins - 1
         self.num_classes = tokens.vocabulary
         self.num_tokens = int(self.lengths.sum())
@@ -88,7 +90,7 @@ class TextSamples:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the map, of which pickle would copy the content."""
-        return {**self.__dict__, "_map": None}
+        return {**self.__dict__, "_map": None, "_mappings": ()}
 
     def describe(self, index: int) -> str:
         """File and line, or for a block the place of its first token in the file."""
@@ -110,11 +112,9 @@ class TextSamples:
     def _mapped(self) -> np.ndarray[Any, Any]:
         if self._map is None:
             tokens = self._tokens
-            try:
-                # Of the length it had when it was opened: a text that has grown meanwhile stays as it was.
-                self._map = np.memmap(tokens.path, tokens.dtype, "r", shape=(tokens.num_tokens,))
-            except (OSError, ValueError) as error:
-                raise DataError(f"{tokens.path}: cannot be read, or shorter than it was ({error})") from error
+            self._map = map_file(tokens.path, tokens.dtype, tokens.num_tokens)
+            self._mappings = mappings_of([self._map])
+        check_lengths(self._mappings)
         return self._map
 
 

@@ -1,0 +1,74 @@
+"""Files that are mapped into memory: opened at the length they are said to have, and looked at before each batch.
+
+A map of a file that somebody shortens ends the process with a signal (SIGBUS) where the lost part is read. So the
+length is asked for (0.4 us) before rows are gathered, and an error says what happened. A file that is shortened in the
+very moment in which rows are copied is not seen in time.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainrun.errors import DataError
+
+
+class MappedFile(NamedTuple):
+    """A map and the file that it is of. end: bytes that the file must have."""
+
+    map: mmap.mmap
+    name: str
+    end: int
+
+
+def map_file(path: Path, dtype: str, number: int) -> np.ndarray[Any, Any]:
+    """Map the first `number` values of a file, to be read alone. DataError: it cannot be read, or is shorter.
+
+    A file that grows meanwhile stays as it was.
+    """
+    try:
+        return np.memmap(path, dtype, "r", shape=(number,))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read, or shorter than it was ({error})") from error
+
+
+def map_opened(descriptor: int, num_bytes: int, name: str) -> mmap.mmap:
+    """Map an open file; what is written to the map changes a private copy. DataError: it is shorter."""
+    try:
+        return mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{name}: cannot be mapped, or shorter than it was ({error}); start again") from error
+
+
+def mapping_of(array: Any) -> MappedFile | None:
+    """Return the map in which an array lies; None if it lies in none."""
+    name, start, base = "a mapped file", 0, array
+    while isinstance(base, np.ndarray):
+        if isinstance(base, np.memmap):
+            start = base.offset - base.offset % mmap.ALLOCATIONGRANULARITY
+            name = str(base.filename or name)
+        base = base.base
+    return MappedFile(base, name, start + len(base)) if isinstance(base, mmap.mmap) else None
+
+
+def mappings_of(arrays: Iterable[Any]) -> tuple[MappedFile, ...]:
+    found = map(mapping_of, arrays)
+    return tuple(mapping for mapping in found if mapping is not None)
+
+
+def check_lengths(mappings: Iterable[MappedFile]) -> None:
+    """DataError: a file is shorter than when it was mapped, so reading its end would end the process."""
+    for mapping in mappings:
+        try:
+            size = mapping.map.size()
+        except (OSError, ValueError):  # memory that is of no file
+            continue
+        if size < mapping.end:
+            raise DataError(
+                f"{mapping.name}: was shortened to {size} bytes while it was read (it had {mapping.end}); bring it "
+                "back, or start again"
+            )
