@@ -66,7 +66,7 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
         tell(run, run_dir, loaded)
     else:  # this run has none of the other run's checkpoints, and no best and no patience of its own yet
         new = TrainState()
-        for name in ("saved_step", "best_step", "best_metric", "best_by", "watched_metric", "watched_by",
+        for name in ("saved_step", "ended_step", "best_step", "best_metric", "best_by", "watched_metric", "watched_by",
                      "bad_validations", "early_stop", "last_metrics"):  # fmt: skip
             setattr(state, name, getattr(new, name))
     return state

@@ -45,7 +45,7 @@ from trainrun.checkpoint.state_copy import LARGE_BYTES, CopyMemory
 from trainrun.interfaces import Parallel
 from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState, measured
 
-LEFTOVER_NAME = re.compile(r"\.(tmp|trash)-(step-\d{8}|best)-[0-9a-f]{8}", re.ASCII)
+LEFTOVER_NAME = re.compile(r"\.(tmp|trash|before)-(step-\d{8}|best)-[0-9a-f]{8}", re.ASCII)
 LONG_WAIT_SECONDS = 1.0  # a longer wait for the save before is reported
 LEAVE_SECONDS = 5.0  # how long a failing run of several ranks waits for its save under way
 LOWER_PRIORITY_BY = 5  # of the thread that writes
@@ -113,12 +113,16 @@ class HasState(Protocol):
 
 @dataclass
 class SaveInProgress:
-    """One save of one rank. temporary: its folder; None if a sound checkpoint of the step is there already."""
+    """One save of one rank. temporary: its folder; None if a sound checkpoint of the step is there already.
+
+    replaces: the checkpoint of the same step, if there is one.
+    """
 
     manifest: Manifest
     part: StatePart
     temporary: Path | None
     ranked: list[Entry]
+    replaces: bool = False
     notes: list[str] = field(default_factory=list)
     written: Future[dict[str, Written]] = field(default_factory=Future)
 
@@ -228,6 +232,11 @@ class CheckpointManager:
         """Step and value of the best so far, by the present `checkpoint.monitor`."""
         return next(((entry.step, entry.value) for entry in self._ranking.entries), None)
 
+    def best_besides(self, step: int) -> tuple[int, float] | None:
+        """Return step and value of the best checkpoint of any other step."""
+        others = ((entry.step, entry.value) for entry in self._ranking.entries if entry.step != step)
+        return next(others, None)
+
     # ---- why a state is saved
 
     def _reason_to_save(self, state: TrainState) -> str | None:
@@ -290,14 +299,18 @@ class CheckpointManager:
         if in_background and not all(room for _, room in answers):
             in_background = False
             self._report_no_room(part, state)
-        temporary = self._make_temporary_folder(state.step, sum(size for size, _ in answers))
+        # hooks have changed the weights in `on_end`
+        replaces = state.saved_step < 0 and state.ended_step == state.step
+        temporary = self._make_temporary_folder(state.step, sum(size for size, _ in answers), replaces)
+        if replaces:
+            self._ranking.remove(state.step)
         if metric is not None:
             self._ranking.add(Entry(state.step, metric.value))
         if in_background:
             copy = self._copies.take(part.tensors)
             part = StatePart(part.text, copy.tensors, copy.events, is_copy=True)
         self._before_commit()
-        save = SaveInProgress(manifest, part, temporary, self._ranking.entries)
+        save = SaveInProgress(manifest, part, temporary, self._ranking.entries, replaces)
         self._in_progress = save
         self._saved_before, state.saved_step = state.saved_step, state.step
         self._last_save = self._clock()
@@ -308,14 +321,14 @@ class CheckpointManager:
         if not in_background:
             self.finish_save(state)
 
-    def _make_temporary_folder(self, step: int, needed_bytes: int) -> Path | None:
-        """Return the folder that all ranks write into; None if a sound checkpoint of the step is there already."""
+    def _make_temporary_folder(self, step: int, needed_bytes: int, replaces: bool) -> Path | None:
+        """Return the folder that all ranks write into; None if a sound checkpoint of the step is there and stays."""
         target = self.folder / folder_name(step)
 
         def make() -> str | None:
             with file_faults(f"cannot save checkpoint {target}", self.folder, needed_bytes):
                 self._files.make_root(self.folder)
-                if os.path.lexists(target) and is_sound(target, self._run_id):
+                if not replaces and os.path.lexists(target) and is_sound(target, self._run_id):
                     return None
                 if free_bytes(self.folder) < needed_bytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -340,7 +353,7 @@ class CheckpointManager:
 
     def _commit(self, save: SaveInProgress, written: dict[str, Written]) -> None:
         if save.temporary is not None:
-            commit(save.temporary, replace(save.manifest, files=written), self._files)
+            commit(save.temporary, replace(save.manifest, files=written), self._files, save.replaces)
             save.temporary = None
         self._tidy(save.ranked, save.notes.append)
 
@@ -448,10 +461,19 @@ class CheckpointManager:
             note(f"{path} could not be removed: {error}")
 
     def _remove_leftovers(self) -> None:
-        """Remove what a killed save or deletion left. Only a process that continues the run may do that."""
+        """Remove what a killed save or deletion left, and restore a checkpoint whose replacement never came.
+
+        Only a process that continues the run may do that.
+        """
         if self.options.enabled and self._parallel.rank == 0 and self.folder.is_dir():
             for path in sorted(self.folder.iterdir()):
-                if LEFTOVER_NAME.fullmatch(path.name):
+                leftover = LEFTOVER_NAME.fullmatch(path.name)
+                if leftover is None:
+                    continue
+                target = self.folder / leftover[2]
+                if leftover[1] == "before" and not target.exists():
+                    self._files.rename(path, target)
+                else:
                     self._remove(path, self._note)
 
     def _restore_ranking(self) -> None:

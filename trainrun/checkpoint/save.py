@@ -325,16 +325,26 @@ def write_part(temporary: Path, rank: int, part: StatePart, files: FileLayer) ->
         }
 
 
-def commit(temporary: Path, manifest: Manifest, files: FileLayer) -> None:
-    """Write the manifest and rename the folder. A damaged checkpoint of the same step is set aside. Raise SaveError."""
+def commit(temporary: Path, manifest: Manifest, files: FileLayer, replaces: bool = False) -> None:
+    """Write the manifest and rename the folder. A damaged checkpoint of the same step is set aside. Raise SaveError.
+
+    replaces: a sound checkpoint of the same step is removed. It has a name of its own between the two renames, and a
+    later start of the run restores it if a kill comes then.
+    """
+    replaced = None
     root, target = temporary.parent, _target_of(temporary)
     with file_faults(f"cannot save checkpoint {target}", root):
         files.write(temporary / MANIFEST, [format_manifest(manifest)])
         files.fsync_dir(temporary)
-        if os.path.lexists(target):
+        if os.path.lexists(target) and replaces:
+            replaced = root / f".before-{target.name}-{secrets.token_hex(4)}"
+            files.rename(target, replaced)
+        elif os.path.lexists(target):
             set_aside(target, files)
         files.rename(temporary, target)
         files.fsync_dir(root)
+        if replaced is not None:
+            files.remove_tree(replaced)
 
 
 def replace_manifest(folder: Path, manifest: Manifest, metric: Metric, files: FileLayer) -> None:

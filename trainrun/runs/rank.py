@@ -123,7 +123,6 @@ def train_once(
         if config.trainer.python_gc == "between_steps":
             collect_between_steps()
         run.triggers.start(state, run.checkpoints.best)
-        run.checkpoints.start(run, state)
         run.monitors.on_start(facts, state)
         before = state.step, state.items
         if parallel.device.type == "cuda":  # what start-up trials took is no part of the training
@@ -131,10 +130,13 @@ def train_once(
         watchdog.begin(run)
         run.task_calls.start(state)
         run.hooks.on_start(run, state)
+        run.hooks.check_states()
+        run.checkpoints.start(run, state)  # asks for the states of hooks
         if not config.loop:  # or nobody would say that a step was made
             run.task_calls.watch(run)
         state = run_loop(run, state)
-        run.hooks.on_end(run, state)
+        if state.ended_step != state.step:  # a signal stopped it, or the loop is the user's own
+            run.hooks.on_end(run, state)
         watchdog.rest()
         session = Session(state.step - before[0], state.items - before[1], run.phases.read())
         return finish(run, state, run_dir, listeners, facts, session)

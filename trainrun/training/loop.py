@@ -25,6 +25,8 @@ def fit(run: Components, state: TrainState) -> TrainState:
             phase(VALIDATION)
             validate(run, state)  # an early stop, for instance, is due in the next pass
             continue
+        if due.stop and run.hooks.end(run, state):
+            continue  # hooks changed the weights: what is saved as the last is validated, like all others
         if run.checkpoints.due(state):
             phase(CHECKPOINT)
             run.hooks.on_checkpoint(run, state)

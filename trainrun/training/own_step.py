@@ -20,7 +20,7 @@ from trainrun.interfaces import NOT_AGREED, MicroBatch, StepReport, Task
 from trainrun.timing.phases import FORWARD, RUNNER
 from trainrun.training.components import Components, Step
 from trainrun.training.named_optimizers import end_step
-from trainrun.training.task_calls import check_halves
+from trainrun.training.task_calls import check_halves, check_state
 
 
 def build_own_step(node: Mapping[str, Any]) -> Any:
@@ -39,6 +39,7 @@ def build_own_step(node: Mapping[str, Any]) -> Any:
             "whose objects are called so"
         )
     check_halves(own, "step")
+    check_state(own, "step")
     return own
 
 

@@ -39,6 +39,7 @@ class TrainState:
     items: what the loss was averaged over so far, on an average rank; step_items: in the last step.
     watched_metric, bad_validations, early_stop: the memory of early stopping.
     best_by, watched_by: the metric and mode that best_metric and watched_metric are of; empty if nobody knows.
+    ended_step: where the training last ended by itself, and hooks were told.
     seconds: training time of all sessions of the run.
     rollbacks: how often the run went back to a checkpoint. bad: the step just made, if its update was left out.
     losses, logged_items: of this rank, of steps that no row has yet (0-d tensors, and their items).
@@ -55,6 +56,7 @@ class TrainState:
     seconds: float = 0.0
     validated_step: int = -1
     saved_step: int = -1
+    ended_step: int = -1
     best_metric: float | None = None
     best_step: int = -1
     best_by: str = ""

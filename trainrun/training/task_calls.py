@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from trainrun.interfaces import KeepsState, StepInfo
 from trainrun.seeding import derive_seed
 from trainrun.timing import phases
 from trainrun.training.state import TrainState
+from trainrun.training.triggers import STOP_INTERRUPT
 
 if TYPE_CHECKING:
     from trainrun.training.checks.missing_gradients import WatchGradients
@@ -75,6 +77,7 @@ class TaskCalls:
         self.after_user_code: Callable[[], None] = _nothing  # of the run, once it is built
         self.unsaved_before: list[str] = []  # state that the checkpoint of a resume does not hold
         check_halves(task, "task")
+        check_state(task, "task")
         self.informed = wants_info(task)
         if self.informed:
             try:
@@ -168,16 +171,20 @@ def wants_info(task: Any) -> bool:
 
 
 def check_halves(owner: Any, key: str) -> None:
-    """Raises PluginError for one of the two methods alone, or a state that no checkpoint can hold."""
+    """Raise PluginError for an object with one of the two methods alone."""
     name = type(owner).__name__
     halves = [callable(getattr(owner, half, None)) for half in ("state_dict", "load_state_dict")]
     if any(halves) and not all(halves):
         raise PluginError(f"{key}: {name}: has only one of state_dict() and load_state_dict(state)")
+
+
+def check_state(owner: Any, key: str) -> None:
+    """Raise PluginError for a state that no checkpoint can hold."""
     if isinstance(owner, KeepsState):
         try:
             flatten(owner.state_dict())
         except TypeError as error:
-            raise PluginError(f"{key}: {name}.state_dict(): {error}") from error
+            raise PluginError(f"{key}: {type(owner).__name__}.state_dict(): {error}") from error
 
 
 def saved_state(owner: Any, device: torch.device) -> dict[str, Any]:
@@ -225,6 +232,11 @@ class Hooks:
         """Ahead of the first step of every session; `state` is a fresh one, or that of a checkpoint."""
         self._call("on_start", run, state)
 
+    def check_states(self) -> None:
+        """Raise PluginError for a state that no checkpoint can hold; after `on_start`, never before."""
+        for key, hook in self.by_key.items():
+            check_state(hook, key)
+
     def before_step(self, run: Any, state: Any) -> None:
         if self.by_key and state.batches == 0:
             self._call("on_epoch_start", run, state)
@@ -242,6 +254,24 @@ class Hooks:
     def on_checkpoint(self, run: Any, state: Any) -> None:
         """Just before everything is saved."""
         self._call("on_checkpoint", run, state)
+
+    def end(self, run: Any, state: Any) -> bool:
+        """Call `on_end` of a training that ends by itself, ahead of its last save. Whether to validate other weights.
+
+        One that a signal stops is saved as it is, for a resume; `on_end` comes after that.
+        """
+        if (
+            not self._calls["on_end"]
+            or state.stop_request >= STOP_INTERRUPT
+            or state.ended_step == state.step
+        ):
+            return False
+        before = weights_digest(run)
+        self.on_end(run, state)
+        state.ended_step, state.saved_step = state.step, -1  # what was saved at this step is saved again
+        if not any(run.parallel.gather(weights_digest(run) != before)):
+            return False
+        return bool(run.triggers.validate_again(state, run.checkpoints.best_besides(state.step)))
 
     def on_end(self, run: Any, state: Any) -> None:
         self._call("on_end", run, state)
@@ -268,6 +298,19 @@ class Hooks:
                     "load_state_dict(state); use that of before"
                 )
             hook.load_state_dict(state)
+
+
+def weights_digest(run: Any) -> str:
+    """Return a digest of the weights and of their average."""
+    state = [run.model.state_dict(), {} if run.ema is None else run.ema.state_dict()]
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(_: tuple[str, ...], tensor: Tensor) -> None:
+        numbers = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(numbers.view(torch.uint8).numpy().tobytes())
+
+    mapped(state, (), add)
+    return digest.hexdigest()
 
 
 def check_hook(key: str, hook: Any) -> None:

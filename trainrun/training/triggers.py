@@ -191,6 +191,8 @@ class Triggers:
         self._deadline = math.inf
         self._seconds_before = 0.0
         self._validations = 0.0  # by time, of all sessions
+        self._again = False  # a validation of the last step is done again, with other weights
+        self._best_before: tuple[int, float | None] = -1, None  # before the newest one
 
     def start(self, state: TrainState, best: tuple[int, float] | None = None) -> None:
         """Start the clock of this session; the time of earlier sessions counts.
@@ -282,6 +284,8 @@ class Triggers:
 
         Where it ends at the very step that it took over from another run, it measures what that one had measured.
         """
+        if self._again and state.stop_request < STOP_INTERRUPT:
+            return True
         own = bool(state.last_metrics) or not state.stop_reason
         if (state.step == state.validated_step and own) or state.stop_request >= STOP_INTERRUPT:
             return False
@@ -299,7 +303,8 @@ class Triggers:
     def note_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
         """Whether it was scheduled: only those update early stopping, a plateau schedule and hooks, so that a run
         that was ended and resumed uses the same ones as a run that never stopped."""
-        scheduled = state.step != state.validated_step and self._scheduled(state)
+        scheduled = not self._again and state.step != state.validated_step and self._scheduled(state)
+        self._again = False
         state.validated_step, state.last_metrics = state.step, dict(metrics)
         self._validations = self._by_time()
         if self.best.metric is not None:
@@ -318,8 +323,19 @@ class Triggers:
         state.early_stop = self._early_stop(value, state.bad_validations)
         return True
 
+    def validate_again(self, state: TrainState, best: tuple[int, float] | None) -> bool:
+        """Ask for a validation of other weights at the last step, in place of the one before. Whether runs validate.
+
+        best: step and value of the best checkpoint of another step.
+        """
+        self._again = self.rhythm.validates
+        if self._again and state.best_step == state.step:
+            state.best_step, state.best_metric = best or self._best_before
+        return self._again
+
     def _note_best(self, state: TrainState, value: float) -> None:
         if self.best.better(value, state.best_metric):
+            self._best_before = state.best_step, state.best_metric
             state.best_metric, state.best_step = value, state.step
 
     def _early_stop(self, value: float, bad_validations: int) -> str:
