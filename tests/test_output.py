@@ -10,7 +10,7 @@ import pytest
 
 import trainrun
 from trainrun.cli.main import main
-from trainrun.errors import ConfigError
+from trainrun.errors import TrainrunError
 from trainrun.monitor.console import Console
 from trainrun.output import plain, redraw, say
 from trainrun.sweep.table import print_table
@@ -54,15 +54,15 @@ def test_a_refusal_and_a_name_of_a_strangers_run_are_plain(
     config = run.folder / "config.yaml"
     text = config.read_text()
     config.write_text(text.replace("run_name: digits-mlp", 'run_name: "x\\e]0;owned\\ay"'))
-    assert main(["resume", "run", "trainer.max_steps=2"]) == 0
+    assert main(["resume", "run", "trainer.max_steps=2", "--trust"]) == 0
     shown = capsys.readouterr()
     assert "x\\x1b]0;owned\\x07y" in shown.out
     assert "\x1b" not in shown.out + shown.err + (run.folder / "run.log").read_text()
     config.write_text(text.replace("_target_: trainrun.model.mlp.Mlp", '_target_: "os.x\\e[2Jy"'))
-    assert main(["evaluate", "run"]) == 2
+    assert main(["evaluate", "run", "--trust"]) == 2
     assert "os.x\\x1b[2Jy" in (error := capsys.readouterr().err)
     assert "\x1b" not in error
-    with pytest.raises(ConfigError):
+    with pytest.raises(TrainrunError):
         trainrun.load_model("run")
 
 

@@ -147,16 +147,11 @@ def ordinal(number: int) -> str:
 
 
 HIDDEN = "***"
-ALWAYS = {"password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey",
-          "authorization"}  # fmt: skip
-# what a key or a token of data is called
-OF_DATA = {
-    "key": {"sort", "image", "images", "label", "labels", "input", "inputs", "target", "text", "data", "dict",
-            "feature", "index", "group", "id", "field", "column", "query", "cache", "map", "batch", "output", "sample"},
-    "token": {"pad", "padding", "eos", "bos", "unk", "unknown", "mask", "sep", "cls", "end", "start", "stop", "per",
-              "next", "special", "separator", "image", "first", "last", "class", "target", "word"},
-}  # fmt: skip
-WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+# The last name of a setting whose text is a secret. Other secrets are given as ${oc.env:NAME}.
+SECRET_NAME = re.compile(
+    r"(.*_)?(passwords?|passwd|pwd|passphrase|secrets?|secret_(access_)?key|api_?keys?)|"
+    r"((hf|api|auth|access|bearer)_?)?token|credentials?|authorization"
+)
 SETTING = re.compile(r"""([\w.\-\[\]]*\w)=('[^'\n]*'|"[^"\n]*"|\[[^\]\n]*\]|\{[^}\n]*\}|[^\s'"]\S*)""")
 PAIR = re.compile(  # in a dict, as it is typed or as Python shows it
     r"""([{,]\s*(['"]?)([\w.\-]+)\2\s*:\s*)('[^'\n]*'|"[^"\n]*"|\[[^\]\n]*\]|[^\s,'"{}\[\]][^,{}\[\]\n]*)"""
@@ -165,30 +160,30 @@ PLAIN = ("null", "None", "true", "True", "false", "False", "''", '""')
 
 
 def is_secret(key: str) -> bool:
-    """`api_key`, `hf_token`, `db.password`, `api_key.0`; not `image_key`, `pad_token`, `max_tokens`, `key`."""
-    names = [WORD.findall(name) for name in re.split(r"[.\[\]]+", key) if not re.fullmatch(r"-?\d*", name)]
-    parts = [[word.lower() for word in name] for name in names if name]
-    if not parts:
-        return False
-    if any(ALWAYS.intersection(words) for words in parts):
-        return True
-    *before, last = parts[-1]
-    if last == "key":
-        return bool(before) and before[-1] not in OF_DATA["key"]
-    return last == "token" and not OF_DATA["token"].intersection(before)
+    """Whether a setting is named like a secret: `token`, `x.api_key`, `db_password`; not `num_token`, `attn_key`."""
+    names = [name for name in re.split(r"[.\[\]]+", key) if not re.fullmatch(r"-?\d*", name)]
+    return bool(names) and SECRET_NAME.fullmatch(names[-1].lower().replace("-", "_")) is not None
 
 
 def hides(key: str, value: Any) -> bool:
-    """Whether a value is a secret: a text or number that is no reference to the environment."""
-    if value is None or isinstance(value, bool) or value == "" or not isinstance(value, str | int | float):
-        return False
-    return is_secret(key) and not str(value).lstrip("'\"").startswith("${oc.env:")
+    """Whether a value is a secret: a text, and no reference to the environment."""
+    is_text = isinstance(value, str) and value != ""
+    return is_text and is_secret(key) and not value.lstrip("'\"").startswith("${oc.env:")
+
+
+def hides_typed(key: str, value: str) -> bool:
+    """The same of a value as it is typed, where `6` is a number and `'6'` a text."""
+    try:
+        float(value)
+    except ValueError:
+        return value not in PLAIN and hides(key, value)
+    return False
 
 
 def masked_word(word: str) -> str:
     """One word of a command line."""
     key, equals, value = word.partition("=")
-    return f"{key}={HIDDEN}" if equals and hides(key, value) else masked_pairs(word)
+    return f"{key}={HIDDEN}" if equals and hides_typed(key, value) else masked_pairs(word)
 
 
 def masked_words(words: Iterable[str]) -> list[str]:
@@ -198,14 +193,14 @@ def masked_words(words: Iterable[str]) -> list[str]:
 def masked(text: str) -> str:
     """Values of `key=value` and of `{key: value}` in a text, where the key is a secret's."""
     return masked_pairs(
-        SETTING.sub(lambda found: f"{found[1]}={HIDDEN}" if hides(found[1], found[2]) else found[0], text)
+        SETTING.sub(
+            lambda found: f"{found[1]}={HIDDEN}" if hides_typed(found[1], found[2]) else found[0], text
+        )
     )
 
 
 def masked_pairs(text: str) -> str:
     return PAIR.sub(
-        lambda found: (
-            f"{found[1]}{HIDDEN}" if hides(found[3], found[4]) and found[4] not in PLAIN else found[0]
-        ),
+        lambda found: f"{found[1]}{HIDDEN}" if hides_typed(found[3], found[4]) else found[0],
         text,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import trainrun
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir
 from trainrun.config.saved_values import leaves_of
-from trainrun.output import is_secret, masked, masked_word
+from trainrun.output import HIDDEN, hides, is_secret, masked, masked_word
+from trainrun.sweep.jobs import expand
 
 NET = """
 from torch import nn
@@ -40,9 +42,9 @@ WORDS = ["model=secret_net.Net", "model.api_key=typed-1234", "model.token=${oc.e
 
 @pytest.mark.parametrize(
     "key",
-    ["model.api_key", "wandb_key", "hf_token", "token", "data.train.accessToken", "password", "db.password_file",
+    ["model.api_key", "wandb_api_key", "hf_token", "token", "data.train.accessToken", "password", "db.db_password",
      "aws_secret_access_key", "client-secret", "apiKey", "credentials", "monitor.listeners.x.auth_token",
-     "model.api_key.0", "model.api_key[1]", "model.credentials.user", "model.hosts.0.password"],
+     "model.api_key.0", "model.api_key[1]", "model.hosts.0.password", "headers.Authorization"],
 )  # fmt: skip
 def test_secrets_by_their_names(key: str) -> None:
     assert is_secret(key)
@@ -52,7 +54,8 @@ def test_secrets_by_their_names(key: str) -> None:
     "key",
     ["key", "tokenizer", "bytes_per_token", "max_tokens", "num_tokens", "key_padding", "pad_token", "image_key",
      "token_budget", "tokens_per_second", "sort_key", "key_size", "data.train.monkey", "keyboard", "compass", "0",
-     "model.api_key.width", "token.0.size"],
+     "model.api_key.width", "token.0.size", "num_token", "attn_key", "cls_token", "token.pooling", "query_key",
+     "password_file", "my_token"],
 )  # fmt: skip
 def test_names_that_only_look_like_it(key: str) -> None:
     assert not is_secret(key)
@@ -167,3 +170,42 @@ def test_a_strangers_folder_looks_nothing_up(
     config.write_text(config.read_text().replace("run_name: digits-mlp", "run_name: ${oc.env:HOME}"))
     assert main(["evaluate", "run"]) == 2
     assert "--trust" in capsys.readouterr().err
+
+
+def test_hyperparameters_that_sound_like_secrets_are_shown_swept_and_copied(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "token_net.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, num_token, attn_key, token, pad_token='', password=0):\n"
+        "        super().__init__()\n"
+        "        assert (token, password, pad_token) == (3, 12, '[PAD]')\n"
+        "        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, num_token + attn_key - 5))\n"
+        "    def forward(self, x):\n"
+        "        return self.layers(x)\n"
+    )
+    words = [
+        "model.num_token=6",
+        "model.attn_key=9",
+        "model.token=3",
+        "model.password=12",
+        "model.pad_token='[PAD]'",
+    ]
+    assert main(["model=token_net.Net", *words, *QUIET, "output_dir=run"]) == 0
+    assert HIDDEN not in (workdir / "run" / "config.yaml").read_text()
+    assert (workdir / "run" / "overrides.txt").read_text().splitlines()[1:6] == words
+    (workdir / "copy").mkdir()
+    for path in (workdir / "run").glob("[!.]*"):
+        shutil.move(path, workdir / "copy")
+    assert main(["evaluate", "copy"]) == 0
+    assert [job[0] for job in expand(["model.num_token=2,6"])] == ["model.num_token=2", "model.num_token=6"]
+
+
+def test_the_text_of_a_secret_is_hidden_and_its_number_is_not() -> None:
+    assert hides("a.token", "6")
+    assert hides("a.token", "abc")
+    assert not any(hides("a.token", value) for value in (6, 1.5, True, None, "", "${oc.env:X}"))
+    assert masked_word("a.token=6") == "a.token=6"
+    assert masked_word("a.token='6'") == "a.token=***"
+    assert masked_word("a={token: 6, api_key: x}") == "a={token: 6, api_key: ***}"

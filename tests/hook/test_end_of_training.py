@@ -208,8 +208,10 @@ def test_a_kill_after_the_last_save_calls_on_end_no_second_time() -> None:
 
 
 def test_early_stopping_keeps_its_reason_and_its_count() -> None:
-    early = ["trainer.early_stopping=true", "trainer.early_stopping.stopping_threshold=9", "trainer.early_stopping.mode=min",
-             "trainer.early_stopping.monitor=val/loss"]  # fmt: skip
+    early = [
+        f"trainer.early_stopping.{word}" for word in ("monitor=val/loss", "mode=min", "stopping_threshold=9")
+    ]
+    early.append("trainer.early_stopping=true")
     assert main([*SHORT, *early, "hook.s._target_=own.Scales", "output_dir=run"]) == 0
     found = status("run")
     assert (found["step"], found["reason"].partition(":")[0]) == (12, "early stopping")
