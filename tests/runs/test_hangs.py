@@ -41,6 +41,33 @@ class Slow(torch.utils.data.Dataset):
             hang(self.how)
         return torch.full((6,), index / 64), index % 2
 
+class Waits:
+    # takes long in one place: a hook, or the task in a validation batch
+    def __init__(self, where="hook"):
+        self.where = where
+    def wait(self):
+        time.sleep(0.4)
+    def on_step_end(self, run, state):
+        if self.where == "hook" and state.step == 1:
+            self.wait()
+    def on_start(self, run, state):
+        step = run.task.step
+        def slow_step(*arguments, **named):
+            if self.where == ("train" if torch.is_grad_enabled() else "val"):
+                self.wait()
+            return step(*arguments, **named)
+        run.task.step = slow_step
+
+class Hangs:
+    def on_step_end(self, run, state):
+        hang("python")
+
+class SlowOnce(Slow):
+    def __getitem__(self, index):
+        if index == 9:
+            time.sleep(0.4)
+        return super().__getitem__(index)
+
 class Stop:
     # asks for a stop at a step, and then lets nobody save
     def __init__(self, at, name, times=1, how=""):
@@ -109,7 +136,7 @@ def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(
     assert "SIGTERM came twice; the last checkpoint stands" in said["twice"]
     assert ends == {"run": (1, "failed", 1), "late": (143, "stopped", 143), "twice": (143, "stopped", 143)}
     (project / "once").touch()
-    assert main(["resume", "run", "trainer.watchdog_seconds=auto"]) == 0
+    assert main(["resume", "run", "trainer.watchdog_seconds=0"]) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes")
@@ -132,3 +159,37 @@ def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(pr
     rows = [json.loads(line) for line in (project / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if row["kind"] == "train"]
     assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize("where", ["hook", "train", "val", "data"])
+def test_code_of_the_user_may_take_as_long_as_it_takes(
+    project: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(
+        "trainrun.runtime.signals.AUTO_SECONDS", 0.1, raising=False
+    )  # a limit nobody asked for
+    words = [word for word in WORDS if not word.startswith(("trainer.max_epochs", "data.train._target_"))]
+    data = "own.SlowOnce" if where == "data" else "own.Slow"
+    hook = ["hook.wait._target_=own.Waits", f"hook.wait.where={where}"]
+    more = [
+        f"data.train._target_={data}",
+        "data.val._target_=own.Slow",
+        "trainer.max_steps=3",
+        "output_dir=run",
+    ]
+    assert main([*words, *hook, *more]) == 0
+    assert not list((project / "run").glob("stacks-*"))
+
+
+def test_a_limit_that_the_user_gives_holds_in_hooks_too(project: Path) -> None:
+    process = ForkedCommand(
+        *WORDS, "hook.wait._target_=own.Hangs", "trainer.watchdog_seconds=1", "output_dir=run"
+    )
+    try:
+        _, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert "trainer.watchdog_seconds" in err
+    assert "'hooks'" in err
+    assert "in hang" in (project / "run" / "stacks-rank0.txt").read_text()

@@ -221,8 +221,10 @@ class TrainerConfig:
     stop_grace_seconds: float = setting(
         120.0, "from a signal until the process ends, saved or not", at_least=0
     )
-    watchdog_seconds: Any = setting(
-        "auto", "without progress before the run ends with its stacks; 0: never", kind=NotNegativeInt | Auto
+    watchdog_seconds: float = setting(
+        0.0,
+        "that one hook, batch or save may take, before the run ends with its stacks; 0: no limit",
+        at_least=0,
     )
     accumulate_grad_batches: int = setting(
         1, "micro-batches of one step", at_least=1,

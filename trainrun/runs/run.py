@@ -36,7 +36,7 @@ from trainrun.runs.run_folder import (
 )
 from trainrun.runs.seal import is_sealed, seal_folder
 from trainrun.runs.status import deadline, read_status, write_status
-from trainrun.runtime.signals import StopFlag, catch_signals, patience
+from trainrun.runtime.signals import StopFlag, catch_signals, watchdog_limit
 from trainrun.timing.phases import command_start
 
 GIT_SECONDS = 5.0
@@ -268,7 +268,7 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
             return launch(
                 lambda attempt: module_command("trainrun.runs.rank_process", str(run.root), str(attempt)),
                 count, run, grace_seconds=config.trainer.stop_grace_seconds,
-                alone_seconds=patience(config.trainer.watchdog_seconds), max_restarts=parallel.max_restarts,
+                alone_seconds=watchdog_limit(config.trainer.watchdog_seconds), max_restarts=parallel.max_restarts,
             )  # fmt: skip
     finally:
         run.job.unlink(missing_ok=True)

@@ -27,7 +27,6 @@ INTERRUPTED = b"\ntrainrun: interrupted\n"
 AGAIN_SECONDS = 1.0  # from one SIGTERM to the next, before it counts as a second one
 QUIET_SECONDS = 1.0  # after an interrupt was raised: time to write down how the run ended
 LAST_WORDS_SECONDS = 2.0  # for who was interrupted twice to write down how the run ended
-AUTO_SECONDS = 1800.0  # without progress, until a watchdog ends the run
 END = 0  # no signal has this number
 
 Handler = Callable[[int, FrameType | None], None]
@@ -130,9 +129,8 @@ def catch_stops(handler: Handler) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if old is None else old)
 
 
-def patience(wanted: float | str) -> float:
-    """The seconds of `trainer.watchdog_seconds`; infinite without a watchdog."""
-    seconds = AUTO_SECONDS if wanted == "auto" else float(wanted)
+def watchdog_limit(seconds: float) -> float:
+    """Return the limit of `trainer.watchdog_seconds`; infinite without a watchdog."""
     return seconds or math.inf
 
 

@@ -3,8 +3,9 @@
 what: a thread looks every second at the step, the validation batch and the account of time. Where they stay the same
     for `trainer.watchdog_seconds`, it writes `stacks-rankN.txt` and raises in the main thread; if that is stuck in C
     code, the process is ended. The last checkpoint stands; the driver of several ranks starts them again.
-when: always, after half an hour (`auto`); a run whose steps take a second bears a minute.
-when not: in a debugger, while code is compiled, and with `auto` while a checkpoint is written or pictures are drawn.
+when: where the user says how long one hook, one batch of data or of a validation, one save may take. Nobody else knows.
+    Without it the runner limits its own waits alone: exchanges (`parallel.timeout_seconds`) and loader workers.
+when not: in a debugger, and while code is compiled.
 source: the watchdog of NCCL; faulthandler of the standard library. gain: an error in place of a night.
 """
 
@@ -20,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainrun.runtime.signals import StopFlag, patience
-from trainrun.timing.phases import ACCOUNTS, CHECKPOINT, COMPILE, LOGGING, PLOTS, PhaseTimer
+from trainrun.runtime.signals import StopFlag, watchdog_limit
+from trainrun.timing.phases import ACCOUNTS, COMPILE, PhaseTimer
 
 if TYPE_CHECKING:
     from trainrun.training.components import Components
@@ -38,15 +39,14 @@ class Hung(BaseException):
 class Watchdog:
     """Entered first and left last: who was told to end and hangs again is ended too.
 
-    wanted: seconds, 0 is never, or `auto`. place: of the stacks. end: of the process, told why and in which account
+    seconds: 0 is never. place: of the stacks. end: of the process, told why and in which account
     of time it hung; called in a thread.
     """
 
     def __init__(
-        self, wanted: float | str, phases: PhaseTimer, flag: StopFlag, place: Path, end: Callable[[str, int], None]
+        self, seconds: float, phases: PhaseTimer, flag: StopFlag, place: Path, end: Callable[[str, int], None]
     ) -> None:  # fmt: skip
-        self._seconds = patience(wanted)
-        self._spared = (COMPILE, CHECKPOINT, LOGGING, PLOTS) if wanted == "auto" else (COMPILE,)
+        self._seconds = watchdog_limit(seconds)
         self._phases, self._flag, self._place, self._end = phases, flag, place, end
         self._components: Components | None = None
         self._ended = threading.Event()
@@ -79,7 +79,7 @@ class Watchdog:
             passed, looked = min(time.monotonic() - looked, 2 * tick), time.monotonic()
             run = self._components
             found = None if run is None else (run.monitors.step, run.triggers.looks, self._phases.account)
-            if found is None or found != before or found[2] in self._spared or in_debugger():
+            if found is None or found != before or found[2] == COMPILE or in_debugger():
                 before, idle = found, 0.0
                 continue
             idle += passed
