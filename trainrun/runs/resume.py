@@ -83,8 +83,10 @@ def readable_config(run: RunDir) -> dict[str, Any]:
 def check_modules(run: RunDir, config: RunConfig) -> None:
     """Raise ConfigError if a module that the run names is not found from here. Import nothing."""
     for key, target in leaves_of(plain(config)):
-        module = str(target).partition(".")[0]
-        if key.rpartition(".")[2] != TARGET or not module.isidentifier() or module in sys.modules:
+        if key.rpartition(".")[2] != TARGET or not isinstance(target, str):
+            continue
+        module = target.partition(".")[0]
+        if not module.isidentifier() or module in sys.modules:
             continue
         if find_spec(module) is None:
             raise ConfigError(
