@@ -172,6 +172,7 @@ def test_a_strangers_folder_looks_nothing_up(
     assert "--trust" in capsys.readouterr().err
 
 
+@pytest.mark.train
 def test_hyperparameters_that_sound_like_secrets_are_shown_swept_and_copied(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
