@@ -163,6 +163,41 @@ def gpt_by_hand(compiled: bool) -> dict[str, Any]:
     return {"step_ms": step_ms(seconds), "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3)}
 
 
+def auto_chunks_beside_one_piece() -> dict[str, Any]:
+    """`task.loss_chunks=auto` on logits that fit, in turns with one piece: at most 1.02 times as long."""
+    import torch
+
+    from trainrun.assemble.start_choices import limit_outputs
+    from trainrun.model.gpt import Gpt
+    from trainrun.parallel.single import Single
+    from trainrun.runtime.machine import settle
+    from trainrun.task.language_modeling import LanguageModeling
+    from trainrun.timing.paired import Rules, compare, turn_of
+
+    device = torch.device(DEVICE)
+    sizes = (50304, 1024, 768) if device.type == "cuda" else (512, 16, 48)
+    vocabulary, context, width = sizes
+    model = Gpt(vocab_size=vocabulary, context=context, layers=1, width=width, heads=12).to(device)
+    tokens = torch.randint(vocabulary, (2, 32, context), device=device)
+    chosen: dict[str, str] = {}
+
+    def turn(chunks: Any) -> Callable[[], float]:
+        task = LanguageModeling(loss_chunks=chunks)
+        limit_outputs(task, model, Single(device), chosen)
+
+        def step() -> None:
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = task.step(model, (tokens[0], tokens[1])).loss_sum
+            loss.backward()
+            settle(device)
+
+        return turn_of(step)
+
+    comparison = compare(turn(1), {"auto": turn("auto")}, Rules(first_rounds=12, most_pairs=12))
+    ratio = comparison.ratio("auto").inverse()
+    return {"auto_over_one_piece": ratio.value, "low": ratio.low, "high": ratio.high, **chosen}
+
+
 def machine_facts() -> dict[str, Any]:
     import torch
 
@@ -189,6 +224,7 @@ SNIPPETS: dict[str, tuple[str, int, Callable[[], dict[str, Any]]]] = {
     "auto near the limit": ("bugs", 150, near_the_limit),
     "gpt by hand": ("speed", 90, lambda: gpt_by_hand(compiled=False)),
     "gpt by hand compiled": ("speed", 120, lambda: gpt_by_hand(compiled=True)),
+    "auto chunks": ("speed", 90, auto_chunks_beside_one_piece),
     "large checkpoints": ("last", 180, lambda: one_run(*GPU[:-1], *LARGE)),
 }
 

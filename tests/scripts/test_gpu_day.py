@@ -44,10 +44,12 @@ def test_the_words_of_all_cases_compose(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of the cases fails without a GPU alone")
 def test_a_case_that_is_run_and_one_that_fails_leave_a_row_each(tmp_path: Path) -> None:
-    done = plan("smoke mlp", "facts", folder=tmp_path)
+    done = plan("smoke mlp", "facts", "auto chunks", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [(row["case"], row["rc"] == 0) for row in rows] == [("facts", False), ("smoke mlp", True)]
+    ends = [(row["case"], row["rc"] == 0) for row in rows]
+    assert ends == [("facts", False), ("smoke mlp", True), ("auto chunks", True)]
+    assert rows[2]["auto_over_one_piece"] > 0
     assert rows[1]["state"] == "done"
     assert rows[1]["samples_per_second"] > 0
     assert "=== smoke mlp rc 0" in (tmp_path / "log.txt").read_text()

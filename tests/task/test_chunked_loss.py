@@ -14,7 +14,8 @@ from trainrun.interfaces import StepOutput
 from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
 from trainrun.precision.other_types import computes_lstm
-from trainrun.task.chunked_loss import memory_of, num_chunks
+from trainrun.task import chunked_loss as chunked_module
+from trainrun.task.chunked_loss import num_chunks
 from trainrun.task.language_modeling import LanguageModeling
 from trainrun.transform.lora import lora
 
@@ -93,14 +94,54 @@ def test_one_piece_is_the_plain_path() -> None:
         assert torch.equal(value, gradients(b)[key])
 
 
-def test_auto_begins_where_logits_are_large() -> None:
-    assert num_chunks("auto", 4096, 50257) == 1
-    assert num_chunks("auto", 8192, 50257) == 25
-    assert num_chunks(8, 3, 50257) == 3
-    assert num_chunks("auto", 8192, 50257, gpu_bytes=80 * 10**9) == 1
-    assert num_chunks("auto", 64 * 1024, 50257, gpu_bytes=80 * 10**9) == 22  # of 600 MB and 3,000 tokens
-    assert num_chunks("auto", 64 * 1024, 50257, gpu_bytes=141 * 10**9) == 13
-    assert memory_of(torch.device("cpu")) == 0
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "limit", "expected"),
+    [
+        (4096, 50257, 4 * GIB, 1),
+        (32 * 1024, 50257, 38 * GIB, 1),  # the GPT of 124 million weights on a card of 80 GB
+        (32 * 1024, 50257, 10 * GIB, 5),  # on one of 24 GB: 25 GiB in pieces of 5
+        (64 * 1024, 50257, 38 * GIB, 3),
+        (1000, 100, 10**6, 1),  # 1.6 MB do not fit, and are less than the smallest piece
+        (3, 10**9, 0, 3),  # never more pieces than tokens
+        (10**6, 10**6, None, 1),  # nobody said a limit
+    ],
+)
+def test_auto_makes_pieces_only_where_memory_needs_them(
+    tokens: int, vocabulary: int, limit: int | None, expected: int
+) -> None:
+    pieces = num_chunks("auto", tokens, vocabulary, limit)
+    assert pieces == expected
+    if limit is not None and 1 < pieces < tokens:  # they fit
+        assert 16 * -(-tokens // pieces) * vocabulary <= 1.01 * limit / 2
+
+
+def test_number_of_pieces_that_is_named_is_taken() -> None:
+    assert num_chunks(8, 4096, 50257, 10**15) == 8
+    assert num_chunks(8, 3, 50257, 0) == 3
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(16 * 80 * VOCABULARY, 0), (16 * 80 * VOCABULARY - 1, 1)])
+def test_step_takes_one_piece_up_to_the_limit(
+    monkeypatch: pytest.MonkeyPatch, limit: int, expected: int
+) -> None:
+    monkeypatch.setattr(chunked_module, "SMALLEST_PIECE", 1)
+    task, calls = LanguageModeling(), 0
+
+    def counted(*arguments: Any) -> StepOutput:
+        nonlocal calls
+        calls += 1
+        return LanguageModeling.chunked(task, *arguments)
+
+    monkeypatch.setattr(task, "chunked", counted)
+    task.limit_memory(limit)
+    out = task.step(gpt(), (BATCH, IGNORED))
+    assert calls == expected
+    torch.testing.assert_close(
+        out.loss_sum, LanguageModeling(loss_chunks=1).step(gpt(), (BATCH, IGNORED)).loss_sum
+    )
 
 
 def test_the_logits_are_not_kept() -> None:

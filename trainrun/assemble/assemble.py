@@ -52,7 +52,7 @@ from trainrun.assemble.run_plan import (
     with_accumulation,
     with_warmup_in_steps,
 )
-from trainrun.assemble.start_choices import Chosen, choose_numbers
+from trainrun.assemble.start_choices import Chosen, choose_numbers, limit_outputs
 from trainrun.assemble.step_function import (
     build_accumulate,
     build_counting,
@@ -210,6 +210,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     config = choose_numbers(
         config, model, task, train, parallel, site.chosen, site.measures, num_batches, notes
     )
+    limit_outputs(task, model, parallel, site.chosen)
     guarded, more = build_precision(precision_options(config), model, device, site.phases, parallel)
     notes += more
     wrapped = parallel.wrap(model)

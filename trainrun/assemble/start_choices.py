@@ -22,6 +22,8 @@ from trainrun.runtime.machine import can_keep, free_bytes, keep_freed_memory, re
 from trainrun.training.components import Components
 
 AMPLE: Final = 1 / 3  # of the free memory may come: holes that fit no other tensor can double it
+OUTPUTS: Final = 1 / 2  # of the free memory may be filled by what a model gives out, and its loss
+UPDATE_BYTES: Final = 16  # of a parameter, to come: its gradient, two averages, and one of its values
 NO_SWITCH: Final = "the C library of this machine has no such switch"
 WITHOUT: Final = "what is left open is chosen by rules alone, and no memory is forecast"
 
@@ -30,7 +32,7 @@ Chosen = dict[str, str]  # what RUN.json holds, by name
 
 def chosen_before(identity: dict[str, Any], training: bool = False) -> Chosen:
     """identity: what RUN.json holds. training: also what only a training needs."""
-    names = ("precision", "num_threads") if training else ("precision",)
+    names = ("precision", "logits_bytes", *["num_threads"] * training)
     return {name: str(identity[name]) for name in names if name in identity}
 
 
@@ -71,6 +73,23 @@ def choose_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
         return config
     precision = dataclasses.replace(config.precision, mode=chosen["precision"])
     return dataclasses.replace(config, precision=precision)
+
+
+def limit_outputs(task: Any, model: nn.Module, parallel: Parallel, chosen: Chosen) -> None:
+    """Tell a task that can make its outputs in pieces how many bytes they may fill at once.
+
+    Pieces change the last bits of a loss, so the number is chosen when the run begins, by the rank with the least free
+    memory, and kept ever after. Half of what gradients and optimizer leave free is for the activations.
+    """
+    limit_memory = getattr(task, "limit_memory", None)
+    if not callable(limit_memory):
+        return
+    if "logits_bytes" not in chosen:
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        shared_by = 1 if parallel.device.type == "cuda" else parallel.local_world_size
+        free = free_bytes(parallel.device) / shared_by - UPDATE_BYTES * trained
+        chosen["logits_bytes"] = str(max(0, int(OUTPUTS * min(parallel.gather(free)))))
+    limit_memory(int(chosen["logits_bytes"]))
 
 
 def choose_engine(run: Components) -> list[str]:

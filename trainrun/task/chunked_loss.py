@@ -2,8 +2,8 @@
 
 what: the last layer and the loss run over some tokens after the others, and once more in the backward. The
     sum is the plain one; products and sums are taken in pieces, so the last bits may differ.
-when: tokens in a micro-batch x vocabulary is hundreds of megabytes; with 50,257 tokens that is soon.
-when not: bytes or characters: their logits are small.
+when: all logits at once do not fit into the memory that the run left free when it began; `auto` decides by that alone.
+when not: they fit: pieces make the logits a second time.
 source: Wijmans et al., 2024, arXiv:2411.09009 (the idea; here in plain torch)
 gain: 50,257 tokens x 256 wide, 1,024 tokens, one of 2 busy Xeon cores: peak above the imports 825 MB, in 4 chunks
     186; last layer and loss took 1.45x the time in float32, 0.9x under bfloat16 autocast.
@@ -19,11 +19,9 @@ from torch.nn.functional import cross_entropy, linear
 
 from trainrun.interfaces import IGNORED
 
-LARGE_BYTES = 1 << 30  # of logits in float32: from here on `auto` takes them in chunks
-CHUNK_BYTES = 1 << 26
-# On a GPU both grow with its memory: of 24 GiB 1.5 GiB and 192 MiB, of 141 GB 8.2 GiB and 1 GiB. All of its memory
-# counts, and not what is free: a run that is resumed must take the same chunks.
-LARGE_SHARE, CHUNK_SHARE, LARGEST_CHUNK = 16, 128, 1 << 30
+# Of one logit at the peak of the plain path: it, its softmax, and the gradients of both, in float32.
+BYTES_PER_LOGIT = 16
+SMALLEST_PIECE = 1 << 28  # bytes at the peak: products of fewer tokens do not fill a device
 
 
 class Head(NamedTuple):
@@ -51,19 +49,19 @@ def head_of(layer: nn.Linear, states: Tensor) -> Head:
     return Head(layer.weight, layer.bias, dtype)
 
 
-def num_chunks(wanted: int | str, num_tokens: int, vocabulary: int, gpu_bytes: int = 0) -> int:
-    """auto: 1 while all logits are small. gpu_bytes: the memory of the GPU that computes them, 0 without one."""
+def num_chunks(wanted: int | str, num_tokens: int, vocabulary: int, limit_bytes: int | None) -> int:
+    """Return how many pieces the logits are made in.
+
+    wanted: a number, or `auto`: one piece if the logits fit into limit_bytes, else pieces of half of that.
+    limit_bytes: what the logits and all that is made of them may fill; None is no limit.
+    """
     if isinstance(wanted, int):
         return min(wanted, max(1, num_tokens))
-    size = 4 * num_tokens * vocabulary
-    large = max(LARGE_BYTES, gpu_bytes // LARGE_SHARE)
-    chunk = min(max(CHUNK_BYTES, gpu_bytes // CHUNK_SHARE), LARGEST_CHUNK)
-    return 1 if size < large else -(-size // chunk)
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU; 0 of any other device."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    needed_bytes = BYTES_PER_LOGIT * num_tokens * vocabulary
+    if limit_bytes is None or needed_bytes <= limit_bytes:
+        return 1
+    piece_bytes = max(limit_bytes // 2, SMALLEST_PIECE)
+    return max(1, min(num_tokens, -(-needed_bytes // piece_bytes)))
 
 
 def chunked_loss(states: Tensor, target: Tensor, head: Head, chunks: int) -> Tensor:

@@ -14,7 +14,7 @@ from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import IGNORED, StepOutput, batch_fields
 from trainrun.limits import Auto, Count, Positive
 from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
-from trainrun.task.chunked_loss import chunked_loss, chunked_right, head_of, memory_of, num_chunks
+from trainrun.task.chunked_loss import chunked_loss, chunked_right, head_of, num_chunks
 from trainrun.task.dict_batches import bare_model, keywords_of
 
 
@@ -26,7 +26,7 @@ class LanguageModeling:
     transformers has `labels`, and are shifted too; false: they are the next tokens already; None: so, but targets that
     are the tokens themselves are refused. bytes_per_token: what `bpb` (bits per byte) divides by; 1 for bytes, None
     gives none. loss_chunks: pieces in which the logits are made and forgotten (see `chunked_loss`); `auto` is 1 while
-    they are small, or where the model cannot.
+    they fit into the memory that the runner allows (`limit_memory`), or where the model cannot.
     """
 
     unit = "tokens"  # useful ones: none at padding counts
@@ -37,7 +37,12 @@ class LanguageModeling:
     ) -> None:  # fmt: skip
         self.nats_to_bits = None if bytes_per_token is None else 1 / (math.log(2) * bytes_per_token)
         self.loss_chunks, self.shift_labels = loss_chunks, shift_labels
+        self.limit_bytes: int | None = None
         self.checked = False
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Called by the runner before the first step: bytes that the outputs of a micro-batch may fill at once."""
+        self.limit_bytes = num_bytes
 
     def check_model(self, model: nn.Module) -> None:
         """ConfigError: chunks are wanted, and the model cannot give what they need."""
@@ -65,9 +70,7 @@ class LanguageModeling:
         if not self.checked and self.shift_labels is None:
             check_shifted(tokens, target)
         if layer is not None:
-            chunks = num_chunks(
-                self.loss_chunks, tokens.numel(), layer.out_features, memory_of(tokens.device)
-            )
+            chunks = num_chunks(self.loss_chunks, tokens.numel(), layer.out_features, self.limit_bytes)
             if chunks > 1:
                 return self.chunked(model, batch, layer, chunks)
         logits = output_tensor(run_model(model, tokens, batch))
