@@ -239,7 +239,6 @@ def test_lbfgs_with_a_line_search_ends_where_torch_alone_does(own: Path) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (GAN[:2] + GAN[3:], "optimizer.generator: optimizers by name are called by a step of your own"),
         (given(GAN, "optimizer.generator.params=gen.*"), "optimizer.generator.params=gen.*: fits no name in the model"),
         (given(GAN, "optimizer.generator.params=*"), "optimizer.discriminator.params: discriminator.0.weight is in"),
         (given(GAN, "optimizer.generator.params=generator.0.*"), "2 parameters of the model would never be updated"),

@@ -307,7 +307,9 @@ def build_updates(
             config, model, rhythm, notes,
             lambda params: build_precision(precision_options(config), params, site.parallel.device, site.phases)[0],
         )  # fmt: skip
-        return JoinedOptimizers(named), JoinedSchedules(named), JoinedPrecision(named, guarded), named
+        together = not (config.step or config.loop)
+        joined = JoinedOptimizers(named), JoinedSchedules(named, together)
+        return *joined, guarded if together else JoinedPrecision(named, guarded), named
     optimizer, precision = build_update(
         config, model, guarded, lambda: build_optimizer_of(config, model, site.parallel.world_size, notes)
     )

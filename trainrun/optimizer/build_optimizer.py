@@ -79,10 +79,11 @@ def build_optimizer(
         check_contract(optimizer, name, closures)
         lost = lost_at_a_resume(optimizer, model)
     lines = division.settle(optimizer, factory, keywords) if division else []
-    if type(optimizer) is SGD and _is_sparse(model):
-        from trainrun.optimizer.other_optimizers import check_sparse
+    if _is_sparse(model):
+        from trainrun.optimizer.other_optimizers import check_sparse, sparse_parameters
 
-        check_sparse(optimizer, model)
+        if sparse := sparse_parameters(model):
+            check_sparse(optimizer, model, sparse)
     start_momentum(optimizer)
     devices = ", ".join(sorted({param.device.type for param in params}))
     kernel, reason = kernel_of(optimizer, wish)

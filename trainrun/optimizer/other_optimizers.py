@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import LBFGS, Optimizer
 
 from trainrun.errors import PluginError
+from trainrun.optimizer.plain_step import parts_of
 
 StateOf = Callable[[Optimizer, nn.Module], dict[str, Any]]
 DEEPEST = 3  # lists in lists of what an optimizer keeps
@@ -22,8 +23,6 @@ def check_contract(optimizer: Any, name: str, closures: bool) -> None:
         raise PluginError(
             f"optimizer: {name} returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
         )
-    if isinstance(optimizer, SparseAdam):
-        optimizer.register_step_pre_hook(_only_sparse)
     if closures:
         return
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -98,32 +97,75 @@ def _is_lost(value: Any, model: nn.Module) -> bool:
     return isinstance(value, Tensor) or (hasattr(value, "state_dict") and not isinstance(value, type))
 
 
-def check_sparse(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raises PluginError for an option of SGD that adds a dense tensor to a sparse gradient, which torch cannot."""
-    sparse = {
-        param: f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        for name, param in module.named_parameters(recurse=False)
-    }
+# optimizers of torch that take sparse gradients, with the options that do not go with them
+TAKES_SPARSE = {"SGD": ("nesterov", "weight_decay"), "Adagrad": ("weight_decay",), "SparseAdam": ()}
+
+
+def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters whose module says that their gradients are sparse."""
+    tables = [
+        one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+    ]
+    return [param for table in tables for param in table.parameters(recurse=False)]
+
+
+def check_sparse(
+    optimizer: Optimizer, model: nn.Module, sparse: Collection[Tensor], dense: Collection[Tensor] = ()
+) -> None:
+    """Raise PluginError if an optimizer of torch cannot use the gradients of these parameters.
+
+    sparse: parameters whose gradients are sparse. dense: those with dense gradients, as far as they are known.
+    """
+    for part in parts_of(optimizer) or [optimizer]:
+        kind = type(part)
+        if kind.__module__.startswith("torch.optim") or kind.__name__ == "Muon":
+            _check_sparse_of_one(part, model, set(sparse), set(dense))
+
+
+def _check_sparse_of_one(
+    optimizer: Optimizer, model: nn.Module, sparse: Collection[Tensor], dense: Collection[Tensor]
+) -> None:
+    kind = type(optimizer).__name__
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     for group in optimizer.param_groups:
-        name = next((sparse[param] for param in group["params"] if param in sparse), None)
-        option = next((option for option in ("nesterov", "weight_decay") if group[option]), None)
-        if name is not None and option is not None:
+        known = [param for param in group["params"] if param in names]
+        own = [names[param] for param in known if param in sparse]
+        others = [names[param] for param in known if param in dense]
+        if kind == "SparseAdam" and others:
+            raise PluginError(
+                f"optimizer: SparseAdam updates from sparse gradients alone, and that of {others[0]} is dense; "
+                f"{_ways_for_sparse(names, sparse)}"
+            )
+        if own and kind not in TAKES_SPARSE:
+            raise PluginError(
+                f"optimizer: {kind} does not take sparse gradients, as that of {own[0]} is; "
+                f"{_ways_for_sparse(names, sparse)}"
+            )
+        option = next((option for option in TAKES_SPARSE.get(kind, ()) if group[option]), None)
+        if own and option is not None:
             off = "false" if option == "nesterov" else "0"
             raise PluginError(
-                f"optimizer.{option}={str(group[option]).lower()}: does not go with sparse gradients, of {name}; use "
+                f"optimizer.{option}={str(group[option]).lower()}: does not go with sparse gradients, of {own[0]}; use "
                 f"optimizer.{option}={off} (or for it alone, in optimizer.groups), or sparse=False in the embedding"
             )
 
 
-def _only_sparse(optimizer: Optimizer, *_: Any) -> None:
-    """A hook before each step of SparseAdam, whose own words say neither whose gradients nor what to do."""
-    grads = [
-        param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None
-    ]
-    if dense := sum(not grad.is_sparse for grad in grads):
-        raise PluginError(
-            f"optimizer: {type(optimizer).__name__} updates from sparse gradients alone, and {dense} parameters have "
-            "dense ones; choose another, for example torch.optim.Adam"
-        )
+def _ways_for_sparse(names: Mapping[Tensor, str], sparse: Collection[Tensor]) -> str:
+    """Say what works for a model with these sparse gradients."""
+    tables = [name for param, name in names.items() if param in sparse]
+    if not tables:
+        return "choose another, for example optimizer=adamw"
+    others = [name for param, name in names.items() if param not in sparse]
+    parts = {name.partition(".")[0] for name in tables}
+    dense = dict.fromkeys(
+        name if name.partition(".")[0] in parts or "." not in name else f"{name.partition('.')[0]}.*"
+        for name in others
+    )
+    ways = "use sparse=False in the embedding, optimizer=sgd, or "
+    if not others:
+        return ways + "optimizer=custom optimizer._target_=torch.optim.SparseAdam"
+    return ways + (
+        "two optimizers: optimizer=custom optimizer.sparse._target_=torch.optim.SparseAdam "
+        f"+optimizer.sparse.params=[{','.join(tables)}] optimizer.dense._target_=torch.optim.AdamW "
+        f"+optimizer.dense.params=[{','.join(dense)}]"
+    )

@@ -35,10 +35,34 @@ KERNEL: Any = getattr(torch, "_fused_adamw_", None)  # where a version has it no
 
 def plain_step(optimizer: Optimizer) -> Step:
     """To be called in place of `optimizer.step`, which it is where that is not torch's own, or has hooks."""
+    if parts := parts_of(optimizer):
+        return JointStep([plain_step(part) for part in parts])
     if is_fused(optimizer) and has_hooks(optimizer):
         optimizer.register_step_pre_hook(lay_out_gradients)  # behind those hooks, which may replace gradients
     step = bare_step(optimizer)
     return FusedAdam(optimizer, step) if step != optimizer.step and suits(optimizer) else step
+
+
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers of one that joins several by name."""
+    parts: list[Optimizer] = getattr(optimizer, "parts", [])
+    return parts if type(optimizer).__module__.startswith("trainrun.") else []
+
+
+class JointStep:
+    """The steps of several optimizers, one after the other."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        self._steps = steps
+
+    def __call__(self) -> None:
+        for step in self._steps:
+            step()
+
+    def look_again(self) -> bool:
+        """Return whether the lists of all of them are still those of the optimizers."""
+        prepared = [isinstance(step, FusedAdam) and step.look_again() for step in self._steps]
+        return all(prepared)
 
 
 def is_fused(optimizer: Optimizer) -> bool:

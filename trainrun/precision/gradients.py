@@ -35,6 +35,7 @@ class GradientLists:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
         self.with_gradient: list[nn.Parameter] = []
+        self.sparse: list[nn.Parameter] = []  # with a sparse gradient
         self._without: list[nn.Parameter] = list(params)
         self._strides: list[tuple[int, ...]] = []
         self._uniform = False
@@ -64,6 +65,8 @@ class GradientLists:
         self.with_gradient = [param for param in self.params if param.grad is not None]
         self._without = [param for param in self.params if param.grad is None]
         grads = [lay_out_gradient(param) for param in self.with_gradient]
+        pairs = zip(self.with_gradient, grads, strict=True)
+        self.sparse = [param for param, grad in pairs if grad.is_sparse]
         is_strided = all(grad.layout is torch.strided for grad in grads)
         self._strides = [grad.stride() for grad in grads] if is_strided else []
         self._uniform = is_strided and is_uniform(self.with_gradient)

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport, Parallel
 from trainrun.optimizer.build_optimizer import start_momentum
-from trainrun.optimizer.plain_step import FusedAdam, fit_layout, plain_step
+from trainrun.optimizer.plain_step import FusedAdam, JointStep, fit_layout, parts_of, plain_step
 from trainrun.precision.gradients import (
     GradientLists,
     Groups,
@@ -175,7 +175,14 @@ class Update:
         """Take up that other parameters have gradients than in the step before."""
         self._with_gradient = self._gradients.with_gradient
         self.had_gradient |= set(self._with_gradient)
-        start_momentum(optimizer)
+        parts = parts_of(optimizer) or [optimizer]
+        for one in parts:
+            start_momentum(one)
+        if self._gradients.sparse or any(type(one) is SparseAdam for one in parts):
+            from trainrun.optimizer.other_optimizers import check_sparse
+
+            sparse = set(self._gradients.sparse)
+            check_sparse(optimizer, self._model, sparse, set(self._with_gradient) - sparse)
         if self._parallel is not None and self._parallel.adopt_trained(self._model):
             self._parallel.exchange()  # the forward itself made a parameter trained, after the ranks agreed on them
 
@@ -186,7 +193,7 @@ class Update:
         self._num_groups = len(optimizer.param_groups)
         alike = alike and all(map(is_, params, self._params))
         strides = [param.stride() for param in params]
-        is_prepared = isinstance(self._step, FusedAdam) and self._step.look_again()
+        is_prepared = isinstance(self._step, FusedAdam | JointStep) and self._step.look_again()
         if alike and is_prepared and strides == self._strides:
             return
         lost_kernel = fit_layout(optimizer)

@@ -111,7 +111,7 @@ class Components:
         rates = (
             self.schedule.rates if self.triggers.log else None
         )  # of this update: the schedule moves behind it
-        if self.optimizers:
+        if self.optimizers and (self.own_step is not None or self.config.loop):
             from trainrun.training.named_optimizers import refuse
 
             refuse(self.optimizers)

@@ -1,8 +1,10 @@
-"""Several optimizers by name, each with its own parameters, guarded update, loss scale and schedule.
+"""Several optimizers by name, each with its own parameters and schedule.
 
-what: `run.optimizers["generator"]` of a step of one's own. `backward` gives gradients to its own parameters alone, so
-    the losses of two players never mix; `update` checks, clips, updates and clears. Schedules count steps of the run.
-when: adversarial training, other rates or rules for parts that are trained in turns.
+what: without a step of one's own all of them are updated in every step, from one loss, checked and clipped as one.
+    With one, `run.optimizers["generator"]` has a guarded update and a loss scale of its own: `backward` gives gradients
+    to its own parameters alone, so the losses of two players never mix; `update` checks, clips, updates and clears.
+    Schedules count steps of the run.
+when: adversarial training, other rules for parts that are trained in turns; sparse gradients beside dense ones.
 when not: other rates for parts that are trained together: groups of one optimizer. Several ranks (refused).
 source: Goodfellow et al. 2014, arXiv:1406.2661
 gain: their states, scales and schedules are in the checkpoint, so a resume is exact.
@@ -65,10 +67,11 @@ def end_step(named: Named) -> bool:
 
 
 class JoinedOptimizers(Optimizer):
-    """All groups and states together, to look at; updates are made by name."""
+    """All groups and states together. parts: the optimizers, which `plain_step` updates one after the other."""
 
     def __init__(self, named: Named) -> None:
         self._named = named
+        self.parts = [one.optimizer for one in named.values()]
         self.defaults: dict[str, Any] = {}
 
     @property
@@ -122,9 +125,10 @@ class JoinedPrecision:
 
 
 class JoinedSchedules:
-    """In place of a `Schedule`: those of all, at epochs, validations and in checkpoints."""
+    """In place of a `Schedule`: those of all. together: they take their steps here, and not by name."""
 
-    def __init__(self, named: Named) -> None:
+    def __init__(self, named: Named, together: bool) -> None:
+        self._together = together
         self._schedules = {name: one.schedule for name, one in named.items()}
 
     @property
@@ -144,7 +148,8 @@ class JoinedSchedules:
         return max(one.warmup_steps for one in self._schedules.values())
 
     def step(self) -> None:
-        """Each takes its step with those of the run."""
+        for one in self._schedules.values() if self._together else ():
+            one.step()
 
     def end_epoch(self) -> None:
         for one in self._schedules.values():

@@ -209,12 +209,12 @@ def by_name(config: RunConfig) -> Iterator[str]:
     if not named:
         return
     first = f"optimizer.{next(iter(named))}"
-    if not config.step and not config.loop:
-        yield f"{first}: optimizers by name are called by a step of your own; name it: step._target_=my_file.my_step"
     for name, node in named.items():
         if not node.get("params"):
             yield f"optimizer.{name}.params: must say which parameters, as optimizer.{name}.params='{name}.*'"
     for applies, word in (
+        (config.trainer.compile.scope == "step", "trainer.compile.scope=step"),
+        (config.trainer.cuda_graphs, "trainer.cuda_graphs=true"),
         (config.parallel.mode != "single", f"parallel={config.parallel.mode}"),
         (config.trainer.optimizer_in_backward, "trainer.optimizer_in_backward=true"),
         (config.trainer.cpu_offload == "optimizer", "trainer.cpu_offload=optimizer"),
