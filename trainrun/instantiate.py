@@ -28,6 +28,7 @@ WORDS = (TARGET, ARGS, PARTIAL, CHECK)
 CALLED = ("transform", "collate_fn", "loss")  # settings whose object is called with samples, or with outputs
 HERE = "trainrun.here."
 KEPT = ("trainrun", "torch")  # which the program itself is made of
+BUILT: set[str] = set()  # keys of the nodes that were built since a run began to be built
 REFUSED = ("builtins", "ctypes", "importlib", "marshal", "nt", "os", "pickle", "posix", "posixpath", "pty",
            "runpy", "shutil", "subprocess", "sys")  # fmt: skip
 
@@ -161,6 +162,7 @@ def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
     """
     if not is_node(node):
         return rebuilt(node, key)
+    BUILT.add(key)
     target = locate(node[TARGET], key)
     arguments = {name: value for name, value in node.items() if name not in WORDS}
     keywords = {name: build(value, f"{key}.{name}") for name, value in arguments.items()} | extra

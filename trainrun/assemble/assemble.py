@@ -20,6 +20,8 @@ from trainrun.assemble.data_pipeline import (
     build_transform,
     check_alike,
     check_classes,
+    check_settings_are_read,
+    describe_sources,
     key_of,
     open_split,
 )
@@ -65,10 +67,9 @@ from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.config.saved_values import public
 from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain, validation_nodes
 from trainrun.data.facts import facts_of_all
-from trainrun.data.readers.shared_rows import describe_shared_rows
 from trainrun.data.stream_options import SourceStates, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
-from trainrun.instantiate import bind_faults, build, named_nodes
+from trainrun.instantiate import BUILT, bind_faults, build, named_nodes
 from trainrun.interfaces import (
     Batches,
     ChecksModel,
@@ -130,6 +131,7 @@ class RunContext:
     measures: bool = False
     is_new: bool = False
     trains: bool = True
+    typed: Sequence[str] = ()  # settings of the command line, which some code must read
     trained: TrainingNames | None = None  # names that a checkpoint holds, where a saved run is evaluated
 
 
@@ -185,8 +187,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     sources, drawn = build_sources(config, notes, site.trained)
     facts = facts_of_all(sources, build_transform(config, "train"), config.data.on_error == "skip")
     check_alike(config, sources)
-    if site.is_new:
-        notes += describe_shared_rows(sources)
+    notes += describe_sources(facts, sources, site.is_new)
     task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
     streams = open_streams(config, site, sources, task, tally, notes, drawn, places)
     train, test = streams.pop("train"), streams.pop("test", None)
@@ -243,6 +244,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     step = seen_step(config, step, device, monitors.note)
     step = checked_step(step, site.is_new and trainer.check_task, task, model)
     hooks = build_hooks(config, site, frozen)
+    check_settings_are_read(site.typed, BUILT, config, sources)
     run = Components(
         config=config, model=model, wrapped=wrapped, task=task, task_calls=calls,
         optimizer=optimizer, schedule=schedule, precision=precision, parallel=parallel, ema=ema, retry=retry,

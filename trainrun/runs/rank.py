@@ -19,6 +19,7 @@ from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
 from trainrun.assemble.start_choices import Chosen, choose_engine, chosen_before
 from trainrun.checkpoint.save import committed_steps
+from trainrun.config.argv import split_command_line, translate
 from trainrun.config.schema import RunConfig
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, PluginError, TrainingError
 from trainrun.instantiate import build, locate, satellite
@@ -90,7 +91,8 @@ def train_once(
         goes_on = resume and bool(committed_steps(run_dir.checkpoints))
         begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
         site = site_of(run_dir, identity, parallel, flag, listeners, begin)
-        site = replace(site, phases=phases, measures=not resume, is_new=not goes_on)
+        typed = () if resume else typed_settings(run_dir)
+        site = replace(site, phases=phases, measures=not resume, is_new=not goes_on, typed=typed)
         run, facts = build_components(config, site)
         closing.push(lambda kind, error, trace: end_save(run, kind))
         if run.compile_log is not None and run.config.trainer.compile.scope in ("model", "regional"):
@@ -186,6 +188,17 @@ def site_of(
         site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
         before_commit=before_commit, write=listeners.bus.write,
     )  # fmt: skip
+
+
+def typed_settings(run_dir: RunDir) -> tuple[str, ...]:
+    """Return the keys that were typed for a run, by their names of today."""
+    if not run_dir.overrides.is_file():
+        return ()
+    words = run_dir.overrides.read_text(encoding="utf-8").splitlines()
+    lines = [word for word in words if "=" in word and not word.startswith(("#", "-", "~"))]
+    command_line = split_command_line(lines)
+    translate(command_line, lambda *_: False, lambda name: False)
+    return tuple(word.lstrip("+").partition("=")[0] for word in command_line.overrides)
 
 
 def hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:

@@ -16,6 +16,7 @@ from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
 from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.saved_config import translated
 from trainrun.config.schema import RunConfig, with_values
+from trainrun.instantiate import is_node
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.resume import check_modules, tell, trusted_config
@@ -45,6 +46,7 @@ def parts_of(
     config = trusted_config(run_dir, overrides, trust, measured)
     check_modules(run_dir, config)
     typed = {word.lstrip("+").partition("=")[0] for word in translated(overrides).overrides}
+    config = validating_new_data(config, typed)
     averaged = config.trainer.ema.enabled if typed & {"trainer.ema", "trainer.ema.enabled"} else None
     # the averaged weights are loaded into the model itself
     config = with_values(config, {"trainer.ema.enabled": False})
@@ -66,6 +68,7 @@ def parts_of(
         chosen=chosen_before(identity),
         trains=False,
         trained=names_in(loaded),
+        typed=tuple(sorted(typed)),
     )
     seed = config.seed or 0
     seed_everything(derive_seed(seed))  # data that is drawn as it is built is that of the run
@@ -75,6 +78,18 @@ def parts_of(
     load_weights(run.model, loaded, device, averaged)
     give_task_state(run.task, run.task_calls, loaded, device)
     return run, folder
+
+
+def validating_new_data(config: RunConfig, typed: set[str]) -> RunConfig:
+    """The config with the validation data that was typed, where the run validated on a fold or on named sets."""
+    data, node = config.data, config.data.train
+    if not any(key == "data.train.val_path" or key.startswith("data.val.") for key in typed):
+        return config
+    if data.folds is not None:
+        config = with_values(config, {"data.folds": None, "data.fold": None, "data.stratified": False})
+    if "data.train.val_path" in typed and is_node(node) and not is_node(data.val):
+        config = with_values(config, {"data.val": {**node, "split": "val"}})
+    return config
 
 
 def names_in(loaded: Loaded) -> TrainingNames:

@@ -164,6 +164,19 @@ class Part:
     notice: str = ""
 
     @property
+    def unused_arguments(self) -> dict[str, str]:
+        """The arguments that have no use in this split, each with the reason."""
+        unused: dict[str, str] = {}
+        if self.is_own:
+            reason = "validation data of its own is there, so nothing is held out"
+            unused |= {"val_fraction": reason, "seed": reason}
+        leaves_files_out = self.split == "train" and self.notice
+        for split in ("val", "test"):
+            if self.split != split and not leaves_files_out:
+                unused[f"{split}_path"] = f"this run has no data.{split} that reads it"
+        return unused
+
+    @property
     def is_training(self) -> bool:
         """Whether the files of the split are those of the training data."""
         return self.files == self.training

@@ -64,11 +64,13 @@ class Reader(Protocol):
 class ReaderDataset:
     """Map-style: those samples of a reader that belong to one part of the data."""
 
-    def __init__(self, reader: Reader, rows: Rows | RandomRows | None = None, notice: str = "") -> None:
+    def __init__(self, reader: Reader, rows: Rows | RandomRows | None = None, notice: str = "",
+                 unused_arguments: Mapping[str, str] | None = None) -> None:  # fmt: skip
         """rows: numbers of the samples; None is all. notice: for the first lines of a run."""
         self.reader = reader
         self.rows = rows
         self.notice = notice
+        self.unused_arguments = unused_arguments
         self._info = reader.info
         self.thread_safe = self._info.thread_safe
         self.class_names = self._info.class_names
@@ -165,4 +167,4 @@ def dataset_of(reader: Reader, part: Part) -> ReaderDataset:
         raise DataError(f"{part.setting}: there is no record in it")
     labels = reader.info.labels
     rows = part.rows(np.zeros(len(reader), np.int64) if labels is None else labels)
-    return ReaderDataset(reader, rows, part.notice)
+    return ReaderDataset(reader, rows, part.notice, part.unused_arguments)

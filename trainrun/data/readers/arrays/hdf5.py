@@ -85,7 +85,14 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
             parts = [file[layout.name][:][rows] for layout in read]
     parts += [] if encoded is None else [encoded[rows]]
     describe = dataset.describe if target else None
-    return Arrays(tuple(parts), coding.names, coding.num_classes, describe=describe, notice=part.notice)
+    return Arrays(
+        tuple(parts),
+        coding.names,
+        coding.num_classes,
+        describe=describe,
+        notice=part.notice,
+        unused_arguments=part.unused_arguments,
+    )
 
 
 class Hdf5Reader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,12 @@ class ImageFolder:
     thread_safe = True
 
     def __init__(self, root: Path, names: Sequence[str], labels: Tensor, coding: Coding, form: Form,
-                 notice: str = "") -> None:  # fmt: skip
+                 notice: str = "", unused_arguments: Mapping[str, str] | None = None) -> None:  # fmt: skip
         self._root = str(root)
         # One block instead of a million strings, which workers would copy page by page as they count references.
         self._names = np.array([os.fsencode(name) for name in names])
         self.labels, self.form, self.notice = labels, form, notice
+        self.unused_arguments = unused_arguments
         self.class_names, self.num_classes = coding.names, coding.num_classes
         self._deep = form.dtype == "float32" and any(map(self._has_16_bits, spread(len(self._names))))
 
@@ -146,7 +147,7 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     told = others and (part.is_own or split == "train")
     notices = [f"{len(others)} pictures are no JPEG or PNG and are left out, as {others[0]}"] if told else []
     notices += [part.notice] if part.notice else []
-    return ImageFolder(root, names, targets, coding, form, "; ".join(notices))
+    return ImageFolder(root, names, targets, coding, form, "; ".join(notices), part.unused_arguments)
 
 
 def _listed(

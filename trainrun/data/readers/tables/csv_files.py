@@ -92,7 +92,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     column = partial(_column, files, dialect, rows)
     return Arrays(
         chosen, coding.names, coding.num_classes, describe=describe, column=column, notice=part.notice,
-        input_columns=dict.fromkeys(names, "numbers"),
+        input_columns=dict.fromkeys(names, "numbers"), unused_arguments=part.unused_arguments,
     )  # fmt: skip
 
 

@@ -82,7 +82,8 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     if not (plain and not own_target and fits):
         return dataset
     return Arrays(reader.whole(dataset.rows), coding.names, coding.num_classes, describe=dataset.describe,
-                  column=dataset.column, notice=part.notice, input_columns=dataset.input_columns)  # fmt: skip
+                  column=dataset.column, notice=part.notice, input_columns=dataset.input_columns,
+                  unused_arguments=part.unused_arguments)  # fmt: skip
 
 
 class ParquetReader:

@@ -43,12 +43,14 @@ class TextSamples:
     thread_safe = True
 
     def __init__(self, tokens: TokenFile, text: Text, begins: np.ndarray[Any, Any],
-                 ends: np.ndarray[Any, Any], notice: str = "") -> None:  # fmt: skip
+                 ends: np.ndarray[Any, Any], notice: str = "",
+                 unused_arguments: Mapping[str, str] | None = None) -> None:  # fmt: skip
         self._tokens = tokens
         self._text = text
         self._begins = begins
         self._ends = ends
         self.notice = notice
+        self.unused_arguments = unused_arguments
         self._map: np.ndarray[Any, Any] | None = None
         self._mappings: tuple[MappedFile, ...] = ()
         self.lengths = ends - begins - 1
@@ -158,7 +160,7 @@ def load(path: str | None, split: str, kind: Literal["blocks", "lines", "documen
             f"(val_fraction={val_fraction:g}): it needs at least {needed}; choose {smaller}another "
             "data.train.val_fraction"
         )
-    return TextSamples(tokens, text, begins, ends, part.notice)
+    return TextSamples(tokens, text, begins, ends, part.notice, part.unused_arguments)
 
 
 def tokenizer_file(node: Mapping[str, Any]) -> str:
