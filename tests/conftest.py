@@ -85,8 +85,9 @@ def forget_imports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_list(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The runs of tests are not among the user's own."""
+    """The runs and caches of tests are not among the user's own."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))
 
 
 @pytest.fixture(autouse=True, scope="session")

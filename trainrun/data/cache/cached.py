@@ -25,17 +25,18 @@ from torch.utils.data import IterableDataset
 from trainrun.data.cache.disk import open_or_build
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.probe import Probe, look_at, random_because, random_refused
-from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, MISSING, Store, in_memory, shared_store
+from trainrun.data.cache.room import HEADER_BYTES
+from trainrun.data.cache.store import ALIGNMENT, MISSING, Store, in_memory, shared_store
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.engines.choice import MAX_AUTO_WORKERS
 from trainrun.data.engines.generators import seed_globals, states
 from trainrun.data.engines.workers import LoaderWorkers
-from trainrun.data.map_style import thread_safe
+from trainrun.data.map_style import describe, name_of, thread_safe
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
 from trainrun.limits import CacheSpec, parse_cache
-from trainrun.output import quantity
+from trainrun.output import counted, quantity
 from trainrun.runtime.machine import host_memory, usable_cores
 from trainrun.seeding import kept_random_state
 
@@ -75,7 +76,8 @@ def cached(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather
         return _in_memory(source, wanted, where, probe, fill, gather)
     layout, expected = probe.lay_out(len(source))
     content = content_key(source, own, probe.digest)
-    store, story = open_or_build(wanted.folder, content, layout, expected, where, fill)
+    named = f"{key}: {name_of(source)}, {counted(len(source), 'sample')}{describe(source, 0)}"
+    store, story = open_or_build(wanted.folder, content, layout, expected, where, fill, named, say)
     return Cached(source, store, f"cache on disk, {quantity(os.fstat(store.fd).st_size)}B ({story})")
 
 

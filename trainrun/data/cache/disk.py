@@ -9,6 +9,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,19 +19,45 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.cache.store import FIRST, HEADER_BYTES, CacheFull, Layout, Store, on_disk, read, write
+from trainrun.data.cache.room import HEADER_BYTES, Say, make_room
+from trainrun.data.cache.store import (
+    FIRST,
+    CacheFull,
+    Layout,
+    Store,
+    on_disk_if_there,
+    read,
+    write,
+)
 from trainrun.errors import DataError
 from trainrun.output import quantity
 
+LOG = logging.getLogger(__name__)
 NUM_BLOCKS, BLOCK_BYTES = 64, 2**16
+MOST_SOURCE = 500  # characters, in a header of 4096 bytes
+
+
+TRIES = 5  # another process may remove a cache that nobody has opened yet
 
 
 def open_or_build(folder: Path, key: str, layout: Layout, expected_bytes: int, where: str,
-                  fill: Callable[[Store], None]) -> tuple[Store, str]:  # fmt: skip
+                  fill: Callable[[Store], None], source: str, say: Say) -> tuple[Store, str]:  # fmt: skip
     """The finished cache, and whether it was there or why it was built.
 
-    One process builds, others that want the same file wait for it. `fill` writes the samples.
+    One process builds, others that want the same file wait for it. `fill` writes the samples. source: what they are of,
+    for `trainrun cache`. say: takes lines about caches that made room.
     """
+    path = folder / f"{key}.cache"
+    for _ in range(TRIES):
+        story = _build(folder, key, layout, expected_bytes, where, fill, source, say)
+        if (store := on_disk_if_there(layout, where, path)) is not None:
+            return store, story
+    raise DataError(f"{where}: the cache {path.name} is removed again and again; name another folder")
+
+
+def _build(folder: Path, key: str, layout: Layout, expected_bytes: int, where: str,
+           fill: Callable[[Store], None], source: str, say: Say) -> str:  # fmt: skip
+    """Build the cache if it is not there, and say how it came to be."""
     path, story = folder / f"{key}.cache", "found"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,13 +66,14 @@ def open_or_build(folder: Path, key: str, layout: Layout, expected_bytes: int, w
                 story = "built by another process"
                 if (problem := _problem(path, key)) is not None:
                     story = f"built{problem}"
+                    make_room(folder, expected_bytes, where, say)
                     _check_room(folder, expected_bytes, "too little is free", where)
                     os.ftruncate(fd, 0)
                     store = Store(
                         layout, where, fd, np.zeros(FIRST + layout.num_slots, np.uint64), path=draft
                     )
                     fill(store)
-                    _finish(store, path, key)
+                    _finish(store, path, key, source)
     except (CacheFull, OSError) as error:
         fault = error if isinstance(error, OSError) else error.__cause__
         assert isinstance(fault, OSError)
@@ -54,7 +82,7 @@ def open_or_build(folder: Path, key: str, layout: Layout, expected_bytes: int, w
             raise _no_room(folder, expected_bytes, reason, where) from error
         raise DataError(f"{where}: cannot write to {folder} ({reason}); name a folder of your own, or use "
                         "data.cache=memory") from error  # fmt: skip
-    return on_disk(layout, where, path), story
+    return story
 
 
 def _check_room(folder: Path, needed: int, why: str, where: str) -> None:
@@ -94,12 +122,12 @@ def _is_at(fd: int, path: Path) -> bool:
     return False
 
 
-def _finish(draft: Store, path: Path, key: str) -> None:
+def _finish(draft: Store, path: Path, key: str, source: str) -> None:
     """Write the words and the header, and move the file to its place."""
     assert draft.path is not None
     write(draft.fd, draft.words[FIRST:], HEADER_BYTES)
     os.fsync(draft.fd)
-    header = {"key": key, "num_bytes": os.fstat(draft.fd).st_size}
+    header = {"key": key, "num_bytes": os.fstat(draft.fd).st_size, "source": source[:MOST_SOURCE]}
     header["digest"] = _digest(draft.fd, header)
     write(draft.fd, json.dumps(header).encode().ljust(HEADER_BYTES), 0)
     os.fsync(draft.fd)

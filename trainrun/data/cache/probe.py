@@ -10,8 +10,9 @@ from itertools import product
 from operator import getitem
 from typing import Any, NamedTuple
 
+from trainrun.data.cache.room import HEADER_BYTES
 from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, take_apart
-from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, Layout, kind_of, record_of
+from trainrun.data.cache.store import ALIGNMENT, Layout, kind_of, record_of
 from trainrun.data.engines.batch_reader import has_epochs
 from trainrun.data.engines.generators import states, takes
 from trainrun.data.tensor_dataset import parts_of

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainrun.data.cache.room import HEADER_BYTES, hold
 from trainrun.data.cache.samples import (
     Buffer,
     Leaf,
@@ -36,7 +37,6 @@ from trainrun.data.readers.mapped_files import MappedFile, map_opened
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 
-HEADER_BYTES = 4096
 FIRST = HEADER_BYTES // 8  # the word of sample 0
 CURSOR, DONE = 0, 1  # the words that say where the records end, and whether all is written
 IN_COLUMNS = 1
@@ -205,9 +205,19 @@ def shared_store(own: Store, samples: str, fill: Callable[[Store], None],
 
 
 def on_disk(layout: Layout, where: str, path: Path) -> Store:
-    """A finished cache, which is only read."""
+    """A finished cache, which is only read, in another process than the one that opened it first."""
+    store = on_disk_if_there(layout, where, path)
+    if store is None:
+        raise DataError(f"{where}: the cache {path.name} is gone or damaged; start again")
+    return store
+
+
+def on_disk_if_there(layout: Layout, where: str, path: Path) -> Store | None:
+    """A finished cache, held so that nobody removes it; None if it is not there (any more)."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = hold(path)
+        if fd is None:
+            return None
         words = read(fd, HEADER_BYTES + 8 * layout.num_slots, 0).view(np.uint64)
     except (OSError, EOFError) as error:
         raise DataError(f"{where}: the cache {path.name} is gone or damaged ({error})") from error

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainrun.data.cache.room import hold
 from trainrun.errors import DataError
 
 
@@ -25,13 +26,19 @@ class MappedFile(NamedTuple):
     end: int
 
 
-def map_file(path: Path, dtype: str, number: int) -> np.ndarray[Any, Any]:
+def map_file(path: Path, dtype: str, number: int, is_cache: bool = False) -> np.ndarray[Any, Any]:
     """Map the first `number` values of a file, to be read alone. DataError: it cannot be read, or is shorter.
 
-    A file that grows meanwhile stays as it was.
+    A file that grows meanwhile stays as it was. is_cache: it is held while it is mapped, so that nobody removes it.
     """
     try:
-        return np.memmap(path, dtype, "r", shape=(number,))
+        if not is_cache:
+            return np.memmap(path, dtype, "r", shape=(number,))
+        descriptor = hold(path)
+        if descriptor is None:
+            raise FileNotFoundError("removed")
+        with open(descriptor, "rb") as opened:  # the map keeps a copy of the descriptor, and with it the lock
+            return np.memmap(opened, dtype, "r", shape=(number,))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read, or shorter than it was ({error})") from error
 
@@ -50,7 +57,7 @@ def mapping_of(array: Any) -> MappedFile | None:
     while isinstance(base, np.ndarray):
         if isinstance(base, np.memmap):
             start = base.offset - base.offset % mmap.ALLOCATIONGRANULARITY
-            name = str(base.filename or name)
+            name = str(getattr(base, "filename", None) or name)
         base = base.base
     return MappedFile(base, name, start + len(base)) if isinstance(base, mmap.mmap) else None
 

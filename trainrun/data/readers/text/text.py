@@ -57,6 +57,11 @@ class TextSamples:
         self.num_classes = tokens.vocabulary
         self.num_tokens = int(self.lengths.sum())
         self.bytes_per_token = tokens.num_bytes / max(tokens.num_tokens, 1)
+        if self._is_cached():
+            self._mapped()  # from now on nobody removes it
+
+    def _is_cached(self) -> bool:
+        return self._tokens.path not in self._text.files
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -114,7 +119,7 @@ class TextSamples:
     def _mapped(self) -> np.ndarray[Any, Any]:
         if self._map is None:
             tokens = self._tokens
-            self._map = map_file(tokens.path, tokens.dtype, tokens.num_tokens)
+            self._map = map_file(tokens.path, tokens.dtype, tokens.num_tokens, self._is_cached())
             self._mappings = mappings_of([self._map])
         check_lengths(self._mappings)
         return self._map

@@ -9,6 +9,7 @@ comes first makes it, under another name until it is whole; several processes ma
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from trainrun.data.cache.room import SOURCE, cache_home, make_room
 from trainrun.data.readers.free_space import check_disk, check_memory, unpacked_bytes
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.text.text_files import chunks_of, is_packed, unreadable
@@ -25,6 +27,7 @@ from trainrun.data.readers.text.tokenizer import BYTES, Tokens, encoded_chunk, o
 from trainrun.data.readers.text.trained_tokenizer import divided, training_end
 from trainrun.errors import DataError
 
+LOG = logging.getLogger(__name__)
 VERSION = 1  # of the files in the cache
 SEARCH_BYTES = 2**24
 LESS_TEXT = "name another disk by data.train.cache_dir, or read less by data.train.max_bytes"
@@ -65,8 +68,7 @@ class TokenFile:
 
 
 def text_cache(cache_dir: str | None) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainrun" / "text"
-    return cache if cache_dir is None else Path(cache_dir).expanduser()
+    return cache_home() / "text" if cache_dir is None else Path(cache_dir).expanduser()
 
 
 def token_file(text: Text, cache_dir: str | None) -> TokenFile:
@@ -81,15 +83,20 @@ def token_file(text: Text, cache_dir: str | None) -> TokenFile:
     if text.held is not None:
         name.update(f"held {text.held}".encode())
     place = text_cache(cache_dir) / name.hexdigest()[:32]
-    if not place.is_dir():
+    while True:
+        if not place.is_dir():
+            try:
+                _build(place, text, tokens)
+            except OSError as error:
+                raise DataError(
+                    f"data.train.cache_dir: cannot write {place.parent} ({error.strerror}); name a folder with space "
+                    "as data.train.cache_dir=..."
+                ) from error
         try:
-            _build(place, text, tokens)
-        except OSError as error:
-            raise DataError(
-                f"data.train.cache_dir: cannot write {place.parent} ({error.strerror}); name a folder with space as "
-                "data.train.cache_dir=..."
-            ) from error
-    return _kept(place, tokens, text.held is not None)
+            return _kept(place, tokens, text.held is not None)
+        except DataError:
+            if place.is_dir():
+                raise  # else another process has just removed it to make room
 
 
 def _file_itself(text: Text) -> TokenFile:
@@ -126,6 +133,10 @@ def _build(place: Path, text: Text, tokens: Tokens) -> None:
         what = f"{text.files[0]}: unpacked, the text"
         check_disk(unpacked_bytes(text.files), place.parent, what, LESS_TEXT)
     place.parent.mkdir(parents=True, exist_ok=True)
+    expected = unpacked_bytes(text.files) if text.max_bytes is None else text.max_bytes
+    if tokens.encode is not None:  # to tokens of two bytes, each for several of the text
+        expected //= 2
+    make_room(place.parent, expected, str(text.files[0]), LOG.info)
     making = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
     try:
         with (making / "tokens").open("wb") as out:
@@ -133,6 +144,8 @@ def _build(place: Path, text: Text, tokens: Tokens) -> None:
             out.flush()
             os.fsync(out.fileno())
         np.savez(making / "index.npz", **index)
+        more = f" and {len(text.files) - 1} more" if len(text.files) > 1 else ""
+        (making / SOURCE).write_text(f"{text.kind} of {text.files[0]}{more}", encoding="utf-8")
         try:
             os.rename(making, place)
         except OSError:

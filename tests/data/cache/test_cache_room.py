@@ -1,0 +1,243 @@
+"""Disk caches keep to a limit: the least recently used goes first, and never one that a living process reads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cache_sources import Made, in_child, same
+
+from trainrun.cli.main import main
+from trainrun.data.cache import disk, room
+from trainrun.data.cache.cached import cached
+from trainrun.data.cache.room import DiskCache, caches_in, known_folders
+from trainrun.data.readers.text.text import load as load_text
+from trainrun.errors import DataError
+
+
+class Large:
+    """40 samples of 10,000 bytes: a cache of about 0.4 MB for each `kind`."""
+
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((10_000,), (self.kind + index) % 256, dtype=torch.uint8)
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv(room.LIMIT, raising=False)
+
+
+def limit_to(monkeypatch: pytest.MonkeyPatch, megabytes: float) -> None:
+    monkeypatch.setenv(room.LIMIT, str(megabytes / 1000))
+
+
+def built(kind: int, folder: Path, lines: list[str] | None = None) -> Any:
+    return cached(
+        Large(kind), f"disk:{folder}", "data.train", say=(lines if lines is not None else []).append
+    )
+
+
+def used(cache: Any, seconds: float) -> Path:
+    """Say that a cache was used so many seconds after 1970, and close it."""
+    path: Path = cache.store.path
+    os.utime(path, (seconds, path.stat().st_mtime))
+    return path
+
+
+def closed(kind: int, folder: Path, seconds: float) -> Path:
+    path = used(built(kind, folder), seconds)
+    gc.collect()
+    return path
+
+
+def test_the_least_recently_used_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_to(monkeypatch, 1.3)
+    a = closed(1, tmp_path / "a", 300)
+    b = closed(2, tmp_path / "b", 100)
+    c = closed(3, tmp_path / "a", 200)
+    lines: list[str] = []
+    d = built(4, tmp_path / "d", lines)
+    assert [path.exists() for path in (a, b, c)] == [True, False, True]
+    assert len(lines) == 1
+    assert str(b) in lines[0]
+    assert torch.equal(d[7], Large(4)[7])
+
+
+def test_opening_a_cache_counts_as_use_and_changes_no_time_of_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_to(monkeypatch, 1.0)
+    a, b = closed(1, tmp_path, 100), closed(2, tmp_path, 200)
+    before = a.stat().st_mtime_ns
+    assert "(found)" in built(1, tmp_path).note
+    gc.collect()
+    caches_in([tmp_path])
+    assert a.stat().st_mtime_ns == before
+    built(3, tmp_path)
+    assert (a.exists(), b.exists()) == (True, False)
+
+
+def test_a_cache_in_use_stays_whatever_its_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_to(monkeypatch, 0.5)
+    kept = built(1, tmp_path)
+    path, lines = used(kept, 100), []
+    built(2, tmp_path, lines)
+    assert path.exists()
+    assert any(room.LIMIT in line for line in lines), "it is said that the limit is passed"
+    assert torch.equal(kept[3], Large(1)[3])
+    del kept
+    gc.collect()
+    built(3, tmp_path)
+    assert not path.exists()
+
+
+@pytest.mark.process
+def test_a_cache_that_another_process_reads_stays(tmp_path: Path) -> None:
+    kept = built(1, tmp_path)
+    path: Path = kept.store.path
+    (entry,) = caches_in([tmp_path])
+    assert entry.is_in_use()
+    assert in_child(lambda: entry.remove()) is False
+    assert path.exists()
+    del kept
+    gc.collect()
+    assert not entry.is_in_use()
+    assert in_child(lambda: entry.remove()) is True
+    assert not path.exists()
+
+
+def test_a_cache_that_is_removed_while_it_is_opened_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = closed(1, tmp_path, 100), []
+    really = disk.on_disk_if_there
+
+    def removed_once(*words: Any) -> Any:
+        if not opened:
+            path.unlink()
+        opened.append(1)
+        return really(*words)
+
+    monkeypatch.setattr(disk, "on_disk_if_there", removed_once)
+    again = built(1, tmp_path)
+    assert "(built)" in again.note
+    assert torch.equal(again[5], Large(1)[5])
+
+
+def test_one_that_is_larger_than_the_limit_is_refused_before_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = closed(1, tmp_path, 100)
+    limit_to(monkeypatch, 0.3)
+    with pytest.raises(DataError, match=room.LIMIT):
+        built(2, tmp_path)
+    assert other.exists(), "nothing was removed for it"
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_number_is_refused(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(room.LIMIT, text)
+    with pytest.raises(DataError, match=f"{room.LIMIT}={text}"):
+        built(1, tmp_path)
+
+
+def test_a_full_disk_is_emptied_of_old_caches_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = closed(1, tmp_path, 100), closed(2, tmp_path, 200)
+    real = room.shutil.disk_usage
+
+    def nearly_full(path: Any) -> Any:
+        total, busy, _ = real(path)
+        return type(real(path))(total, busy, 100_000 if a.exists() else 10_000_000)
+
+    monkeypatch.setattr(room.shutil, "disk_usage", nearly_full)
+    assert torch.equal(built(3, tmp_path)[1], Large(3)[1])
+    assert (a.exists(), b.exists()) == (False, True)
+
+
+def test_what_a_killed_builder_left_goes_with_the_next_cache(tmp_path: Path) -> None:
+    (tmp_path / ".gone.cache.unfinished").write_bytes(b"x" * 1000)
+    built(1, tmp_path)
+    assert not (tmp_path / ".gone.cache.unfinished").exists()
+
+
+def test_two_that_build_at_once_keep_both_to_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_to(monkeypatch, 1.0)
+    old = [closed(kind, tmp_path, kind) for kind in (1, 2)]
+    found: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda kind=kind: found.update({kind: built(kind, tmp_path)}))
+        for kind in (7, 8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[kind][9], Large(kind)[9]) for kind in (7, 8))
+    assert not all(path.exists() for path in old)
+
+
+def test_caches_of_texts_are_listed_held_and_removed(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(b"some words\n" * 500)
+    folder = tmp_path / "tokens"
+    source = load_text(f"{tmp_path}/*.txt", "train", kind="lines", cache_dir=str(folder), val_fraction=0.0)
+    (entry,) = caches_in(known_folders())
+    assert "a.txt" in entry.source
+    assert entry.num_bytes > 10_000
+    assert not entry.remove()
+    assert source[3][0].tolist() == list(b"some words")
+    del source
+    gc.collect()
+    assert entry.remove()
+    assert not entry.path.exists()
+    again = load_text(f"{tmp_path}/*.txt", "train", kind="lines", cache_dir=str(folder), val_fraction=0.0)
+    assert len(again) == 1000
+
+
+def test_the_command_lists_and_clears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = built(1, tmp_path / "a")
+    other = closed(2, tmp_path / "b", 100)
+    assert main(["cache"]) == 0
+    shown = capsys.readouterr().out
+    assert str(kept.store.path) in shown
+    assert str(other) in shown
+    assert "Large, 40 samples" in shown
+    assert "1970-01-01" in shown
+    assert "2 caches" in shown
+    assert main(["cache", "clear"]) == 0
+    assert not other.exists()
+    assert kept.store.path.exists()
+    assert torch.equal(kept[2], Large(1)[2])
+    assert main(["cache", "--folder", str(tmp_path / "b")]) == 0
+    assert "0 caches" in capsys.readouterr().out.splitlines()[-1]
+    assert main(["cache", "--folder", str(tmp_path / "none")]) == 2
+
+
+def test_a_cache_of_before_without_words_of_its_source_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "old.cache").write_bytes(b'{"key": "old", "digest": "1"}'.ljust(room.HEADER_BYTES))
+    (entry,) = caches_in([tmp_path])
+    assert (entry.source, entry.num_bytes) == ("", room.HEADER_BYTES)
+    assert isinstance(entry, DiskCache)
+
+
+def test_other_kinds_of_samples_are_read_through_it_as_before(tmp_path: Path) -> None:
+    kept = cached(Made("dict"), f"disk:{tmp_path}", "data.train")
+    assert same(kept[3], Made("dict")[3])
+    assert np.isfinite(caches_in([tmp_path])[0].used)

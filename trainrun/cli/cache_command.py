@@ -1,0 +1,62 @@
+"""`trainrun cache`: which caches there are on disks. `trainrun cache clear`: remove those that no run uses."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+from trainrun.cli.run_arguments import Parser
+from trainrun.data.cache.room import LIMIT, DiskCache, caches_in, known_folders, limit_on, remove_unfinished
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.output import counted, quantity, say
+
+
+def main(argv: list[str]) -> int:
+    parser = Parser(
+        prog="trainrun cache", allow_abbrev=False,
+        description="Lists the caches that data.cache=disk:... and data=text made: size, last use, path, source. "
+        f"The least recently used go first where all would take more than {LIMIT} gigabytes (a tenth of the disk).",
+    )  # fmt: skip
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("list", "clear"),
+        default="list",
+        help="clear: remove them, but for those in use",
+    )
+    parser.add_argument(
+        "--folder", type=Path, action="append", default=[], help="only of this folder; may come several times"
+    )
+    words = parser.parse_args(argv)
+    for folder in words.folder:
+        if not folder.is_dir():
+            raise ConfigError(f"cache --folder={folder}: no such folder")
+    folders = [folder.expanduser() for folder in words.folder] or known_folders()
+    caches = caches_in(folders)
+    if words.action == "clear":
+        clear(caches, folders)
+    else:
+        show(caches)
+    return EXIT_DONE
+
+
+def show(caches: list[DiskCache]) -> None:
+    for cache in reversed(caches):
+        used = (
+            "in use now" if cache.is_in_use() else f"used {datetime.fromtimestamp(cache.used):%Y-%m-%d %H:%M}"
+        )
+        say(f"{quantity(cache.num_bytes):>7}B  {used:21}  {cache.path}  {cache.source}")
+    total = sum(cache.num_bytes for cache in caches)
+    told = f"{counted(len(caches), 'cache')}, {quantity(total)}B"
+    if caches:
+        told += f" of at most {quantity(limit_on(caches[0].path.parent))}B on a disk ({LIMIT})"
+    say(told)
+
+
+def clear(caches: list[DiskCache], folders: list[Path]) -> None:
+    removed = [cache for cache in caches if cache.remove()]
+    for folder in folders:
+        remove_unfinished(folder)
+    freed, left = sum(cache.num_bytes for cache in removed), len(caches) - len(removed)
+    kept = f"; {counted(left, 'cache')} in use stay" if left else ""
+    say(f"removed {counted(len(removed), 'cache')}, {quantity(freed)}B{kept}")

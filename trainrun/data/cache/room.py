@@ -1,0 +1,211 @@
+"""Caches on disks: which there are, how much room they may take, and which go first.
+
+A cache is a file `<key>.cache` (see `disk`) or a folder with a file `tokens` (of a text). Who reads one holds a shared
+lock of it, which ends with its process: one in use by a living process is never removed. Folders that hold caches are
+noted in `<cache home>/folders`. The limit is for all of them on one disk together.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from trainrun.errors import DataError
+from trainrun.output import quantity
+
+LIMIT = "TRAINRUN_CACHE_GB"
+SHARE = 0.1  # of the disk, where the limit is not set
+HEADER_BYTES = 4096  # of a .cache file: JSON
+TOKENS, SOURCE = "tokens", "source"
+LOST_SECONDS = 24 * 3600  # an unfinished folder that nobody has written to for so long is left over
+
+Say = Callable[[str], None]
+
+
+class DiskCache(NamedTuple):
+    """One cache. used: when it was opened last, in seconds since 1970. source: what it was made of, in words."""
+
+    path: Path
+    num_bytes: int
+    used: float
+    source: str
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / TOKENS if self.path.is_dir() else self.path
+
+    def is_in_use(self) -> bool:
+        return not _with_lock(self.lock_file, lambda: None)
+
+    def remove(self) -> bool:
+        """Whether it could be removed: not while a living process reads it."""
+        return _with_lock(self.lock_file, lambda: _delete(self.path))
+
+
+def cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainrun"
+
+
+def note_folder(folder: Path) -> None:
+    """Remember that a folder holds caches, for `trainrun cache` and for the limit."""
+    path = str(folder.resolve())
+    note = cache_home() / "folders" / hashlib.sha256(path.encode()).hexdigest()[:16]
+    with suppress(OSError):  # a home that cannot be written: this folder alone counts then
+        note.parent.mkdir(parents=True, exist_ok=True)
+        if not note.exists():
+            note.write_text(path, encoding="utf-8")
+
+
+def known_folders() -> list[Path]:
+    """Return the folders that hold caches, and still exist."""
+    found = {cache_home() / "text"}
+    for note in (cache_home() / "folders").glob("*"):
+        with suppress(OSError, UnicodeDecodeError):
+            found.add(Path(note.read_text(encoding="utf-8")))
+    return sorted(folder for folder in found if folder.is_dir())
+
+
+def caches_in(folders: Iterable[Path]) -> list[DiskCache]:
+    """Return the finished caches of some folders, the least recently used first."""
+    found = {cache.path.resolve(): cache for folder in folders for cache in _caches_in(folder)}
+    return sorted(found.values(), key=lambda cache: cache.used)
+
+
+def _caches_in(folder: Path) -> Iterator[DiskCache]:
+    with suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            with suppress(OSError):  # gone meanwhile
+                if path.suffix == ".cache" and path.is_file():
+                    about = path.stat()
+                    yield DiskCache(path, about.st_size, about.st_atime, _source_of(path))
+                elif (path / TOKENS).is_file() and path.name[0] != ".":
+                    files = [part.stat() for part in path.iterdir()]
+                    size, used = sum(about.st_size for about in files), (path / TOKENS).stat().st_atime
+                    source = path / SOURCE
+                    yield DiskCache(path, size, used, source.read_text() if source.is_file() else "a text")
+
+
+def _source_of(path: Path) -> str:
+    found, about = "", path.stat()
+    with suppress(ValueError, AttributeError), path.open("rb") as opened:
+        found = str(json.loads(opened.read(HEADER_BYTES)).get("source", ""))
+    with suppress(OSError):  # to list it is no use of it
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    return found
+
+
+def unfinished_in(folder: Path) -> Iterator[Path]:
+    """What builders have begun in a folder and not ended: files by their name, and folders that are long left."""
+    with suppress(OSError):
+        yield from folder.glob(".*.cache.unfinished")
+        for path in folder.glob(".making-*"):
+            with suppress(OSError):
+                if time.time() - max(part.stat().st_mtime for part in (path, *path.iterdir())) > LOST_SECONDS:
+                    yield path
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed builders left; a living one holds a lock of its file."""
+    for path in unfinished_in(folder):
+        _with_lock(path, lambda path=path: _delete(path))  # type: ignore[misc]
+
+
+def hold(path: Path) -> int | None:
+    """Open a cache for reading, with a shared lock of it; None if it was removed meanwhile.
+
+    The lock ends when the last copy of the descriptor is closed, in whatever process.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    with suppress(
+        OSError
+    ):  # of another user; the time of change stays, by which other caches may know their data
+        os.utime(path, (time.time(), os.stat(path).st_mtime))
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def limit_on(folder: Path) -> int:
+    """Return how many bytes all caches on the disk of a folder may take. DataError: no number."""
+    text = os.environ.get(LIMIT, "").strip()
+    if not text:
+        return int(SHARE * shutil.disk_usage(folder).total)
+    try:
+        limit = float(text) * 1e9
+    except ValueError:
+        limit = -1.0
+    if not 0 <= limit < float("inf"):
+        raise DataError(f"{LIMIT}={text}: must be a number of gigabytes, 0 or more, as 50")
+    return int(limit)
+
+
+def make_room(folder: Path, needed: int, where: str, say: Say) -> None:
+    """Remove caches until `needed` bytes more keep to the limit and fit on the disk, the least recently used first.
+
+    One that a living process uses stays. where: begins messages. DataError: the new one alone is above the limit.
+    """
+    limit = limit_on(folder)
+    if needed > limit:
+        raise DataError(
+            f"{where}: the cache needs about {quantity(needed)}B, and caches on this disk may take {quantity(limit)}B; "
+            f"set {LIMIT} to more gigabytes, or keep a part in memory with data.cache=pool:<size>"
+        )
+    note_folder(folder)
+    remove_unfinished(folder)
+    device = folder.stat().st_dev
+    here = [other for other in {*known_folders(), folder.resolve()} if other.stat().st_dev == device]
+    caches = caches_in(here)
+    total = sum(cache.num_bytes for cache in caches)
+    for cache in caches:
+        if total + needed <= limit and needed <= shutil.disk_usage(folder).free:
+            return
+        if cache.remove():
+            total -= cache.num_bytes
+            say(
+                f"{where}: the cache {cache.path} ({quantity(cache.num_bytes)}B) was used least and made room"
+            )
+    if total + needed > limit:
+        say(
+            f"{where}: caches in use take {quantity(total)}B, so with this one they are above the limit of "
+            f"{quantity(limit)}B ({LIMIT})"
+        )
+
+
+def _with_lock(path: Path, action: Callable[[], None]) -> bool:
+    """Whether nobody holds a lock of the file; then the action is done under one."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        action()
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        gone = path.with_name(f".making-gone-{os.getpid()}-{path.name.lstrip('.')}")
+        os.rename(path, gone)  # at once, so that nobody finds half of it
+        shutil.rmtree(gone, ignore_errors=True)
+    else:
+        path.unlink()
