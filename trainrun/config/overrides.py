@@ -130,7 +130,9 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
         for override in settings:
             if override.key_or_group == "monitor.tracker":
                 add_trackers(cfg, override.value())
-        faults += [fault for override in settings if (fault := _put(cfg, override, folders))]
+        refused = [override for override in settings if _put(cfg, override, folders)]
+        # once more, as what is said of one may depend on the others
+        faults += [fault for override in refused if (fault := _put(cfg, override, folders))]
         _fill_epochs(cfg)
     return cfg
 

@@ -131,7 +131,8 @@ def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: 
         return f"{key}={value}: holds things by name, as {key}.mine._target_=my_file.MyClass{ours}"
     if "not in" in text or "is not in struct" in text:
         above = full_key.rpartition(".")[0]
-        return unknown_key(full_key, f"{key}={value}", above, names_of(error.parent_node))
+        rate = learning_rate_of(error.parent_node)
+        return unknown_key(full_key, f"{key}={value}", above, names_of(error.parent_node), rate)
     if "is not a ListConfig" in text:
         return f"{key}={value}: must be a list, as [1,28,28]"
     known = settings().get(key) if not place else None
@@ -168,14 +169,15 @@ def explain_reference(error: OmegaConfBaseException) -> str:
 def no_place(key: str, word: str, above: str, node: Any, folders: list[Path]) -> str:
     """Why a key stands nowhere. above: the part of it that is known; node: what is there."""
     if isinstance(node, DictConfig):
-        return unknown_key(key, word, above, names_of(node) if above else top_names(folders))
+        names = names_of(node) if above else top_names(folders)
+        return unknown_key(key, word, above, names, learning_rate_of(node))
     if node is None and above in open_nodes():
         return f"{word}: no such setting; nothing is chosen for {above}, which {above}._target_=my_file.MyClass does"
     return f"{word}: no such setting; {above} is a single value, as {above}=..."
 
 
-def unknown_key(key: str, word: str, above: str, names: list[str]) -> str:
-    """above: the part of the key that is known; names: what is known there."""
+def unknown_key(key: str, word: str, above: str, names: list[str], learning_rate: Any = None) -> str:
+    """above: the part of the key that is known; names: what is known there. learning_rate: of the optimizer."""
     if "/" in key:
         return f"{word}: no such group; a setting is written with dots, as {key.replace('/', '.')}=..."
     head = f"{above}." if above else ""
@@ -187,7 +189,7 @@ def unknown_key(key: str, word: str, above: str, names: list[str]) -> str:
         name for name, found in settings().items() if not found.section and name.endswith(f".{last}")
     ]
     if last in answers():
-        return f"{word}: {kind}; {answer_to(last, word.partition('=')[2])}"
+        return f"{word}: {kind}; {answer_to(last, word.partition('=')[2], learning_rate)}"
     if last in CASES:
         return f"{word}: must be {' or '.join(f'{last}={case}' for case in CASES[last])}, or be left out"
     if meant := aliases().get(key, aliases().get(last)):
@@ -210,6 +212,14 @@ def _listed(names: list[str], above: str) -> str:
             f" Known there: {', '.join(names[:MAX_NAMES])}, ... (trainrun --help {above.partition('.')[0]})"
         )
     return f" Known there: {', '.join(names)}"
+
+
+def learning_rate_of(node: Any) -> Any:
+    """Return `optimizer.lr` of the config that a node is of; None if there is none, or a reference."""
+    config = node._get_root() if isinstance(node, DictConfig) else None
+    found = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else None
+    optimizer = found.get("optimizer") if isinstance(found, dict) else None
+    return optimizer.get("lr") if isinstance(optimizer, dict) else None
 
 
 def names_of(node: Any) -> list[str]:

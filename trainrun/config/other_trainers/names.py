@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from trainrun.config.schema import PRECISION_WORDS, TrackerName
 
@@ -111,17 +111,27 @@ OPTIONS = {
 }  # fmt: skip
 
 
+OF_RATE = "{of optimizer.lr}"
+
+
 @cache
 def answers() -> dict[str, str]:
-    """What to write in place of a name of another trainer that has no single setting here; `{0.1}`: the value that was
-    typed, or 0.1."""
+    """What to write in place of a name of another trainer that has no single setting here.
+
+    `{0.1}` stands for the value that was typed, or 0.1; `{of optimizer.lr}` for that value as a part of optimizer.lr.
+    """
     import yaml
 
     found = yaml.safe_load(Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"))
     return {name: answer for names, answer in found.items() for name in names.split()}
 
 
-def answer_to(name: str, value: str = "") -> str:
+def answer_to(name: str, value: str = "", learning_rate: Any = None) -> str:
     """The answer to `name=value`, with the value in it where that is a number."""
     is_number = re.fullmatch(r"[\d.]+(e-?\d+)?", value) is not None
+    if OF_RATE in answers()[name]:
+        part = "..."
+        if is_number and isinstance(learning_rate, int | float) and learning_rate > 0:
+            part = f"{float(value) / learning_rate:.4g}"
+        return answers()[name].replace(OF_RATE, part)
     return re.sub(r"\{(.+?)\}", lambda found: value if is_number else found[1], answers()[name])
