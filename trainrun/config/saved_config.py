@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.aliases import aliases, say_once, target_of_today
@@ -52,6 +52,16 @@ from trainrun.errors import ConfigError
 from trainrun.instantiate import TARGET
 from trainrun.output import HIDDEN, hides
 from trainrun.runs.run_folder import RunDir, read_json, read_origin
+
+
+def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:
+    """Return the word that leaves the choice of a device to a run of several ranks that goes on as a single one."""
+    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
+    devices = OmegaConf.select(saved, "parallel.devices")
+    number = len(devices) if isinstance(devices, ListConfig) else devices
+    is_single = given.get("parallel.mode") == "single" and "parallel.devices" not in given
+    has_several = isinstance(number, int) and number > 1
+    return ["parallel.devices=auto"] if is_single and has_several else []
 
 
 def following(saved: DictConfig, words: list[str]) -> list[str]:
@@ -230,7 +240,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
     faults += wrong.values()
     sound = [word for word in words.overrides if word not in wrong]
-    put_into_saved(cfg, [*sound, *following(saved, sound)], faults)
+    put_into_saved(cfg, [*sound, *following(saved, sound), *devices_of_one(saved, sound)], faults)
     faults += [*missing_secrets(cfg), *lower_trackers(cfg)]
     try:
         config = OmegaConf.to_object(cfg)
