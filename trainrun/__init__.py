@@ -23,13 +23,15 @@ __all__ = ["Run", "TrainrunError", "load_model", "load_run", "train"]
 
 def load_model(
     run_dir: str | Path,
-    which: str = "best",
+    which: str | None = None,
     trust: bool = False,
     model: nn.Module | None = None,
     merge: bool = False,
 ) -> nn.Module:
-    """The trained network of a run folder, in evaluation mode, on the CPU. trust: run the code that it names.
+    """Return the trained network of a run folder, in evaluation mode, on the CPU.
 
+    which: best, last, or a checkpoint's name; without it the best, or the last where no metric chose a best one. trust:
+    the folder is from somebody else, and all that it names may be used.
     model: the like of that which the run was given, of a run of objects (`trainrun.train(model=...)`). merge: a plain
     network, with what LoRA learned in its weights.
     """

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
-from trainrun.checkpoint.load import Loaded, best_checkpoint, load_together, read_checkpoint, resolve
+from trainrun.checkpoint.load import Loaded, choose_checkpoint, load_together, read_checkpoint, resolve
 from trainrun.checkpoint.save import committed_steps
 from trainrun.checkpoint.weights import (
     check_tensors,
@@ -124,8 +124,7 @@ def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
     way = f"call once: trainrun evaluate {shlex.quote(str(run_dir.root))} --trust"
     check_sealed(run_dir, trust=False, way=way)
     config = load_config(run_dir.config, [])
-    which = "last" if best_checkpoint(run_dir.checkpoints) is None else "best"
-    network = network_of(run_dir, config, which)
+    network = network_of(run_dir, config, choose_checkpoint(run_dir.checkpoints))
     if "bpe:" in str(config.data.train):
         from trainrun.sampling.run_tokenizer import kept_tokenizer
 

@@ -406,6 +406,13 @@ def committed_metrics(folder: Path) -> dict[int, Metric]:
     return metrics
 
 
+def choose_checkpoint(folder: Path, which: str | None = None) -> str:
+    """Return `which`; without it "best", or "last" where no checkpoint was chosen by a metric."""
+    if which is not None:
+        return which
+    return "last" if best_checkpoint(folder) is None else "best"
+
+
 def best_checkpoint(folder: Path) -> Path | None:
     """Return the folder of the best committed step by the manifests; None if none of them was measured.
 

@@ -81,15 +81,13 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
 
 
 def checkpoint_of(run: RunDir, which: str | None) -> str:
-    """What `--which` says; without it the best, or the last where no metric chose a best one."""
-    from trainrun.checkpoint.load import best_checkpoint
+    """Return what `--which` says; without it the best, or the last where no metric chose a best one."""
+    from trainrun.checkpoint.load import choose_checkpoint
 
-    if which is not None:
-        return which
-    if best_checkpoint(run.checkpoints) is not None:
-        return "best"
-    say("note: no checkpoint of this run was chosen by a metric, so this is of the last", file=sys.stderr)
-    return "last"
+    chosen = choose_checkpoint(run.checkpoints, which)
+    if which is None and chosen == "last":
+        say("note: no checkpoint of this run was chosen by a metric, so this is of the last", file=sys.stderr)
+    return chosen
 
 
 def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainrun.config.aliases import key_of_today, stands_for, value_of_today
-from trainrun.config.schema import is_tracker, settings
+from trainrun.config.schema import is_tracker, open_nodes, settings
 from trainrun.errors import ConfigError
+from trainrun.instantiate import CALLED
 from trainrun.limits import NODE, NODES
 
 WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
@@ -128,7 +129,11 @@ def translate(
 
                 value = with_bare_keys(value)
             meant = [sign + key + equals + value]
-        if meant[-1].replace('"', "") != shown.replace('"', "") and not noted:
+        target = meant[-1].removeprefix(
+            "+"
+        )  # `model=my_net.Net` is our own word, of which nothing is to be said
+        is_short = target in (f"{typed_key}._target_={value}", f"{typed_key}.train._target_={value}")
+        if meant[-1].replace('"', "") != shown.replace('"', "") and not (noted or is_short):
             words.notes.append(f"{shown} is read as {meant[-1]}")
         for part in meant:
             if part != shown:
@@ -160,10 +165,13 @@ def _without_cases(words: CommandLine) -> Iterator[tuple[str, str, bool]]:
 
 
 def _takes_a_target(key: str) -> bool:
-    """Whether `key=my_file.MyClass` names what stands at an open node."""
-    known, above = settings().get(key), settings().get(key.rpartition(".")[0])
+    """Whether `key=my_file.MyClass` names what stands at an open node, or what a node calls, as `task.loss`."""
+    section, _, name = key.rpartition(".")
+    known, above = settings().get(key), settings().get(section)
     if known is not None:
         return known.opens == NODE or key in DATA_SETS
+    if name in CALLED and any(f"{section}.".startswith(f"{node}.") for node in open_nodes()):
+        return True
     return (above is not None and above.opens == NODES) or (is_tracker(key) and key.count(".") == 1)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
+from trainrun.checkpoint.load import choose_checkpoint
 from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
@@ -58,9 +59,11 @@ class Run:
         return read_rows(self.files.metrics)
 
     def load_model(
-        self, which: str = "best", model: nn.Module | None = None, merge: bool = False
+        self, which: str | None = None, model: nn.Module | None = None, merge: bool = False
     ) -> nn.Module:
-        """The trained network in evaluation mode, on the CPU. which: best, last, or a checkpoint's name.
+        """Return the trained network in evaluation mode, on the CPU.
+
+        which: best, last, or a checkpoint's name; without it the best, or the last where no metric chose a best one.
 
         It takes inputs as a batch of the run had them: pictures scaled (0 to 1 of `data=image_folder`), and
         normalised where `data.augment.normalize` was. model: the like of that which the run was given from Python, if
@@ -69,7 +72,7 @@ class Run:
         from trainrun.runs.restore_config import load_model
 
         with holding(dict(self.objects) | ({} if model is None else {"model": model})):
-            found = load_model(self.files, which, self.trust)
+            found = load_model(self.files, choose_checkpoint(self.files.checkpoints, which), self.trust)
         if merge:
             from trainrun.transform.lora import LoraLinear, merge_lora
 
