@@ -144,7 +144,7 @@ def test_what_a_word_stands_for_is_there() -> None:
     [
         ("--mixup 0.8", "data.augment.mixup.alpha=0.8"),
         ("mixup=true", "data.augment.mixup.alpha=0.2"),
-        ("min_lr=1e-4", "scheduler.min_factor=0.01, a part of optimizer.lr: 1e-4 divided by it"),
+        ("min_lr=1e-4", "scheduler.min_factor=0.1,"),
         ("beta2=0.95", "write optimizer.betas=[0.9,0.95]"),
         ("lr_decay_iters=600", "write trainer.max_steps=600"),
         (
