@@ -1,9 +1,9 @@
 """The lane of a test says what it may do; its folder sets it.
 
-unit: starts no process and no training. train: trains in this process. process: starts others (ranks, workers of a
-loader, the real command) or sends signals. fault: random kills, damage and power loss; the pretended GPU. A child that
-is forked for a trial at the start of a training is no process of these. A file, or a
-test, of another lane than its folder says so itself: `pytestmark = pytest.mark.process`.
+unit: starts no training and no process, but for the child of a look at data, which has ended by then. train: trains in
+this process. process: starts others (ranks, workers of a loader, the real command) or sends signals. fault: random
+kills, damage and power loss; the pretended GPU. A file, or a test, of another lane than its folder says so itself:
+`pytestmark = pytest.mark.process`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from trainrun.data.engines import build_engine, choice
-from trainrun.data.engines.auto_stream import AutoStream
-from trainrun.data.engines.threads import ThreadBatches
+from trainrun.data.engines import choice
+from trainrun.data.engines.stream import ReadBy
 from trainrun.data.pipeline import open_batches
-from trainrun.data.stream_options import StreamOptions
+from trainrun.data.stream_options import FirstInput, Look, StreamOptions
 from trainrun.errors import DataError
 
 DATA = torch.zeros(20, 3), torch.arange(20) % 4
@@ -45,59 +45,80 @@ def options(**changes):
     return StreamOptions(**{"key": "data.train", "training": True, "batch_size": 2, "seed": 0} | changes)
 
 
-def names(source, **changes):
-    stream, _ = open_batches(source, options(**changes))
-    if not isinstance(stream, AutoStream):
-        return []
-    return [stream.default.name, *(option.name for option in stream.options if option != stream.default)]
-
-
-WORKERS = ["workers=0", "workers=1", "workers=2", "workers=4"]
-THREADS = ["threads=1", "threads=2", "threads=4"]
+RESIDENT, MAIN = ReadBy("resident", 0), ReadBy("workers", 0)
+FIRST = FirstInput("floats", (3,))
+QUICK, COMPUTES, WAITS = (
+    Look(FIRST, "", wall, busy) for wall, busy in ((1e-4, 1e-4), (0.01, 0.01), (0.01, 0.001))
+)
+DRAWS = replace(WAITS, draws={"__getitem__": ("torch",)})
 
 
 @pytest.mark.parametrize(
-    ("source", "changes", "wanted"),
+    ("source", "changes", "read_by"),
     [
-        (DATA, {}, ["resident"]),
-        (DATA, {"transform": list}, ["workers=0", "threads=1", *WORKERS[1:]]),
-        (Samples(), {}, ["workers=3", "threads=1", *WORKERS]),
-        (Safe(), {}, ["workers=3", *THREADS, *WORKERS]),
-        (Safe(), {"local_world_size": 2}, ["workers=0", "threads=1", "threads=2", *WORKERS[1:3]]),
-        (Safe(), {"transform": list}, ["workers=3", "threads=1", *WORKERS]),
-        (Drawing(), {}, ["workers=3", *WORKERS]),
-        (Safe(), {"engine": "workers"}, ["workers=3", *WORKERS]),
-        (Safe(), {"engine": "threads"}, ["threads=3", *THREADS]),
-        (Samples(), {"engine": "threads"}, []),  # nothing to choose
-        (Safe(), {"num_workers": 2}, []),
-        (Safe(), {"num_threads": 2}, []),
-        (Safe(), {"engine": "threads", "num_threads": 3}, []),
-        (DATA, {"engine": "resident"}, []),
-        (Stream(), {}, []),
+        (DATA, {}, RESIDENT),
+        (DATA, {"transform": list, "look": QUICK}, MAIN),
+        (DATA, {"transform": list, "look": COMPUTES}, ReadBy("workers", 3)),
+        (Samples(), {"look": QUICK}, MAIN),
+        (Samples(), {"look": COMPUTES}, ReadBy("workers", 3)),
+        (Safe(), {"look": COMPUTES}, ReadBy("workers", 3)),
+        (Samples(), {"look": COMPUTES, "local_world_size": 2}, MAIN),
+        (Samples(), {"look": WAITS}, ReadBy("workers", 4)),
+        (Samples(), {"look": WAITS, "local_world_size": 4}, ReadBy("workers", 4)),
+        (Safe(), {"look": WAITS}, ReadBy("threads", 4)),
+        (Safe(), {"look": DRAWS}, ReadBy("workers", 4)),
+        (Safe(), {"look": WAITS, "transform": list}, ReadBy("workers", 4)),
+        (Safe(), {"engine": "threads"}, ReadBy("threads", 3)),
+        (Safe(), {"engine": "threads", "transform": list}, ReadBy("threads", 1)),
+        (Safe(), {"num_threads": 2}, ReadBy("threads", 2)),
+        (Safe(), {"engine": "threads", "num_threads": 3}, ReadBy("threads", 3)),
+        (Safe(), {"num_workers": 2}, ReadBy("workers", 2)),
+        (Stream(), {}, MAIN),
+    ],
+)  # fmt: skip
+def test_the_rule_on_a_look(source, changes, read_by):
+    assert open_batches(source, options(**changes))[0].read_by == read_by
+
+
+@pytest.mark.parametrize(
+    ("source", "look", "beside", "read_by"),
+    [
+        (Samples(), COMPUTES, MAIN, MAIN),
+        (Samples(), COMPUTES, RESIDENT, ReadBy("workers", 3)),
+        (Samples(), COMPUTES, ReadBy("workers", 2), ReadBy("workers", 3)),
+        (Samples(), QUICK, ReadBy("workers", 2), ReadBy("workers", 1)),
+        (Samples(), QUICK, RESIDENT, MAIN),
+        (Samples(), COMPUTES, ReadBy("threads", 2), MAIN),
+        (Safe(), COMPUTES, ReadBy("threads", 2), ReadBy("threads", 2)),
+        (Stream(), None, ReadBy("workers", 2), ReadBy("workers", 1)),
+        (Stream(), None, MAIN, MAIN),
+        (DATA, None, MAIN, RESIDENT),
     ],
 )
-def test_what_may_be_tried(source, changes, wanted):
-    found = names(source, **changes)
-    assert (found[:1], sorted(found)) == (wanted[:1], sorted(wanted))
+def test_validation_is_read_in_the_same_kind_of_process(source, look, beside, read_by):
+    changes = {"training": False, "key": "data.val", "beside": beside, "limit": 3, "look": look}
+    assert open_batches(source, options(**changes))[0].read_by == read_by
 
 
 @pytest.mark.parametrize(
     ("source", "changes", "line"),
     [
         (DATA, {"engine": "threads"}, "3 loader threads (data.engine=threads)"),
-        (Samples(), {"engine": "threads"},
-         "1 loader thread (data.engine=threads; the source does not say thread_safe = True)"),
-        (Samples(), {"engine": "threads", "num_threads": 2, "num_workers": 3},
+        (Safe(), {"engine": "threads", "num_threads": 2, "num_workers": 3},
          "2 loader threads (asked for; data.num_workers=3 is not used)"),
-        (Samples(), {"num_threads": 2}, "2 loader threads (asked for)"),
+        (Safe(), {"num_threads": 2}, "2 loader threads (asked for)"),
     ],
 )  # fmt: skip
 def test_threads_and_their_reasons(source, changes, line):
-    stream, note = open_batches(source, options(**changes))
-    if isinstance(stream, AutoStream):
-        stream = stream.stream(stream.default.name)
-    assert isinstance(stream, ThreadBatches)
+    _, note = open_batches(source, options(**changes))
     assert note == f"data.train: {line}"
+
+
+@pytest.mark.parametrize("changes", [{"engine": "threads"}, {"num_threads": 1}, {"num_threads": 2}])
+def test_threads_only_for_a_source_that_says_it_is_safe(changes):
+    for training in (True, False):
+        with pytest.raises(DataError, match="thread_safe = True"):
+            open_batches(Samples(), options(training=training, **changes))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +146,6 @@ def test_workers_whose_batches_do_not_fit_into_shared_memory(monkeypatch):
     monkeypatch.setattr(
         choice, "shared_free_bytes", lambda: 18_100_000
     )  # 9 batches of 2 MB: 4 x 2, and one in use
-    monkeypatch.setattr(build_engine, "shared_free_bytes", lambda: 18_100_000)
     open_batches(Large(), options(num_workers=4))[0].close()
     with pytest.raises(DataError) as caught:
         open_batches(Large(), options(num_workers=5))
@@ -135,8 +155,6 @@ def test_workers_whose_batches_do_not_fit_into_shared_memory(monkeypatch):
         "data.prefetch_factor or data.engine=threads"
     )
     monkeypatch.setattr(choice, "usable_cores", lambda: 8)
-    stream, line = open_batches(Large(), options())
+    stream, line = open_batches(Large(), options(engine="workers"))
     assert line == "data.train: 4 loader workers (more do not fit into /dev/shm)"
-    assert [option.name for option in stream.options] == [
-        "workers=0", "threads=1", "workers=1", "workers=2", "workers=4"
-    ]  # fmt: skip
+    assert stream.read_by == ReadBy("workers", 4)

@@ -30,6 +30,8 @@ def columns():
 
 
 class Noisy(Dataset):
+    thread_safe = True
+
     """Random through the hook."""
 
     def __len__(self):
@@ -48,8 +50,6 @@ class NoisyAtOnce(Noisy):
 
 
 class Faulty(Noisy):
-    thread_safe = True
-
     def __getitem__(self, index, generator=None):
         if index in (3, 11, 12, 13):
             raise OSError("damaged")

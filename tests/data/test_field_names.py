@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.flip import RandomFlip
 from trainrun.data.augment.images import images_of, target_of, with_images, with_target
 from trainrun.data.augment.mix import CutMix, MixUp
-from trainrun.data.first_sample import first_input
+from trainrun.data.look import first_input
 from trainrun.data.readers.targets import chosen_target
 from trainrun.data.sequences.collate import Padded
 from trainrun.data.tensor_dataset import columns_of
@@ -69,5 +68,4 @@ def test_padding_tables_and_the_first_input_know_every_target(key: str) -> None:
     samples = [{"input_ids": torch.arange(n), key: torch.arange(n)} for n in (3, 1)]
     assert Padded()(samples)[key][1].tolist() == [0, IGNORED, IGNORED]
     assert chosen_target(None, ["age", key, "id"]) == (key,)
-    first: Tensor = first_input([{key: 1, "pixel_values": IMAGES[0]}], "data.train", None)
-    assert torch.equal(first, IMAGES[0])
+    assert first_input({key: 1, "pixel_values": IMAGES[0]}).shape == tuple(IMAGES[0].shape)

@@ -1,8 +1,7 @@
 """The hook: a parameter `generator` gets a torch.Generator seeded by (seed, epoch, index)."""
 
 import random
-import threading
-from typing import Any
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from trainrun.data.cache.cached import cached
-from trainrun.data.engines.generators import drawn_from, generator_of, guarded
+from trainrun.data.engines.generators import generator_of
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
@@ -94,32 +93,6 @@ def test_an_iterable_is_transformed_by_position(workers):
     share.close()
 
 
-def test_what_the_training_compiles_is_compiled_while_threads_read_and_after_them() -> None:
-    """Torch has one flag for all threads, which the second of two would leave set."""
-    compiled: list[int] = []
-    inside, left = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
-
-    def read(number: int) -> None:
-        with guarded((), "a reader"):
-            inside[number].set()
-            left[number].wait(60)
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled.append(1)
-        return graph
-
-    threads = [threading.Thread(target=read, args=(number,)) for number in (0, 1)]
-    for thread, event in zip(threads, inside, strict=True):
-        thread.start()
-        assert event.wait(60)
-    torch.compile(lambda x: x * 2 + 1, backend=backend)(torch.ones(3))
-    for thread, event in zip(threads, left, strict=True):  # the first one first
-        event.set()
-        thread.join()
-    torch.compile(lambda x: x * 3 + 1, backend=backend)(torch.ones(3))
-    assert len(compiled) == 2
-
-
 class Own(Noise):
     """Keeps a generator, and uses it as `draw` says."""
 
@@ -145,40 +118,90 @@ def seeded_by_index(rng, index):
     return rng.random()
 
 
+MODULE_LEVEL = np.random.default_rng(0)
+
+
+class OfTheModule(Noise):
+    def __getitem__(self, index):
+        return torch.tensor(MODULE_LEVEL.random())
+
+
+class Fresh(Noise):
+    def __getitem__(self, index):
+        return torch.tensor(np.random.default_rng().random())
+
+
+class OfTheClock(Noise):
+    def __getitem__(self, index):
+        return torch.tensor(time.perf_counter_ns())
+
+
+class OfAClosure(Noise):
+    def __init__(self):
+        rng = random.Random(0)
+        self.read = lambda index: torch.tensor(rng.random() + index)
+
+    def __getitem__(self, index):
+        return self.read(index)
+
+
+class Deep(Noise):
+    """Its generator lies in a list of pairs, and what it draws in a dictionary of an array and a text."""
+
+    def __init__(self):
+        self.steps = [("noise", [np.random.RandomState(3)])]
+
+    def __getitem__(self, index):
+        return {"x": self.steps[0][1][0].rand(3), "name": str(index)}
+
+
 @pytest.mark.parametrize(
     ("source", "transform", "told"),
     [
-        (Own(lambda rng, i: rng.random(), random.Random(0)), None, "data.train.rng"),
-        (Own(lambda rng, i: rng.random(), np.random.default_rng(0)), None, "data.train.rng"),
-        (Own(lambda rng, i: rng.rand(), np.random.RandomState(0)), None, "data.train.rng"),
-        (Own(lambda rng, i: torch.rand((), generator=rng), torch.Generator()), None, "data.train.rng"),
-        (Noise(), Own(lambda rng, i: rng.random(), random.Random(0)).__getitem__, "data.transform.rng"),
-        (OwnStream(), None, "data.train.rng"),
+        (Own(lambda rng, i: rng.random(), random.Random(0)), None, "data.train"),
+        (Own(lambda rng, i: rng.random(), np.random.default_rng(0)), None, "data.train"),
+        (Own(lambda rng, i: rng.rand(), np.random.RandomState(0)), None, "data.train"),
+        (Own(lambda rng, i: torch.rand((), generator=rng), torch.Generator()), None, "data.train"),
+        (OfTheModule(), None, "data.train"),
+        (Fresh(), None, "data.train"),
+        (OfTheClock(), None, "data.train"),
+        (OfAClosure(), None, "data.train"),
+        (Deep(), None, "data.train"),
+        (Subset(ConcatDataset([Noise(), OfTheModule()]), [0, 7, 8]), None, "data.train"),
+        (Noise(), Own(lambda rng, i: rng.random(), random.Random(0)).__getitem__, "data.transform"),
+        (Noise(), lambda sample: MODULE_LEVEL.random(), "data.transform"),
+        (OwnStream(), None, "data.train"),
         (OwnStream(seed=1), None, ""),
         (Own(lambda rng, i: i, random.Random(0)), None, ""),
         (Own(seeded_by_index, random.Random(0)), None, ""),
         (Own(lambda rng, i: random.random(), random.Random(0)), None, ""),
+        (Own(lambda rng, i: np.random.default_rng(torch.initial_seed()).random(), None), None, ""),
+        (Noise(), noise, ""),
     ],
 )  # fmt: skip
-def test_draws_from_a_generator_that_the_user_keeps_are_told(source, transform, told):
+def test_samples_that_differ_between_two_reads_are_told(source, transform, told):
     options = StreamOptions("data.train", True, 2, 5, num_workers=0, transform=transform)
     lines = open_batches(source, options)[1].splitlines()[1:]
     assert [line.partition(": ")[0] for line in lines] == [told] * bool(told)
 
 
-@pytest.mark.parametrize(
-    ("rng", "draw"),
-    [
-        (random.Random(0), random.Random.random),
-        (np.random.default_rng(0), np.random.Generator.random),
-        (np.random.RandomState(0), np.random.RandomState.random_sample),
-        (torch.Generator().manual_seed(0), lambda rng: float(torch.rand((), generator=rng))),
-    ],
-)
-def test_a_generator_that_was_tried_is_put_back(rng, draw):
-    given = []
-    assert drawn_from([(".rng", rng)], lambda: given.append(draw(rng))) == [".rng"]
-    assert draw(rng) == given[0] != given[1]
+def test_looking_moves_no_generator():
+    own = random.Random(0)
+    expected = (
+        own.getstate(),
+        MODULE_LEVEL.bit_generator.state,
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+    )
+    for source in (Own(lambda rng, i: rng.random(), own), OfTheModule(), Noise()):
+        opened(source, num_workers="auto")
+    found = (
+        own.getstate(),
+        MODULE_LEVEL.bit_generator.state,
+        random.getstate(),
+        torch.get_rng_state().tolist(),
+    )
+    assert found == expected
 
 
 class DrawsAtOnce(Noise):
@@ -208,6 +231,7 @@ def test_a_collate_function_that_draws_is_told_where_batches_are_cut(more):
 
 class Epochs(Noise):
     epoch = None
+    thread_safe = True
 
     def set_epoch(self, epoch):
         self.epoch = epoch

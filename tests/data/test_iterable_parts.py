@@ -113,14 +113,53 @@ def test_what_says_where_it_stands_is_not_read_again(buffer, most, monkeypatch):
     places, given = SourceStates(), []
     list(opened(Placed(), places=places, shuffle_buffer=buffer).epoch(0))
     monkeypatch.setattr(Placed, "on_read", given.append)
-    source = Placed()
-    next(opened(source, places=places, shuffle_buffer=buffer).epoch(0, 11))
+    next(opened(Placed(), places=places, shuffle_buffer=buffer).epoch(0, 11))
     assert 0 < len(given) <= most  # the batch after it is looked at too
-    assert source.place == 0  # the next epoch begins at the beginning
+
+
+class Cursor:
+    def __init__(self):
+        self.place = 0
+
+
+class Nested(Whole):
+    """Its place is kept by an object in a dictionary, which a copy of it would share."""
+
+    def __init__(self):
+        super().__init__()
+        self.reader = {"cursor": Cursor()}
+
+    def state_dict(self):
+        return {"place": self.reader["cursor"].place}
+
+    def load_state_dict(self, state):
+        self.reader["cursor"].place = state["place"]
+
+    def __iter__(self):
+        cursor = self.reader["cursor"]
+        while cursor.place < len(self.numbers):
+            cursor.place += 1
+            yield torch.tensor(self.numbers[cursor.place - 1]), cursor.place - 1
+        cursor.place = 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("source", [Placed, Both])
+@pytest.mark.parametrize("left", [1, 3])
+def test_a_resume_of_a_limited_epoch_is_the_epoch(left, workers):
+    """A new process begins where the one that went on does: with the first sample."""
+    limit, places = 4, SourceStates()
+    stream = opened(Nested(), num_workers=workers, limit=limit, places=places)
+    epochs = [contents(stream.epoch(epoch)) for epoch in range(3)]
+    stream.close()
+    assert [numbers(epoch) for epoch in epochs] == [Whole().numbers[: 2 * limit]] * 3
+    for known in (SourceStates(), places):
+        again = opened(Nested(), num_workers=workers, limit=limit, places=known)
+        assert contents(again.epoch(2, left)) == epochs[2][left:]
+        again.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("source", [Placed, Both, Nested])
 def test_an_epoch_after_one_that_was_left_begins_at_the_beginning(source, workers):
     stream = opened(source(), num_workers=workers)
     for _ in range(2):

@@ -16,6 +16,8 @@ X, Y = torch.arange(N, dtype=torch.float32)[:, None], torch.arange(N) // (N // C
 
 
 class Samples(Dataset):
+    thread_safe = True
+
     def __len__(self) -> int:
         return N
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, get_worker_info
 
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -21,6 +21,8 @@ N = 14
 
 
 class Augmented(Dataset):
+    thread_safe = True
+
     """Draws from every global generator; says its process, so that a test can look at the workers."""
 
     def __len__(self):
@@ -180,7 +182,7 @@ def test_workers_ignore_stop_signals(opened):
 def test_a_worker_that_hangs_is_killed(opened, monkeypatch, capfd):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     monkeypatch.setattr("trainrun.data.engines.workers.STACK_SECONDS", 1.0)
-    hanging = Broken(lambda: time.sleep(600), index=1)
+    hanging = Broken(lambda: get_worker_info() is None or time.sleep(600), index=1)
     stream = opened(hanging, shuffle=False, num_workers=1, timeout_seconds=2)
     with pytest.raises(
         DataError, match=r"worker_timeout_seconds=2: data.train gave no batch .* were the samples 0, 1"

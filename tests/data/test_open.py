@@ -4,9 +4,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainrun.data.engines import choice, in_memory
-from trainrun.data.engines.auto_stream import AutoStream
-from trainrun.data.engines.in_memory import ResidentBatches
-from trainrun.data.engines.loader import LoaderBatches
+from trainrun.data.engines.stream import ReadBy
 from trainrun.data.facts import Labels, check_labels, facts_of
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -42,45 +40,43 @@ class Stream(IterableDataset):
 def opened(source, **changes):
     """The stream that reads, and the line about it."""
     fields = {"key": "data.train", "training": True, "batch_size": 2, "seed": 0}
-    stream, line = open_batches(source, StreamOptions(**fields | changes))
-    return (stream.stream(stream.default.name) if isinstance(stream, AutoStream) else stream), line
+    return open_batches(source, StreamOptions(**fields | changes))
+
+
+RESIDENT, MAIN = ReadBy("resident", 0), ReadBy("workers", 0)
 
 
 @pytest.mark.parametrize(
-    ("source", "changes", "kind", "line"),
+    ("source", "changes", "read_by", "line"),
     [
-        ((X, Y), {}, ResidentBatches, "resident on cpu (in memory, 0.0 MB)"),
-        ((X, Y), {"num_workers": 0}, ResidentBatches, "resident on cpu (in memory, 0.0 MB)"),
-        ((X, Y), {"num_workers": 2}, LoaderBatches, "2 loader workers (asked for)"),
-        ((X, Y), {"engine": "workers"}, LoaderBatches,
-         "read in the main process (in memory, 0.0 MB; data.engine=workers)"),
-        ((X, Y), {"engine": "resident", "num_workers": 2}, ResidentBatches,
+        ((X, Y), {}, RESIDENT, "resident on cpu (in memory, 0.0 MB)"),
+        ((X, Y), {"num_workers": 0}, RESIDENT, "resident on cpu (in memory, 0.0 MB)"),
+        ((X, Y), {"num_workers": 2}, ReadBy("workers", 2), "2 loader workers (asked for)"),
+        ((X, Y), {"engine": "workers"}, MAIN, "read in the main process (in memory, 0.0 MB; data.engine=workers)"),
+        ((X, Y), {"engine": "resident", "num_workers": 2}, RESIDENT,
          "resident on cpu (asked for; data.num_workers=2 is not used)"),
-        ((X, Y), {"collate_fn": list}, LoaderBatches,
-         "read in the main process (in memory, 0.0 MB; data.collate_fn)"),
-        (Samples(), {}, LoaderBatches, "3 loader workers (4 cores for 1 rank)"),
-        (Samples(), {"world_size": 2, "local_world_size": 2}, LoaderBatches,
+        (Samples(), {"engine": "workers"}, ReadBy("workers", 3), "3 loader workers (4 cores for 1 rank)"),
+        (Samples(), {"engine": "workers", "world_size": 2, "local_world_size": 2}, MAIN,
          "read in the main process (4 cores for 2 ranks)"),
-        (Samples(), {"num_workers": 0}, LoaderBatches, "read in the main process (asked for)"),
-        (Stream(), {}, LoaderBatches, "read in the main process (an IterableDataset)"),
-        (Stream(), {"num_workers": 1}, LoaderBatches, "1 loader worker (asked for)"),
+        (Samples(), {"num_workers": 0}, MAIN, "read in the main process (asked for)"),
+        (Stream(), {}, MAIN, "read in the main process (an IterableDataset)"),
+        (Stream(), {"num_workers": 1}, ReadBy("workers", 1), "1 loader worker (asked for)"),
     ],
 )  # fmt: skip
-def test_choices_and_their_reasons(monkeypatch, source, changes, kind, line):
+def test_choices_and_their_reasons(monkeypatch, source, changes, read_by, line):
     monkeypatch.setattr(choice, "usable_cores", lambda: 4)
     stream, note = opened(source, **changes)
-    assert isinstance(stream, kind)
+    assert stream.read_by == read_by
     assert note == f"data.train: {line}"
 
 
-@pytest.mark.parametrize(("free", "here", "kind"), [(320, 1, ResidentBatches), (319, 1, LoaderBatches),
-                                                    (639, 2, LoaderBatches)])  # fmt: skip
-def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, here, kind):
+@pytest.mark.parametrize(("free", "here", "read_by"), [(320, 1, RESIDENT), (319, 1, MAIN), (639, 2, MAIN)])
+def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, here, read_by):
     monkeypatch.setattr(in_memory, "free_bytes", lambda device: free)
     source = np.zeros((10, 2)), torch.zeros(10, dtype=torch.int64)  # 80 bytes as float32, and 80
     stream, note = opened(source, world_size=2, local_world_size=here)
-    assert isinstance(stream, kind)
-    assert ("too much to be resident on cpu" in note) is (kind is LoaderBatches)
+    assert stream.read_by == read_by
+    assert ("too much to be resident on cpu" in note) is (read_by == MAIN)
 
 
 @pytest.mark.parametrize(

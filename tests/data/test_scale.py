@@ -111,9 +111,11 @@ def test_in_the_type_of_the_run(dtype, folder):
 def test_what_is_kept_and_sent_is_bytes(folder):
     for source in (pictures(folder), arrays()):
         stream = opened(source)
-        assert isinstance(stream, Scaled)
-        assert next(stream._batches.epoch(0)).data[0].dtype is torch.uint8
-    assert next(opened(pictures(folder), cache="memory")._batches.epoch(0)).data[0].dtype is torch.uint8
+        assert isinstance(stream._batches, Scaled)
+        assert next(stream._batches._batches.epoch(0)).data[0].dtype is torch.uint8
+    assert (
+        next(opened(pictures(folder), cache="memory")._batches._batches.epoch(0)).data[0].dtype is torch.uint8
+    )
 
 
 def doubled(sample):
@@ -133,14 +135,15 @@ def test_code_of_the_users_sees_the_numbers(changes, cache, folder):
     assert_same(epochs(floats_of(arrays()), **changes), epochs(arrays(), cache=cache, **changes))
     if cache == "memory" and "transform" in changes:
         kept = opened(pictures(folder), cache=cache, **changes)
-        assert not isinstance(kept, Scaled)
-    assert facts_of(arrays(), transform=doubled).shape == (1, 4, 4)
-    assert facts_of(pictures(folder), transform=doubled).shape == (3, 8, 8)
+        assert not isinstance(kept._batches, Scaled)
+    transformed = StreamOptions("data.train", True, 1, 0, transform=doubled)
+    assert facts_of(arrays(), options=transformed).shape == (1, 4, 4)
+    assert facts_of(pictures(folder), options=transformed).shape == (3, 8, 8)
 
 
 def test_a_part_of_it_and_bytes_that_were_asked_for(folder):
     part = Subset(pictures(folder), [5, 3, 8, 1])
-    assert isinstance(opened(part), Scaled)
+    assert isinstance(opened(part)._batches, Scaled)
     assert_same(epochs(Plain(part)), epochs(part))
     whole = image_folder.load(folder, "train", val_fraction=0.0, shape=[3, 8, 8], dtype="uint8")
     assert not isinstance(opened(whole), Scaled)

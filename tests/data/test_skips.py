@@ -13,6 +13,8 @@ EVERY = [{"num_workers": 0}, {"num_workers": 1}, {"engine": "threads", "num_thre
 
 
 class Samples(Dataset):
+    thread_safe = True
+
     def __init__(self, *broken):
         self.broken = broken
 
@@ -36,10 +38,11 @@ def opened(source, notes=None, **changes):
 
 
 def test_facts_are_those_of_the_first_sample_that_can_be_read():
-    assert facts_of(Samples(0, 1), skips=True).shape == ()
-    for source, skips in ((Samples(0), False), (Samples(*range(N)), True)):
+    skips, raises = (StreamOptions("data.train", True, 1, 0, on_error=how) for how in ("skip", "raise"))
+    assert facts_of(Samples(0, 1), options=skips).shape == ()
+    for source, options in ((Samples(0), raises), (Samples(*range(N)), skips)):
         with pytest.raises(DataError, match="damaged"):
-            facts_of(source, skips=skips)
+            facts_of(source, options=options)
 
 
 @pytest.mark.process

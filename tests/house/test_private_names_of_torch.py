@@ -54,7 +54,6 @@ REASONS = {
     "torch._inductor": "options of a mode, the C++ compiler; a step that is one graph",
     "torch.utils.data._utils": "`collate` (documented); torch's handler of SIGCHLD, which raises anywhere, is not used",
     # Documented or in wide use, though private by their place
-    "torch.utils._python_dispatch": "TorchDispatchMode",
 }
 TODAY = 8
 

@@ -68,7 +68,7 @@ def test_a_stream_has_no_first_samples_and_one_reader(tmp_path):
         "data.val.seed=1",
     )
     for check, said in {"evaluation": "the trial in float64 on a CPU does not run: data: its samples have no numbers",
-                        "engines": "neither memory nor 2 workers nor 2 threads read this data"}.items():  # fmt: skip
+                        "engines": "only main process reads this data"}.items():  # fmt: skip
         with pytest.raises(NotApplicable, match=said):
             table[check]()
 

@@ -89,4 +89,4 @@ def test_a_model_that_cannot_compute_in_float64_says_so(table: Table) -> None:
 def test_engines_read_the_same_data_where_it_is_drawn_as_it_is_built() -> None:
     words = ["data.train._target_=subjects.drawn", "data.val._target_=subjects.drawn", "data.num_classes=2"]
     found = engines(compose_run(["data=custom", *words, "seed=1"]).config)
-    assert (found.state, found.text) == (PASS, "resident, workers, threads read the same bits")
+    assert (found.state, found.text) == (PASS, "resident, workers, main process, threads read the same bits")

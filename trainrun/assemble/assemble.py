@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,12 @@ from trainrun.assemble.data_pipeline import (
     TrainingNames,
     applied,
     build_sources,
-    build_transform,
     check_alike,
     check_classes,
     check_settings_are_read,
     describe_sources,
     key_of,
-    open_split,
+    options_of_splits,
 )
 from trainrun.assemble.model_and_transforms import (
     apply_built_in,
@@ -67,7 +66,8 @@ from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.config.saved_values import public
 from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain, validation_nodes
 from trainrun.data.facts import facts_of_all
-from trainrun.data.stream_options import SourceStates, TokenCounter, report_to
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import BUILT, bind_faults, build, named_nodes
 from trainrun.interfaces import (
@@ -185,11 +185,11 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     check_targets(config)
     config = with_text(with_accumulation(config, parallel.world_size), site, notes)
     sources, drawn = build_sources(config, notes, site.trained)
-    facts = facts_of_all(sources, build_transform(config, "train"), config.data.on_error == "skip")
-    check_alike(config, sources)
+    splits = look_at_splits(config, site, sources, drawn)
+    facts = facts_of_all(sources, splits["train"])
     notes += describe_sources(facts, sources, site.is_new)
     task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
-    streams = open_streams(config, site, sources, task, tally, notes, drawn, places)
+    streams: dict[str, Any] = open_streams(config, site, sources, splits, task, tally, notes, places)
     train, test = streams.pop("train"), streams.pop("test", None)
     validation = streams
     check_classes(config, facts, sources)
@@ -279,22 +279,34 @@ def prepare_task(
         notes.append(teach(config, site.parallel, task, model, source, rhythm))
 
 
+def look_at_splits(
+    config: RunConfig, site: RunContext, sources: dict[str, Any], drawn: Drawn | None
+) -> dict[str, StreamOptions]:
+    """Return how each split is read, with a look at its samples; refuse inputs of unlike kinds."""
+    report = report_to([monitor.on_note for monitor in site.monitors])
+    splits = options_of_splits(config, site.parallel, sources, report, drawn)
+    check_alike(config, sources, splits)
+    return splits
+
+
 def open_streams(
-    config: RunConfig, site: RunContext, sources: dict[str, Any], task: Any, tally: TokenCounter, notes: list[str],
-    drawn: Drawn | None, places: SourceStates,
+    config: RunConfig, site: RunContext, sources: dict[str, Any], splits: dict[str, StreamOptions], task: Any,
+    tally: TokenCounter, notes: list[str], places: SourceStates,
 ) -> dict[str, Batches]:  # fmt: skip
     """The batches of every split that has data."""
-    report = report_to([monitor.on_note for monitor in site.monitors])
     copying = None if site.parallel.device.type == "cpu" else partial(site.phases.on, COPY)
     sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
-    streams = {
-        name: open_split(
-            config, site.parallel, name, source, notes, report, tally, copying, sizes, drawn, places
-        )
-        for name, source in sources.items()
-    }
+    train = replace(splits["train"], tally=tally, copying=copying, sizes=sizes, places=places)
+    opened, note = open_batches(sources["train"], train)
+    streams: dict[str, Batches] = {"train": opened}
+    notes += note.splitlines()
+    for name, options in splits.items():
+        if name != "train":
+            options = replace(options, sizes=sizes, beside=opened.read_by)
+            streams[name], note = open_batches(sources[name], options)
+            notes += note.splitlines()
     notes += filter(None, [applied(config, sources)])
-    return {name: stream for name, stream in streams.items() if stream is not None}
+    return streams
 
 
 def build_updates(

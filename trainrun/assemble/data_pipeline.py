@@ -6,15 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import IterableDataset
+
 from trainrun.config.schema import SAME, RunConfig, validation_nodes, value_of
+from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.facts import PLAUSIBLE_CLASSES, Labels, check_labels, class_names_of, labels_in
-from trainrun.data.pipeline import open_batches
+from trainrun.data.pipeline import open_batches, with_look
 from trainrun.data.readers.shared_rows import describe_shared_rows
-from trainrun.data.stream_options import Copying, Report, Sizes, SourceStates, StreamOptions, TokenCounter
+from trainrun.data.stream_options import Report, StreamOptions, check_options
 from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import BUILT, build, is_node, named_nodes
-from trainrun.interfaces import IGNORED, Batches, DataFacts, Parallel
+from trainrun.interfaces import IGNORED, DataFacts, Parallel
 from trainrun.precision.autocast import data_float_dtype
 
 if TYPE_CHECKING:
@@ -103,24 +106,34 @@ def kind_of(split: str) -> str:
 
 def open_split(
     config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
-    tally: TokenCounter | None = None, copying: Copying | None = None, sizes: Sizes | None = None,
-    drawn: Drawn | None = None, places: SourceStates | None = None,
-) -> Batches | None:  # fmt: skip
-    """tally: counts the useful tokens of training batches. copying: surrounds their copies to a GPU. sizes: counts
-    items before a batch is copied there. drawn: how often training samples come."""
+    drawn: Drawn | None = None,
+) -> OpenedStream | None:  # fmt: skip
+    """Return the batches of a split, if it has data; `notes` takes lines about them. drawn: as in `stream_options`."""
     if source is None:
         return None
-    options = stream_options(config, parallel, name, report, tally, copying, sizes, drawn, places)
+    options = stream_options(config, parallel, name, report, drawn)
     batches, note = open_batches(source, options)
     notes += note.splitlines()
     return batches
 
 
+def options_of_splits(
+    config: RunConfig, parallel: Parallel, sources: dict[str, Any], report: Report, drawn: Drawn | None
+) -> dict[str, StreamOptions]:
+    """Return how each split that has data is read, with a look at its samples."""
+    found = {}
+    for name, source in sources.items():
+        if source is not None:
+            options = stream_options(config, parallel, name, report, drawn)
+            check_options(options)
+            found[name] = options if isinstance(source, IterableDataset) else with_look(source, options)
+    return found
+
+
 def stream_options(
-    config: RunConfig, parallel: Parallel, name: str, report: Report,
-    tally: TokenCounter | None = None, copying: Copying | None = None, sizes: Sizes | None = None,
-    drawn: Drawn | None = None, places: SourceStates | None = None,
-) -> StreamOptions:  # fmt: skip
+    config: RunConfig, parallel: Parallel, name: str, report: Report, drawn: Drawn | None = None
+) -> StreamOptions:
+    """Return the settings of a split's stream. drawn: how often training samples come."""
     data, training = config.data, name == "train"
     assert config.seed is not None
     return StreamOptions(
@@ -145,12 +158,8 @@ def stream_options(
         local_world_size=parallel.local_world_size,
         gather=parallel.gather,
         device=parallel.device,
-        tally=tally if training else None,
-        copying=copying if training else None,
-        sizes=sizes,
         drawn=drawn if training else None,
         shuffle_buffer=data.shuffle_buffer if training else None,
-        places=places if training and places is not None else SourceStates(),
         float_dtype=data_float_dtype(config.precision.mode),
     )
 
@@ -194,16 +203,15 @@ def applied(config: RunConfig, sources: Mapping[str, Any]) -> str:
     )
 
 
-def check_alike(config: RunConfig, sources: dict[str, Any]) -> None:
+def check_alike(config: RunConfig, sources: dict[str, Any], splits: dict[str, StreamOptions]) -> None:
     """Refuse inputs that become floats in training alone: a conversion there belongs to validation as well."""
-    for split, source in sources.items():
+    for split, options in splits.items():
         kind = kind_of(split)
-        if not config.data.transform or kind == "train" or source is None or transform_key(config, kind):
+        if not config.data.transform or kind == "train" or transform_key(config, kind):
             continue
-        from trainrun.data.first_sample import kind_of_input
+        from trainrun.data.look import kind_of_input
 
-        kinds = [kind_of_input(sources["train"], "data.train", build_transform(config, "train")),
-                 kind_of_input(source, key_of(split), None)]  # fmt: skip
+        kinds = [kind_of_input(sources["train"], splits["train"]), kind_of_input(sources[split], options)]
         if all(kinds) and kinds[0] != kinds[1]:
             raise ConfigError(
                 f"data.transform: makes {kinds[0]} of a training sample, and {key_of(split)} gives {kinds[1]} as "

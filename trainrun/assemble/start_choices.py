@@ -1,7 +1,7 @@
 """What `auto` leaves open at a start: by rules here, and by a clock where `trainrun.autotune` is installed.
 
 What changes the numbers (their type, threads) is chosen before the rest is built, written down in
-RUN.json, and taken from there ever after; the data engine when all parts are there.
+RUN.json, and taken from there ever after.
 """
 
 from __future__ import annotations
@@ -92,13 +92,12 @@ def limit_outputs(task: Any, model: nn.Module, parallel: Parallel, chosen: Chose
     limit_memory(int(chosen["logits_bytes"]))
 
 
-def choose_engine(run: Components) -> list[str]:
-    """Decide how the data is read, and what becomes of freed memory. Returns lines to show. Every rank calls it."""
+def choose_memory(run: Components) -> list[str]:
+    """Decide what becomes of freed memory. Returns lines to show. Every rank calls it."""
     lines: list[str] = []
     memory, tuner = FreedMemory(run), autotune(lines)
     line, coming = "", math.inf
     if tuner is not None:
-        lines.append(tuner.choose_engine(run))
         line, coming = tuner.memory_forecast(run, rough_guess(run))
     return [text for text in (*lines, memory.line(coming), line) if text]
 

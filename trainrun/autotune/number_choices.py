@@ -35,7 +35,6 @@ from trainrun.autotune.timed_step import (
     run_seconds,
 )
 from trainrun.config.schema import RunConfig
-from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.split_batch import num_rows, rows_of, tensors_in
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision.autocast import is_tiny
@@ -67,8 +66,8 @@ def choose_numbers(
         return
 
     def measure() -> dict[str, TimedChoice | None]:
-        stream = train.stream(train.options[0].name) if isinstance(train, AutoStream) else train
-        data = first_batches(stream)[0]
+        with contextlib.closing(train):
+            data = first_batches(train)[0]
         trial = NumberTrial(config, TimedStep(model, task, parallel, clock), data)
         return trial.choices(num_batches, wanted)
 
@@ -154,5 +153,5 @@ def other_cost(config: RunConfig, train: Batches) -> str:
         return "another cost"
     if trainer.cpu_offload != "none" or trainer.activation_offload:
         return "another step"
-    read_in_workers = not isinstance(train, AutoStream) and config.data.num_workers not in ("auto", 0)
+    read_in_workers = config.data.num_workers not in ("auto", 0)
     return "workers would have to start" if read_in_workers else ""

@@ -17,8 +17,7 @@ from torch import nn
 
 from trainrun.config.schema import RunConfig
 from trainrun.data.batch import map_leaves
-from trainrun.data.engines.auto_stream import AutoStream
-from trainrun.interfaces import Batches, Parallel
+from trainrun.interfaces import Parallel
 from trainrun.limits import SECOND, parse_seconds, parse_whole
 from trainrun.runtime.machine import settle
 
@@ -145,19 +144,6 @@ def other_step(config: RunConfig) -> str:
     if config.loop and not str(config.loop.get("_target_")).startswith("trainrun.benchmark."):
         return "loop is your own, so the step is not known"
     return ""
-
-
-def obstacle(config: RunConfig, model: nn.Module, train: Batches, parallel: Parallel) -> str:
-    """Why a trial of engines could change the run or break it; "" if it cannot."""
-    if reason := other_step(config):
-        return reason
-    from trainrun.data.engines.generators import kept_generators
-    from trainrun.training.without_trace import copy_obstacle
-
-    kept = kept_generators(train.source) if isinstance(train, AutoStream) else []
-    if kept:
-        return f"data.train{kept[0][0]} draws random numbers of its own"
-    return copy_obstacle(model, parallel.device)
 
 
 def cloned(data: Any) -> Any:

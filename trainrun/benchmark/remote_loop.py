@@ -39,7 +39,7 @@ from trainrun.benchmark.worker_messages import (
     Turn,
     Validate,
 )
-from trainrun.data.engines.auto_stream import AutoStream
+from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.map_style import thread_safe
 from trainrun.errors import PluginError, TrainingError
 from trainrun.interfaces import MicroBatch, StepReport, counts_before
@@ -92,8 +92,8 @@ class RemoteLoop:
 def info_of(run: Components) -> RunInfo:
     """Describe the run before its first step."""
     config, device, train = run.config, run.parallel.device, run.train
-    auto = train if isinstance(train, AutoStream) else None
-    own_threads = config.data.engine == "threads" and config.data.num_threads not in ("auto", 1)
+    opened = train if isinstance(train, OpenedStream) else None
+    by_rule = opened is not None and config.data.num_workers == config.data.num_threads == "auto"
     intervals = run.triggers.rhythm
     val, val_every = intervals.val, None
     if val is not None and val.unit == "step":
@@ -104,8 +104,8 @@ def info_of(run: Components) -> RunInfo:
     on_gpu = device.type == "cuda"
     return RunInfo(
         unit=str(getattr(run.task, "unit", "samples")),
-        engine=auto.chosen.engine if auto else "",
-        number=auto.chosen.number if auto else 0,
+        engine=opened.read_by.engine if opened is not None and by_rule else "",
+        number=opened.read_by.number if opened is not None and by_rule else 0,
         num_threads=torch.get_num_threads(),
         device=str(device),
         world_size=run.parallel.world_size,
@@ -114,7 +114,7 @@ def info_of(run: Components) -> RunInfo:
         layers=tuple(sorted({type(module).__name__ for module in run.model.modules()})),
         memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total,
         precision=config.precision.mode,
-        thread_safe=thread_safe(auto.source) if auto else own_threads,
+        thread_safe=opened is not None and thread_safe(opened.source),
         reads_ahead=ahead(run) > 0,
         padded=run.positions.get(config.data.padding, 0.0) / run.positions.get("bucket", math.inf),
         one_graph=not task_obstacle(run.task, run.task_calls.informed),

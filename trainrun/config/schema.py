@@ -96,9 +96,7 @@ class DataConfig:
     fold: int | None = setting(None, "the part that validates, from 0; all as a sweep: range(5)", at_least=0)
     stratified: bool = setting(False, "each class in proportion in every fold")
     drop_last: bool = setting(False, "leave out the last batch of an epoch where it is short")
-    engine: str = choice(
-        "auto", "resident", "workers", "threads", help="what reads the samples; auto measures"
-    )
+    engine: str = choice("auto", "resident", "workers", "threads", help="what reads the samples")
     num_workers: Any = setting(
         "auto", "processes that load", kind=NotNegativeInt | Auto, aliases=("num_workers", "dataloader_num_workers"),
     )  # fmt: skip

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import as_tensor, is_integer
+from trainrun.data.pipeline import with_look
+from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, columns_of, parts_of, said
+from trainrun.errors import DataError
 from trainrun.interfaces import IGNORED, TARGET_KEYS, DataFacts
 
 LABELS_AT_ONCE = 2**22
@@ -31,30 +33,30 @@ class Labels:
     ignored: tuple[int, ...] = (IGNORED,)
 
 
-def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any] | None = None,
-             skips: bool = False) -> DataFacts:  # fmt: skip
+def facts_of(source: Any, key: str = "data.train", options: StreamOptions | None = None) -> DataFacts:
     """What can be learnt without reading all of it: in-memory data, or its attributes and first sample.
 
     The input is the first element of a sample, as the transform gives it. An IterableDataset is not read:
     a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`),
-    and `targets`, a label of each sample.
+    and `targets`, a label of each sample. options: how its samples are read, with the look at them if it was made.
     """
+    options = StreamOptions(key, True, 1, 0) if options is None else options
     names, inputs = class_names_of(source), input_columns_of(source)
-    columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
+    columns = None if isinstance(source, IterableDataset) else columns_of(source, options.key)
     num_classes = said(source, "num_classes") or len(names) or None
     if columns is not None:
         num_classes = num_classes or _classes_in(columns)
     counts = _class_counts(columns.target() if columns is not None else said(source, "targets"), num_classes)
-    if columns is not None and transform is None:
+    if columns is not None and options.transform is None:
         row_shape = tuple(columns.values[0].shape[1:])
         return DataFacts(row_shape, num_classes, names, class_counts=counts, inputs=inputs)
-    streamed = isinstance(source, IterableDataset)
     shape = None
-    if not streamed:
-        from trainrun.data.first_sample import first_input
-
-        found = first_input(source if columns is None else columns, key, transform, skips)
-        shape = tuple(found.shape) if isinstance(found, Tensor | np.ndarray) else None
+    if not isinstance(source, IterableDataset):
+        look = with_look(source, options).look
+        assert look is not None
+        if look.first is None:
+            raise DataError(look.fault)
+        shape = look.first.shape
     return DataFacts(shape, num_classes, names, class_counts=counts, inputs=inputs)
 
 
@@ -73,11 +75,10 @@ def input_columns_of(source: Any) -> dict[str, str]:
     return dict(columns) if isinstance(columns, Mapping) else {}
 
 
-def facts_of_all(sources: Mapping[str, Any], transform: Callable[..., Any] | None,
-                 skips: bool = False) -> DataFacts:  # fmt: skip
-    """Collect the facts of a run's sources; shape and classes are its training data's. skips: see `first_input`."""
-    per_token = bytes_per_token(sources.values())
-    return replace(facts_of(sources["train"], transform=transform, skips=skips), bytes_per_token=per_token)
+def facts_of_all(sources: Mapping[str, Any], options: StreamOptions) -> DataFacts:
+    """Collect the facts of a run's sources; shape and classes are its training data's, which `options` are of."""
+    facts = facts_of(sources["train"], options.key, options)
+    return replace(facts, bytes_per_token=bytes_per_token(sources.values()))
 
 
 def bytes_per_token(sources: Iterable[Any]) -> float | None:

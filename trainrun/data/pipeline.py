@@ -6,16 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import Preparation
-from trainrun.data.engines.auto_stream import AutoStream, Option
-from trainrun.data.engines.in_memory import (
-    ResidentBatches,
-    gathered_in_place,
-    resident_reason,
-    roomy_batch_size,
-)
+from trainrun.data.engines.in_memory import ResidentBatches, resident_reason, roomy_batch_size
+from trainrun.data.engines.stream import OpenedStream, ReadBy
+from trainrun.data.scale import Scale, Scaled
 from trainrun.data.stream_options import (
     Collate,
     PreparedStream,
@@ -25,17 +21,16 @@ from trainrun.data.stream_options import (
     plan_of,
     with_limit_in_samples,
 )
-from trainrun.data.tensor_dataset import Columns, KeepsBytes, columns_of, length_of, rows_in_memory
+from trainrun.data.tensor_dataset import Columns, as_bytes, columns_of, length_of, rows_in_memory
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
 
 if TYPE_CHECKING:
     from trainrun.data.order.sampler import Plan, StreamPlan
-    from trainrun.data.scale import Scale
     from trainrun.data.sequences.choose import SequencePlan
 
 
-def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
+def open_batches(source: Any, options: StreamOptions) -> tuple[OpenedStream, str]:
     """The stream, and what is to be said of it: the engine that was chosen and why, the lengths."""
     check_options(options)
     if isinstance(source, IterableDataset):
@@ -43,28 +38,36 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
 
         options = with_limit_in_samples(options)
         sequences = partial(_sequence_plan, source, options=options)
-        batches, collate, line = open_iterable(source, options, sequences)
-        return _finished(options, collate, None, None, batches), f"{options.key}: {line}"
+        batches, collate, read_by, line = open_iterable(source, options, sequences)
+        finished = _finished(options, collate, None, None, batches)
+        return OpenedStream(finished, read_by, source), f"{options.key}: {line}"
     if options.shuffle_buffer is not None:
         raise DataError(
             f"data.shuffle_buffer={options.shuffle_buffer}: {options.key} can be read in any order and is shuffled "
             "as a whole; leave it out"
         )
-    prepared = prepared_source(source, options)
+    prepared = prepared_source(source, with_look(source, options))
     if options.tally is not None:
         options.tally.planned = prepared.positions
     finish = partial(_finished, options, prepared.collate, prepared.scale, prepared.samples)
-    reason, undecided = resident_reason(prepared), options.engine == options.num_workers == "auto"
-    if not reason or (undecided and gathered_in_place(prepared)):
+    reason, read_by = resident_reason(prepared), ReadBy("resident", 0)
+    if reason:
+        batches = finish(ResidentBatches(prepared))
+    else:
         from trainrun.data.engines.build_engine import open_engine
 
-        batches, reason = open_engine(prepared, finish)
-    elif undecided:  # nothing else can be faster
-        option = Option("resident", "resident", 0, lambda: finish(ResidentBatches(prepared)))
-        batches = AutoStream([option], options.prefetch_factor, source)
-    else:
-        batches = finish(ResidentBatches(prepared))
-    return batches, "\n".join([f"{options.key}: {reason}", *prepared.notes])
+        batches, read_by, reason = open_engine(prepared, finish)
+    return OpenedStream(batches, read_by, source), "\n".join([f"{options.key}: {reason}", *prepared.notes])
+
+
+def with_look(source: Any, options: StreamOptions) -> StreamOptions:
+    """Return options with a look at the samples, where reading them runs code."""
+    quiet = options.transform is None and options.collate_fn is None
+    if options.look is not None or (quiet and columns_of(source, options.key) is not None):
+        return options
+    from trainrun.data.look import look_at
+
+    return replace(options, look=look_at(source, options))
 
 
 def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
@@ -76,7 +79,7 @@ def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
         from trainrun.data.cache.cached import Cached, cached
 
         gather = options.gather if options.world_size > 1 else None
-        source = cached(source, options.cache, options.key, options.report, gather)
+        source = cached(source, options.cache, options.key, options.report, gather, options)
         if isinstance(source, Cached):
             columns = source.as_columns()
             notes += [f"{options.key}: {source.note}"]
@@ -103,16 +106,6 @@ def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
     return PreparedStream(given, options, dataset, columns, plan, preparation, collate, scale, single,
                           tuple(notes), {} if found is None else found.positions,
                           None if found is None else found.samples)  # fmt: skip
-
-
-def as_bytes(source: Any) -> tuple[Any, Scale | None]:
-    """What is to be cached and sent, and its scale; of other data sets, these as they are."""
-    if isinstance(source, KeepsBytes):
-        return source.as_bytes() or (source, None)
-    if type(source) is Subset:
-        whole, scale = as_bytes(source.dataset)
-        return (source, None) if scale is None else (Subset(whole, source.indices), scale)
-    return source, None
 
 
 def _only_joins(collate: Collate | None) -> bool:
@@ -142,8 +135,6 @@ def _finished(
 
         batches = counted(batches, collate, options.tally)
     if scale is not None and options.transform is None and options.collate_fn is None:
-        from trainrun.data.scale import Scaled
-
         batches = Scaled(batches, scale, options.float_dtype)
     number = None if options.drawn is None else options.drawn.number
     if options.augment:

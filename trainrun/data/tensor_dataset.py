@@ -152,6 +152,16 @@ class KeepsBytes(Protocol):
         """The same data set with its pictures as bytes, and what makes its own samples of those."""
 
 
+def as_bytes(source: Any) -> tuple[Any, Scale | None]:
+    """Return what is to be cached and sent, and its scale; other data sets as they are."""
+    if isinstance(source, KeepsBytes):
+        return source.as_bytes() or (source, None)
+    if type(source) is Subset:
+        whole, scale = as_bytes(source.dataset)
+        return (source, None) if scale is None else (Subset(whole, source.indices), scale)
+    return source, None
+
+
 def rows_in_memory(source: Any) -> Columns | None:
     """Return the rows of one of this package's sources that can tell where its samples lie, else None.
 

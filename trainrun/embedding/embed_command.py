@@ -100,7 +100,7 @@ def _parts(
     from trainrun.convert.part_samples import Samples
     from trainrun.data.cache.fingerprint import own_fingerprint
     from trainrun.data.facts import facts_of
-    from trainrun.data.pipeline import open_batches
+    from trainrun.data.pipeline import open_batches, with_look
     from trainrun.embedding.embedded_split import EmbeddedSplit
     from trainrun.embedding.layer_output import LayerOutput
     from trainrun.parallel.devices import choose_device
@@ -124,10 +124,11 @@ def _parts(
         digest.update(
             f"{layer.name} {split} {getattr(config.data, split)} {own_fingerprint(source)}".encode()
         )
-        facts = facts_of(source, key)
         # training samples go through what those of validation do: no random change, and no shuffling
         kind = "test" if split == "test" else "val"
         options = replace(stream_options(config, parallel, kind, lambda text: None), key=key, limit=1.0)
+        options = with_look(source, options)
+        facts = facts_of(source, key, options)
         stream, _ = open_batches(source, options)
         found = EmbeddedSplit(stream, layer, key, options.batch_size, facts.class_names, facts.num_classes)
         parts[split] = Samples(found, key, PROBES, TOLERANCE)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from trainrun.assemble.assemble import build_task
-from trainrun.assemble.data_pipeline import build_sources, build_transform, open_split, stream_options
+from trainrun.assemble.data_pipeline import build_sources, open_split, stream_options
 from trainrun.checkpoint.load import Loaded
 from trainrun.cli.run_arguments import no_split
 from trainrun.config.schema import RunConfig, with_values
@@ -24,9 +24,10 @@ from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.noise import LatentNoise, SampleNumbers, WordDropout
 from trainrun.data.facts import facts_of_all
-from trainrun.data.pipeline import as_bytes, open_batches
+from trainrun.data.pipeline import open_batches
 from trainrun.data.scale import Scale
 from trainrun.data.split_batch import tensors_in
+from trainrun.data.tensor_dataset import as_bytes
 from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
 from trainrun.runs.restore_config import give_task_state
@@ -122,7 +123,8 @@ def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Load
     if split not in there:
         raise no_split(there, split)
     source = sources[split]
-    task = build_task(config, facts_of_all(sources, build_transform(config, "train")))
+    train = stream_options(config, alone, "train", lambda line: None)
+    task = build_task(config, facts_of_all(sources, train))
     # gives it `info`, where it takes that
     calls = TaskCalls(task, model, Place(config.seed or 0, 0, CPU), None)
     give_task_state(task, calls, loaded, CPU)

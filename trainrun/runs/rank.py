@@ -17,7 +17,7 @@ from torch import nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
-from trainrun.assemble.start_choices import Chosen, choose_engine, chosen_before
+from trainrun.assemble.start_choices import Chosen, choose_memory, chosen_before
 from trainrun.checkpoint.save import committed_steps
 from trainrun.config.argv import split_command_line, translate
 from trainrun.config.schema import RunConfig
@@ -108,7 +108,7 @@ def train_once(
                 type(module).train is not nn.Module.train
             ):  # it may do more than set modes, as keep norms from training
                 module.train(module.training)
-        facts = replace(facts, choices=(*facts.choices, *choose_engine(run)))
+        facts = replace(facts, choices=(*facts.choices, *choose_memory(run)))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         if flag.raised:  # and swallowed by foreign code
             raise KeyboardInterrupt

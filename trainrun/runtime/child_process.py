@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import math
 import os
 import pickle
 import random
@@ -24,16 +25,20 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+Say = Callable[[str], None]
 
 OPEN_FILES: Final = Path("/proc/self/fd")
 THREADS: Final = Path("/proc/self/task")
 AUTOGRAD: Final = "pt_autograd"  # the name of the threads that torch starts for the backward pass of a GPU
 OWNER_SECONDS: Final = 0.5  # between two looks whether the parent process is still there
 LIMIT_SECONDS: Final = 120.0
+SIGN, ANSWER = b"s", b"a"  # the kinds of messages
+HEAD_BYTES: Final = 9  # of a message: its kind, and the number of bytes that follow
+_answers: int | None = None  # in a child, the pipe to its parent
 
 
 class ChildError(Exception):
@@ -47,6 +52,14 @@ class ChildError(Exception):
         self.text = text
 
 
+class ChildLate(ChildError):
+    """The child process gave no result within its limit."""
+
+
+class ChildEnded(ChildError):
+    """The child process ended without a result."""
+
+
 def can_fork() -> bool:
     """Return whether a forked child of this process can run forward and backward passes on the CPU."""
     if sys.platform != "linux":
@@ -57,11 +70,17 @@ def can_fork() -> bool:
     return not any(name.startswith(AUTOGRAD) for name in _thread_names())
 
 
-def run_in_child(work: Callable[[], T], limit_seconds: float = LIMIT_SECONDS) -> T:
+def run_in_child(
+    work: Callable[[], T], limit_seconds: float = LIMIT_SECONDS, computes: bool = True, say: Say | None = None
+) -> T:
     """Return what `work` returns in a forked child process; nothing else of it reaches this process.
 
     The result is pickled. An error that can be pickled is raised again here, any other as ChildError. Output of the
     child is dropped. Grad mode and autocast of the calling thread do not hold in `work`, random states do.
+
+    limit_seconds: until the result, or the next `send_sign`; 0 is no limit. computes: the work may use several threads
+    of torch; if not, it runs in the main thread of the child with one thread, as in a loader worker. say: receives the
+    texts of `send_sign`.
     """
     reading, writing = os.pipe()
     state = random.getstate()  # Python seeds its generator anew after a fork
@@ -69,12 +88,12 @@ def run_in_child(work: Callable[[], T], limit_seconds: float = LIMIT_SECONDS) ->
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if process == 0:
-        _be_child(work, reading, writing, state)
+        _be_child(work, reading, writing, state, computes)
     os.close(writing)
     try:
-        answer = _read_all(reading, monotonic() + limit_seconds)
+        answer = _read_answer(reading, limit_seconds or math.inf, say)
         if answer is None:
-            raise ChildError(f"it took longer than {limit_seconds:g} s")
+            raise ChildLate(f"it took longer than {limit_seconds:g} s")
     finally:
         os.close(reading)
         with suppress(ProcessLookupError):
@@ -82,7 +101,8 @@ def run_in_child(work: Callable[[], T], limit_seconds: float = LIMIT_SECONDS) ->
         _, status = os.waitpid(process, 0)
     if not answer:
         number = os.waitstatus_to_exitcode(status)
-        raise ChildError(f"its process was ended by signal {-number}" if number < 0 else "its process ended")
+        ending = f"signal {-number}, {signal.Signals(-number).name}" if number < 0 else f"exit code {number}"
+        raise ChildEnded(f"its process ended ({ending})")
     succeeded, value = pickle.loads(answer)
     if succeeded:
         result: T = value
@@ -90,10 +110,20 @@ def run_in_child(work: Callable[[], T], limit_seconds: float = LIMIT_SECONDS) ->
     raise value
 
 
-def _be_child(work: Callable[[], Any], reading: int, writing: int, state: Any) -> None:
+def send_sign(text: str = "") -> bool:
+    """Tell the parent process that the work goes on, and give it a text. Return False outside of a child process."""
+    if _answers is None:
+        return False
+    _send(_answers, SIGN, text)
+    return True
+
+
+def _be_child(work: Callable[[], Any], reading: int, writing: int, state: Any, computes: bool) -> None:
     """Run the work, send its result, and end this process without any clean-up of the parent's objects."""
+    global _answers
     try:
         os.close(reading)
+        _answers = writing
         owner = os.getppid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # the parent decides what a stop request means
@@ -102,12 +132,22 @@ def _be_child(work: Callable[[], Any], reading: int, writing: int, state: Any) -
         random.setstate(state)
         _open_files_again(writing)
         threading.Thread(target=_leave_with, args=(owner,), daemon=True).start()
-        context = contextvars.copy_context()
-        worker = threading.Thread(target=context.run, args=(_send_result, work, writing))
-        worker.start()
-        worker.join()
+        if computes:
+            context = contextvars.copy_context()
+            worker = threading.Thread(target=context.run, args=(_send_result, work, writing))
+            worker.start()
+            worker.join()
+        else:
+            _use_one_thread()
+            _send_result(work, writing)
     finally:
         os._exit(0)
+
+
+def _use_one_thread() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 def _send_result(work: Callable[[], Any], writing: int) -> None:
@@ -115,8 +155,15 @@ def _send_result(work: Callable[[], Any], writing: int) -> None:
         answer = pickle.dumps((True, work()))
     except BaseException as error:
         answer = pickle.dumps((False, _sendable(error)))
-    with os.fdopen(writing, "wb") as pipe:
-        pipe.write(answer)
+    _send(writing, ANSWER, answer)
+
+
+def _send(pipe: int, kind: bytes, content: str | bytes) -> None:
+    """Write one message: its kind, the number of its bytes, and these."""
+    content = content.encode() if isinstance(content, str) else content
+    rest = memoryview(kind + len(content).to_bytes(8, "little") + content)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
 
 
 def _sendable(error: BaseException) -> Exception:
@@ -169,17 +216,37 @@ def _leave_with(owner: int) -> None:
     os._exit(1)
 
 
-def _read_all(reading: int, deadline: float) -> bytes | None:
-    """Return what comes through the pipe until its other end is closed; None if that takes too long."""
-    parts: list[bytes] = []
+def _read_answer(reading: int, limit_seconds: float, say: Say | None) -> bytes | None:
+    """Return the pickled result, b"" if the child has ended without one, None if it is late."""
     while True:
-        ready, _, _ = select.select([reading], [], [], max(deadline - monotonic(), 0.0))
+        head = _read(reading, HEAD_BYTES, limit_seconds)
+        content = head and _read(reading, int.from_bytes(head[1:], "little"), limit_seconds)
+        if not head or content is None or head[:1] == ANSWER:
+            return head and content
+        if content and say is not None:
+            say(content.decode())
+
+
+def _read(reading: int, number: int, limit_seconds: float) -> bytes | None:
+    """Return so many bytes of the pipe, b"" if its other end is closed, None if nothing comes for too long.
+
+    Waiting is counted in ticks, so time in which this process itself was suspended does not count.
+    """
+    parts, missing, waited = [], number, 0.0
+    tick = min(1.0, limit_seconds / 4)
+    while missing:
+        ready, _, _ = select.select([reading], [], [], tick)
         if not ready:
-            return None
-        part = os.read(reading, 1 << 16)
+            waited += tick
+            if waited >= limit_seconds:
+                return None
+            continue
+        part = os.read(reading, min(missing, 1 << 16))
         if not part:
-            return b"".join(parts)
+            return b""
         parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
 
 
 def _thread_names() -> list[str]:

@@ -15,9 +15,11 @@ from torch.utils.data import IterableDataset
 from trainrun.config.schema import RunConfig
 from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.cache.probe import look_at
+from trainrun.data.look import in_child
 from trainrun.data.readers.text.tokenizer import open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.data.split_batch import num_rows, rows_of
+from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import TARGET, build
@@ -168,7 +170,7 @@ def reason_to_ask_again(
     if columns_of(source, "data.train") is not None:  # in memory
         return ""
     try:
-        look_at(source, "data.train")
+        in_child(partial(look_at, source, "data.train"), StreamOptions("data.train", True, 1, 0))
     except DataError as error:
         return f"its samples may be random ({error})"
     return ""

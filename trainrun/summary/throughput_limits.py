@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trainrun.data.engines.auto_stream import AutoStream, num_ahead
+from trainrun.data.engines.stream import OpenedStream
+from trainrun.data.stream_options import num_ahead
 from trainrun.interfaces import batch_fields
 from trainrun.seeding import kept_random_state
 from trainrun.timing.phases import Session
@@ -58,13 +59,13 @@ def ahead(run: Components) -> int:
 
 
 def engine_of(run: Components) -> str:
-    return run.train.chosen.engine if isinstance(run.train, AutoStream) else run.config.data.engine
+    return run.train.read_by.engine if isinstance(run.train, OpenedStream) else run.config.data.engine
 
 
 def readers(run: Components) -> int:
     """Threads or worker processes besides the training."""
-    if isinstance(run.train, AutoStream):
-        return run.train.chosen.number
+    if isinstance(run.train, OpenedStream):
+        return run.train.read_by.number
     data = run.config.data
     number = data.num_threads if data.engine == "threads" else data.num_workers
     return number if isinstance(number, int) and data.engine != "resident" else 0

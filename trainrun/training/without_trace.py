@@ -31,7 +31,6 @@ from trainrun.seeding import kept_random_state
 
 T = TypeVar("T")
 
-LARGE_MODEL = 2**31  # bytes; a host takes half a second to copy them
 MOST_OBJECTS: Final = 200_000
 PLAIN: Final = (
     str,
@@ -92,17 +91,6 @@ def _without_ranks(work: Callable[[], T]) -> T:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.GroupMember.WORLD = None
     return work()
-
-
-def copy_obstacle(model: nn.Module, device: torch.device) -> str:
-    """Why the model cannot be copied for a trial; "" if it can."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
-        return "the model has layers whose shape is not known yet"
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    if size > LARGE_MODEL and device.type == "cpu":
-        return "copying the model would take too long"
-    return "the model fills the memory" if 4 * size > free_bytes(device) else ""
 
 
 def stand_ins(model: nn.Module, task: Any) -> tuple[nn.Module, Any]:

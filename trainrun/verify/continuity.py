@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -87,14 +87,19 @@ def differing(left: dict[str, str], right: dict[str, str]) -> list[str]:
     return [name for name in {**left, **right} if left.get(name) != right.get(name)]
 
 
+# By name: data.engine and data.num_workers. Workers come before the main process has opened anything.
+ENGINES: Final = {"resident": ("resident", 0), "workers": ("workers", 2), "main process": ("workers", 0),
+                  "threads": ("threads", 0)}  # fmt: skip
+
+
 def engines(config: RunConfig) -> Certificate:
     """The first batches of every engine, and again from the middle."""
     reference: list[Any] = []
     seen: list[str] = []
     refused: list[str] = []
-    for engine in ("resident", "workers", "threads"):
+    for engine, (name, workers) in ENGINES.items():
         try:
-            batches = _batches_of(config, engine)
+            batches = _batches_of(config, name, workers)
         except TrainrunError as error:
             refused.append(str(error))
             continue
@@ -106,13 +111,12 @@ def engines(config: RunConfig) -> Certificate:
                 "engines", FAIL, f"{len(places)} tensors", f"{engine} reads other bits than {seen[0]}"
             )
     if len(seen) < 2:
-        who = f"only {seen[0]} reads" if seen else "neither memory nor 2 workers nor 2 threads read"
+        who = f"only {seen[0]} reads" if seen else "neither memory nor workers nor threads read"
         raise NotApplicable(f"{who} this data ({refused[0]})")
     return Certificate("engines", PASS, f"{len(reference)} batches", f"{', '.join(seen)} read the same bits")
 
 
-def _batches_of(config: RunConfig, engine: str) -> list[Any]:
-    workers = 2 if engine == "workers" else 0
+def _batches_of(config: RunConfig, engine: str, workers: int) -> list[Any]:
     seed_everything(derive_seed(config.seed or 0))  # data may be drawn as it is built
     engines = {"data.engine": engine, "data.num_workers": workers, "data.num_threads": 2}
     stream = _opened(with_values(config, engines))

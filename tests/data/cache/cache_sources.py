@@ -46,6 +46,7 @@ class Made:
     """
 
     class_names = ("cat", "dog")
+    thread_safe = True
 
     def __init__(self, kind="pair", num_samples=40, log=None, delay=0.0, shift=0, hangs=None):
         self.kind, self.num_samples, self.log, self.delay, self.shift = kind, num_samples, log, delay, shift

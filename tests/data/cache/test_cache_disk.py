@@ -332,7 +332,7 @@ def test_a_failed_builder_leaves_nothing(tmp_path):
                 raise KeyboardInterrupt
             return super().__getitem__(index)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(DataError, match="KeyboardInterrupt"):
         on_disk(Stops(), tmp_path)
     assert files_in(tmp_path) == []
 

@@ -132,17 +132,17 @@ def test_a_source_of_which_one_sample_is_random_is_refused(source, long, monkeyp
         cached(source, "memory", "data.train")
 
 
-def test_a_source_that_seeds_itself_is_kept():
-    reads = []
-
+def test_a_source_that_seeds_itself_is_kept(tmp_path):
     class Seeded(Made):
         def __getitem__(self, index):
-            reads.append(index)
+            super().__getitem__(index)
             torch.manual_seed(index)
             return index, torch.rand(3)
 
-    kept = cached(Seeded(num_samples=400), "memory", "data.train")
-    assert len(reads) == 400 + 2 * module.CHUNK + 2 * NUM_PROBES  # only the first chunk is read again
+    kept = cached(Seeded(num_samples=400, log=tmp_path), "memory", "data.train")
+    assert (
+        sum(reads_in(tmp_path).values()) == 400 + 2 * module.CHUNK + 2 * NUM_PROBES
+    )  # only the first chunk is read again
     assert kept.num_kept() == 400
     assert all(same(kept[index], Seeded()[index]) for index in range(400))
 

@@ -10,19 +10,21 @@ from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
 LENGTHS = [3, 9, 4, 7, 2, 8, 5, 6, 10, 3, 4, 12]
+READ_BY_A_LOOK = 8
 
 
 class Text:
-    """Counts its reads; `breaks` cannot be read."""
+    """Writes down which samples are read, in any process; `breaks` cannot be read."""
 
-    def __init__(self, breaks=-1):
-        self.reads, self.breaks = 0, breaks
+    def __init__(self, breaks=-1, log=None):
+        self.breaks, self.log = breaks, log
 
     def __len__(self):
         return len(LENGTHS)
 
     def __getitem__(self, index):
-        self.reads += 1
+        if self.log is not None:
+            (self.log / str(index)).touch()
         if index == self.breaks:
             raise OSError("damaged")
         return torch.arange(LENGTHS[index])
@@ -75,11 +77,13 @@ def opened_by_all(sources, **changes):
     return found, ranks
 
 
-def test_rank_0_reads_and_the_others_are_told():
-    sources = [Text(), Text(), Text()]
+def test_rank_0_reads_and_the_others_are_told(tmp_path):
+    sources = [Text(log=tmp_path / str(rank)) for rank in range(3)]
+    for source in sources:
+        source.log.mkdir()
     found, ranks = opened_by_all(sources)
-    assert sources[0].reads >= len(LENGTHS)
-    assert max(source.reads for source in sources[1:]) < len(LENGTHS)
+    numbers = [len(list(source.log.iterdir())) for source in sources]
+    assert numbers == [len(LENGTHS), READ_BY_A_LOOK, READ_BY_A_LOOK]
     assert ranks.gathered == 1
     alone = StreamOptions("data.train", training=True, batch_size=2, seed=1, padding="bucket", num_workers=0,
                           engine="workers", rank=2, world_size=3)  # fmt: skip

@@ -14,31 +14,41 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from trainrun.data.cache.disk import open_or_build
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.probe import Probe, look_at, random_because, random_refused
 from trainrun.data.cache.room import HEADER_BYTES
-from trainrun.data.cache.store import ALIGNMENT, MISSING, Store, in_memory, shared_store
+from trainrun.data.cache.store import (
+    ALIGNMENT,
+    MISSING,
+    CacheFull,
+    Store,
+    Words,
+    in_memory,
+    shared_store,
+)
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.engines.choice import MAX_AUTO_WORKERS
 from trainrun.data.engines.generators import seed_globals, states
 from trainrun.data.engines.workers import LoaderWorkers
+from trainrun.data.look import in_child
 from trainrun.data.map_style import describe, name_of, thread_safe
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
 from trainrun.limits import CacheSpec, parse_cache
 from trainrun.output import counted, quantity
+from trainrun.runtime.child_process import send_sign
 from trainrun.runtime.machine import host_memory, usable_cores
-from trainrun.seeding import kept_random_state
 
 LOG = logging.getLogger(__name__)
 PASSED_ON = ("class_names", "classes", "num_classes", "describe", "lengths", "fingerprint")
@@ -50,13 +60,17 @@ Gather = Callable[[Any], list[Any]]
 Say = Callable[[str], None]
 
 
-def cached(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather | None = None) -> Any:
-    """The source, with the cache that `spec` asks for in front; as it is if it is in memory already.
+def cached(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather | None = None,
+           options: StreamOptions | None = None) -> Any:  # fmt: skip
+    """Return the source with the cache that `spec` asks for in front; as it is if it is in memory already.
 
+    The samples are read in a child process or in loader workers.
     key: names the source in errors (`data.train`). say: takes lines about a cache that takes long to fill.
     gather: the value of every rank, on every rank, if there are several; those of one machine share a cache.
+    options: how the source is read in the run.
     """
     wanted = parse_cache(spec)
+    options = StreamOptions(key, True, 1, 0, report=say) if options is None else options
     if wanted.mode == "none":
         return source
     where = f"data.cache={wanted.text}: {key}"
@@ -67,10 +81,10 @@ def cached(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather
     if not readable_source or columns_of(source, key) is not None or not len(source):
         return source  # in memory already, or opening it says what is wrong
     own = own_fingerprint(source, wanted.folder, say) if wanted.folder is not None else ""
-    probe = look_at(source, where)
+    probe = in_child(partial(look_at, source, where), options)
 
     def fill(store: Store) -> None:
-        fill_store(store, source, key, probe, say)
+        fill_store(store, source, options, probe)
 
     if wanted.folder is None:
         return _in_memory(source, wanted, where, probe, fill, gather)
@@ -158,21 +172,24 @@ class Chunks:
             return NotRead()
 
 
-def fill_store(store: Store, source: Any, key: str, probe: Probe, say: Say) -> None:
+def fill_store(store: Store, source: Any, options: StreamOptions, probe: Probe) -> None:
     """Read the samples in order until the store is full."""
-    total, number = store.layout.num_slots, 0
+    total, key = store.layout.num_slots, options.key
     size = max(1, min(CHUNK, int(CHUNK_BYTES / max(1, probe.sample_bytes))))
     chunks = [range(first, min(first + size, total)) for first in range(0, total, size)]
     several = min(MAX_AUTO_WORKERS, usable_cores()) if total * probe.seconds > LONG_SECONDS else 0
-    tell, unlike = progress_lines(key, say), 0
-    for chunk, samples in zip(chunks, _read(Chunks(source), chunks, several, key), strict=True):
-        for index, sample in zip(chunk, samples, strict=True):
-            readable = not isinstance(sample, NotRead)
-            if not readable and sample.random:
-                raise random_refused(source, sample.random, store.where)
-            unlike += readable and not store.write(index, sample)
-        number += len(chunk)
-        tell(number, total)
+    if several < 2:
+        work = partial(_fill_apart, store, Chunks(source), chunks, key)
+        unlike, words, full = in_child(work, options)
+        store.words[:] = words  # of a file on a disk the child has a copy of its own
+        if full is not None:
+            raise CacheFull(full[0]) from OSError(*full[1])
+    else:
+        tell = progress_lines(key, options.report)
+        with closing(
+            _read_by_workers(Chunks(source), chunks, several, key)
+        ) as read:  # ends the workers after a fault
+            unlike = _write(store, source, chunks, read, tell)
     if unlike and store.limit is None:
         LOG.warning(
             "%s: %d samples are of another kind than the first; such samples are read each time",
@@ -180,12 +197,40 @@ def fill_store(store: Store, source: Any, key: str, probe: Probe, say: Say) -> N
         )  # fmt: skip
 
 
-def _read(source: Chunks, chunks: list[range], num_workers: int, key: str) -> Iterator[list[Any]]:
-    if num_workers < 2:
-        with kept_random_state():
-            for chunk in chunks:
-                yield source[chunk]
-        return
+def _fill_apart(
+    store: Store, source: Chunks, chunks: list[range], key: str
+) -> tuple[int, Words, tuple[str, tuple[Any, ...]] | None]:
+    """Fill the file, in a child process. Return what `_write` does, the words of the store, and why it is full."""
+    unlike, full = 0, None
+    tell = progress_lines(key, send_sign)
+    try:
+        unlike = _write(store, source.source, chunks, map(source.__getitem__, chunks), tell)
+    except CacheFull as error:
+        full = str(error), getattr(error.__cause__, "args", ())
+    return unlike, np.array(store.words), full
+
+
+def _write(
+    store: Store,
+    source: Any,
+    chunks: list[range],
+    read: Iterator[list[Any]],
+    tell: Callable[[int, int], None],
+) -> int:
+    """Write the samples that are read of each chunk. Return how many are of another kind than the first."""
+    unlike = number = 0
+    for chunk, samples in zip(chunks, read, strict=True):
+        for index, sample in zip(chunk, samples, strict=True):
+            readable = not isinstance(sample, NotRead)
+            if not readable and sample.random:
+                raise random_refused(source, sample.random, store.where)
+            unlike += readable and not store.write(index, sample)
+        number += len(chunk)
+        tell(number, store.layout.num_slots)
+    return unlike
+
+
+def _read_by_workers(source: Chunks, chunks: list[range], num_workers: int, key: str) -> Generator[list[Any]]:
     workers = LoaderWorkers(source, chunks, num_workers, StreamOptions(key, True, 1, 0))
     try:
         for chunk, samples in zip(chunks, workers, strict=True):
@@ -194,7 +239,7 @@ def _read(source: Chunks, chunks: list[range], num_workers: int, key: str) -> It
         workers.close()
 
 
-def progress_lines(key: str, say: Say) -> Callable[[int, int], None]:
+def progress_lines(key: str, say: Callable[[str], Any]) -> Callable[[int, int], None]:
     """Lines about a cache that takes long to fill, each after twice the time of the one before."""
     started, next_line = time.monotonic(), FIRST_LINE_SECONDS
 
@@ -205,6 +250,8 @@ def progress_lines(key: str, say: Say) -> Callable[[int, int], None]:
             left = seconds / done * (total - done)
             say(f"{key}: {done} of {total} samples are in the cache, {left:.0f} s to go")
             next_line = 2 * seconds
+        else:
+            send_sign()
 
     return tell
 

@@ -1,4 +1,4 @@
-"""Look at samples for a cache: a few before it is laid out, for what they are and how large; all, for draws."""
+"""SampleDigest at samples for a cache: a few before it is laid out, for what they are and how large; all, for draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainrun.data.engines.batch_reader import has_epochs
 from trainrun.data.engines.generators import states, takes
 from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import DataError
-from trainrun.seeding import kept_random_state
+from trainrun.runtime.child_process import send_sign
 from trainrun.user_code import line_of
 
 NUM_PROBES = 9
@@ -25,7 +25,7 @@ RANDOM = ("and a cache would keep one draw for ever; move what is random to data
           "cache, or use data.cache=none")  # fmt: skip
 
 
-class Look(NamedTuple):
+class SampleDigest(NamedTuple):
     form: SampleForm
     leaves: tuple[Leaf, ...]
     record_bytes: int
@@ -56,30 +56,30 @@ class Probe(NamedTuple):
 
 
 def look_at(source: Any, where: str) -> Probe:
-    """Read some samples, each twice. `where` begins the messages."""
+    """Read some samples, each twice; in a child process, since it runs the user's code. `where` begins the messages."""
     _refuse_generators(source, where)
     last = len(source) - 1
     rows = sorted({round(part * last / (NUM_PROBES - 1)) for part in range(NUM_PROBES)})
-    looks: list[Look] = []
+    looks: list[SampleDigest] = []
     began = time.perf_counter()
     fault: Exception | None = None
-    with kept_random_state():
-        for row in rows:  # a data set may begin with a damaged sample
-            try:
-                look = _look(source[row])
-                why = random_because(partial(getitem, source, row), row, look)
-            except Exception as error:
-                if isinstance(error, NotKept) and not looks:
-                    raise DataError(
-                        f"{where}: sample {row} holds {error}, which no cache can keep; allowed: CPU tensors, arrays, "
-                        "numbers, str and bytes in tuples, lists and dicts; convert it in __getitem__, or use "
-                        "data.cache=none"
-                    ) from error
-                fault = fault or error
-                continue
-            if why:
-                raise random_refused(source, why, where)
-            looks.append(look)
+    for row in rows:  # a data set may begin with a damaged sample
+        try:
+            look = _look(source[row])
+            why = random_because(partial(getitem, source, row), row, look)
+        except Exception as error:
+            if isinstance(error, NotKept) and not looks:
+                raise DataError(
+                    f"{where}: sample {row} holds {error}, which no cache can keep; allowed: CPU tensors, arrays, "
+                    "numbers, str and bytes in tuples, lists and dicts; convert it in __getitem__, or use "
+                    "data.cache=none"
+                ) from error
+            fault = fault or error
+            continue
+        if why:
+            raise random_refused(source, why, where)
+        looks.append(look)
+        send_sign()
     if not looks:
         assert fault is not None
         raise DataError(
@@ -95,13 +95,13 @@ def look_at(source: Any, where: str) -> Probe:
     return Probe(form, leaves, alike, size, repr([look.digest for look in looks]), seconds)
 
 
-def _look(sample: Any) -> Look:
+def _look(sample: Any) -> SampleDigest:
     """The buffers are let go: a source may use them again for its next sample."""
     form, leaves, buffers = take_apart(sample)
     record = record_of(leaves, buffers)
     digest = hashlib.blake2b(repr((form, leaves)).encode(), digest_size=16)
     digest.update(record.data)
-    return Look(form, leaves, record.nbytes, digest.hexdigest())
+    return SampleDigest(form, leaves, record.nbytes, digest.hexdigest())
 
 
 def _refuse_generators(source: Any, where: str) -> None:
@@ -116,7 +116,7 @@ def _refuse_generators(source: Any, where: str) -> None:
             raise DataError(f"{where}: {told}, {RANDOM}")
 
 
-def random_because(read: Callable[[], Any], row: int, look: Look | None = None) -> str:
+def random_because(read: Callable[[], Any], row: int, look: SampleDigest | None = None) -> str:
     """Why a sample is random: another read must give the same, and draw from no global generator; "" if it does.
 
     The first, whose look this is, may draw: to prepare something once, or because it seeds the generators itself.

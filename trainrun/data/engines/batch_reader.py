@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,16 +12,14 @@ from torch.utils.data import get_worker_info
 
 from trainrun.data.batch import Preparation, fields_apart, fields_back
 from trainrun.data.engines.generators import (
-    Calling,
-    GlobalDraw,
-    drawn_from,
+    GLOBAL_GENERATORS,
+    LeaveGlobals,
+    SeedGlobals,
+    SeedsCalls,
     generator_of,
-    guarded,
-    kept_generators,
-    noting,
-    seeded,
+    marks,
+    seed_globals,
     takes,
-    watched,
 )
 from trainrun.data.map_style import describe, innermost, name_of, reads_at_once, shallow, whole_batches
 from trainrun.data.scale import Scale
@@ -30,13 +27,11 @@ from trainrun.data.stream_options import Collate
 from trainrun.data.tensor_dataset import Columns, parts_of
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import MicroBatch
-from trainrun.seeding import kept_random_state
 from trainrun.user_code import line_of
 
 TRANSFORM, COLLATE = 1, 2  # their numbers do not depend on how many the reading drew before
 FILLERS_TRIED = 100
-OWN_PROBES = 8
-COLLATE_KEY, AT_ONCE = "data.collate_fn", "samples of "  # what is called, for messages
+SAMPLE, AT_ONCE, COLLATE_KEY = "__getitem__", "__getitems__", "data.collate_fn"  # what is called
 
 
 class Key(NamedTuple):
@@ -91,6 +86,7 @@ class Recipe:
     out. training: a batch that lost all of its samples is filled with another one that counts nothing
     (`real=False`), because the other ranks wait; in evaluation there is no such batch. scale: None if
     nobody sees single samples, and batches are scaled. one_by_one: `__getitems__` is asked for one sample at a time.
+    drawn_from: the global generators that the user's code is known to draw from, as far as it was looked at.
     """
 
     preparation: Preparation
@@ -103,6 +99,7 @@ class Recipe:
     scale: Scale | None = None
     transform_key: str = "data.transform"
     one_by_one: bool = False
+    drawn_from: tuple[str, ...] = GLOBAL_GENERATORS
 
 
 def of_whole(sample: Any, error: BaseException) -> str:
@@ -117,11 +114,11 @@ def of_whole(sample: Any, error: BaseException) -> str:
 class Transform:
     """A user's transform, with its numbers drawn from (seed, epoch, index). number: of samples, where it is known."""
 
-    def __init__(self, recipe: Recipe, calling: Calling, dataset: Any, number: int | None = None) -> None:
-        self._recipe, self._calling, self._dataset, self._number = recipe, calling, dataset, number
+    def __init__(self, recipe: Recipe, dataset: Any, number: int | None = None) -> None:
+        self._recipe, self._dataset, self._number = recipe, dataset, number
         self._takes_generator = takes(recipe.transform, "generator")
 
-    def __call__(self, sample: Any, epoch: int, index: int) -> Any:
+    def __call__(self, sample: Any, epoch: int, index: int, calls: SeedsCalls) -> Any:
         recipe = self._recipe
         if recipe.scale is not None:
             sample = recipe.scale.first_of(sample)
@@ -129,12 +126,13 @@ class Transform:
             return sample
         parts = (recipe.seed, epoch, index, TRANSFORM)
         try:
-            with self._calling(parts, recipe.transform_key):
-                if self._takes_generator:
-                    return recipe.transform(sample, generator=generator_of(*parts))
-                return recipe.transform(sample)
-        except GlobalDraw:
-            raise
+            calls.before(recipe.transform_key, *parts)
+            if self._takes_generator:
+                sample = recipe.transform(sample, generator=generator_of(*parts))
+            else:
+                sample = recipe.transform(sample)
+            calls.after(recipe.transform_key)
+            return sample
         except ANY_FAULT as error:
             row = index % (self._number or index + 1)
             place = describe(self._dataset, row)
@@ -154,21 +152,24 @@ class BatchReader:
     the first sample of an epoch, on a copy of this reader's own: others may be in another epoch.
     """
 
-    def __init__(self, dataset: Any, recipe: Recipe, calling: Calling = seeded) -> None:
+    def __init__(self, dataset: Any, recipe: Recipe, calls: SeedsCalls | None = None) -> None:
         if has_epochs(dataset):
             dataset = shallow(dataset)
         self.dataset = dataset
         self._has_epochs, self._epoch = has_epochs(dataset), -1
         self.recipe = recipe
-        self._calling = calling
-        self._transform = Transform(recipe, calling, dataset, len(dataset))
+        self._calls: SeedsCalls = SeedGlobals(recipe.drawn_from) if calls is None else calls
+        self._transform = Transform(recipe, dataset, len(dataset))
         self.number = len(dataset)
         parts = parts_of(dataset)
         self._at_once = reads_at_once(dataset) and not recipe.one_by_one
         alone = recipe.transform is None and recipe.collate is None and recipe.scale is None
         self._whole = whole_batches(dataset) if alone else None
-        self._plain = isinstance(dataset, Columns) and recipe.transform is None and recipe.collate is None
+        self._is_columns = isinstance(dataset, Columns)
+        self._plain = self._is_columns and recipe.transform is None and recipe.collate is None
         self._drawing = {type(one) for one in parts if takes(getattr(one, "__getitem__", None), "generator")}
+        asks = self._at_once or recipe.one_by_one or self._drawing or self._is_columns
+        self._reads_plainly = not asks and recipe.transform is None and recipe.scale is None
         self._takes_generators = self._at_once and takes(parts[0].__getitems__, "generators")
 
     @property
@@ -195,6 +196,30 @@ class BatchReader:
         if whole is not None:
             return Reading(whole, *key[1:])
         self._begin(key.epoch)
+        calls = self._calls
+        if not isinstance(calls, SeedGlobals) or not calls.others:
+            return self._read_samples(key)
+        return self._read_unseeded(key, calls.others)
+
+    def _read_unseeded(self, key: Key, generators: tuple[str, ...]) -> Reading:
+        """Read a batch without seeding these generators; if it moves one, read it again with all of them seeded."""
+        before, reading, fault = marks(generators), None, None
+        try:
+            reading = self._read_samples(key)
+        except DataError as error:
+            fault = error
+        if marks(generators) != before:
+            self._calls = SeedGlobals()  # from here on
+            if self._at_once and not self._takes_generators:  # what it draws must not depend on the batch
+                self.recipe, self._at_once = replace(self.recipe, one_by_one=True), False
+            return self._read_samples(key)
+        if reading is None:
+            assert fault is not None
+            raise fault
+        return reading
+
+    def _read_samples(self, key: Key) -> Reading:
+        """Read, transform and collate the samples of a batch."""
         samples, faults = self._samples(key.epoch, key.indices)
         if samples:
             indices = [index for index, _ in samples]
@@ -217,83 +242,54 @@ class BatchReader:
             return None
         return None if batch is None else self.recipe.preparation.batch(batch)
 
-    def sample(self, epoch: int, index: int) -> Any:
-        """One sample, read and transformed."""
+    def read_sample(self, epoch: int, index: int) -> Any:
+        """Return one sample as the data set gives it."""
         self._begin(epoch)
-        return self._transform(self._read(epoch, index), epoch, index)
+        return self._read(epoch, index)
 
-    def try_out(self, epoch: int, indices: Sequence[int]) -> None:
-        """Read single samples while nothing else draws. Raises GlobalDraw if reading one draws globally."""
-        trial = BatchReader(self.dataset, self.recipe, watched)
-        with kept_random_state():
-            for index in indices:
-                try:
-                    trial.read(Key(epoch, [index], True, False))
-                except GlobalDraw:
-                    raise
-                except DataError:  # it is raised, or the sample left out, when its turn comes
-                    continue
-
-    def draws(self) -> set[str]:
-        """What draws from the global generators while a few samples are read as a batch, in words for messages."""
-        found: set[str] = set()
-        trial, number = BatchReader(shallow(self.dataset), self.recipe, noting(found)), self.number
-        with kept_random_state(), suppress(DataError):  # which is raised, or left out, when its turn comes
-            trial.read(Key(0, sorted({0, number // 2, number - 1}), True, False))
-        return found
-
-    def draws_of_its_own(self) -> list[str]:
-        """Settings, with a place in what they name, of generators that the data set or the transform draws from."""
-        recipe, reader = self.recipe, self.copy()
-        rows = {round(part * (self.number - 1) / OWN_PROBES) for part in range(OWN_PROBES + 1)}
-
-        def read() -> None:
-            for row in sorted(rows):
-                with suppress(DataError):
-                    reader.sample(0, row)
-
-        named = {recipe.key: self.dataset, recipe.transform_key: recipe.transform}
-        kept = [(f"{key}{name}", one) for key, each in named.items() for name, one in kept_generators(each)]
-        with kept_random_state():
-            return drawn_from(kept, read) if kept else []
+    def transform_sample(self, sample: Any, epoch: int, index: int) -> Any:
+        """Return one sample as a batch gets it."""
+        return self._transform(sample, epoch, index, self._calls)
 
     def _begin(self, epoch: int) -> None:
         if not self._has_epochs or epoch == self._epoch:
             return
         try:
-            with self._calling((self.recipe.seed, epoch), f"set_epoch of {name_of(self.dataset)}"):
-                for part in parts_of(self.dataset):
-                    getattr(part, "set_epoch", lambda epoch: None)(epoch)
-        except GlobalDraw:
-            raise
+            if not isinstance(self._calls, LeaveGlobals):
+                seed_globals(self.recipe.seed, epoch)
+            for part in parts_of(self.dataset):
+                getattr(part, "set_epoch", lambda epoch: None)(epoch)
         except ANY_FAULT as error:
             raise self._fault(f"epoch {epoch}", "", error) from error
         self._epoch = epoch
 
-    def guarded(self) -> BatchReader:
-        """The same for a thread during the training."""
-        return BatchReader(self.dataset, self.recipe, guarded)
-
-    def copy(self) -> BatchReader:
-        """For a look ahead: what a data set opens when it is first read must not be open when workers fork."""
-        return BatchReader(shallow(self.dataset), self.recipe, self._calling)
+    def beside_training(self) -> BatchReader:
+        """Return the same reader for a thread during the training."""
+        return BatchReader(self.dataset, self.recipe, LeaveGlobals())
 
     def _collated(self, key: Key, samples: list[Any]) -> Any:
         if self.recipe.collate is None:
             return collated(samples, self.recipe)
-        with self._calling((self.recipe.seed, key.epoch, key.indices[0], COLLATE), COLLATE_KEY):
-            return collated(samples, self.recipe)
+        self._calls.before(COLLATE_KEY, self.recipe.seed, key.epoch, key.indices[0], COLLATE)
+        batch = collated(samples, self.recipe)
+        self._calls.after(COLLATE_KEY)
+        return batch
 
     def _samples(self, epoch: int, indices: list[int]) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
         """What can be read, each with its index; and the faults of the others, where they may be left out."""
+        if self._reads_plainly and self._calls.is_idle:
+            try:
+                number, dataset = self.number, self.dataset
+                return [(index, dataset[index % number]) for index in indices], ()
+            except ANY_FAULT:
+                pass  # one by one, the fault gets the number of its sample
         at_once = self._read_at_once(epoch, indices) if self._at_once else None
+        changes = self.recipe.transform is not None or self.recipe.scale is not None
         samples, faults = [], []
         for place, index in enumerate(indices):
             try:
                 sample = self._read(epoch, index) if at_once is None else at_once[place]
-                samples.append((index, self._transform(sample, epoch, index)))
-            except GlobalDraw:
-                raise
+                samples.append((index, self.transform_sample(sample, epoch, index) if changes else sample))
             except DataError as error:
                 if not self.recipe.skips:
                     raise
@@ -313,21 +309,29 @@ class BatchReader:
         )
 
     def _read(self, epoch: int, index: int) -> Any:
-        parts, row = (self.recipe.seed, epoch, index), index % self.number
+        row = index % self.number
         try:
-            if isinstance(self.dataset, Columns):
+            if self._is_columns:
                 return self.dataset[row]
-            with self._calling(parts, f"sample {row} of {name_of(self.dataset)}"):
-                if self.recipe.one_by_one:
-                    return self.dataset.__getitems__([row])[0]
-                base, place = innermost(self.dataset, row) if self._drawing else (self.dataset, row)
-                if type(base) in self._drawing:
-                    return base.__getitem__(place, generator=generator_of(*parts))
-                return base[place]
-        except GlobalDraw:
-            raise
+            calls, seed = self._calls, self.recipe.seed
+            calls.before(SAMPLE, seed, epoch, index)
+            if self.recipe.one_by_one:
+                sample = self.dataset.__getitems__([row])[0]
+            elif self._drawing:
+                sample = self._read_drawing(row, seed, epoch, index)
+            else:
+                sample = self.dataset[row]
+            calls.after(SAMPLE)
+            return sample
         except ANY_FAULT as error:
             raise self._fault(f"sample {row}", describe(self.dataset, row), error) from error
+
+    def _read_drawing(self, row: int, *parts: int) -> Any:
+        """Read a sample of a data set that takes a generator, or of parts of which one does."""
+        base, place = innermost(self.dataset, row)
+        if type(base) in self._drawing:
+            return base.__getitem__(place, generator=generator_of(*parts))
+        return base[place]
 
     def _read_at_once(self, epoch: int, indices: list[int]) -> list[Any] | None:
         """The samples as `__getitems__` gives them; None if it failed but each can be read by itself.
@@ -336,17 +340,16 @@ class BatchReader:
         """
         seed, rows = self.recipe.seed, self._rows(indices)
         try:
-            with self._calling((seed, epoch, indices[0]), AT_ONCE + name_of(self.dataset)):
-                if not self._takes_generators:
-                    samples = self.dataset.__getitems__(rows)
-                else:
-                    places = [innermost(self.dataset, row)[1] for row in rows]
-                    generators = [generator_of(seed, epoch, index) for index in indices]
-                    samples = parts_of(self.dataset)[0].__getitems__(places, generators=generators)
+            self._calls.before(AT_ONCE, seed, epoch, indices[0])
+            if not self._takes_generators:
+                samples = self.dataset.__getitems__(rows)
+            else:
+                places = [innermost(self.dataset, row)[1] for row in rows]
+                generators = [generator_of(seed, epoch, index) for index in indices]
+                samples = parts_of(self.dataset)[0].__getitems__(places, generators=generators)
+            self._calls.after(AT_ONCE)
             assert len(samples) == len(indices), f"{len(samples)} samples for {len(indices)} indices"
             return list(samples)
-        except GlobalDraw:
-            raise
         except ANY_FAULT as error:
             if self.recipe.skips:
                 return None
@@ -373,14 +376,13 @@ def collated(samples: list[Any], recipe: Recipe) -> Any:
     """One batch from samples. Without a function of the user's, tuples stay tuples, unlike torch's."""
     preparation = recipe.preparation
     try:
-        samples = [preparation.sample(sample) for sample in samples]
+        if preparation.max_sequence_length is not None:
+            samples = [preparation.sample(sample) for sample in samples]
         if recipe.collate is not None:
             return fields_apart(preparation.batch(recipe.collate(samples)))
         from trainrun.data.sequences.collate import as_they_are
 
         return preparation.batch(as_they_are(samples))
-    except GlobalDraw:
-        raise
     except ANY_FAULT as error:
         raise DataError(
             f"{recipe.key}: its samples do not form a batch: {type(error).__name__}: {error}; "

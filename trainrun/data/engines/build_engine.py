@@ -3,105 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from inspect import isgeneratorfunction
+from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
 from trainrun.data.bad_samples import Skips
-from trainrun.data.batch import Preparation, map_leaves
-from trainrun.data.engines.auto_stream import AutoStream, Option
-from trainrun.data.engines.batch_reader import AT_ONCE, COLLATE_KEY, BatchReader, Key, Recipe
-from trainrun.data.engines.choice import (
-    choose,
-    describe_workers,
-    fitted,
-    most_workers,
-    shared_free_bytes,
-    ways_to_read,
-)
-from trainrun.data.engines.generators import GlobalDraw, drawn_from, kept_generators
+from trainrun.data.batch import Preparation
+from trainrun.data.engines.batch_reader import AT_ONCE, COLLATE_KEY, BatchReader, Recipe
+from trainrun.data.engines.choice import choose, describe_workers
+from trainrun.data.engines.generators import GENERATORS, seed_globals
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.engines.iterable import Alike, InStep, StreamReader, has_parts, keeps_place
 from trainrun.data.engines.loader import LoaderBatches
+from trainrun.data.engines.stream import ReadBy
 from trainrun.data.engines.threads import ThreadBatches
-from trainrun.data.map_style import shallow
+from trainrun.data.look import digest_of, in_child, reading_recipe
 from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.same_samples import refuse_divided
-from trainrun.data.stream_options import Collate, PreparedStream, StreamOptions, limit_key, new_plan, plan_of
-from trainrun.errors import DataError
+from trainrun.data.stream_options import (
+    Collate,
+    PreparedStream,
+    StreamOptions,
+    limit_key,
+    new_plan,
+    plan_of,
+)
+from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches
-from trainrun.seeding import kept_random_state
 
 SequencePlanner = Callable[[Plan], Any]  # a `SequencePlan`, or None
 Finish = Callable[[Batches], Batches]
-ANEW = ": a generator of its own, whose numbers begin anew with a resume and in each loader worker; draw"
+CHANGES = (
+    "gives another sample when it is read again (by a generator of its own, or the clock), so a resume and other "
+    "loader workers give other samples; draw from a parameter `generator`, or from the global generators, which are "
+    "seeded for each sample"
+)
 
 
-def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, str]:
-    """The stream of the engine that the rule takes, and why; of several engines where a measurement may decide.
+def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, ReadBy, str]:
+    """Return the stream of the engine that the rule takes, who reads it, and why.
 
-    finish: what is done to the batches of each.
+    finish: what is done to its batches on the device.
     """
-    options, choice = prepared.options, choose(prepared)
-    reader, told = told_of_draws(_reader_of(prepared), options)
-    batch_bytes = _batch_bytes(prepared) if choice.engine == "workers" or options.engine == "auto" else 0
-    if choice.engine == "threads":
-        _try_out(reader)
-    if choice.engine == "workers":
-        choice = fitted(choice, batch_bytes, options)
-    if "auto" in (options.engine, options.num_workers, options.num_threads):
-        try:
-            _try_out(reader)
-            draws = False
-        except GlobalDraw:
-            draws = True
-        most = most_workers(batch_bytes, options.prefetch_factor)
-        ways = ways_to_read(prepared, choice, draws, most)
-        if len(ways) > 1:
-            each = [Option(*way, partial(_opened, prepared, reader, finish, *way[1:])) for way in ways]
-            return AutoStream(each, options.prefetch_factor, prepared.source), choice.reason + told
-    return _opened(prepared, reader, finish, choice.engine, choice.number), choice.reason + told
+    options, plan = prepared.options, prepared.plan
+    choice = choose(prepared)
+    (engine, number), reason = choice
+    if engine == "resident":
+        return finish(ResidentBatches(prepared)), choice.read_by, reason
+    reader = _reader_of(prepared)
+    reader, lines = check_randomness(reader, options)
+    kind = ThreadBatches if engine == "threads" else LoaderBatches
+    on_host = kind(reader, plan, number, options, _skips(options, plan))
+    return finish(_fed(on_host, options)), choice.read_by, reason + "".join(f"\n{line}" for line in lines)
 
 
-def told_of_draws(reader: BatchReader, options: StreamOptions) -> tuple[BatchReader, str]:
-    """The reader, which asks one by one for samples that are random at once; and lines on numbers that depend on more
-    than (seed, epoch, index), each after a line break."""
-    lines, recipe = [], reader.recipe
-    if not reader.users_code:
-        return reader, ""
-    found = reader.draws() if reader.draws_for_batches else set()
-    if any(what.startswith(AT_ONCE) for what in found):
-        reader = BatchReader(reader.dataset, replace(recipe, one_by_one=True))
+def check_randomness(reader: BatchReader, options: StreamOptions) -> tuple[BatchReader, list[str]]:
+    """Return the reader, and lines on samples that depend on more than (seed, epoch, index).
+
+    A data set whose `__getitems__` draws random numbers is asked for one sample at a time.
+    """
+    look, lines = options.look, list[str]()
+    if look is None or not reader.users_code:
+        return reader, lines
+    recipe = replace(reader.recipe, drawn_from=look.drawn_from)
+    if AT_ONCE in look.draws:
+        recipe = replace(recipe, one_by_one=True)
         lines.append(
             f"{options.key}: its __getitems__ draws random numbers, so samples are asked of it one by one; with a "
             "parameter `generators`, one for each sample, it reads them at once"
         )
-    if COLLATE_KEY in found and (options.accumulates or options.world_size > 1):
+    if COLLATE_KEY in look.draws and (options.accumulates or options.world_size > 1):
         lines.append(
             f"{COLLATE_KEY}: draws random numbers, other ones if accumulation or ranks cut the batches in another "
             "way; draw them in data.transform, and mix samples with data.augment.mixup"
         )
-    lines += [
-        f"{name}{ANEW} from a parameter `generator`, seeded for each sample"
-        for name in reader.draws_of_its_own()
-    ]
-    return reader, "".join(f"\n{line}" for line in lines)
-
-
-def _opened(
-    prepared: PreparedStream, reader: BatchReader, finish: Finish, engine: str, number: int
-) -> Batches:
-    """A stream of one engine, its batches on the device."""
-    options, plan = prepared.options, prepared.plan
-    if engine == "resident":
-        return finish(ResidentBatches(prepared))
-    kind = ThreadBatches if engine == "threads" else LoaderBatches
-    on_host = kind(reader, plan, number, options, _skips(options, plan))
-    return finish(_fed(on_host, options))
+    lines += [f"{what}: {CHANGES}" for what in look.changes]
+    return BatchReader(reader.dataset, recipe), lines
 
 
 def _skips(options: StreamOptions, plan: StreamPlan) -> Skips:
@@ -119,38 +98,17 @@ def _fed(batches: Batches, options: StreamOptions) -> Batches:
 
 def _reader_of(prepared: PreparedStream) -> BatchReader:
     options, columns = prepared.options, prepared.columns
-    recipe = Recipe(prepared.preparation, options.seed, options.key, options.transform, prepared.collate,
-                    options.on_error == "skip", options.training, prepared.scale if prepared.users_code else None,
-                    options.transform_key)  # fmt: skip
+    scale = prepared.scale if prepared.users_code else None
+    recipe = reading_recipe(options, scale)
+    recipe = replace(recipe, preparation=prepared.preparation, collate=prepared.collate)
     return BatchReader(prepared.dataset if columns is None else columns.on_host(), recipe)
-
-
-def _try_out(reader: BatchReader) -> None:
-    """Read three samples. Raises GlobalDraw if that draws from the global generators."""
-    reader.copy().try_out(0, sorted({0, reader.number // 2, reader.number - 1}))
-
-
-def _batch_bytes(prepared: PreparedStream) -> int:
-    """What a batch of a worker takes, told from one sample; 0 if there is room for any, or it is not read."""
-    if shared_free_bytes() is None:
-        return 0
-    reader, options = _reader_of(prepared), prepared.options
-    reader = BatchReader(reader.dataset, replace(reader.recipe, skips=False)).copy()
-    try:
-        with kept_random_state():
-            data = reader.read(Key(0, [0], True, False)).data
-    except DataError:  # it is raised, or the sample left out, when its turn comes
-        return 0
-    sizes: list[int] = []
-    map_leaves(data, lambda leaf: sizes.append(leaf.nbytes) if isinstance(leaf, Tensor) else None)
-    return sum(sizes) * options.batch_size
 
 
 def open_iterable(
     source: Any, options: StreamOptions, sequences: SequencePlanner
-) -> tuple[Batches, Collate | None, str]:
-    """The stream of an IterableDataset, how it is collated, and how it is read."""
-    number = 0 if options.num_workers == "auto" else options.num_workers
+) -> tuple[Batches, Collate | None, ReadBy, str]:
+    """The stream of an IterableDataset, how it is collated, who reads it, and a line about that."""
+    number = _number_for_iterable(options)
     number = number if options.training else min(number, 1)  # that many are asked of the training data
     parts = options.world_size * max(1, number)
     divided = options.training and parts > 1 and has_parts(source, parts)
@@ -176,24 +134,43 @@ def open_iterable(
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     if divided:
         reason += f"; each of {parts} readers has a part of its own"
-    told = "".join(
-        f"\n{options.key}{name}{ANEW} from the global generators, which are seeded for each sample"
-        for name in _drawn_on(source)
-    )
+    told = f"\n{options.key}: {CHANGES}" if _changes(source, options) else ""
     if length is most is None and not options.training:
         reason += f" of unknown length; {limit_key(options)} ends one that is endless"
-    return _fed(on_host, options), collate, f"{describe_workers(number)} ({reason}){told}"
+    line = f"{describe_workers(number)} ({reason}){told}"
+    return _fed(on_host, options), collate, ReadBy("workers", number), line
 
 
-def _drawn_on(source: Any) -> list[str]:
-    """Places of the generators that a pass draws from where the one before left off: the first sample is tried."""
-    trial, found = shallow(source), list[str]()
-    if keeps_place(source) or hasattr(source, "set_epoch") or not isgeneratorfunction(type(source).__iter__):
-        return found  # what gives an iterator that it keeps would lose a sample
-    with kept_random_state(), suppress(Exception):  # which is raised when its turn comes
-        kept = kept_generators(source)
-        found = drawn_from(kept, lambda: next(iter(trial), None)) if kept else []
-    return found
+def _number_for_iterable(options: StreamOptions) -> int:
+    """Return how many loader workers are asked for; with `auto` one, if the training data is read by workers."""
+    if options.num_workers != "auto":
+        return options.num_workers
+    beside = options.beside
+    return int(beside is not None and beside.engine == "workers" and beside.number > 0)
+
+
+def _changes(source: Any, options: StreamOptions) -> bool:
+    """Return whether a pass over a source that keeps a generator draws on from where the one before left off.
+
+    No other iterable source is read before the training: what it gave would be lost if it came from a pipe.
+    """
+    own = any(isinstance(value, GENERATORS) for value in getattr(source, "__dict__", {}).values())
+    anew = isgeneratorfunction(type(source).__iter__) and not keeps_place(source)
+    if not own or not anew or hasattr(source, "set_epoch"):
+        return False
+    try:
+        return in_child(partial(_differs_in_passes, source), options)
+    except ANY_FAULT:  # which is raised when its turn comes
+        return False
+
+
+def _differs_in_passes(source: Any) -> bool:
+    """Return whether the first samples of two passes differ."""
+    digests = []
+    for _ in range(2):
+        seed_globals(0)
+        digests.append([digest_of(sample) for sample in islice(source, 1)])
+    return digests[0] != digests[1]
 
 
 def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:

@@ -1,4 +1,10 @@
-"""Which engine reads the data, and how many at once: the choice with its reason, and whether workers fit in here."""
+"""Which engine reads the data, and how many at once: a rule on the look at the source, with its reason.
+
+What: tensors and mapped files are resident. Samples that are read in no time are read in the main process. Where
+    reading waits (for a disk, a network), several readers wait at once; where it computes, spare cores do it.
+Within a run, sources of the user's are read either in the main process or in loader workers, never in both. A worker is
+a fork: a file or a socket that the main process has opened would be shared by all of its workers, with its position.
+"""
 
 from __future__ import annotations
 
@@ -7,67 +13,94 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from trainrun.data.engines.in_memory import fits, gathered_in_place, resident_reason, size_in_memory
-from trainrun.data.map_style import thread_safe
+from trainrun.data.engines.in_memory import resident_bytes, resident_reason, size_in_memory
+from trainrun.data.engines.stream import ReadBy
+from trainrun.data.map_style import name_of, thread_safe
 from trainrun.data.stream_options import PreparedStream, StreamOptions, unused
+from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import DataError
-from trainrun.output import counted, quantity
+from trainrun.output import counted, duration, quantity
 from trainrun.runtime.machine import usable_cores
 
 MAX_AUTO_WORKERS = 8
 MAX_AUTO_THREADS = 4
 SHARED = Path("/dev/shm")
 ROOMY_SHARED = 2**34
-READERS_THAT_WAIT = 4  # are tried also on fewer cores: reading may wait for a disk
+QUICK_SECONDS = 5e-4  # of reading a batch: sending it from a worker takes as long
+MOSTLY_WAITS = (
+    0.5  # share of the time in which the processor works: below it, reading waits for something else
+)
+READERS_THAT_WAIT = 4  # on fewer cores, too
 
 
 class Choice(NamedTuple):
-    """engine: `resident`, `threads` or `workers`; number: of threads or workers (0: the main process)."""
+    """Who reads a stream, and why."""
 
-    engine: str
-    number: int
+    read_by: ReadBy
     reason: str
 
 
 def choose(prepared: PreparedStream) -> Choice:
-    """The rule, without a measurement."""
-    options, single = prepared.options, prepared.single
+    """Return who reads the stream. Raise DataError if that cannot be as the settings ask."""
+    options = prepared.options
     if reason := resident_reason(prepared):
-        return Choice("resident", 0, reason)
+        return Choice(ReadBy("resident", 0), reason)
     if options.engine == "threads" or (options.engine == "auto" and options.num_threads != "auto"):
-        return _threads(options, _bears_threads(prepared))
-    if prepared.columns is None or options.num_workers != "auto":
-        return loader_workers(options.num_workers, options.local_world_size)
-    why = "data.engine=workers" if options.engine == "workers" else single
-    why = why or f"too much to be resident on {options.device}"
-    return Choice("workers", 0, f"read in the main process ({size_in_memory(prepared)}; {why})")
+        return _asked_threads(prepared)
+    batch_bytes = _sample_bytes(prepared) * options.batch_size
+    if options.num_workers != "auto" or (options.engine == "workers" and not _reads_columns(prepared)):
+        return fitted(loader_workers(options.num_workers, options.local_world_size), batch_bytes, options)
+    beside = options.beside
+    if beside is not None and beside.in_this_process and not _reads_columns(prepared):
+        return _as_training(prepared, beside)
+    choice = _by_look(prepared)
+    if beside is not None and beside.engine == "workers" and beside.number and choice.read_by.in_this_process:
+        choice = Choice(ReadBy("workers", 1), f"{describe_workers(1)} (as data.train is read by workers)")
+    return fitted(choice, batch_bytes, options)
 
 
-def ways_to_read(
-    prepared: PreparedStream, first: Choice, draws: bool, most: float
-) -> list[tuple[str, str, int]]:
-    """Name, engine and number of all that the user's settings allow, the rule's choice first.
+def _sample_bytes(prepared: PreparedStream) -> int:
+    """Return the bytes of a sample in a batch; 0 if that is not known."""
+    if prepared.look is not None:
+        return prepared.look.sample_bytes
+    return 0 if prepared.columns is None else resident_bytes(prepared) // len(prepared.columns)
 
-    draws: whether reading draws from the global generators, which threads cannot bear. most: as `most_workers`.
-    """
-    options, found = prepared.options, [(first.engine, first.number)]
-    tried = max(1, max(usable_cores(), READERS_THAT_WAIT) // options.local_world_size)
-    threads = [("threads", n) for n in numbers_up_to(tried if _bears_threads(prepared) else 1)]
-    both_open = options.num_workers == options.num_threads == "auto"
-    if options.engine == "auto" and both_open:
-        if prepared.columns is not None and not prepared.single and fits(prepared):
-            found.append(("resident", 0))
-        found += threads
-    if options.engine == "threads" and options.num_threads == "auto":
-        found += threads
-    if options.engine in ("auto", "workers") and both_open:
-        found += [("workers", n) for n in (0, *numbers_up_to(min(tried, MAX_AUTO_WORKERS)))]
-    resident = "mapped" if gathered_in_place(prepared) else "resident"
-    return [
-        (resident if engine == "resident" else f"{engine}={number}", engine, number)
-        for engine, number in dict.fromkeys(found)
-        if not (engine == "threads" and draws) and (engine != "workers" or number <= most)
-    ]
+
+def _reads_columns(prepared: PreparedStream) -> bool:
+    """Return whether no code of the user's takes part in reading."""
+    return prepared.columns is not None and not prepared.users_code
+
+
+def _as_training(prepared: PreparedStream, beside: ReadBy) -> Choice:
+    """Return the choice for a stream whose training samples are read in the main process."""
+    if beside.engine == "threads" and _allows_threads(prepared):
+        return Choice(beside, f"{counted(beside.number, 'loader thread')} (as data.train)")
+    return Choice(ReadBy("workers", 0), f"{describe_workers(0)} (as data.train)")
+
+
+def _by_look(prepared: PreparedStream) -> Choice:
+    options, look = prepared.options, prepared.look
+    main = ReadBy("workers", 0)
+    if _reads_columns(prepared):
+        why = "data.engine=workers" if options.engine == "workers" else prepared.single
+        why = why or f"too much to be resident on {options.device}"
+        return Choice(main, f"{describe_workers(0)} ({size_in_memory(prepared)}; {why})")
+    by_cores = loader_workers("auto", options.local_world_size)
+    if look is None or not look.seconds:
+        return by_cores
+    seconds = look.seconds * options.batch_size
+    if seconds < QUICK_SECONDS:
+        return Choice(main, f"{describe_workers(0)} (a batch takes less than {1000 * QUICK_SECONDS:g} ms)")
+    takes = f"a batch takes {duration(seconds)} to read"
+    if look.busy_seconds < MOSTLY_WAITS * look.seconds:
+        why = f"{takes}, most of it waiting"
+        if _allows_threads(prepared) and not look.draws:
+            return Choice(
+                ReadBy("threads", READERS_THAT_WAIT), f"{counted(READERS_THAT_WAIT, 'loader thread')} ({why})"
+            )
+        number = max(READERS_THAT_WAIT, by_cores.read_by.number)
+        return Choice(ReadBy("workers", number), f"{describe_workers(number)} ({why})")
+    return Choice(by_cores.read_by, f"{by_cores.reason[:-1]}; {takes})")
 
 
 def numbers_up_to(largest: int) -> list[int]:
@@ -76,32 +109,53 @@ def numbers_up_to(largest: int) -> list[int]:
     return sorted({*numbers, largest})
 
 
-def _bears_threads(prepared: PreparedStream) -> bool:
-    """Whether several threads may read it at once."""
+def _allows_threads(prepared: PreparedStream) -> bool:
+    """Return whether several threads may read the source at once, without code of which that is not known."""
     return thread_safe(prepared.dataset) and not prepared.users_code
 
 
-def _threads(options: StreamOptions, safe: bool) -> Choice:
-    """More than one only where the source is safe for it, or the user says so."""
+def _asked_threads(prepared: PreparedStream) -> Choice:
+    """Return as many threads as the settings ask for. Raise DataError for a source that threads must not read.
+
+    One thread is as many as two, since the main process may read the same source for a validation meanwhile.
+    """
+    options = prepared.options
+    number = options.num_threads
+    asked = "data.engine=threads" if options.engine == "threads" else f"data.num_threads={number}"
+    unsafe = [part for part in parts_of(prepared.dataset) if not thread_safe(part)]
+    if unsafe:
+        raise DataError(
+            f"{asked}: {name_of(unsafe[0])} ({options.key}) does not say `thread_safe = True`; use "
+            "data.engine=workers, or give the class this attribute if several threads may read it at once"
+        )
+    draws = {} if prepared.look is None else prepared.look.draws
+    for what, generators in draws.items():
+        raise DataError(
+            f"{asked}: {what} of {options.key} draws from the global generator of {' and '.join(generators)}, which "
+            "the training beside it draws from too; give it a parameter `generator` (a torch.Generator, seeded for "
+            "each sample) and draw from that, or use data.engine=workers"
+        )
     vain = unused(options, "num_workers")
-    if options.num_threads != "auto":
-        asked = counted(options.num_threads, "loader thread")
-        return Choice("threads", options.num_threads, f"{asked} (asked for{vain})")
+    if number != "auto":
+        return Choice(ReadBy("threads", number), f"{counted(number, 'loader thread')} (asked for{vain})")
     cores = max(1, usable_cores() // options.local_world_size)
-    number = min(MAX_AUTO_THREADS, max(1, cores - 1)) if safe else 1
-    why = "" if safe else "; the source does not say thread_safe = True"
-    return Choice("threads", number, f"{counted(number, 'loader thread')} (data.engine=threads{why}{vain})")
+    several = min(MAX_AUTO_THREADS, max(1, cores - 1)) if _allows_threads(prepared) else 1
+    why = "" if _allows_threads(prepared) else f"; {prepared.single} is not known to allow more"
+    return Choice(
+        ReadBy("threads", several), f"{counted(several, 'loader thread')} (data.engine=threads{why}{vain})"
+    )
 
 
 def loader_workers(num_workers: int | Literal["auto"], local_world_size: int) -> Choice:
-    """Workers for data that has to be read or computed."""
+    """Return workers for data that has to be read or computed: as many as there are spare cores."""
     if num_workers != "auto":
-        return Choice("workers", num_workers, f"{describe_workers(num_workers)} (asked for)")
+        return Choice(ReadBy("workers", num_workers), f"{describe_workers(num_workers)} (asked for)")
     cores = usable_cores()
     chosen = 0 if cores // local_world_size <= 2 else min(MAX_AUTO_WORKERS, cores // local_world_size - 1)
     ranks = "rank" if local_world_size == 1 else "ranks"
     return Choice(
-        "workers", chosen, f"{describe_workers(chosen)} ({cores} cores for {local_world_size} {ranks})"
+        ReadBy("workers", chosen),
+        f"{describe_workers(chosen)} ({cores} cores for {local_world_size} {ranks})",
     )
 
 
@@ -116,16 +170,16 @@ def most_workers(batch_bytes: int, prefetch_factor: int) -> float:
 
 
 def fitted(choice: Choice, batch_bytes: int, options: StreamOptions) -> Choice:
-    """Fewer workers where they were not asked for and so many cannot run here; else DataError."""
-    most, number, ahead = (
-        most_workers(batch_bytes, options.prefetch_factor),
-        choice.number,
-        options.prefetch_factor,
-    )
+    """Return fewer workers where they were not asked for and so many cannot run here; else raise DataError."""
+    engine, number = choice.read_by
+    if engine != "workers":
+        return choice
+    most, ahead = most_workers(batch_bytes, options.prefetch_factor), options.prefetch_factor
     if number <= most:
         return choice
-    if options.num_workers == "auto":
-        return Choice("workers", int(most), f"{describe_workers(int(most))} (more do not fit into {SHARED})")
+    if options.num_workers == "auto" and (most >= 1 or options.beside is None):
+        reason = f"{describe_workers(int(most))} (more do not fit into {SHARED})"
+        return Choice(ReadBy("workers", int(most)), reason)
     need = (number * ahead + 1) * batch_bytes
     raise DataError(
         f"data.num_workers={number}: {number} x data.prefetch_factor={ahead} batches of {quantity(batch_bytes)}B need "

@@ -1,42 +1,35 @@
-"""Random numbers of a user's own code: seeded for each sample, or kept away from the training's.
+"""Random numbers of a user's own code: seeded for each sample by (seed, epoch, index).
 
-Where the training is paused or elsewhere (in a worker, in the main process between two steps), the global generators
-are seeded by (seed, epoch, index) before a sample. A thread beside the training cannot do that, and a number drawn
-there would change the model's dropout: see `Guard`. What always works is a parameter: a `__getitem__`, or a transform,
-with `generator` gets a torch.Generator seeded by (seed, epoch, index), a `__getitems__` with `generators` a list.
+A parameter always works: a `__getitem__`, or a transform, with `generator` gets a torch.Generator seeded by (seed,
+epoch, index), a `__getitems__` with `generators` a list of them. Other code may draw from the global generators of
+Python, NumPy and torch. Where nothing else draws meanwhile (in a worker, in the main process between two steps), they
+are seeded before each call. A thread beside the training must not: its sources draw from no global generator.
 """
 
 from __future__ import annotations
 
+import ctypes
 import inspect
-import pickle
 import random
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
-from itertools import islice
-from types import FunctionType, ModuleType
-from typing import Any
+from contextlib import contextmanager
+from time import perf_counter, process_time
+from typing import Any, Protocol
 
 import numpy as np
+import psutil
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainrun.errors import DataError
-from trainrun.seeding import derive_seed
+from trainrun.seeding import cuda_states, derive_seed, set_cuda_states
 
-
-class GlobalDraw(DataError):
-    """A number was, or was about to be, drawn from a generator that the training draws from too."""
-
-
-# How a reader calls the user's code. parts: what the numbers of this call depend on; what: for messages.
-Calling = Callable[[tuple[int, ...], str], AbstractContextManager[None]]
+PYTHON, NUMPY, TORCH = "random", "numpy.random", "torch"
+GLOBAL_GENERATORS = (PYTHON, NUMPY, TORCH)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+MT19937_BYTES = 624 * 4 + 4  # its key and the position in it
 
 
 def takes(function: Any, name: str) -> bool:
-    """Whether a callable has a parameter of this name."""
+    """Return whether a callable has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # some that are written in C cannot say
@@ -44,185 +37,153 @@ def takes(function: Any, name: str) -> bool:
 
 
 def generator_of(*parts: int) -> torch.Generator:
-    """A new generator whose numbers depend on `parts` alone."""
+    """Return a new generator whose numbers depend on `parts` alone."""
     return torch.Generator().manual_seed(derive_seed(*parts))
 
 
 def seed_globals(*parts: int) -> None:
     """Seed the generators that a user's `__getitem__` may draw from, by a hash of `parts`."""
-    seed = derive_seed(*parts)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # torch.manual_seed would seed every accelerator as well, or record a stack trace for each call.
-    torch.default_generator.manual_seed(seed)
+    _seed(derive_seed(*parts), GLOBAL_GENERATORS)
 
 
-def seeded(parts: tuple[int, ...], what: str) -> AbstractContextManager[None]:
-    """The global generators seeded: for a process, or a moment, in which nobody else draws."""
-    seed_globals(*parts)
-    return nullcontext()
+def _seed(seed: int, names: tuple[str, ...]) -> None:
+    for name in names:
+        if name == PYTHON:
+            random.seed(seed)
+        elif name == NUMPY:
+            np.random.seed(seed % 2**32)
+        else:
+            # torch.manual_seed would seed every accelerator as well, or record a stack trace for each call.
+            torch.default_generator.manual_seed(seed)
 
 
-@contextmanager
-def guarded(parts: tuple[int, ...], what: str) -> Iterator[None]:
-    """The global generators left alone, and torch's defended: for a thread during the training."""
-    with Guard(what) as guard:
-        yield
-    if guard.fault is not None:
-        raise guard.fault  # the user's code may have caught it
+class SeedsCalls(Protocol):
+    """Prepares the global generators for each call of the user's code.
+
+    before: called with what is called and with the numbers that its random numbers depend on. after: once it returned.
+    is_idle: neither of them does anything.
+    """
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def before(self, what: str, *parts: int) -> None: ...
+
+    def after(self, what: str) -> None: ...
 
 
-@contextmanager
-def watched(parts: tuple[int, ...], what: str) -> Iterator[None]:
-    """Seeded, and refused if a number was drawn: for a trial before any thread runs."""
-    seed_globals(*parts)
-    before = states()
-    yield
-    changed = [name for name, state in states().items() if state != before[name]]
-    if changed:
-        raise _global_draw(what, " and ".join(changed))
+class SeedGlobals:
+    """Seeds some of the global generators before each call; the others are known not to be drawn from."""
+
+    def __init__(self, names: tuple[str, ...] = GLOBAL_GENERATORS) -> None:
+        self.names = names
+        self.others = tuple(name for name in GLOBAL_GENERATORS if name not in names)
+        self.is_idle = not names
+
+    def before(self, what: str, *parts: int) -> None:
+        if self.names:
+            _seed(derive_seed(*parts), self.names)
+
+    def after(self, what: str) -> None:
+        """Do nothing."""
 
 
-def noting(found: set[str]) -> Calling:
-    """Seeded, and `what` of each call that drew a number is put into the set: as above, for a trial."""
+class LeaveGlobals:
+    """Leaves the global generators alone, for a thread beside the training."""
 
-    @contextmanager
-    def calling(parts: tuple[int, ...], what: str) -> Iterator[None]:
+    is_idle = True
+
+    def before(self, what: str, *parts: int) -> None:
+        """Do nothing."""
+
+    def after(self, what: str) -> None:
+        """Do nothing."""
+
+
+class RecordDraws:
+    """Seeds all global generators before each call, and records which calls move which of them.
+
+    moved: the generators that were moved, by what was called. seconds, busy_seconds: of all calls, on the clock and of
+    the processor. pauses: how often a call gave the processor up, to wait for something; to lose it to others is none.
+    """
+
+    is_idle = False
+
+    def __init__(self) -> None:
+        self.moved: dict[str, set[str]] = {}
+        self.seconds = self.busy_seconds = 0.0
+        self.pauses = self._began_pauses = 0
+        self._before: dict[str, Any] = {}
+        self._began = self._began_busy = 0.0
+
+    def before(self, what: str, *parts: int) -> None:
         seed_globals(*parts)
-        before = states()
-        yield
-        if states() != before:
-            found.add(what)
+        self._before = states()
+        self._began_pauses = _pauses()
+        self._began, self._began_busy = perf_counter(), process_time()
 
-    return calling
+    def after(self, what: str) -> None:
+        self.seconds += perf_counter() - self._began
+        self.busy_seconds += process_time() - self._began_busy
+        self.pauses += _pauses() - self._began_pauses
+        changed = {name for name, state in states().items() if state != self._before[name]}
+        if changed:
+            self.moved.setdefault(what, set()).update(changed)
+
+
+def _pauses() -> int:
+    """Return how often this process has given the processor up."""
+    return psutil.Process().num_ctx_switches().voluntary
 
 
 def states() -> dict[str, Any]:
-    """Where the global generators of this process stand, to be compared."""
+    """Return where the global generators of this process stand, to be compared."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
-        "random": random.getstate(),
-        "numpy.random": (name, keys.tobytes(), *rest),  # type: ignore[union-attr]
-        "torch": torch.default_generator.get_state().numpy().tobytes(),
+        PYTHON: random.getstate(),
+        NUMPY: (name, keys.tobytes(), *rest),  # type: ignore[union-attr]
+        TORCH: torch.default_generator.get_state().numpy().tobytes(),
     }
 
 
-def _global_draw(what: str, which: str) -> GlobalDraw:
-    return GlobalDraw(
-        f"data.engine=threads: {what} draws from the global generator of {which}, which the training beside "
-        "it draws from too; give it a parameter `generator` (a torch.Generator, seeded for each sample) and draw "
-        "from that, or use data.engine=workers"
-    )
+def marks(names: tuple[str, ...]) -> list[Any]:
+    """Return values that differ once one of these generators has been drawn from, quicker than `states`."""
+    return [MARKS[name]() for name in names]
 
 
-class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # how torch has it extended
-    """Refuses, in this thread alone, every torch operator that would draw from the default generator.
+def _mark_of_numpy() -> Any:
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # its types lack it
+    if type(generator) is np.random.MT19937:  # 1 us in place of 40
+        return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
+    return states()[NUMPY]
 
-    It does so before the number is drawn, so the training's numbers have not moved. Costs about 5 us an
-    operator. `random` and `numpy.random` it cannot see: they are tried before the run (`watched`),
-    and compared whenever the training waits for a batch (threads.py).
+
+def _mark_of_torch() -> bytes:
+    return torch.default_generator.get_state().numpy().tobytes()
+
+
+MARKS: dict[str, Callable[[], Any]] = {
+    PYTHON: random.getstate, NUMPY: _mark_of_numpy, TORCH: _mark_of_torch,
+}  # fmt: skip
+
+
+@contextmanager
+def apart_from_training() -> Iterator[None]:
+    """Put the global generators back where they were, after a batch that the training's process reads.
+
+    As `trainrun.seeding.kept_random_state`, but NumPy's state is written only if it was moved (40 us in each batch).
     """
-
-    def __init__(self, what: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.what = what
-        self.fault: GlobalDraw | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Or torch wraps the method below so that its first call imports torch._dynamo, which takes seconds."""
-        return False
-
-    # Torch keeps one flag for all threads of whether a mode is on, and the compiler of 2.8 leaves out what the
-    # training calls meanwhile, or for ever where two threads end in another order. These two say: not this mode.
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        named = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
-        if torch.Tag.nondeterministic_seeded in func.tags and not named:
-            self.fault = _global_draw(f"{self.what} ({func})", "torch")
-            raise self.fault
-        return func(*args, **kwargs)
-
-
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-LEAVES = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, type, ModuleType, FunctionType)
-MOST_OBJECTS = 2000  # looked at
-MOST_PARTS = 48  # of one container: a list of a million names is not walked through
-
-
-def kept_generators(source: Any) -> list[tuple[str, Any]]:
-    """The generators that an object keeps for itself, each with its place, as `.transform.rng`.
-
-    What they give depends on all reads before: a resume, and each worker, begins them anew.
-    """
-    of_all = (
-        torch.default_generator,
-        getattr(np.random.mtrand, "_rand", None),
-        getattr(random, "_inst", None),
-    )
-    waiting, seen, looks, found = deque([("", source)]), {id(source)}, 0, []
-    while waiting and looks < MOST_OBJECTS:
-        name, value = waiting.popleft()
-        looks += 1
-        if isinstance(value, GENERATORS):
-            if not isinstance(value, random.SystemRandom) and all(value is not one for one in of_all):
-                found.append((name, value))
-            continue
-        with suppress(Exception):  # a user's attribute may raise anything
-            for label, part in _parts(value):
-                if id(part) not in seen and part is not None and not isinstance(part, LEAVES):
-                    seen.add(id(part))
-                    waiting.append((name + label, part))
-    return found
-
-
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Containers of Python alone: others may decode what is asked of them."""
-    if type(value) in (dict, OrderedDict):
-        return [(f"[{key!r}]", part) for key, part in islice(value.items(), MOST_PARTS)]
-    if type(value) in (list, tuple):
-        return [(f"[{i}]", part) for i, part in enumerate(value[:MOST_PARTS])]
-    if isinstance(value, partial):
-        return [("", value.func), (".args", value.args), (".keywords", value.keywords)]
-    owner = [("", value.__self__)] if hasattr(value, "__self__") else []  # of a method
-    return owner + [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
-
-
-def drawn_from(kept: list[tuple[str, Any]], read: Callable[[], None]) -> list[str]:
-    """The places of the generators that a read draws from, and does not seed itself; each is put back."""
-    before = [_state(one) for _, one in kept]
-    looks = [list(map(pickle.dumps, before))]
+    python, cpu, cuda = random.getstate(), torch.get_rng_state(), cuda_states()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    has_gauss = numpy_state[3]
+    if has_gauss:  # a normal number that waits would be given out, and no mark would tell
+        np.random.set_state((*numpy_state[:3], 0, 0.0))
+    before = _mark_of_numpy()
     try:
-        for _ in range(2):
-            read()
-            looks.append([pickle.dumps(_state(one)) for _, one in kept])
+        yield
     finally:
-        for (_, one), state in zip(kept, before, strict=True):
-            _put_back(one, state)
-    return [name for (name, _), *each in zip(kept, *looks, strict=True) if len(set(each)) == len(each)]
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _put_back(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(torch.from_numpy(state) if isinstance(generator, torch.Generator) else state)
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        set_cuda_states(cuda)
+        if has_gauss or _mark_of_numpy() != before:
+            np.random.set_state(numpy_state)

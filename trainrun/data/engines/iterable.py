@@ -25,7 +25,7 @@ from trainrun.data.engines.batch_reader import (
     collated,
     failure_or_raise,
 )
-from trainrun.data.engines.generators import generator_of, seed_globals, seeded, takes
+from trainrun.data.engines.generators import SeedGlobals, generator_of, seed_globals, takes
 from trainrun.data.engines.stream import Around
 from trainrun.data.order.sampler import Plan, batch_too_large, behind_the_end, share_bounds
 from trainrun.data.same_samples import check_same, digest_of
@@ -61,7 +61,8 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     num_samples: of an epoch; None if the data set has no length. most: micro-batches, in evaluation samples, that are
     read; None is all. buffer: samples that are shuffled together; 0: none. readers: processes of this rank with a part
     each; 0: the source is read whole. turn: the reader whose batch is first. begun: by reader, its batches before and a
-    place from which the next is found; those that are missing begin at the beginning.
+    place from which the next is found; those that are missing begin at the beginning. fresh: by part, the state of a
+    source with `state_dict` before its first sample.
     """
 
     dataset: Any
@@ -75,6 +76,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     start: int = 0
     turn: int = 0
     begun: dict[int, tuple[int, SourcePlace]] = field(default_factory=dict)
+    fresh: dict[int, Any] = field(default_factory=dict)
 
     def at(self, epoch: int, start: int, known: Any) -> StreamReader:
         """The reader of another epoch. known: what `in_turns` kept there; without it opening is O(start): the samples
@@ -169,9 +171,11 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
             if keeps_place(source):
-                source = copy.copy(source)  # one that is left amid an epoch begins the next at the beginning
-            if place.state is not None:
-                source.load_state_dict(copy.deepcopy(place.state))
+                # one that was left amid an epoch begins the next at the beginning
+                if mine not in self.fresh:
+                    self.fresh[mine] = copy.deepcopy(source.state_dict())
+                state = self.fresh[mine] if place.state is None else place.state
+                source.load_state_dict(copy.deepcopy(state))
             place.source, samples = source, iter(source)
             while True:
                 seed_globals(seed, epoch, position * parts + mine * (parts > 1))
@@ -194,8 +198,10 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 
     def _reading(self, samples: list[Any], indices: list[int], real: bool) -> Reading:
         """indices: numbers of the samples in the epoch."""
-        transform = Transform(self.recipe, seeded, self.dataset)
-        changed = [transform(sample, self.epoch, i) for i, sample in zip(indices, samples, strict=True)]
+        transform, calls = Transform(self.recipe, self.dataset), SeedGlobals()
+        changed = [
+            transform(sample, self.epoch, i, calls) for i, sample in zip(indices, samples, strict=True)
+        ]
         return Reading(collated(changed, self.recipe), indices, real, False)
 
     def _name(self, mine: int) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from trainrun.interfaces import Batches
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from trainrun.interfaces import Batches, MicroBatch
 
 
 class Around:
@@ -21,3 +24,27 @@ class Around:
 
     def close(self) -> None:
         self._batches.close()
+
+
+class ReadBy(NamedTuple):
+    """Who reads a stream. engine: `resident`, `threads` or `workers`; number: of threads or workers (0: the main
+    process)."""
+
+    engine: str
+    number: int
+
+    @property
+    def in_this_process(self) -> bool:
+        """Return whether the user's code reads samples in the main process."""
+        return self.engine == "threads" or (self.engine == "workers" and self.number == 0)
+
+
+class OpenedStream(Around):
+    """The batches of one split. read_by: who reads them. source: what they are read from."""
+
+    def __init__(self, batches: Batches, read_by: ReadBy, source: Any) -> None:
+        super().__init__(batches)
+        self.read_by, self.source = read_by, source
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        return self._batches.epoch(epoch, start)

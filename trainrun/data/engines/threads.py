@@ -2,9 +2,8 @@
 
 What: a step takes max(load, train) instead of their sum. When: reading waits (for a disk, a network) or runs in C that
 releases the GIL (decoding, NumPy); nothing is copied between processes. When not: reading is Python that holds the
-GIL, or the model fills every core. The threads share the global random generators with the training, so they never
-seed them and may not draw from them: torch's is defended (`Guard`); `random` and `numpy.random` are tried on samples
-before the run, and compared whenever the training waits for a batch, while it draws nothing itself.
+GIL, the model fills every core, or the source does not say `thread_safe = True`. The threads share the global random
+generators with the training, so they never seed them, and a source that draws from them is refused (`choice.py`).
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ from typing import Any
 import torch
 
 from trainrun.data.bad_samples import Skips
-from trainrun.data.engines.auto_stream import num_ahead
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading
 from trainrun.data.engines.device_feed import pinned
-from trainrun.data.engines.generators import states
 from trainrun.data.engines.loader import delivered, keys_of
 from trainrun.data.order.sampler import StreamPlan
-from trainrun.data.stream_options import StreamOptions
+from trainrun.data.stream_options import StreamOptions, num_ahead
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
 
@@ -108,7 +105,7 @@ class ThreadBatches:
 
     def __init__(self, reader: BatchReader, plan: StreamPlan, number: int, options: StreamOptions,
                  skips: Skips) -> None:  # fmt: skip
-        self._reader, self._plan, self._number = reader.guarded(), plan, number
+        self._reader, self._plan, self._number = reader.beside_training(), plan, number
         self._options, self._skips = options, skips
         self._end_crew: Callable[[], Any] | None = None
 
@@ -143,23 +140,8 @@ class ThreadBatches:
                 ahead.append(crew.ask(key))
             if not ahead:
                 return
-            self._wait_for(ahead)
+            self._wait(ahead[0])
             yield ahead.popleft()[1].result()
-
-    def _wait_for(self, ahead: deque[Task]) -> None:
-        """Wait until the first is done. The training draws no random numbers meanwhile; a reader that does is found."""
-        if ahead[0][1].done():
-            return
-        before = states() if self._reader.users_code else None
-        self._wait(ahead[0])
-        if before is not None and states() != before:
-            for task in ahead:  # a data set that one thread alone reads need not bear a second reader
-                self._wait(task)
-            for (
-                key,
-                _,
-            ) in ahead:  # names the sample; if none of them draws, it was a thread of somebody else's
-                self._reader.try_out(key.epoch, key.indices)
 
     def _wait(self, task: Task) -> None:
         seconds = self._options.timeout_seconds

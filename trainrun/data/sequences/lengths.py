@@ -9,15 +9,15 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Subset
 
 from trainrun.data.engines.generators import seed_globals
 from trainrun.data.map_style import reads_at_once
-from trainrun.data.sequences.fields import FieldForm, Fields, fields_of, forms_of, sequence_names
-from trainrun.data.stream_options import StreamOptions
+from trainrun.data.sequences.fields import FieldForm, Fields, fields_of, forms_of, is_target, sequence_names
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
-from trainrun.seeding import kept_random_state
+from trainrun.runtime.child_process import send_sign
 from trainrun.user_code import line_of
 
 PROBES = 8  # samples that show which fields are sequences
@@ -26,6 +26,12 @@ ESTIMATE_SECONDS = 0.5
 AT_ONCE = 256  # samples asked of `__getitems__` in one call
 FIRST_LINE_SECONDS = 1.0
 LINES_APART = 4  # times as long until the next one
+SIGN_SECONDS = 1.0  # between two signs of life of the child process
+COMPOSED = (
+    "bucket",
+    "pack",
+    "token_budget",
+)  # values of data.padding that ask for lengths before a batch is read
 Forms = Mapping[str, FieldForm]
 
 
@@ -35,7 +41,8 @@ class Measured:
 
     names: which fields they are, () where there is none. varies: whether lengths are known to differ.
     lengths: (N,) int64, a sample's longest sequence; None if only some were read. seen: of those.
-    how: in words, where it took reading. aligned: the sequences of one sample were always equally long.
+    how: in words, where it took reading. aligned: the sequences of one sample were always equally long. real_targets:
+    targets of floating-point numbers; () where not all lengths are needed.
     """
 
     names: tuple[str, ...] = ()
@@ -44,55 +51,34 @@ class Measured:
     seen: np.ndarray[Any, Any] | None = None
     how: str = ""
     aligned: bool = True
+    real_targets: tuple[str, ...] = ()
 
 
-def measured(source: Any, options: StreamOptions, need_all: bool) -> Measured:
-    """need_all: the lengths of all samples are wanted, if need be by reading each once, as in epoch 0.
-
-    The same on every rank, except for `seen`.
-    DataError: a sample cannot be read, or `need_all` of samples in which fields cannot be told apart.
-    """
-    key, seed, count = options.key, options.seed, len(source)
-    if count == 0:
-        raise DataError(f"{key}: the data set is empty")
-    with kept_random_state():
-        if isinstance(source, Columns):
-            return _of_columns(source)
-        said = said_lengths(source)
-        if said is None and not need_all and not _promising(source, key, seed):
-            return Measured()
-        spread = np.unique(np.linspace(0, count - 1, PROBES).astype(np.int64)).tolist()
-        if said is not None:
-            probes = {0, int(said.argmin()), int(said.argmax()), *spread}
-            forms = _readable(source, sorted(probes), key, seed)
-            names, varies = sequence_names(forms.values())
-            if names and all(_longest(form, names) == said[index] for index, form in forms.items()):
-                return Measured(names, varies, said, said, "", aligned(forms.values(), names))
-        if need_all:
-            return _once(options, lambda: _read_all(source, key, seed, options.report))
-        return _estimated(source, key, seed, spread)
+def learn_lengths(source: Any, key: str, seed: int, needs_all: bool) -> Measured | None:
+    """Read a few samples; in a child process, since it runs the user's code. None: all of them have to be read."""
+    count = len(source)
+    said = said_lengths(source)
+    if said is None and not needs_all and not _promising(source, key, seed):
+        return Measured()
+    spread = np.unique(np.linspace(0, count - 1, PROBES).astype(np.int64)).tolist()
+    if said is not None:
+        probes = {0, int(said.argmin()), int(said.argmax()), *spread}
+        forms = _readable(source, sorted(probes), key, seed)
+        names, varies = sequence_names(forms.values())
+        if names and all(_longest(form, names) == said[index] for index, form in forms.items()):
+            real = real_targets(fields_of(_read(source, 0, key, seed))) if needs_all else ()
+            return Measured(names, varies, said, said, "", aligned(forms.values(), names), real)
+    return None if needs_all else _estimated(source, key, seed, spread)
 
 
-def _once(options: StreamOptions, work: Callable[[], Measured]) -> Measured:
-    """What the ranks do once: rank 0 works, and tells the others what came of it, a fault too."""
-    if options.gather is None:
-        return work()
-    answer: Measured | DataError | None = None
-    if options.rank == 0:
-        try:
-            answer = work()
-        except DataError as error:
-            answer = error
-    told: Measured | DataError = options.gather(answer)[0]
-    if isinstance(told, DataError):
-        raise told
-    return told
-
-
-def first_fields(source: Any, options: StreamOptions) -> Fields:
-    """Read the fields of sample 0 without changing random states."""
-    with kept_random_state():
-        return fields_of(_read(source, 0, options.key, options.seed))
+def real_targets(fields: Fields) -> tuple[str, ...]:
+    """Return the names of the targets that are floating-point numbers."""
+    found = []
+    for name, value in fields.items():
+        numbers = isinstance(value, torch.Tensor | np.generic | float)
+        if is_target(name) and numbers and torch.as_tensor(value).is_floating_point():
+            found.append(name)
+    return tuple(found)
 
 
 def said_lengths(source: Any) -> np.ndarray[Any, Any] | None:
@@ -107,7 +93,7 @@ def said_lengths(source: Any) -> np.ndarray[Any, Any] | None:
     return np.asarray(lengths, dtype=np.int64)
 
 
-def _of_columns(columns: Columns) -> Measured:
+def lengths_of_columns(columns: Columns) -> Measured:
     """Rows of one array are equally long."""
     forms = forms_of(fields_of(columns[0]))
     names, _ = sequence_names([forms])
@@ -149,22 +135,29 @@ def _readable(source: Any, indices: list[int], key: str, seed: int) -> dict[int,
     return found
 
 
-def _read_all(source: Any, key: str, seed: int, say: Callable[[str], None]) -> Measured:
+def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], None]) -> Measured:
+    """Read every sample once, as in epoch 0; in a child process, since it runs the user's code."""
     started, count = perf_counter(), len(source)
     forms: list[Forms] = []
-    next_line = FIRST_LINE_SECONDS
+    next_line, next_sign = FIRST_LINE_SECONDS, 0.0
     for form in _all_forms(source, key, seed):
         forms.append(form)
         seconds = perf_counter() - started
         if seconds > next_line:
             left = seconds / len(forms) * (count - len(forms))
-            say(f"{key}: lengths of {len(forms)} of {count} samples are read, {left:.0f} s to go")
+            text = f"{key}: lengths of {len(forms)} of {count} samples are read, {left:.0f} s to go"
+            if not send_sign(text):
+                report(text)
             next_line = seconds * LINES_APART
+        elif seconds > next_sign:
+            send_sign()
+            next_sign = seconds + SIGN_SECONDS
     names, varies = sequence_names(forms)
     lengths = np.array([_longest(form, names) for form in forms], dtype=np.int64)
     seconds = perf_counter() - started
     how = f"measured by reading {count} samples in {seconds:.1f} s; a source with .lengths needs none"
-    return Measured(names, varies, lengths, lengths, how, aligned(forms, names))
+    real = real_targets(fields_of(_read(source, 0, key, seed)))
+    return Measured(names, varies, lengths, lengths, how, aligned(forms, names), real)
 
 
 def _all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:

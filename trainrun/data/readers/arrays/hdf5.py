@@ -106,7 +106,7 @@ class Hdf5Reader:
         self._files = Kept(open_file, 1, per_thread=True, close=_close)
         lengths = self._lengths if layouts[0].ragged else None
         self.info = Info((path,), self._layouts, encoded, coding.names, coding.num_classes,
-                         partial(_where, path, layouts[0].name), lengths)  # fmt: skip
+                         partial(_where, path, layouts[0].name), lengths, thread_safe=True)  # fmt: skip
 
     def __len__(self) -> int:
         return self._layouts[0].shape[0]

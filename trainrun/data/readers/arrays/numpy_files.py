@@ -125,7 +125,12 @@ class MappedReader:
         self._arrays = tuple(arrays)
         self._names = " and ".join(map(str, files))
         self.info = Info(
-            tuple(files), num_classes=num_classes, where=self._where, batch=self._batch, arrays=self._arrays
+            tuple(files),
+            num_classes=num_classes,
+            where=self._where,
+            batch=self._batch,
+            thread_safe=True,
+            arrays=self._arrays,
         )
 
     def __len__(self) -> int:

@@ -69,7 +69,9 @@ class LmdbReader:
             elif facts.length != self._length:
                 says = f"holds {self._length} records, but its entry __meta__ says {facts.length}"
                 raise DataError(f"{file}: {says}")
-        self.info = Info((file,), form, None, facts.class_names, facts.num_classes, self._where)
+        self.info = Info(
+            (file,), form, None, facts.class_names, facts.num_classes, self._where, thread_safe=True
+        )
 
     def __len__(self) -> int:
         return self._length

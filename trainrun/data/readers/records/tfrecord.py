@@ -87,7 +87,9 @@ class TfrecordReader:
         self._places = [_places(self._shards, number) for number in range(len(files))]
         self._ends = np.cumsum([len(places) for places in self._places], dtype=np.int64)
         facts, settings = facts_beside(files), (columns, sorted(sequences), form)
-        self.info = Info(tuple(files), settings, None, facts.class_names, facts.num_classes, self._where)
+        self.info = Info(
+            tuple(files), settings, None, facts.class_names, facts.num_classes, self._where, thread_safe=True
+        )
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -69,7 +69,9 @@ class TarReader:
         self._columns = tuple(tuple(column.lower().split(";")) for column in columns or ())
         self._check_columns()
         settings = (self._columns, self._tuple, form)
-        self.info = Info(tuple(files), settings, None, facts.class_names, facts.num_classes, self._where)
+        self.info = Info(
+            tuple(files), settings, None, facts.class_names, facts.num_classes, self._where, thread_safe=True
+        )
 
     def __len__(self) -> int:
         return len(self._starts) - 1

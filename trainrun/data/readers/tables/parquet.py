@@ -103,8 +103,8 @@ class ParquetReader:
         self._groups = Kept(partial(_decoded, table, self._kinds, self._settings, files), row_groups)
         self.info = Info(
             table.files, (self._kinds, self._settings, shape), cells, coding.names, coding.num_classes, table.place,
-            self._lengths if any(kind.name == "list" for kind in self._inputs) else None, column=table.column,
-            input_columns={kind.column: f"{kind.name}s" for kind in self._inputs},
+            self._lengths if any(kind.name == "list" for kind in self._inputs) else None, thread_safe=True,
+            column=table.column, input_columns={kind.column: f"{kind.name}s" for kind in self._inputs},
         )  # fmt: skip
 
     def __len__(self) -> int:

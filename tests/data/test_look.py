@@ -1,0 +1,259 @@
+"""One look at a source, in a child process: what it tells, and what becomes of its faults."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from trainrun.data import look as look_module
+from trainrun.data.engines.generators import GLOBAL_GENERATORS, NUMPY, PYTHON, TORCH
+from trainrun.data.facts import facts_of
+from trainrun.data.look import digest_of, look_at
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import FirstInput, Look, StreamOptions
+from trainrun.errors import DataError
+
+N = 40
+
+
+class Samples(Dataset[Any]):
+    """Samples that `read` makes of their numbers; it counts the reads of this process."""
+
+    def __init__(self, read: Any = None) -> None:
+        self.read, self.reads = read, list[int]()
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads.append(index)
+        found = None if self.read is None else self.read(index)
+        return (torch.full((2, 3), float(index)) if found is None else found), index
+
+
+def options(**changes: Any) -> StreamOptions:
+    fields = {"key": "data.train", "training": True, "batch_size": 4, "seed": 7} | changes
+    return StreamOptions(**fields)  # type: ignore[arg-type]
+
+
+def test_it_tells_what_a_sample_is_and_reads_nothing_in_this_process() -> None:
+    source = Samples()
+    found = look_at(source, options())
+    assert (found.first, found.fault) == (FirstInput("floats", (2, 3)), "")
+    assert found.sample_bytes == 2 * 3 * 4 + 8
+    assert found.seconds > 0
+    assert (found.drawn_from, found.draws, found.changes) == ((), {}, ())
+    assert source.reads == []
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "first"),
+    [
+        (Samples(lambda i: np.zeros(5, np.int32)), {}, FirstInput("integers", (5,))),
+        (Samples(lambda i: "a text"), {}, FirstInput("a str", None)),
+        (Samples(lambda i: [1, 2, 3]), {}, FirstInput("integers", (3,))),
+        (Samples(lambda i: {"label": 1, "image": torch.zeros(1, 4)}), {}, FirstInput("floats", (1, 4))),
+        (Samples(), {"transform": lambda sample: (sample[0].long()[:1], 0)}, FirstInput("integers", (1, 3))),
+        ((torch.zeros(9, 4), torch.zeros(9)), {}, FirstInput("floats", (4,))),
+        (
+            (torch.zeros(9, 4), torch.zeros(9)),
+            {"transform": lambda s: s[0].bool()},
+            FirstInput("integers", (4,)),
+        ),
+    ],
+)
+def test_the_first_input(source: Any, changes: dict[str, Any], first: FirstInput) -> None:
+    assert look_at(source, options(**changes)).first == first
+
+
+def test_an_iterable_source_is_not_read() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("must not be read")
+
+    assert look_at(Stream(), options()).first is None
+
+
+def fail(index: int) -> None:
+    raise KeyError("no such file")
+
+
+def fail_at_first(index: int) -> None:
+    if index == 0:
+        fail(index)
+
+
+def test_a_sample_that_cannot_be_read_is_told_by_who_needs_it() -> None:
+    found = look_at(Samples(fail), options())
+    assert found.first is None
+    line = fail.__code__.co_firstlineno + 1
+    assert (
+        f"sample 0 of Samples cannot be read: KeyError: 'no such file' ({__file__} line {line})"
+        in found.fault
+    )
+    with pytest.raises(DataError, match="sample 0 of Samples cannot be read"):
+        facts_of(Samples(fail))
+    assert look_at(Samples(fail_at_first), options(on_error="skip")).first is not None
+    assert look_at(Samples(fail_at_first), options()).first is None
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [(lambda i: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"), (lambda i: os._exit(3), "exit code 3")],
+)
+def test_a_sample_that_ends_its_process(end: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        look_at(Samples(end), options())
+
+
+def test_a_sample_that_calls_sys_exit() -> None:
+    def leave(index: int) -> None:
+        raise SystemExit(0)
+
+    assert "SystemExit" in look_at(Samples(leave), options()).fault
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_workers": 2}, {"engine": "threads"}])
+def test_a_sample_that_never_comes(changes: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"data.worker_timeout_seconds=0.2: data.train"):
+        look_at(Samples(lambda i: time.sleep(600)), options(timeout_seconds=0.2, **changes))
+
+
+class OfAThread(Samples):
+    """A thread of its own makes the samples, as in a data set that decodes ahead."""
+
+    def __init__(self) -> None:
+        super().__init__(self.ask)
+        self.asked, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(
+            target=self.work, daemon=True, name="trainrun pretended to be of a library in C"
+        ).start()
+
+    def work(self) -> None:
+        while True:
+            self.asked.acquire()
+            self.done.release()
+
+    def ask(self, index: int) -> None:
+        self.asked.release()
+        self.done.acquire()
+
+
+def test_who_waits_for_a_thread_of_its_own_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the main process, as the user asks; at once, if Python knows of the thread."""
+    source = OfAThread()
+    assert look_at(source, options(num_workers=0, timeout_seconds=0.2)).first == FirstInput("floats", (2, 3))
+    monkeypatch.setattr(look_module, "OWN_THREADS", ("MainThread",))
+    assert look_at(source, options(num_workers=0, timeout_seconds=0)).first == FirstInput("floats", (2, 3))
+
+
+def test_where_cuda_was_started_nothing_is_forked_that_the_main_process_will_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(look_module, "can_fork", lambda: False)
+    for changes, here in (({"num_workers": 0}, True), ({}, True), ({"num_workers": 2}, False)):
+        source, state = Samples(lambda i: torch.rand(2, 3)), torch.get_rng_state()
+        assert look_at(source, options(**changes)).first == FirstInput("floats", (2, 3))
+        assert bool(source.reads) == here
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def state_put_back(index: int) -> torch.Tensor:
+    """Depends on the generator, and does not move it."""
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("read", "drawn_from"),
+    [
+        (lambda i: None, ()),
+        (lambda i: torch.rand(2, 3), (TORCH,)),
+        (lambda i: torch.full((2, 3), random.random()), (PYTHON,)),
+        (lambda i: torch.full((2, 3), np.random.randn()), (NUMPY,)),
+        (lambda i: torch.full((2, 3), random.random() + np.random.rand()), (PYTHON, NUMPY)),
+        (lambda i: torch.full((2, 3), float(torch.initial_seed() % 1000)), GLOBAL_GENERATORS),
+        (state_put_back, GLOBAL_GENERATORS),
+        (lambda i: torch.rand(2, 3, generator=torch.Generator().manual_seed(i)), ()),
+    ],
+)
+def test_the_generators_that_samples_depend_on(read: Any, drawn_from: tuple[str, ...]) -> None:
+    assert look_at(Samples(read), options()).drawn_from == drawn_from
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((torch.zeros(2), 1), (torch.zeros(2), 2)),
+        (torch.zeros(2), torch.zeros(1, 2)),
+        ({"a": "x"}, {"a": "y"}),
+        ([np.float32(1)], [np.float64(1)]),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+    ],
+)
+def test_samples_that_differ_have_other_digests(left: Any, right: Any) -> None:
+    assert digest_of(left) != digest_of(right)
+    assert digest_of(left) == digest_of(left)
+
+
+def test_what_holds_no_numbers_counts_by_its_type() -> None:
+    assert digest_of((object(), None)) == digest_of((object(), None))
+    assert digest_of(torch.tensor([float("nan")])) == digest_of(torch.tensor([float("nan")]))
+
+
+def draws_late(index: int) -> torch.Tensor:
+    """Random in samples that no look reads."""
+    known = torch.full((2, 3), float(index))
+    if index % 10 == 2:
+        return known + random.random()
+    return known + np.random.rand() if index % 10 == 4 else known
+
+
+def read_all(reader: Any, **changes: Any) -> list[Any]:
+    stream = open_batches(reader, options(**changes))[0]
+    batches = [(b.data[0].tolist(), b.data[1].tolist()) for epoch in (0, 1) for b in stream.epoch(epoch)]
+    stream.close()
+    return batches
+
+
+@pytest.mark.parametrize("read", [draws_late, lambda i: torch.rand(2, 3), state_put_back, lambda i: None])
+def test_samples_are_those_that_are_seeded_each(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what moves is seeded; in every batch, the samples are those of a reader that seeds all."""
+    found = read_all(Samples(read), num_workers=0)
+    assert read_all(Subset(Samples(read), range(N)), num_workers=0) == found
+    monkeypatch.setattr(look_module, "_look", lambda dataset, options: Look(FirstInput("floats", (2, 3))))
+    assert read_all(Samples(read), num_workers=0) == found
+
+
+@pytest.mark.process
+def test_workers_read_the_same_of_what_draws_late() -> None:
+    assert read_all(Samples(draws_late), num_workers=2) == read_all(Samples(draws_late), num_workers=0)
+
+
+def test_the_training_draws_on_as_if_nothing_had_been_read() -> None:
+    """Also where the data set draws, and a normal number of NumPy's waits to be given out."""
+    np.random.seed(3)
+    random.seed(3)
+    torch.manual_seed(3)
+    np.random.randn()
+    before = np.random.get_state()
+    expected = np.random.randn(3).tolist(), random.random(), torch.rand(2).tolist()
+    for read in (
+        lambda i: None,
+        draws_late,
+        lambda i: torch.full((2, 3), np.random.randn() + random.gauss(0, 1)),
+    ):
+        np.random.set_state(before)
+        random.seed(3)
+        torch.manual_seed(3)
+        read_all(Samples(read), num_workers=0)
+        assert (np.random.randn(3).tolist(), random.random(), torch.rand(2).tolist()) == expected

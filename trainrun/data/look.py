@@ -1,0 +1,316 @@
+"""All that must be learnt about a source before the training, by one look in a child process that is thrown away.
+
+what: the child is a fork of this process. It reads a few samples, each of them twice, and sends back plain values: kind
+    and shape of the first input, seconds and bytes of a sample, lengths, and what is random. What the data set opens,
+    moves or remembers while it is read ends with the child, so a data set is used for the first time by who reads it in
+    the training: the main process or the loader workers, and never by both (`choice.py`).
+when: the source runs code for a sample. Of tensors and arrays everything is known.
+when not: a fork is not safe. That is on systems without it, after CUDA was started, or next to threads of the user's,
+    where the main process is to read the source anyway. Then it is looked at there, which is its first real use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from trainrun.data.batch import Preparation, is_integer, map_leaves, of_numbers
+from trainrun.data.cache.samples import NotKept, take_apart
+from trainrun.data.engines.batch_reader import (
+    FILLERS_TRIED,
+    BatchReader,
+    Key,
+    Recipe,
+)
+from trainrun.data.engines.generators import GLOBAL_GENERATORS, RecordDraws
+from trainrun.data.scale import Scale
+from trainrun.data.sequences.lengths import (
+    Measured,
+    learn_lengths,
+    lengths_of_columns,
+    read_all_lengths,
+)
+from trainrun.data.stream_options import FirstInput, Look, StreamOptions
+from trainrun.data.tensor_dataset import Columns, as_bytes, columns_of, length_of
+from trainrun.errors import DataError
+from trainrun.interfaces import TARGET_KEYS, input_key
+from trainrun.runtime.child_process import (
+    ChildEnded,
+    ChildError,
+    ChildLate,
+    can_fork,
+    run_in_child,
+    send_sign,
+)
+from trainrun.seeding import kept_random_state
+
+T = TypeVar("T")
+
+ROWS_READ = 8  # spread over the source; each is read three times
+READ_SECONDS = 0.5  # after so long no further row is begun
+OWN_THREADS = ("MainThread", "trainrun")  # begin the names of threads that no data set waits for
+
+
+def look_at(source: Any, options: StreamOptions) -> Look:
+    """Learn what the start of a run needs to know of a source that can be indexed; of others nothing is read."""
+    if isinstance(source, IterableDataset):
+        return Look()
+    columns = columns_of(source, options.key)
+    dataset = source if columns is None else columns
+    if length_of(dataset, options.key) == 0:
+        return Look(fault=f"{options.key}: the data set is empty")
+    if columns is not None and options.transform is None and options.collate_fn is None:
+        return Look(first_input(columns[0]), drawn_from=())
+    return in_child(partial(_look, dataset, options), options)
+
+
+def kind_of_input(source: Any, options: StreamOptions) -> str:
+    """Return the kind of the first input, as in `FirstInput`; "" if no sample can be read, which is told elsewhere."""
+    look = look_at(source, options) if options.look is None else options.look
+    return "" if look.first is None else look.first.kind
+
+
+def sequences_of(source: Any, options: StreamOptions) -> Measured:
+    """Return what sequences a source has: as the look at it says, or all lengths if `options` need them.
+
+    The same on every rank, except for `seen`. DataError: a sample cannot be read, or all lengths are needed of samples
+    in which fields cannot be told apart.
+    """
+    needs_all = options.needs_lengths
+    if len(source) == 0:
+        raise DataError(f"{options.key}: the data set is empty")
+    if isinstance(source, Columns):
+        return lengths_of_columns(source)
+    found = None if options.look is None else options.look.sequences
+    if found is None and (options.look is None or not needs_all):
+        found = in_child(partial(learn_lengths, source, options.key, options.seed, needs_all), options)
+    if found is None:
+        read_all = partial(read_all_lengths, source, options.key, options.seed, options.report)
+        return _on_one_rank(lambda: in_child(read_all, options), options)
+    return found
+
+
+def _on_one_rank(work: Callable[[], T], options: StreamOptions) -> T:
+    """Return on every rank what rank 0 computes; raise the DataError that it raises."""
+    if options.gather is None:
+        return work()
+    answer: T | DataError | None = None
+    if options.rank == 0:
+        try:
+            answer = work()
+        except DataError as error:
+            answer = error
+    shared: Any = options.gather(answer)[0]
+    if isinstance(shared, DataError):
+        raise shared
+    result: T = shared
+    return result
+
+
+def in_child(work: Callable[[], T], options: StreamOptions) -> T:
+    """Return what `work` returns, which reads a source: computed in a child process where a fork is safe.
+
+    DataError: a fault in it, or the child ended. It must not stand still for `data.worker_timeout_seconds`, unless the
+    main process is to read the source in the training, too: then it reads it now.
+    """
+    if not _forks(options):
+        with kept_random_state():
+            return work()
+    try:
+        return run_in_child(work, options.timeout_seconds, computes=False, say=options.report)
+    except ChildLate as error:
+        if (
+            options.num_workers == 0
+        ):  # a fork has no threads of its parent: a source may wait for one of its own
+            with kept_random_state():
+                return work()
+        raise DataError(
+            f"data.worker_timeout_seconds={options.timeout_seconds:g}: {options.key} gave no sample for that long in a "
+            "child process; raise it (0 waits for ever), or see with data.num_workers=0 where reading hangs"
+        ) from error
+    except ChildEnded as error:
+        raise DataError(
+            f"{options.key}: reading its first samples ended the process that read them ({error}): code of the data "
+            "set, or of a library that it uses, crashes, or memory ran out"
+        ) from error
+    except ChildError as error:
+        raise DataError(f"{options.key}: cannot be looked at before the training: {error}") from RuntimeError(
+            error.text
+        )
+
+
+def _forks(options: StreamOptions) -> bool:
+    """Return whether a source is looked at in a fork.
+
+    Loader workers are forked in the same way, so what they will read may always be read so.
+    """
+    if sys.platform != "linux":
+        return False
+    if options.num_workers not in ("auto", 0) and options.engine != "threads":
+        return True
+    alone = all(thread.name.startswith(OWN_THREADS) for thread in threading.enumerate())
+    return alone and can_fork()
+
+
+def reading_recipe(options: StreamOptions, scale: Scale | None = None) -> Recipe:
+    """Return what is done to samples whose form is not known yet."""
+    return Recipe(Preparation(options.float_dtype, options.max_sequence_length), options.seed, options.key,
+                  options.transform, options.collate_fn, options.on_error == "skip", options.training, scale,
+                  options.transform_key)  # fmt: skip
+
+
+def rows_to_read(count: int, number: int = ROWS_READ) -> list[int]:
+    """Return indices spread over a source, the first and the last among them."""
+    rows: list[int] = np.unique(np.linspace(0, count - 1, number).astype(np.int64)).tolist()
+    return rows
+
+
+def _look(dataset: Any, options: StreamOptions) -> Look:
+    raw, scale = as_bytes(dataset)
+    recipe = reading_recipe(options, scale)
+    first, fault = _first_input(BatchReader(raw, recipe), recipe.skips)
+    if first is None:
+        return Look(fault=fault)
+    found = _SampleReads(raw, recipe, options.batch_size)
+    for row in rows_to_read(len(raw)):
+        found.read(row)
+        send_sign()
+        if found.total_seconds > READ_SECONDS:
+            break
+    found.read_batch()
+    sequences = None
+    if columns_of(dataset, options.key) is None and options.sequences_matter:
+        sequences = learn_lengths(raw, options.key, options.seed, options.needs_lengths)
+    return replace(found.look(first), sequences=sequences)
+
+
+class _SampleReads:
+    """Reads samples in three ways, and compares: seeded, seeded in the same way again, and with other seeds."""
+
+    def __init__(self, dataset: Any, recipe: Recipe, batch_size: int) -> None:
+        self._draws = RecordDraws()
+        self._reader = BatchReader(dataset, recipe, self._draws)
+        self._again = BatchReader(dataset, recipe)
+        self._other = BatchReader(dataset, replace(recipe, seed=recipe.seed + 1))
+        self._recipe, self._batch_size = recipe, batch_size
+        self._times: list[tuple[float, float, int]] = []
+        self._changes: dict[str, None] = {}
+        self._depends = False  # on a seed, though no generator moves
+        self._sample_bytes = 0
+
+    @property
+    def total_seconds(self) -> float:
+        return self._draws.seconds
+
+    def read(self, row: int) -> None:
+        """Read one sample; a fault is left to the training, where `data.on_error` decides."""
+        before = self._draws.seconds, self._draws.busy_seconds, self._draws.pauses
+        try:
+            first = _digests(self._reader, row)
+            after = self._draws.seconds, self._draws.busy_seconds, self._draws.pauses
+            self._times.append((after[0] - before[0], after[1] - before[1], after[2] - before[2]))
+            second = _digests(self._again, row)
+            other = _digests(self._other, row)
+        except DataError:
+            return
+        for what, mine, its in zip(
+            (self._recipe.key, self._recipe.transform_key), first, second, strict=True
+        ):
+            if mine != its:
+                self._changes[what] = None
+                break
+        else:
+            self._depends = self._depends or (first != other and not self._draws.moved)
+
+    def read_batch(self) -> None:
+        """Read a batch, for its size, and for what functions of a whole batch draw."""
+        rows = rows_to_read(self._reader.number, 3)
+        try:
+            data = self._reader.read(Key(0, rows[:1], True, False)).data
+            sizes: list[int] = []
+            map_leaves(data, lambda leaf: sizes.append(leaf.nbytes) if isinstance(leaf, Tensor) else None)
+            self._sample_bytes = sum(sizes)
+            if self._reader.draws_for_batches:
+                self._reader.read(Key(0, rows, True, False))
+        except DataError:
+            return
+
+    def look(self, first: FirstInput) -> Look:
+        times = self._times[1:] or self._times or [(0.0, 0.0, 0)]  # the first opens what the data set reads
+        seconds, busy, pauses = (sum(each) / len(times) for each in zip(*times, strict=True))
+        if pauses < 1:  # what is missing of the time, other processes have had
+            seconds = busy
+        moved = {what: tuple(sorted(names)) for what, names in self._draws.moved.items()}
+        drawn = {name for names in moved.values() for name in names}
+        drawn_from = tuple(name for name in GLOBAL_GENERATORS if self._depends or name in drawn)
+        return Look(first, "", seconds, busy, self._sample_bytes, drawn_from, moved, tuple(self._changes))
+
+
+def _digests(reader: BatchReader, row: int) -> tuple[bytes, bytes]:
+    """Read a sample. Returns digests of it as the data set and as the transform gives it."""
+    sample = reader.read_sample(0, row)
+    raw = digest_of(sample)
+    return raw, digest_of(reader.transform_sample(sample, 0, row))
+
+
+def digest_of(sample: Any) -> bytes:
+    """Hash the numbers and texts of a sample; what holds neither counts by its type alone."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(leaf: Any) -> Any:
+        leaf = np.asarray(leaf) if hasattr(leaf, "__array_interface__") else leaf  # a picture, too
+        try:
+            _, kinds, buffers = take_apart(leaf)
+        except NotKept:
+            digest.update(repr(type(leaf)).encode())
+            return leaf
+        digest.update(repr(kinds).encode())
+        for buffer in buffers:
+            digest.update(buffer.data)
+        return leaf
+
+    with torch.no_grad():
+        map_leaves(sample, add)
+    return digest.digest()
+
+
+def _first_input(reader: BatchReader, skips: bool) -> tuple[FirstInput | None, str]:
+    """Return the input of the first sample that can be read, or why there is none.
+
+    skips: samples that cannot be read are left out.
+    """
+    fault = ""
+    for index in range(min(reader.number, FILLERS_TRIED) if skips else 1):
+        try:
+            sample = reader.transform_sample(reader.read_sample(0, index), 0, index)
+        except DataError as error:
+            fault = str(error)
+            continue
+        return first_input(sample), ""
+    return None, fault
+
+
+def first_input(sample: Any) -> FirstInput:
+    """Return kind and shape of the first part of a sample that is no target."""
+    sample = map_leaves(sample, lambda leaf: leaf, of_numbers)
+    while isinstance(sample, tuple | list | dict) and sample:
+        fields = sample if isinstance(sample, dict) else dict(enumerate(sample))
+        others = [name for name in fields if name not in TARGET_KEYS]
+        sample = fields[input_key(fields) or next(iter(others or fields))]
+    if not isinstance(sample, Tensor | np.ndarray):
+        return FirstInput(f"a {type(sample).__name__}", None)
+    return FirstInput(_kind(sample), tuple(sample.shape))
+
+
+def _kind(values: Any) -> str:
+    return "integers" if is_integer(values) else "floats"
