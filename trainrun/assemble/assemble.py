@@ -83,6 +83,7 @@ from trainrun.interfaces import (
 )
 from trainrun.model.choices import WORDS
 from trainrun.monitor.metric_logger import MetricLogger
+from trainrun.optimizer.plain_step import switching_optimizers
 from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
 from trainrun.runs.run_folder import RunDir
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
     from trainrun.hook.unfreeze import Unfreeze
     from trainrun.optimizer.ema import Ema
+    from trainrun.optimizer.own_average import OwnAverage
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
     from trainrun.training.recovery.nonfinite import BadSteps
 
@@ -216,7 +218,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     notes += more
     wrapped = parallel.wrap(model)
     optimizer, schedule, precision, optimizers = build_updates(config, site, model, guarded, rhythm, notes)
-    ema = build_average(config, model)
+    ema = build_average(config, model, optimizer)
     monitors = build_monitors(config, site, schedule, rhythm, task, tally, model, ema, validation)
     default_metric = default_monitor(task, list(validation))
     notes += told_of_validation(config, site.trains, default_metric, list(validation))
@@ -339,13 +341,29 @@ def with_text(config: RunConfig, site: RunContext, notes: list[str]) -> RunConfi
     return with_tokenizer(config, site.run, site.parallel, notes)
 
 
-def build_average(config: RunConfig, model: nn.Module) -> Ema | None:
-    wanted = config.trainer.ema
-    if not wanted.enabled:
-        return None
-    from trainrun.optimizer.ema import Ema
+def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Ema | OwnAverage | None:
+    """The averaged weights that are evaluated: those of `trainer.ema`, else those of an optimizer that keeps some."""
+    switching, wanted = switching_optimizers(optimizer), config.trainer.ema
+    for one in switching:
+        one.train()
+    if wanted.enabled:
+        from trainrun.optimizer.ema import Ema
 
-    return Ema(model, wanted.decay, wanted.update_every_n_steps)
+        return Ema(model, wanted.decay, wanted.update_every_n_steps)
+    moved = (
+        (config.precision.master_weights, "precision.master_weights=true"),
+        (config.trainer.cpu_offload == "optimizer", "trainer.cpu_offload=optimizer"),
+    )
+    for applies, word in moved if switching else ():
+        if applies:
+            raise ConfigError(
+                f"{word}: does not go with an optimizer that has train() and eval(), which change the model's weights"
+            )
+    if not switching:
+        return None
+    from trainrun.optimizer.own_average import OwnAverage
+
+    return OwnAverage(model, switching)
 
 
 def build_hooks(config: RunConfig, site: RunContext, frozen: Unfreeze | None) -> Hooks:
@@ -371,7 +389,7 @@ def build_hooks(config: RunConfig, site: RunContext, frozen: Unfreeze | None) ->
 
 def build_monitors(
     config: RunConfig, site: RunContext, schedule: Schedule | JoinedSchedules, rhythm: Intervals, task: Any,
-    tally: TokenCounter, model: nn.Module, ema: Ema | None, validation: dict[str, Batches],
+    tally: TokenCounter, model: nn.Module, ema: Ema | OwnAverage | None, validation: dict[str, Batches],
 ) -> MetricLogger:  # fmt: skip
     def why_nan() -> str:
         from trainrun.training.recovery.nonfinite import likely_cause

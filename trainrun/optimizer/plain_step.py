@@ -49,6 +49,15 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     return parts if type(optimizer).__module__.startswith("trainrun.") else []
 
 
+def switching_optimizers(optimizer: Optimizer) -> list[Any]:
+    """Return the optimizer, or those of several by name, that have `train()` and `eval()`."""
+    return [
+        part
+        for part in parts_of(optimizer) or [optimizer]
+        if callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None))
+    ]
+
+
 class JointStep:
     """The steps of several optimizers, one after the other."""
 

@@ -42,6 +42,7 @@ from trainrun.training.triggers import Triggers
 if TYPE_CHECKING:
     from trainrun.checkpoint.weights import FrozenBase
     from trainrun.optimizer.ema import Ema
+    from trainrun.optimizer.own_average import OwnAverage
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
     from trainrun.transform.compile_log import CompileLog
 
@@ -67,7 +68,7 @@ class Components:
     schedule: Schedule | JoinedSchedules
     precision: Precision
     parallel: Parallel
-    ema: Ema | None
+    ema: Ema | OwnAverage | None
     retry: OomRetry
     train: Batches
     validation: Mapping[str, Batches]
