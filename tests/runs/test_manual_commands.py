@@ -1,4 +1,7 @@
-"""Every command of README and manual is run in a user's folder, with the limits of a short run added.
+"""Every command and code block of README and manual is run in a user's folder, with the limits of a short run added.
+
+The word behind a fence says what its block is: `bash` and `python` are run, `yaml` is a file that a command chooses,
+`text` is output, which holds no command.
 
 Commands of long measurements (`autotune`, the benches) are checked without being run: their settings compose, and their
 scripts know their flags. tests/benchmark, tests/verify and tests/scripts run these. A line marked `# on a cluster` or
@@ -12,11 +15,14 @@ import re
 import runpy
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 from test_sources import write_fashion
 
 from trainrun.cli.commands import COMMANDS
@@ -62,6 +68,18 @@ def lines_of(text: str) -> list[str]:
     return [line for line in lines if re.match(r"(trainrun|python|srun|torchrun)\b", line)]
 
 
+def fences_of(text: str) -> list[tuple[str, str]]:
+    """The word and the body of every fenced block, however deep it is indented and whatever its word is."""
+    found = re.findall(r"^( *)```([^\n]*)\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL)
+    return [(word.strip(), textwrap.dedent(body)) for _, word, body in found]
+
+
+def name_of(body: str) -> str:
+    """The file that a block is, by its first line; "" for code that is run as it stands."""
+    named = re.match(r"# ([\w/.]+\.(?:py|yaml))\n", body)
+    return named.group(1) if named else ""
+
+
 def files_of(text: str) -> dict[str, str]:
     """The files that a page tells a user to write: their first line is their name."""
     return dict(re.findall(r"^```\w+\n# ([\w/.]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
@@ -83,6 +101,12 @@ def project(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (workdir / "photos" / kind).mkdir(parents=True)
         for number in range(20):
             Image.new("RGB", (64, 64), (number, 90, 120)).save(workdir / "photos" / kind / f"{number}.png")
+    hub_set = workdir / "downloaded" / "my-hub-set"
+    hub_set.mkdir(parents=True)
+    for split in ("train", "validation", "test"):
+        shift = {"train": 0.0, "validation": 0.3, "test": 0.6}[split]
+        table = pyarrow.table({"x": [i + shift for i in range(40)], "label": [i % 2 for i in range(40)]})
+        parquet.write_table(table, hub_set / f"{split}-00000-of-00001.parquet")
     weights = runpy.run_path(str(workdir / "my_net.py"))["Net"]().state_dict()
     torch.save(weights, workdir / "theirs.pt")
     return workdir
@@ -174,6 +198,82 @@ def test_the_long_commands_of_a_page_are_known(
             known_to_its_script(words[1:], capsys, monkeypatch)
         elif words[0] != "python":
             composed(words)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_run_or_marked_as_output(page: str) -> None:
+    text, commands = PAGES[page], "\n".join(map("\n".join, map(lines_of, PAGES.values())))
+    blocks = fences_of(text)
+    assert 2 * len(blocks) == len(re.findall(r"^ *```", text, re.MULTILINE)), "a fence is not closed"
+    for word, body in blocks:
+        assert word in ("bash", "python", "yaml", "text"), body
+        lines = [line for line in body.splitlines() if line.strip()]
+        if word == "bash":  # the shell's own words are not the project's
+            known = lines_of(f"```bash\n{body}```\n")
+            assert [line for line in lines if line not in known and not line.startswith("export ")] == []
+        elif word == "text":
+            assert [
+                line for line in lines if re.match(r"(\$ *)?(trainrun|python|bash|srun|torchrun)\b", line)
+            ] == []
+        elif word == "yaml":
+            file = Path(name_of(body))
+            assert f"{file.parent.name}={file.stem}" in commands, f"no command takes {file}"
+        elif name_of(body):
+            assert Path(name_of(body)).stem in commands, f"no command names {name_of(body)}"
+
+
+# What the pages say of the names that a snippet uses but does not make.
+BATCH = {"tokens": torch.zeros(2, 3, dtype=torch.long), "attention_mask": torch.ones(2, 3)}
+GIVEN = {"data": {"batch": BATCH}, "tasks": {"torch": torch}}
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if "```python" in text])
+def test_python_of_a_page_runs(page: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainrun
+
+    train = trainrun.train
+    short = ["trainer.max_steps=4", "monitor.plots=false", "trainer.num_threads=1"]
+    monkeypatch.setattr(trainrun, "train", lambda *words, **objects: train(*words, *short, **objects))
+    names: dict[str, object] = dict(GIVEN.get(page, {}))
+    for word, body in fences_of(PAGES[page]):
+        if word == "python" and (file := name_of(body)):
+            runpy.run_path(str(project / file))
+        elif word == "python":
+            exec(compile(re.sub(r'"trainer\.max_epochs=\d+", ', "", body), f"{page}.md", "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_name_of_the_package_exists(page: str) -> None:
+    """`trainrun.transform.freeze.freeze` was one that did not."""
+    names = sorted(set(re.findall(r"\btrainrun(?:\.[A-Za-z_]\w*)+", PAGES[page])))
+    assert [name for name in names if not resolves(name)] == []
+
+
+def resolves(name: str) -> bool:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            if not hasattr(thing, part):
+                return False
+            thing = getattr(thing, part)
+        return True
+    return False
+
+
+CLOSED = "trainer|precision|parallel|checkpoint"  # sections of which the table of settings names every key
+OF_OTHERS = {"trainer.fast_dev_run", "trainer.overfit_batches"}  # words that are answered with ours
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if name != "settings"])
+def test_every_setting_of_a_section_exists(page: str) -> None:
+    known = set(re.findall(rf"`((?:{CLOSED})(?:\.\w+)+)`", PAGES["settings"])) | OF_OTHERS
+    named = set(re.findall(rf"(?<![\w./-])((?:{CLOSED})(?:\.[a-z_]\w*)+)(?![\w/(])", PAGES[page]))
+    sections = {key.rpartition(".")[0] for key in known}
+    assert sorted(named - known - sections) == []
 
 
 def test_what_counts_as_a_command() -> None:

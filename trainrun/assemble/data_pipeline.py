@@ -283,10 +283,10 @@ def node_above(key: str, config: RunConfig) -> str | None:
     if root is None:
         return None
     value = value_of(config, root)
-    if is_node(value):
-        return root
     name = key.removeprefix(root).lstrip(".").partition(".")[0]
-    return f"{root}.{name}" if name in named_nodes(value) else None
+    if name in named_nodes(value):  # of several data sets below one key
+        return f"{root}.{name}"
+    return root if is_node(value) else None
 
 
 def unused_arguments(source: Any) -> dict[str, str]:
