@@ -38,6 +38,7 @@ from trainrun.assemble.optimizer_and_schedule import (
     build_update,
     describe_update,
     optimizer_faults,
+    planned_beyond,
     warmup_steps,
 )
 from trainrun.assemble.run_plan import (
@@ -259,6 +260,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     calls.after_user_code = run.after_user_code
     for one in optimizers.values():
         one.show = run.show_gradients
+    notes += filter(None, [planned_beyond(config, triggers.max_seconds, rhythm)])
     return run, run_facts(run, site, rhythm, notes)
 
 
@@ -496,6 +498,7 @@ def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         sample_every=rhythm.sample_every,
+        max_seconds=run.triggers.max_seconds,
         choices=tuple(notes),
         update=describe_update(config, run.schedule),
         run_id=site.run_id,

@@ -18,7 +18,7 @@ from trainrun.monitor.bus import Bus
 from trainrun.monitor.console import Console
 from trainrun.monitor.metrics_file import MetricsFile, mend_end
 from trainrun.runs.run_folder import RunDir, check_there
-from trainrun.timing.phases import DATA, LOGGING, PLOTS, PhaseTimer
+from trainrun.timing.phases import CHECKPOINT, COMPILE, DATA, LOGGING, PLOTS, VALIDATION, PhaseTimer
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
 
@@ -37,6 +37,7 @@ class Listeners:
         self._closing = contextlib.ExitStack()
         self._hardware: Hardware | None = None
         self._told = ""
+        self._components: Components | None = None
         self._page: subprocess.Popen[bytes] | None = None
         self._made = perf_counter()  # the process may be older: a notebook's
         wanted = config.monitor
@@ -44,7 +45,8 @@ class Listeners:
         self._consoles: list[Console] = []
         if wanted.verbose or wanted.progress_bar:
             screen = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size,
-                             waited=lambda: phases.seconds_of(DATA))  # fmt: skip
+                             waited=lambda: phases.seconds_of(DATA), elsewhere=self._seconds_elsewhere,
+                             activity=self._activity)  # fmt: skip
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
             self._consoles = [screen, Console(False, wanted.verbose, False, wanted.window_size, log)]
         self._has_file = wanted.metrics_file
@@ -77,6 +79,7 @@ class Listeners:
 
     def attach(self, run: Components, state: TrainState) -> None:
         """Rows behind the step that a resume starts from are redone, so they are cut."""
+        self._components = run
         if self._has_file and self._run.metrics.exists():
             from trainrun.monitor.metric_rows import cut_rows_after
 
@@ -88,6 +91,17 @@ class Listeners:
 
             self._hardware = Hardware(self.bus.write, lambda: run.monitors.step, root_pid=root,
                                       seconds=self._phases.glance, device=run.parallel.device.index or 0)  # fmt: skip
+
+    def _seconds_elsewhere(self) -> float:
+        return sum(self._phases.seconds_of(account) for account in (VALIDATION, CHECKPOINT, PLOTS))
+
+    def _activity(self) -> str:
+        """What the run does that is no training, by its account of time; from any thread."""
+        account = self._phases.account
+        if account != VALIDATION or self._components is None:
+            return {CHECKPOINT: "saving", PLOTS: "drawing plots", COMPILE: "compiling"}.get(account, "")
+        number, total = self._components.monitors.validated
+        return f"validating {number:,}" + (f"/{total:,}" if total is not None else "")
 
     def on_position(self, step: int) -> None:
         """After every step: where the progress bar is."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from trainrun.errors import ConfigError
 from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes, rebuilt
 from trainrun.interfaces import Precision
 from trainrun.optimizer.build_optimizer import build_optimizer
-from trainrun.output import counted
+from trainrun.output import counted, duration
 from trainrun.scheduler.schedule import Schedule
 from trainrun.training.triggers import Intervals
 
@@ -168,6 +169,32 @@ def describe_update(config: RunConfig, schedule: Schedule | JoinedSchedules) -> 
         rates = f"{min(several):.3g} to {max(several):.3g}"
     warmup = f", {counted(schedule.warmup_steps, 'warmup step')}" if schedule.warmup_steps else ""
     return f"{optimizer}, lr {rates}, schedule {curve}{warmup}"
+
+
+def planned_beyond(config: RunConfig, max_seconds: float | None, rhythm: Intervals) -> str:
+    """Return a line on a schedule that is planned over all steps, of which the time may end the run earlier; or "".
+
+    The schedule does not follow the clock: a resumed run would have other learning rates than one that never stopped.
+    """
+    if max_seconds is None or rhythm.total_steps is None:
+        return ""
+    nodes = named_nodes(config.scheduler) or {"": config.scheduler or CONSTANT}
+    planned = [node for node in nodes.values() if is_planned(node)]
+    if not planned:
+        return ""
+    names = ", ".join(str(node["_target_"]).rpartition(".")[2] for node in planned)
+    return (
+        f"scheduler: {names} ends after {rhythm.total_steps:,} steps; where the time of {duration(max_seconds)} ends "
+        "the run before, it stops on its way; trainer.max_steps=... sets its end"
+    )
+
+
+def is_planned(node: Mapping[str, Any]) -> bool:
+    """Whether a schedule is told how long the run is."""
+    from trainrun.scheduler.build_schedule import LENGTHS
+
+    names = inspect.signature(locate(node["_target_"], "scheduler")).parameters
+    return any(name in names and node.get(name) is None for name in LENGTHS)
 
 
 def _named_targets(node: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -24,7 +25,8 @@ REMEMBERED_SECONDS = 30.0  # the time left follows the speed of the last half mi
 class ProgressBar:
     """Position, time left and the newest values; drawn by the thread that redraws the terminal.
 
-    waited: seconds of waiting for data so far.
+    waited: seconds of waiting for data so far. elsewhere: of validations, checkpoints and pictures so far.
+    activity: what the run does now, if that is no training: `validating 40/79`.
     """
 
     def __init__(
@@ -34,7 +36,11 @@ class ProgressBar:
         ascii_only: bool = False,
         clock: Callable[[], float] = time.monotonic,
         waited: Callable[[], float] | None = None,
+        elsewhere: Callable[[], float] = lambda: 0.0,
+        activity: Callable[[], str] = lambda: "",
     ) -> None:
+        self._elsewhere, self._activity, self._start = elsewhere, activity, start
+        self._seen_step, self._spent_elsewhere = start, 0.0  # seconds elsewhere up to the newest step
         self._facts, self._clock, self._started = facts, clock, clock()
         self._waited = waited
         self._waits: deque[tuple[float, float]] = deque()
@@ -65,7 +71,7 @@ class ProgressBar:
 
     def words(self, step: int) -> tuple[str, str]:
         """What stands before the bar, and after it."""
-        return self._epoch(step), self._numbers(step)
+        return "  ".join(filter(None, [self._epoch(step), self._activity()])), self._numbers(step)
 
     def _epoch(self, step: int) -> str:
         length, total, epochs = (
@@ -79,28 +85,51 @@ class ProgressBar:
     def _numbers(self, step: int) -> str:
         total = self._facts.total_steps
         if not total:
-            return f"step {step:,}  {duration(self._clock() - self._started)}"
+            left = self._seconds_to_limit()
+            ends = "" if math.isinf(left) else f"  {duration(left)} left"
+            return f"step {step:,}  {duration(self._clock() - self._started)}{ends}"
         return f"{step:,}/{total:,}  {100 * step // total}%  {self._time_left(step, total)} left"
 
     def _time_left(self, step: int, total: int) -> str:
-        now = self._clock()
+        """By the speed of the newest steps and what came between all steps, and never more than the time allows.
+
+        The clock of the steps stands still while the run validates or saves.
+        """
+        elsewhere = self._elsewhere()
+        now = self._clock() - elsewhere
+        if step != self._seen_step:
+            self._seen_step, self._spent_elsewhere = step, elsewhere
         self._seen.append((now, step))
         while len(self._seen) > 2 and now - self._seen[0][0] > REMEMBERED_SECONDS:
             self._seen.popleft()
         then, before = self._seen[0]
-        return duration((total - step) * (now - then) / (step - before)) if step > before else "?"
+        left = self._seconds_to_limit()
+        if step > before:
+            each = (now - then) / (step - before) + self._spent_elsewhere / (step - self._start)
+            left = min(left, (total - step) * each)
+        return "?" if math.isinf(left) else duration(left)
+
+    def _seconds_to_limit(self) -> float:
+        """Until `trainer.max_time` ends the run; infinite without one."""
+        if self._facts.max_seconds is None:
+            return math.inf
+        done = self._facts.seconds_before + self._clock() - self._started
+        return max(self._facts.max_seconds - done, 0.0)
 
 
 def live_bar(
     facts: RunFacts, position: Callable[[], int], values: Callable[[], list[str]], stream: IO[str] | None,
-    waited: Callable[[], float] | None,
+    **clocks: Any,
 ) -> Live | None:  # fmt: skip
-    """Start a bar that a thread of its own redraws; None for a terminal that cannot move its cursor."""
+    """Start a bar that a thread of its own redraws; None for a terminal that cannot move its cursor.
+
+    clocks: `waited`, `elsewhere` and `activity` of a `ProgressBar`.
+    """
     out: Any = EncodableStream(stream or sys.stdout)
     console = Console(file=out, force_terminal=True, highlight=False)
     if console.is_dumb_terminal:
         return None
-    bar = ProgressBar(facts, position(), console.options.ascii_only, waited=waited)
+    bar = ProgressBar(facts, position(), console.options.ascii_only, **clocks)
 
     def draw() -> Text:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -30,14 +30,14 @@ class Console:
 
     interactive: None looks whether the output is a terminal. verbose: show the composed choices at the
     start. progress: a bar where there is a terminal. window: log points whose items and seconds the throughput is of.
-    waited: seconds of waiting for data so far, for the bar.
+    clocks: `waited`, `elsewhere` and `activity` of a `ProgressBar`.
     """
 
     def __init__(
         self, interactive: bool | None = None, verbose: bool = True, progress: bool = True, window: int = 20,
-        stream: IO[str] | None = None, waited: Callable[[], float] | None = None,
+        stream: IO[str] | None = None, **clocks: Any,
     ) -> None:  # fmt: skip
-        self._waited = waited
+        self._clocks = clocks
         self._stream, self._verbose = stream, verbose
         terminal = (stream or sys.stdout).isatty() if interactive is None else interactive
         self._wants_bar = progress and terminal
@@ -72,14 +72,16 @@ class Console:
         if self._wants_bar:
             from trainrun.monitor.bar import live_bar
 
-            self._live = live_bar(facts, lambda: self.position, self._values, self._stream, self._waited)
+            self._live = live_bar(facts, lambda: self.position, self._values, self._stream, **self._clocks)
         elif self._wants_html and "IPython" in sys.modules:
             from trainrun.monitor.notebook import NotebookBar, in_notebook
 
             if in_notebook():
                 from trainrun.monitor.bar import ProgressBar
 
-                self._html = NotebookBar(ProgressBar(facts, step), facts.total_steps, self._values)
+                self._html = NotebookBar(
+                    ProgressBar(facts, step, **self._clocks), facts.total_steps, self._values
+                )
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
         if (found := speed_in(row)) is not None:
@@ -214,7 +216,11 @@ def _length(facts: RunFacts) -> str:
         parts.append(f"{length:,} an epoch")
     if epochs is not None and total == (None if length is None else length * epochs):
         parts.append(counted(epochs, "epoch"))
-    return ", ".join(parts)
+    steps = ", ".join(parts)
+    if facts.max_seconds is None:
+        return steps
+    time = f"{duration(max(facts.max_seconds - facts.seconds_before, 0.0))} of training"
+    return time if total is None else f"up to {steps}, or {time}"
 
 
 def place_line(step: int, epoch: float, facts: RunFacts | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from time import perf_counter, time
 from typing import Any, Protocol
 
@@ -69,8 +70,13 @@ class MetricLogger:
         self._mark, self._marked_step, self._marked_items = perf_counter(), 0, 0.0
         self._elsewhere = 0.0
         self.step = 0
+        self.validated: tuple[int, int | None] = (
+            0,
+            None,
+        )  # batches of the validation at hand, and all of them
 
     def on_start(self, facts: RunFacts, state: TrainState) -> None:
+        facts = replace(facts, seconds_before=state.seconds)
         self._mark, self._marked_step, self._marked_items = perf_counter(), state.step, state.items
         self.step = state.step
         if self._tokens is not None:
@@ -93,6 +99,10 @@ class MetricLogger:
         ):  # else with the row of this step
             with self.paused():
                 self._on_log(state.step)
+
+    def on_validation_batch(self, number: int, total: int | None) -> None:
+        """Every batch of a validation, on the host only. number: counted from 1."""
+        self.validated = number, total
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
         """A log point: the one place where the host waits for the device."""

@@ -46,7 +46,8 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
     items, started, stopped, whole = 0, perf_counter(), False, ""
     with run.evaluating() as model:
         run.task_calls.evaluation_starts(model, split)
-        for batch in batches.epoch(0):
+        for number, batch in enumerate(batches.epoch(0), start=1):
+            run.monitors.on_validation_batch(number, batches.num_batches)
             if stopped := run.triggers.interrupted():
                 break
             whole = whole or batch.whole

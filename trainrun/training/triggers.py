@@ -194,6 +194,11 @@ class Triggers:
         self._again = False  # a validation of the last step is done again, with other weights
         self._best_before: tuple[int, float | None] = -1, None  # before the newest one
 
+    @property
+    def max_seconds(self) -> float | None:
+        """Of training in all sessions."""
+        return self._limits.max_seconds
+
     def start(self, state: TrainState, best: tuple[int, float] | None = None) -> None:
         """Start the clock of this session; the time of earlier sessions counts.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -45,6 +46,7 @@ class Follower:
         self.notes: deque[str] = deque(maxlen=5)
         self.step, self.epoch, self.validated = 0, 0.0, -1
         self._seen: deque[tuple[float, int]] = deque()
+        self._started: float | None = None  # of this session
         self.last_row = 0.0  # on our own clock: those of two machines differ
 
     def read(self) -> None:
@@ -65,6 +67,7 @@ class Follower:
         self.last_row, self.step = time.monotonic(), max(self.step, step)
         if kind == "start":
             self.facts, self.summary, self.step = row.get("facts", {}), {}, step
+            self._started = row.get("time")
             self._seen.clear()
         elif kind == "end":
             self.summary = row.get("summary", {})
@@ -102,7 +105,18 @@ class Follower:
         if not total or len(self._seen) < 2 or self.summary or self._over:
             return None
         (began, first), (now, last) = self._seen[0], self._seen[-1]
-        return (total - last) * (now - began) / (last - first) if last > first else None
+        if last <= first:
+            return None
+        by_steps: float = (total - last) * (now - began) / (last - first)
+        return min(by_steps, self._seconds_to_limit(now))
+
+    def _seconds_to_limit(self, now: float) -> float:
+        """Until `trainer.max_time` ends the run; infinite without one."""
+        most: float | None = self.facts.get("max_seconds")
+        if most is None or self._started is None:
+            return math.inf
+        before: float = self.facts.get("seconds_before", 0.0)
+        return max(most - before - (now - self._started), 0.0)
 
     @property
     def share_waiting(self) -> float | None:
