@@ -416,7 +416,8 @@ class RunFacts:
     """What is known when the ranks are built, for the first lines on the screen.
 
     sample_every: of so many training steps one is sampled for `train/acc` and its like; `train/loss` is over all.
-    max_seconds: of training in all sessions, which end the run; seconds_before: those of earlier sessions.
+    max_seconds: of training in all sessions, which end the run; seconds_before, epochs_before: what earlier
+    sessions have done.
     choices: what was chosen for the user, with the reason, one line each. update: optimizer, learning rate and
     schedule in words. run_id: the same after a resume. config: as in `config.yaml`, without secrets.
     """
@@ -442,6 +443,7 @@ class RunFacts:
     sample_every: int = 1
     max_seconds: float | None = None
     seconds_before: float = 0.0
+    epochs_before: float = 0.0
 
 
 class Monitor(Protocol):

@@ -12,17 +12,19 @@ import torch
 from trainrun.interfaces import Agreed, GradReport, MicroBatch, StepReport
 from trainrun.monitor import metric_logger
 from trainrun.parallel.single import Single
-from trainrun.timing.phases import PhaseTimer
+from trainrun.timing.phases import CHECKPOINT, PhaseTimer
 from trainrun.training.state import TrainState
 
 
-def logger_and_rows(on_log: Any = None) -> tuple[metric_logger.MetricLogger, list[dict[str, float]]]:
+def logger_and_rows(
+    on_log: Any = None, phases: PhaseTimer | None = None
+) -> tuple[metric_logger.MetricLogger, list[dict[str, float]]]:
     rows: list[dict[str, float]] = []
     monitor: Any = SimpleNamespace(on_step=lambda step, epoch, row: rows.append(row))
     tokens: Any = SimpleNamespace(take=lambda: 0.0, counts=False)
     return metric_logger.MetricLogger(
         Single(torch.device("cpu")), [monitor], dict, 10, 1, True, None, on_log, "samples", None, tokens,
-        PhaseTimer(), None, None, None,
+        phases or PhaseTimer(), None, None, None,
     ), rows  # fmt: skip
 
 
@@ -55,3 +57,18 @@ def test_the_loss_of_a_step_that_was_left_out_is_in_no_row() -> None:
     logger.on_step(state, report)  # nothing else was there
     assert [rows[place]["train/loss"] for place in (0, 2)] == [1.5, 1.5]
     assert "train/loss" not in rows[1]
+
+
+def test_saving_is_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the last, short window of a run, in which its best is saved, shows no drop."""
+    now = [0.0]
+    monkeypatch.setattr(metric_logger, "perf_counter", lambda: now[0])
+    phases = PhaseTimer(0.0, clock=lambda: now[0])
+    logger, rows = logger_and_rows(phases=phases)
+    for step in (1, 2):
+        now[0] += 2.0
+        with phases.on(CHECKPOINT):
+            now[0] += 50.0 * step
+        state = TrainState(step=step, items=8.0 * step, losses=[torch.ones(())], logged_items=8)
+        logger.on_step(state, StepReport(state.losses, 8))
+    assert [(row["samples_per_second"], row["step_seconds"]) for row in rows] == [(4.0, 2.0)] * 2

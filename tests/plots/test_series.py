@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,9 +12,11 @@ from hypothesis import strategies as st
 
 from trainrun.plots.series import (
     Series,
-    moving_average,
+    exponential_mean,
+    join_short_end,
     names_in,
     series_of,
+    smoothed,
     thinned,
     window_steps,
 )
@@ -35,30 +40,75 @@ def test_a_column_is_sorted_by_step_and_rows_without_it_are_left_out() -> None:
     st.lists(st.one_of(st.floats(-1e3, 1e3), st.sampled_from([np.nan, np.inf])), max_size=30),
     st.integers(1, 9),
 )
-def test_moving_average_is_the_mean_of_the_finite_neighbours(values: list[float], window: int) -> None:
-    means = moving_average(series(*values), window).values
-    width = min(window, len(values))
+def test_mean_is_of_the_finite_values_up_to_the_point(values: list[float], window: int) -> None:
+    means = exponential_mean(series(*values), window).values
     for i, value in enumerate(values):
-        first = i - width // 2
-        near = [other for other in values[max(0, first) : first + width] if np.isfinite(other)]
+        last = [other for other in values[max(0, i - window + 1) : i + 1] if np.isfinite(other)]
         if np.isfinite(value):
-            assert means[i] == pytest.approx(np.mean(near), abs=1e-9)
+            assert min(last) - 1e-9 <= means[i] <= max(last) + 1e-9
         else:
             assert not np.isfinite(means[i])
 
 
-def test_a_spike_does_not_spoil_the_means_behind_it() -> None:
-    means = moving_average(series(0.1, 1e30, 0.1, 0.1, 0.1, 0.1), 2).values
-    assert means[-1] == pytest.approx(0.1)
+def test_mean_does_not_know_what_comes() -> None:
+    values = np.random.default_rng(0).normal(size=300)
+    whole = exponential_mean(series(*values), 20).values
+    part = exponential_mean(series(*values[:250]), 20).values
+    assert whole[:250] == pytest.approx(part, abs=1e-12)
+    assert whole[0] == values[0]
 
 
-def test_a_speed_is_averaged_as_items_over_seconds() -> None:
+def noisy(count: int, seed: int = 0) -> Series:
+    steps = np.arange(1.0, count + 1)
+    return Series(steps, 2.0 / steps + np.random.default_rng(seed).uniform(0.01, 0.02, count))
+
+
+def test_few_values_are_shown_as_they_are() -> None:
+    assert smoothed(noisy(199), 20) is None
+    assert smoothed(noisy(200), 20) is not None
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        lambda x: 0.5 * (1 + np.cos(np.pi * x)), lambda x: 1 - x, lambda x: 0.1 ** np.floor(4 * x),
+        lambda x: np.minimum(10 * x, 1 - x), lambda x: 0.99 ** (1000 * x), np.ones_like, lambda x: (5 * x) % 1,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("count", [200, 1000, 5000])
+def test_schedules_are_never_averaged(curve: Callable[[Any], Any], count: int) -> None:
+    x = np.arange(count) / count
+    assert smoothed(Series(np.arange(count), curve(x)), 20) is None
+
+
+def test_spike_hides_nothing_on_a_logarithmic_axis() -> None:
+    curve = noisy(400)
+    curve.values[100] = 1e8
+    mean = smoothed(curve, 20, log=True)
+    assert mean is not None
+    assert mean.values[105] < 10
+    assert mean.values[125] < 0.1
+
+
+def test_speed_is_averaged_as_items_over_seconds() -> None:
     steps, items = np.array([10.0, 20.0, 21.0]), np.array([100.0, 100.0, 10.0])
     step_seconds = Series(steps, np.array([0.1, 0.1, 9.0]))
     seconds = step_seconds.values * window_steps(step_seconds)
     assert seconds.tolist() == [1.0, 1.0, 9.0]
-    means = moving_average(Series(steps, items / seconds), 3, seconds)
-    assert means.values[1] == pytest.approx(items.sum() / seconds.sum())
+    means = exponential_mean(Series(steps, items / seconds), 10**6, seconds)
+    assert means.values[2] == pytest.approx(items.sum() / seconds.sum(), rel=1e-4)
+
+
+def test_short_last_window_is_joined_with_the_one_before() -> None:
+    speed, seconds = join_short_end(
+        Series(np.array([50.0, 100.0, 107.0]), np.array([800.0, 800.0, 400.0])),
+        Series(np.array([50.0, 100.0, 107.0]), np.array([0.01, 0.01, 0.02])),
+    )
+    assert speed.steps.tolist() == seconds.steps.tolist() == [50, 107]
+    assert speed.values[-1] == pytest.approx((800 * 0.5 + 400 * 0.14) / 0.64)
+    assert seconds.values[-1] == pytest.approx(0.64 / 57)
+    whole = Series(np.array([50.0, 100.0, 140.0]), np.ones(3))
+    assert join_short_end(whole, whole) == (whole, whole)
 
 
 def test_thinning_keeps_extremes_ends_and_order() -> None:

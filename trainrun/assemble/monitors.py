@@ -154,8 +154,12 @@ class Listeners:
         self.bus.on_end(summary)
         if self._config.monitor.plots and self._has_file:
             self._draw(report=True)
-            self.bus.write_phases()  # what the pictures took is in the next ones
-        self.bus.show_end(summary | {"ledger": self._phases.read()})
+        self.bus.show_end(summary | {"ledger": self.bus.ledger or self._phases.read()})
+
+    def _note_time(self) -> None:
+        """Write the account of time that the picture of it and the last lines show."""
+        self.bus.write_phases()
+        self.bus.flush()
 
     def _end_page(self) -> None:
         """End what draws the page of a run that goes on; the run draws its last one."""
@@ -166,7 +170,7 @@ class Listeners:
     def _draw(self, report: bool) -> None:
         with self._phases.on(PLOTS):  # matplotlib costs half a second: only where it draws
             plots = satellite("plots.draw", "no pictures are drawn", self._note)
-            if plots is not None and (problem := plots.draw(self._run, report)):
+            if plots is not None and (problem := plots.draw(self._run, report, self._note_time)):
                 again = f"trainrun report {shlex.quote(str(self._run.root))}"
                 self._note(f"not all pictures were drawn: {problem}; where that is mended: {again}")
 

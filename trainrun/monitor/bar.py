@@ -79,7 +79,7 @@ class ProgressBar:
         )  # fmt: skip
         if not length or (total or length) < length:
             return "training"
-        current = step // length + 1
+        current = int(self._facts.epochs_before + (step - self._start) / length + 1e-9) + 1
         return f"epoch {current}" if epochs is None else f"epoch {min(current, epochs)}/{epochs}"
 
     def _numbers(self, step: int) -> str:

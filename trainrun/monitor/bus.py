@@ -34,6 +34,7 @@ class Bus:
         self._file, self._screens, self._trackers = file, screens, trackers
         self._phases = phases
         self._ledger_at = 0.0
+        self.ledger: dict[str, float] = {}  # the newest row of the account of time: seconds of each phase
         self._waiting: deque[dict[str, Any]] = deque()
         self._step = 0
 
@@ -99,8 +100,8 @@ class Bus:
         if self._phases is None or now - self._ledger_at < every_seconds:
             return
         self._ledger_at = now
-        seconds = {name: round(value, 6) for name, value in self._phases.read().items()}
-        self._publish("ledger", seconds=seconds)
+        self.ledger = {name: round(value, 6) for name, value in self._phases.read().items()}
+        self._publish("ledger", seconds=self.ledger)
 
     def flush(self) -> None:
         """Write the rows that the file held back."""

@@ -230,7 +230,12 @@ def place_line(step: int, epoch: float, facts: RunFacts | None) -> str:
     )
     if epoch < 1 and (length is None or total is None or total < length):
         return f"step {step:,}" + (f"/{total:,}" if total is not None else "")
-    end = total / length if length and total is not None else epochs
+    end: float | None = epochs
+    if length and total is not None:
+        end = (
+            epoch + (total - step) / length
+        )  # of the steps that are left: a resume may have changed their size
+        end = end if epochs is None else min(end, max(epochs, epoch))
     return f"epoch {epoch:.4g}" + (f"/{end:.4g}" if end is not None else "") + f"  step {step:,}"
 
 
@@ -244,7 +249,7 @@ def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     if "seconds" in summary:
         rate = "" if speed is None else f", {quantity(speed[0])} {speed[1]}"
         lines.append(entry("time", duration(summary["seconds"]) + rate))
-    lines += measured_lines(summary, speed)
+    lines += measured_lines(summary)
     if summary.get("ledger"):
         lines.append(entry("spent", spent_line(summary["ledger"])))
     if summary.get("idle"):
@@ -260,7 +265,7 @@ def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     return lines
 
 
-def measured_lines(summary: Mapping[str, Any], speed: tuple[float, str] | None) -> list[str]:
+def measured_lines(summary: Mapping[str, Any]) -> list[str]:
     """What a longer run has measured, or one that was asked to."""
     if not MEASURED & summary.keys():
         return []
@@ -270,7 +275,7 @@ def measured_lines(summary: Mapping[str, Any], speed: tuple[float, str] | None) 
     if summary.get("flops_per_second"):
         lines.append(entry("compute", found.compute_line(summary)))
     if summary.get("throughput_limits"):
-        lines.append(entry("limits", found.limits_line(summary["throughput_limits"], speed)))
+        lines.append(entry("limits", found.limits_line(summary)))
     if summary.get("hidden_syncs") is not None:
         lines.append(entry("waits", found.waits_line(summary["hidden_syncs"])))
     return lines

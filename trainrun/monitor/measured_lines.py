@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainrun.output import counted, quantity
+from trainrun.output import SPEEDS, counted, quantity
 
 if TYPE_CHECKING:
     pass
@@ -35,13 +35,13 @@ def flop_rate(rate: float) -> str:
     return f"{digits} {number[len(digits) :]}FLOP/s"
 
 
-def limits_line(facts: Mapping[str, Any], speed: tuple[float, str] | None) -> str:
-    """`training alone 1.9k samples/s, loading alone 950k: training limits, its steps reach 98 %`"""
-    rates = [facts[f"{side}_per_second"] for side in ("load", "train")]
-    factor, unit = 1.0, " items/s"  # an item need not be a sample or a token
-    if speed is not None and facts["reached"] > 0:
-        factor, unit = speed[0] / (facts["reached"] * min(rates)), f" {speed[1]}"
-    load, train = (quantity(factor * rate) for rate in rates)
+def limits_line(summary: Mapping[str, Any]) -> str:
+    """`training alone 1.9k samples/s, loading alone 950k: training limits, its steps reach 98 %`, as measured"""
+    facts = summary["throughput_limits"]
+    load, train = (quantity(facts[f"{side}_per_second"]) for side in ("load", "train"))
+    # useful tokens stand beside the items of a task that counts samples or pixels
+    name = next((name for name in reversed(SPEEDS) if summary.get(name) is not None), "")
+    unit = f" {SPEEDS.get(name, 'items/s')}"
     reached = f"its steps reach {100 * facts['reached']:.0f} %"
     if facts["limit"] == "load":
         return f"loading alone {load}{unit}, training alone {train}: loading limits, {reached}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainrun.errors import PluginError
 from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport, Summarizes
 from trainrun.sums import ITEMS, LOSSES, joined, over_ranks, shape_fault, train_metrics
-from trainrun.timing.phases import DEVICE, PhaseTimer
+from trainrun.timing.phases import CHECKPOINT, DEVICE, PhaseTimer
 from trainrun.training.state import TrainState
 
 ZERO = torch.zeros((), dtype=torch.float64)
@@ -63,6 +63,8 @@ class MetricLogger:
         self._task, self._why_nan, self._write, self.speed_name = task, why_nan, write, f"{unit}_per_second"
         self._plot_every, self._log_due = plot_every, log_due
         self._summarizes = isinstance(task, Summarizes)
+        self._phases = phases
+        self._saved_seconds = 0.0
         # On a CPU nothing is waited for: adding up the losses is logging.
         self._book = phases.on if parallel.device.type != "cpu" else nullcontext
         self._tokens = tokens if unit != "tokens" else None
@@ -76,9 +78,9 @@ class MetricLogger:
         )  # batches of the validation at hand, and all of them
 
     def on_start(self, facts: RunFacts, state: TrainState) -> None:
-        facts = replace(facts, seconds_before=state.seconds)
+        facts = replace(facts, seconds_before=state.seconds, epochs_before=self.epoch_of(state))
         self._mark, self._marked_step, self._marked_items = perf_counter(), state.step, state.items
-        self.step = state.step
+        self.step, self._saved_seconds = state.step, self._phases.seconds_of(CHECKPOINT)
         if self._tokens is not None:
             self._tokens.take()  # batches were tried before
         for monitor in self._monitors:
@@ -164,6 +166,9 @@ class MetricLogger:
 
     def _speed(self, state: TrainState, tokens: float) -> dict[str, float]:
         now = perf_counter()
+        saving = self._phases.seconds_of(CHECKPOINT)
+        self._elsewhere += saving - self._saved_seconds
+        self._saved_seconds = saving
         seconds, steps = now - self._mark - self._elsewhere, state.step - self._marked_step
         items = (state.items - self._marked_items) * self._parallel.world_size
         self._mark, self._marked_step, self._marked_items, self._elsewhere = now, state.step, state.items, 0.0

@@ -16,7 +16,7 @@ from trainrun.output import duration, figure, quantity, speed_in
 from trainrun.plots import canvas, page
 from trainrun.plots.history import History, flat, read_config, read_environment, read_history
 from trainrun.plots.report import plain
-from trainrun.plots.series import fitting_window, moving_average, names_in, series_of, wants_log_scale
+from trainrun.plots.series import names_in, series_of, smoothed, wants_log_scale
 from trainrun.runs.run_folder import RunDir, read_identity, write_text
 
 if TYPE_CHECKING:
@@ -201,7 +201,8 @@ def _draw_panel(ax: Axes, name: str, histories: dict[str, History]) -> bool:
         style = LINE_STYLES[i // len(canvas.CYCLE) % len(LINE_STYLES)]
         train = series_of(history.of("train"), f"train/{name}")
         val = series_of(history.of("eval"), f"val/{name}")
-        smooth = moving_average(train, fitting_window(len(train), WINDOW))
+        mean = smoothed(train, WINDOW, log=name == "loss" and wants_log_scale([train, val]))
+        smooth = train if mean is None else mean
         canvas.draw_line(
             ax, smooth, color, None if len(val) else f"{run}{ONLY_TRAIN}", faint=bool(len(val)), style=style
         )

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from trainrun.errors import DataError
 from trainrun.plots.report import draw_report
-from trainrun.plots.run_curves import draw_run
+from trainrun.plots.run_curves import draw_run, draw_time
 from trainrun.runs.run_folder import RunDir
 
 
-def draw(run: RunDir, report: bool) -> str:
-    """Draw all pictures of a run, and with `report` its page. Return what went wrong; empty if nothing did."""
+def draw(run: RunDir, report: bool, note_time: Callable[[], None] = lambda: None) -> str:
+    """Draw all pictures of a run, and with `report` its page. Return what went wrong; empty if nothing did.
+
+    note_time: writes the account of time up to now; the picture of it, which comes last, has the time of the others.
+    """
     problems: list[str] = []
-    for work in (draw_run, draw_report) if report else (draw_run,):
+    works: list[Callable[[RunDir], object]] = [
+        partial(draw_run, time=False), draw_time, *([draw_report] if report else []),
+    ]  # fmt: skip
+    for work in works:
+        if work is draw_time:
+            note_time()
         try:
             work(run)
         except OSError as error:
             problems.append(f"{error.filename}: cannot be written ({error.strerror})")
         except DataError as error:
             problems.append(str(error))
-    return "; ".join(problems)
+    return "; ".join(dict.fromkeys(problems))
 
 
 def prepare() -> None:

@@ -18,10 +18,10 @@ from trainrun.plots.prediction_grids import confusion_picture, predictions_pictu
 from trainrun.plots.series import (
     Floats,
     Series,
-    fitting_window,
-    moving_average,
+    join_short_end,
     names_in,
     series_of,
+    smoothed,
     wants_log_scale,
     window_steps,
 )
@@ -50,9 +50,10 @@ IN_WORDS = {"cpu_percent": " CPU", "memory_bytes": " RAM"}
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
+def draw_run(run: RunDir, window_size: int | None = None, time: bool = True) -> list[Path]:
     """Draw all pictures that the rows of a run allow into `plots/`; return their paths.
 
+    time: also the picture of where the time went, which has the time of the others where it is drawn last.
     window_size: log points that curves are averaged over; None takes `monitor.window_size` of the run.
     Raises DataError if a file of the run is damaged, OSError if there are no rows.
     """
@@ -64,15 +65,22 @@ def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
         "lr.png": lr_picture(history),
         "throughput.png": throughput_picture(history, window),
         "memory.png": memory_picture(history),
-        "time.png": ledger_picture(history, _title("Time", history)),
         "latents.png": latents_picture(history, _title("Code", history)),
         "active_units.png": activity_picture(history, _title("Active units", history)),
         "confusion.png": confusion_picture(history),
         "predictions.png": predictions_picture(run),
     } | task_pictures(run)
-    return [
+    drawn = [
         canvas.save(picture, run.plots / name) for name, picture in pictures.items() if picture is not None
     ]
+    return [*drawn, *(draw_time(run) if time else [])]
+
+
+def draw_time(run: RunDir) -> list[Path]:
+    """Draw where the time went; apart from the others, whose own time is part of it."""
+    history = read_history(run)
+    picture = ledger_picture(history, _title("Time", history))
+    return [] if picture is None else [canvas.save(picture, run.plots / "time.png")]
 
 
 def loss_picture(history: History, window: int) -> Figure | None:
@@ -81,13 +89,14 @@ def loss_picture(history: History, window: int) -> Figure | None:
     if not any(len(curve) for curve in curves.values()):
         return None
     picture, (ax,) = canvas.panels(_title("Loss", history), 1, height=3.4)
-    _draw_splits(ax, curves, window)
+    log = wants_log_scale(list(curves.values()))
+    _draw_splits(ax, curves, window, log=log)
     _mark_best(ax, history)
     for row in history.of("start"):
         if row["step"] > 0:
             ax.axvline(row["step"], color=canvas.QUIET, linewidth=1, linestyle=":", label="resumed")
     ax.set_ylabel("loss")
-    if wants_log_scale(list(curves.values())):
+    if log:
         canvas.use_log_scale(ax)
     _finish(ax, list(curves.values()), history)
     return picture
@@ -140,6 +149,7 @@ def throughput_picture(history: History, window: int) -> Figure | None:
     speed, seconds = series_of(rows, name), series_of(rows, "step_seconds")
     if not len(speed):
         return None
+    speed, seconds = join_short_end(speed, seconds)
     picture, axes = canvas.panels(_title("Throughput", history), 2 if len(seconds) else 1)
     steps = window_steps(seconds)
     weights = np.nan_to_num(seconds.values * steps) if len(seconds) == len(speed) else None
@@ -208,9 +218,11 @@ def _is_metric(column: str) -> bool:
     return split in ("train", "val", "test") and name not in ("", "loss") and last != "seconds" and not single
 
 
-def _draw_splits(ax: Axes, curves: dict[str, Series], window: int, train: str = "train") -> None:
+def _draw_splits(
+    ax: Axes, curves: dict[str, Series], window: int, train: str = "train", log: bool = False
+) -> None:
     """train: the label of the training curve."""
-    _draw_averaged(ax, curves["train"], window, canvas.TRAIN, train)
+    _draw_averaged(ax, curves["train"], window, canvas.TRAIN, train, log=log)
     canvas.draw_line(ax, curves["val"], canvas.VAL, "val")
     test = curves["test"]
     if len(test):
@@ -226,15 +238,16 @@ def _mark_best(ax: Axes, history: History) -> None:
 
 
 def _draw_averaged(
-    ax: Axes, curve: Series, window: int, color: str, label: str, weights: Floats | None = None
-) -> None:
-    """The raw values faint, and a moving average over them where there are enough."""
-    width = fitting_window(len(curve), window)
-    if width == 1:
+    ax: Axes, curve: Series, window: int, color: str, label: str, weights: Floats | None = None,
+    log: bool = False,
+) -> None:  # fmt: skip
+    """The raw values; where they are many and noisy, faint behind the mean of the last ones."""
+    mean = smoothed(curve, window, weights, log)
+    if mean is None:
         canvas.draw_line(ax, curve, color, label)
         return
     canvas.draw_line(ax, curve, color, None, faint=True)
-    canvas.draw_line(ax, moving_average(curve, width, weights), color, f"{label}, mean of {width} log points")
+    canvas.draw_line(ax, mean, color, f"{label}, mean of the last {window} log points")
 
 
 def _finish(ax: Axes, curves: list[Series], history: History) -> None:

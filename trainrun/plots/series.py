@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_POINTS = 2000  # a picture is about half as many pixels wide
-LEAST_AVERAGES = 5  # a window never covers more than this share of a curve, or short runs come out flat
+MOST_RAW = 200  # points of a curve that the eye averages itself
+NOISE = 5e-4  # of the range of a curve: a cosine of 200 points lies a fifth of that off its neighbours' line
 
 Floats = npt.NDArray[np.float64]
 Row = Mapping[str, Any]
@@ -47,31 +48,70 @@ def names_in(rows: Iterable[Row]) -> list[str]:
     return list(names)
 
 
-def fitting_window(num_points: int, window: int) -> int:
-    """The window, or less where the curve is short."""
-    return max(1, min(window, num_points // LEAST_AVERAGES))
+def smoothed(series: Series, window: int, weights: Floats | None = None, log: bool = False) -> Series | None:
+    """Means of the values up to each point, or None where the raw values show more.
 
-
-def moving_average(series: Series, window: int, weights: Floats | None = None) -> Series:
-    """Means over `window` points around each; at the ends over fewer; nan and inf are left out.
-
-    Where the value itself is not finite, the mean is nan: an average must not go on where a curve ended.
-    weights: of the points, above 0; a speed is weighed by its seconds.
+    That is so below MOST_RAW points, and for values without noise, as those of a schedule.
+    weights: of the points, above 0; a speed is weighed by its seconds. log: for a logarithmic axis, where the
+    geometric mean is taken: otherwise a single spike hides all that follows.
     """
-    if window <= 1 or not len(series):
-        return series
+    if log:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = smoothed(Series(series.steps, np.log(series.values)), window, weights)
+        return None if logs is None else Series(logs.steps, np.exp(logs.values))
+    if len(series) < MOST_RAW or window <= 1 or not is_noisy(series):
+        return None
+    return exponential_mean(series, window, weights)
+
+
+def exponential_mean(series: Series, window: int, weights: Floats | None = None) -> Series:
+    """Means over the last `window` points, newer ones weighing more (as with a decay of 1 - 2 / window).
+
+    At the start they are over fewer points, so there is no bias; nan and inf are left out. Where the value itself is
+    not finite the mean is nan: a mean must not go on where a curve ended.
+    """
     finite = np.isfinite(series.values)
     weights = np.where(finite, 1.0 if weights is None else weights, 0.0)
-    kernel = np.ones(min(window, len(series)))
-    sums = np.convolve(np.where(finite, series.values, 0.0) * weights, kernel, "same")
-    totals = np.convolve(weights, kernel, "same")
+    values = np.where(finite, series.values, 0.0)
+    sums, totals = np.zeros(len(series)), np.zeros(len(series))
+    for age in range(min(window, len(series))):
+        share = (1 - 2 / max(window, 2.5)) ** age
+        last = len(series) - age
+        sums[age:] += share * values[:last] * weights[:last]
+        totals[age:] += share * weights[:last]
     means = np.divide(sums, totals, out=np.full_like(sums, np.nan), where=finite & (totals > 0))
     return Series(series.steps, means)
+
+
+def is_noisy(series: Series) -> bool:
+    """Whether most values lie off the line through their neighbours; those of a schedule lie on it."""
+    values = series.values[np.isfinite(series.values)]
+    if len(values) < 3:
+        return False
+    off_line = np.abs(np.diff(values, n=2))
+    low, high = np.quantile(values, [0.02, 0.98])  # without spikes
+    return bool(np.median(off_line) > NOISE * (high - low))
 
 
 def window_steps(series: Series) -> Floats:
     """The steps that each log point stands for: those since the one before."""
     return np.maximum(np.diff(series.steps, prepend=0.0), 1.0)
+
+
+def join_short_end(speed: Series, seconds: Series) -> tuple[Series, Series]:
+    """Join the last log point with the one before, where it stands for less than half as many steps.
+
+    What comes once in a run would weigh much in it. speed: items a second; seconds: of a step, at the same points.
+    """
+    steps = window_steps(seconds)
+    if len(speed) != len(seconds) or len(steps) < 2 or steps[-1] >= steps[-2] / 2:
+        return speed, seconds
+    spent = steps[-2:] * seconds.values[-2:]
+    items = float((speed.values[-2:] * spent).sum())
+    kept = np.r_[0 : len(steps) - 2, len(steps) - 1]
+    speeds, times = speed.values[kept], seconds.values[kept]
+    speeds[-1], times[-1] = items / spent.sum(), spent.sum() / steps[-2:].sum()
+    return Series(speed.steps[kept], speeds), Series(seconds.steps[kept], times)
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:

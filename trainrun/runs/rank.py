@@ -251,7 +251,7 @@ def finish(
     run: Components, state: TrainState, run_dir: RunDir, listeners: Listeners | None, facts: RunFacts, session: Session
 ) -> int:  # fmt: skip
     """Return the exit code."""
-    run.phases.open(PLOTS)
+    run.phases.open(MEASURING)
     if listeners is not None:
         listeners.prepare_end()
     code = {2: EXIT_INTERRUPTED, 3: EXIT_AGAIN}.get(state.stop_request, EXIT_DONE)
@@ -260,6 +260,7 @@ def finish(
         at_end = satellite("summary.at_end", "nothing is measured after the training", run.monitors.note)
     rows: list[dict[str, Any]] = []
     if at_end is not None and run.config.monitor.plots and run.config.monitor.metrics_file:
+        run.phases.open(PLOTS)
         rows = at_end.sample_rows(run, state, run_dir)  # the last checkpoint is written meanwhile
     run.phases.open(CHECKPOINT)
     run.checkpoints.close()

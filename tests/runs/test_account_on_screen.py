@@ -1,0 +1,94 @@
+"""Each number of the last lines is the one of the account of time, of status.json and of the pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.monitor.test_console import FACTS
+from trainrun.cli.main import main
+from trainrun.monitor.console import end_lines, place_line
+from trainrun.monitor.measured_lines import limits_line
+from trainrun.monitor.metric_rows import read_rows
+from trainrun.output import duration, quantity
+from trainrun.plots.time_stack import blocks_of
+from trainrun.timing.phases import ACCOUNTS
+
+WORDS = ("monitor.hardware=false", "monitor.progress_bar=false", "trainer.num_threads=1", "output_dir=run")
+
+
+def shares_of(line: str) -> dict[str, int]:
+    return {name: int(share) for name, share in re.findall(r"([a-z-]+) (\d+) %", line)}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run, and what it said at its end."""
+    folder = tmp_path_factory.mktemp("account") / "run"
+    assert main([*WORDS[:3], "trainer.max_epochs=4", f"output_dir={folder}"]) == 0
+    return folder, (folder / "run.log").read_text()
+
+
+def test_shares_of_the_last_line_and_of_the_picture_are_those_of_the_account(finished: Any) -> None:
+    folder, log = finished
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "ledger"]
+    ledger = rows[-1]["seconds"]
+    (line,) = re.findall(r"  spent +(.*)", log)
+    total = sum(ledger.values())
+    assert line.startswith(f"{duration(total)} from start to end")
+    shares = shares_of(line.partition(":")[2])
+    assert len(shares) > 1
+    assert shares == {name: round(100 * ledger[name] / total) for name in shares}
+    drawn = blocks_of(rows).sum(axis=0)  # what plots/time.png shows
+    assert dict(zip(ACCOUNTS, drawn, strict=True)) == pytest.approx(
+        {name: ledger.get(name, 0.0) for name in ACCOUNTS}, abs=1e-5
+    )
+    assert "plots" in ledger
+
+
+def test_time_speed_and_limits_are_those_of_the_status(finished: Any) -> None:
+    folder, log = finished
+    status = json.loads((folder / "status.json").read_text())
+    (time,) = re.findall(r"  time +(.*)", log)
+    assert time == f"{duration(status['seconds'])}, {quantity(status['samples_per_second'])} samples/s"
+    (limits,) = re.findall(r"  limits +(.*)", log)
+    found = status["throughput_limits"]
+    assert f"training alone {quantity(found['train_per_second'])} samples/s" in limits
+    assert f"loading alone {quantity(found['load_per_second'])}" in limits
+    assert f"reach {100 * found['reached']:.0f} %" in limits
+
+
+def test_limits_are_shown_as_measured_in_the_unit_of_the_items() -> None:
+    facts = {"load_per_second": 2_282_602.0, "train_per_second": 116_952.0, "reached": 0.91, "limit": "train"}
+    tokens = {"samples_per_second": 90e3, "tokens_per_second": 7e6}
+    for speeds, unit in ((tokens, "samples/s"), ({"tokens_per_second": 9e4}, "tokens/s"), ({}, "items/s")):
+        line = limits_line({"throughput_limits": facts, **speeds})
+        assert line.startswith(f"training alone 117k {unit}, loading alone 2.28M")
+
+
+def test_nothing_is_booked_as_plots_without_plots(workdir: Path) -> None:
+    assert main([*WORDS, "trainer.max_steps=20", "monitor.plots=false"]) == 0
+    rows = [row for row in read_rows(workdir / "run" / "metrics.jsonl") if row["kind"] == "ledger"]
+    assert all("plots" not in row["seconds"] for row in rows)
+    assert "plots" not in (workdir / "run" / "run.log").read_text().partition("spent")[2]
+
+
+def test_epochs_of_a_resume_with_half_the_batch_end_behind_the_place(workdir: Path) -> None:
+    words = ("trainer.max_epochs=null", "monitor.plots=false")
+    assert main([*WORDS, *words, "trainer.max_steps=60"]) == 0
+    assert main(["resume", "run", "data.batch_size=16", "trainer.max_steps=120"]) == 0
+    places = re.findall(r"epoch ([\d.]+)/([\d.]+)  step", (workdir / "run" / "run.log").read_text())
+    assert places
+    assert all(float(at) <= float(end) for at, end in places)
+    assert float(places[-1][0]) == float(places[-1][1])
+
+
+def test_place_of_a_usual_run_is_as_it_was() -> None:
+    assert place_line(135, 3.0, FACTS) == "epoch 3/20  step 135"
+    assert end_lines({"step": 5, "ledger": {"forward": 1.0}}, None)
+    assert np.isfinite(len(place_line(1, 0.1, None)))
