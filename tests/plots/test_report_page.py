@@ -70,7 +70,7 @@ def test_metrics_of_single_classes_are_a_table(make_run: Any, tmp_path: Path) ->
         "val/night": "<th>class</th><th>iou</th></tr><tr><td>$dog_</td><td>0.5</td>",
         "test": "<th>class</th><th>f1</th></tr><tr><td>cat</td><td>0.25</td>",
     }.items():
-        assert f"<h2>Classes: {split}</h2><table><tr>{rows}" in html
+        assert f'<h2>Classes: {split}</h2><div class="wide"><table><tr>{rows}' in html
 
 
 def test_texts_of_a_run_cannot_become_code(make_run: Any, tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_a_comparison_shows_only_what_differs(make_run: Any, tmp_path: Path) -> 
     assert [path.name for path in result.files] == names
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(names)
     head, first, second = result.table.splitlines()
-    assert head.split() == ["run", "best", "step", "time", "speed", "val/loss", "optimizer.lr"]
-    assert first.split() == ["a", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "samples/s", "2", "0.001"]
-    assert second.split() == ["b", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "samples/s", "2", "0.01"]
+    assert head.split() == ["run", "best", "optimizer.lr", "step", "time", "speed", "val/loss"]
+    assert first.split() == ["a", "val/acc", "0.98", "0.001", "100", "3.5", "s", "6.05k", "samples/s", "2"]
+    assert second.split() == ["b", "val/acc", "0.98", "0.01", "100", "3.5", "s", "6.05k", "samples/s", "2"]
     assert first.index("val/acc") == head.index("best")
     page = read(result.files[-1])
     assert page.tags.count("img") == 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,22 +38,25 @@ def ran(folder: Path) -> list[str]:
 
 
 def test_all_jobs_in_order_and_the_best_on_top(
-    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    """seconds: of the whole process, by a clock that moves by 2.5 when it is asked; the status says 1.5."""
+    ticks = itertools.count(0.0, 2.5)
+    monkeypatch.setattr("trainrun.sweep.run_sweep.time", SimpleNamespace(monotonic=lambda: next(ticks)))
     assert run_sweep(["lr=0.1,0.3,0.2"], tmp_path, command) == 0
     assert ran(tmp_path) == ["0-lr=0.1", "1-lr=0.3", "2-lr=0.2"]
     rows = table(tmp_path)
     assert [row["lr"] for row in rows] == ["0.3", "0.2", "0.1"]
     assert rows[0] | {"folder": ""} == {
-        "num": "1", "state": "done", "value": "0.3", "monitor": "val/acc", "seconds": "1.5", "lr": "0.3",
+        "num": "1", "state": "done", "value": "0.3", "monitor": "val/acc", "seconds": "2.5", "lr": "0.3",
         "error": "", "folder": "",
     }  # fmt: skip
     assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
     out = capsys.readouterr().out
-    assert "[2/3] 1-lr=0.3: done, val/acc 0.3 in 1.5 s" in out
+    assert "[2/3] 1-lr=0.3: done, val/acc 0.3 in 2.5 s" in out
     lines = [line.split() for line in out.splitlines()]
-    assert lines.index(["1", "done", "0.3", "1.5", "lr=0.3"]) < lines.index(
-        ["2", "done", "0.2", "1.5", "lr=0.2"]
+    assert lines.index(["1", "done", "0.3", "2.5", "lr=0.3"]) < lines.index(
+        ["2", "done", "0.2", "2.5", "lr=0.2"]
     )
 
 

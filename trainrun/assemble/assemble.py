@@ -260,7 +260,6 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     calls.after_user_code = run.after_user_code
     for one in optimizers.values():
         one.show = run.show_gradients
-    notes += filter(None, [planned_beyond(config, triggers.max_seconds, rhythm)])
     return run, run_facts(run, site, rhythm, notes)
 
 
@@ -482,6 +481,7 @@ def total(numbers: Sequence[int | None]) -> int | None:
 
 def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[str]) -> RunFacts:
     config, parameters = run.config, list(run.model.parameters())
+    cut = planned_beyond(config, run.triggers.max_seconds, rhythm)
     return RunFacts(
         name=config.run_name or "run",
         folder=str(site.run.root),
@@ -499,7 +499,7 @@ def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         sample_every=rhythm.sample_every,
         max_seconds=run.triggers.max_seconds,
-        choices=tuple(notes),
+        choices=(*notes, *filter(None, [cut])),
         update=describe_update(config, run.schedule),
         run_id=site.run_id,
         config=plain(public(config)[0]),

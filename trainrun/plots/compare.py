@@ -126,7 +126,7 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
     configs = [flat(read_config(history.run)) for history in histories.values()]
     keys = differing_keys(configs)
     results = names_in(map(results_of, histories.values()))
-    head = ["run", "best", "step", "time", "speed", *results, *keys]
+    head = ["run", "best", *keys, "step", "time", "speed", *results]  # what differs is what one looks for
     rows = []
     for (name, history), config in zip(histories.items(), configs, strict=True):
         best, summary = history.best, history.summary
@@ -134,11 +134,11 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
         rows.append([
             name,
             f"{best.metric} {figure(best.value)}" if best else "-",
+            *(plain(config[key]) if key in config else "-" for key in keys),
             f"{best.step:,}" if best else "-",
             duration(seconds) if seconds is not None else "-",
             f"{quantity(speed[0])} {speed[1]}" if speed is not None else "-",
             *(figure(results_of(history)[key]) if key in results_of(history) else "-" for key in results),
-            *(plain(config[key]) if key in config else "-" for key in keys),
         ])  # fmt: skip
     return head, rows
 

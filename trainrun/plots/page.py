@@ -18,6 +18,8 @@ h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top
 table { border-collapse: collapse; }
 td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top;
        border-bottom: 1px solid var(--line); } th { color: var(--quiet); font-weight: 600; min-width: 7em; }
+.wide { overflow-x: auto; } .wide td, .wide th { overflow-wrap: normal; white-space: nowrap; min-width: 0; }
+.wide th:first-child, .wide td:first-child { position: sticky; left: 0; background: var(--back); }
 .beside { display: flex; flex-wrap: wrap; column-gap: 4em; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28em), 1fr)); gap: 1em;
        align-items: start; margin-top: 1em; }
@@ -74,7 +76,7 @@ def beside(parts: Iterable[str]) -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table with a head."""
     body = "".join(f"<tr>{_cells(row, 'td')}</tr>\n" for row in rows)
-    return f"<table>\n<tr>{_cells(head, 'th')}</tr>\n{body}</table>"
+    return f'<div class="wide"><table>\n<tr>{_cells(head, "th")}</tr>\n{body}</table></div>'
 
 
 def _cells(texts: Sequence[str], tag: str) -> str:

@@ -1,29 +1,113 @@
-"""One picture of a sweep: the value over one number that was varied, or ranked bars."""
+"""One picture of a sweep: the value over one number that was varied, or ranked bars.
+
+Jobs that differ in seed or fold alone are one point, their mean, with its interval: the way to train that has the
+luckiest seed need not be the best.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainrun.output import counted
 from trainrun.plots import canvas
 from trainrun.sweep.jobs import Job
+from trainrun.timing.paired import half_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_BARS = 40
+LEAST_VALUES = 3  # for an interval of their mean
 MAX_NAME = 60  # letters of a bar's name
 LOG_RANGE = 10  # a decade crowds the small values of a linear axis
 CLOSE = 0.3  # of the highest value: values that lie nearer together are magnified
 
 
-def draw_sweep(path: Path, jobs: list[Job], keys: list[str]) -> None:
-    """jobs: best first, at least one of them with a value; keys: the settings that were varied."""
+class Setting(NamedTuple):
+    """The values of the jobs of one way to train. half: of Student's 95 % interval of their mean; None below three."""
+
+    label: str
+    place: float | None
+    values: list[float]
+    mean: float
+    half: float | None
+
+
+def draw_sweep(path: Path, jobs: list[Job], keys: list[str], repeated: Sequence[str] = ()) -> None:
+    """jobs: best first, at least one of them with a value; keys: the settings that were varied.
+
+    repeated: those among them that make no other way to train, as the seed.
+    """
+    if set(keys) & set(repeated):
+        own = [key for key in keys if key not in repeated]
+        over = ", ".join(key for key in keys if key in repeated)
+        canvas.save(draw_settings(settings_of(jobs, own), jobs, own, over), path)
+        return
     places = [number_of(job.settings.get(keys[0], "")) if len(keys) == 1 else None for job in jobs]
     on_a_line = None not in places and len(set(places)) == len(jobs)
     canvas.save(draw_line(jobs, keys[0]) if on_a_line else draw_bars(jobs, keys), path)
+
+
+def settings_of(jobs: list[Job], keys: list[str]) -> list[Setting]:
+    """Best mean first; keys: those that tell ways to train apart."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        if job.result.state == "done" and job.result.value is not None:
+            groups.setdefault(job.label(keys) if keys else "all jobs", []).append(job)
+    settings = []
+    for label, found in groups.items():
+        values = [job.result.value or 0.0 for job in found]
+        mean, count = fmean(values), len(values)
+        half = half_interval([value - mean for value in values]) / count if count >= LEAST_VALUES else None
+        place = number_of(found[0].settings.get(keys[0], "")) if len(keys) == 1 else None
+        settings.append(Setting(label, place, values, mean, half))
+    sign = -1 if any(job.result.mode == "max" for job in jobs) else 1
+    return sorted(settings, key=lambda one: sign * one.mean)
+
+
+def draw_settings(settings: list[Setting], jobs: list[Job], keys: list[str], over: str) -> Figure:
+    """A point for each way to train, with its interval and its single values; over one number, or ranked."""
+    shown = settings[:MAX_BARS]
+    on_a_line = bool(keys) and all(one.place is not None for one in shown)
+    height = 5.4 if on_a_line else 1.9 + 0.42 * len(shown)
+    longest = max((len(one.label) for one in shown), default=0)
+    width = 8.4 if on_a_line else 6.6 + 0.09 * min(longest, MAX_NAME)
+    figure = canvas.new_figure(width, height, fitted=True)
+    axes = figure.subplots()
+    for rank, one in enumerate(shown):
+        color = canvas.BEST if rank == 0 and len(shown) > 1 else canvas.TRAIN
+        at = one.place if on_a_line and one.place is not None else float(rank)
+        spread = [] if one.half is None else [one.half]
+        bar: dict[str, Any] = {"fmt": "o", "color": color, "capsize": 4, "markersize": 7}
+        if on_a_line:
+            axes.plot([at] * len(one.values), one.values, ".", color=color, alpha=0.35)
+            axes.errorbar([at], [one.mean], yerr=spread or None, **bar)
+        else:
+            axes.plot(one.values, [at] * len(one.values), ".", color=color, alpha=0.35)
+            axes.errorbar([one.mean], [at], xerr=spread or None, **bar)
+    note = f"mean over {over}, with its 95 % interval; small dots: single jobs"
+    if on_a_line:
+        places = [one.place for one in shown if one.place is not None]
+        if min(places) > 0 and max(places) / min(places) >= LOG_RANGE:
+            axes.set_xscale("log")
+        axes.set_xlabel(keys[0], parse_math=False)
+        axes.set_ylabel(value_name(jobs), parse_math=False)
+        axes.set_title(note, fontsize=10, parse_math=False)
+    else:
+        names = [
+            one.label if len(one.label) <= MAX_NAME else f"{one.label[: MAX_NAME - 1]}…" for one in shown
+        ]
+        axes.set_yticks(range(len(shown)), names, parse_math=False)
+        axes.invert_yaxis()
+        axes.margins(y=0.6 if len(shown) == 1 else 0.1)
+        axes.set_xlabel(value_name(jobs), parse_math=False)
+        axes.set_title(note, fontsize=10, parse_math=False)
+    axes.grid(alpha=0.3)
+    return figure
 
 
 def number_of(text: str) -> float | None:

@@ -19,7 +19,9 @@ STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Result:
-    """state: done, stopped, failed or "not run"; value: the best of `monitor`; mode: min or max."""
+    """state: done, stopped, failed or "not run"; value: the best of `monitor`; mode: min or max.
+
+    seconds: from the start of its process to its end, of all its tries."""
 
     state: str = "not run"
     value: float | None = None

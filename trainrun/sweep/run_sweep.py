@@ -13,7 +13,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -157,6 +159,8 @@ def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Comma
     folder = sweep.folder / job.folder
     if read_status(RunDir(folder)).get("state") == "done":
         result = read_result(folder)
+        if job.result.seconds is not None:  # of all its tries, with start and end
+            result = replace(result, seconds=job.result.seconds)
         say(f"{label} {job.folder}: kept, {shown_value(result)}", flush=True)
         return result
     folder.mkdir(exist_ok=True)
@@ -166,7 +170,7 @@ def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Comma
             shutil.rmtree(folder)  # an earlier try that saved nothing
             folder.mkdir()
     say(f"{label} {job.folder}: {'goes on' if going_on else 'starts'}", flush=True)
-    earlier = read_status(RunDir(folder))
+    earlier, began = read_status(RunDir(folder)), time.monotonic()
     with (folder / OUTPUT).open("wb") as output:
         process = subprocess.Popen(
             command(list(job.words), folder),
@@ -175,5 +179,7 @@ def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Comma
             preexec_fn=end_with_sweep,  # a sweep that is killed leaves no job behind
         )  # fmt: skip
         result = read_result(folder, relay.wait(process), earlier)
+    before = (job.result.seconds or 0.0) if going_on else 0.0
+    result = replace(result, seconds=before + time.monotonic() - began)
     say(f"{label} {job.folder}: {result.state}, {result.error or shown_value(result)}", flush=True)
     return result

@@ -39,7 +39,7 @@ def conclude(sweep: Sweep) -> None:
         from trainrun.sweep.picture import draw_sweep
 
         try:
-            draw_sweep(sweep.folder / "sweep.png", jobs, keys)
+            draw_sweep(sweep.folder / "sweep.png", jobs, keys, REPEATED)
             say(f"picture: {sweep.folder / 'sweep.png'}")
         except OSError as error:  # the table is what counts
             say(f"picture: {sweep.folder / 'sweep.png'} cannot be written ({error.strerror})")

@@ -80,7 +80,9 @@ class RunView:
         """`train/loss 0.2`, `val/acc 0.97`, `70k samples/s`, `data 3 %`"""
         latest = self.follower.latest
         speed, waiting = speed_in(latest), self.follower.share_waiting
-        shown = {name: latest[name] for name in latest if name.startswith(("train/", "val")) and _shown(name)}
+        names = [name for name in latest if name.startswith(("train/", "val")) and _shown(name)]
+        names.sort(key=lambda name: name.startswith("train/"))  # what runs are compared by comes first
+        shown = {name: latest[name] for name in names}
         found = [*readings(shown), *([] if speed is None else [f"{quantity(speed[0])} {speed[1]}"])]
         return found + ([] if waiting is None else [f"waits for data {100 * waiting:.0f} %"])
 
