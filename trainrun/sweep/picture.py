@@ -27,7 +27,7 @@ LOG_RANGE = 10  # a decade crowds the small values of a linear axis
 CLOSE = 0.3  # of the highest value: values that lie nearer together are magnified
 
 
-class Setting(NamedTuple):
+class RepeatedJobs(NamedTuple):
     """The values of the jobs of one way to train. half: of Student's 95 % interval of their mean; None below three."""
 
     label: str
@@ -52,7 +52,7 @@ def draw_sweep(path: Path, jobs: list[Job], keys: list[str], repeated: Sequence[
     canvas.save(draw_line(jobs, keys[0]) if on_a_line else draw_bars(jobs, keys), path)
 
 
-def settings_of(jobs: list[Job], keys: list[str]) -> list[Setting]:
+def settings_of(jobs: list[Job], keys: list[str]) -> list[RepeatedJobs]:
     """Best mean first; keys: those that tell ways to train apart."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
@@ -64,12 +64,12 @@ def settings_of(jobs: list[Job], keys: list[str]) -> list[Setting]:
         mean, count = fmean(values), len(values)
         half = half_interval([value - mean for value in values]) / count if count >= LEAST_VALUES else None
         place = number_of(found[0].settings.get(keys[0], "")) if len(keys) == 1 else None
-        settings.append(Setting(label, place, values, mean, half))
+        settings.append(RepeatedJobs(label, place, values, mean, half))
     sign = -1 if any(job.result.mode == "max" for job in jobs) else 1
     return sorted(settings, key=lambda one: sign * one.mean)
 
 
-def draw_settings(settings: list[Setting], jobs: list[Job], keys: list[str], over: str) -> Figure:
+def draw_settings(settings: list[RepeatedJobs], jobs: list[Job], keys: list[str], over: str) -> Figure:
     """A point for each way to train, with its interval and its single values; over one number, or ranked."""
     shown = settings[:MAX_BARS]
     on_a_line = bool(keys) and all(one.place is not None for one in shown)
