@@ -249,11 +249,10 @@ class WholeStep:
         _, leaves, rebuild = batch
         again = any(one.graph for one in self._kinds.values())
         self._log.begin()
-        with run.task_calls.unwatched():
-            rehearse(run, rebuild(leaves))
-            held, body = self._hold(run), Body(run, rebuild)
-            share = self._share(1.0, run.parallel.device)
-            seen.graph = self._engine(body, [*held, share, *leaves], len(held)), body
+        rehearse(run, rebuild(leaves))
+        held, body = self._hold(run), Body(run, rebuild)
+        share = self._share(1.0, run.parallel.device)
+        seen.graph = self._engine(body, [*held, share, *leaves], len(held)), body
         shapes = " ".join("x".join(map(str, leaf.shape)) for leaf in leaves)
         self._log.end(f"the step of a batch {shapes}", again=again)
         return seen.graph

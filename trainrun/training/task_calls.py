@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,10 +98,6 @@ class TaskCalls:
 
             self._unsaved = UnsavedState(run, self.unsaved_before)
             self._watching = [self._unsaved, WatchGradients(run)]
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Inside, the task can be copied."""
-        return nullcontext()
 
     def before_step(self, state: TrainState) -> None:
         self._trains = True

@@ -61,8 +61,7 @@ def check_task(run: Components, data: Any) -> None:
     """PluginError: an output that the contract does not know, or a mean in the place of a sum."""
     owners = (run.model, run.task, data, run.optimizer, *run.hooks.by_key.values())
     try:
-        with run.task_calls.unwatched():
-            looks = run_trial(partial(looks_at, run, data), run.parallel.device, *owners)
+        looks = run_trial(partial(looks_at, run, data), run.parallel.device, *owners)
     except BadOutput as error:
         raise PluginError(str(error)) from error
     # Whatever the user's code does with fewer rows or in a copy is no fault of the run.

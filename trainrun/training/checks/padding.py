@@ -38,7 +38,7 @@ def check_padding(run: Components, data: Any) -> bool:
         return False
     told, owners = "", (run.model, run.task, data, run.optimizer, *run.hooks.by_key.values())
     # What the user's code does with two rows, with fewer positions or in a copy is no fault of the run.
-    with suppress(Exception), run.task_calls.unwatched():
+    with suppress(Exception):
         told = run_trial(partial(difference, run, data, mask), run.parallel.device, *owners)
     if told := next(filter(None, run.parallel.gather(told)), ""):
         run.monitors.note(told)
