@@ -234,6 +234,28 @@ def test_samples_are_those_that_are_seeded_each(read: Any, monkeypatch: pytest.M
     assert read_all(Samples(read), num_workers=0) == found
 
 
+class AtOnce(Samples):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def draws_late_again(index: int) -> torch.Tensor:
+    """Random in one sample that a look reads, of a source that also reads many at once."""
+    return torch.full((2, 3), index + (random.random() if index % 10 == 1 else 0))
+
+
+@pytest.mark.parametrize("read", [draws_late, draws_late_again])
+def test_many_read_at_once_are_those_that_are_read_one_by_one(read: Any) -> None:
+    expected = read_all(Samples(read), num_workers=0)
+    assert read_all(AtOnce(read), num_workers=0) == expected
+    samples = {
+        index: x
+        for xs, ys in read_all(AtOnce(read), num_workers=0, batch_size=8)
+        for x, index in zip(xs, ys, strict=True)
+    }
+    assert samples == {index: x for xs, ys in expected for x, index in zip(xs, ys, strict=True)}
+
+
 @pytest.mark.process
 def test_workers_read_the_same_of_what_draws_late() -> None:
     assert read_all(Samples(draws_late), num_workers=2) == read_all(Samples(draws_late), num_workers=0)

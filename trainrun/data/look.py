@@ -169,9 +169,9 @@ def reading_recipe(options: StreamOptions, scale: Scale | None = None) -> Recipe
                   options.transform_key)  # fmt: skip
 
 
-def rows_to_read(count: int, number: int = ROWS_READ) -> list[int]:
+def rows_to_read(count: int) -> list[int]:
     """Return indices spread over a source, the first and the last among them."""
-    rows: list[int] = np.unique(np.linspace(0, count - 1, number).astype(np.int64)).tolist()
+    rows: list[int] = np.unique(np.linspace(0, count - 1, ROWS_READ).astype(np.int64)).tolist()
     return rows
 
 
@@ -204,6 +204,7 @@ class _SampleReads:
         self._other = BatchReader(dataset, replace(recipe, seed=recipe.seed + 1))
         self._recipe, self._batch_size = recipe, batch_size
         self._times: list[tuple[float, float, int]] = []
+        self._rows: list[int] = []
         self._changes: dict[str, None] = {}
         self._depends = False  # on a seed, though no generator moves
         self._sample_bytes = 0
@@ -214,6 +215,7 @@ class _SampleReads:
 
     def read(self, row: int) -> None:
         """Read one sample; a fault is left to the training, where `data.on_error` decides."""
+        self._rows.append(row)
         before = self._draws.seconds, self._draws.busy_seconds, self._draws.pauses
         try:
             first = _digests(self._reader, row)
@@ -233,8 +235,8 @@ class _SampleReads:
             self._depends = self._depends or (first != other and not self._draws.moved)
 
     def read_batch(self) -> None:
-        """Read a batch, for its size, and for what functions of a whole batch draw."""
-        rows = rows_to_read(self._reader.number, 3)
+        """Read these samples as a batch, for its size, and for what functions of a whole batch draw."""
+        rows = self._rows
         try:
             data = self._reader.read(Key(0, rows[:1], True, False)).data
             sizes: list[int] = []
