@@ -93,6 +93,13 @@ class Columns:
         sample = self.pack([self._copied(value[row]) for value in self.values])
         return sample if self.scale is None else self.scale.first_of(sample)
 
+    def read_cut(self, index: int, cuts: Sequence[Callable[[Any], Any]]) -> Any:
+        """A part of one sample: each of `cuts` is applied to its column's row, and what it leaves is copied."""
+        check_lengths(self.mapped_files())
+        row = index if self.row_numbers is None else int(self.row_numbers[index])
+        parts = [self._copied(cut(value[row])) for cut, value in zip(cuts, self.values, strict=True)]
+        return self.pack(parts) if self.scale is None else self.scale.first_of(self.pack(parts))
+
     def batch(self, indices: list[int], preparation: Preparation) -> Any:
         """Many samples at once, equal to what a resident copy gives."""
         check_lengths(self.mapped_files())

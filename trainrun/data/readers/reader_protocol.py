@@ -30,7 +30,9 @@ class Info:
     lengths: computes (N,) int64, how long each sequence is. batch: collates many samples, quicker than one by one, to
     the same bits. thread_safe: several threads may call `read` at once, which only its author can know. column: (N,)
     of another column of a table, by its name; None: it has none of that name. input_columns: of a table, what each
-    input column holds. arrays: those whose rows the samples are, where they lie in mapped files.
+    input column holds. arrays: those whose rows the samples are, where they lie in mapped files. read_cut: a part of a
+    sample, see `Pieces` of the sequences. slow_shuffled: what to say where its samples are read in random order, and
+    the way out.
     """
 
     files: tuple[Path, ...]
@@ -45,6 +47,8 @@ class Info:
     column: Callable[[str], Any] | None = None
     input_columns: Mapping[str, str] | None = None
     arrays: tuple[np.ndarray[Any, Any], ...] = ()
+    read_cut: Callable[[int, Callable[[str, Any], Any]], Any] | None = None
+    slow_shuffled: str = ""
 
 
 class Reader(Protocol):
@@ -89,6 +93,17 @@ class ReaderDataset:
     def whole_batch(self, indices: Sequence[int]) -> Any:
         """The bits that collating the samples gives; None if the reader makes no batches."""
         return None if self._info.batch is None else self._info.batch(self._numbers(indices))
+
+    @property
+    def read_cut(self) -> Callable[[int, Callable[[str, Any], Any]], Any] | None:
+        """Reads a part of a sample; None if the reader cannot."""
+        of_reader = self._info.read_cut
+        return None if of_reader is None else lambda index, cut: of_reader(self._number(index), cut)
+
+    @property
+    def slow_shuffled(self) -> str:
+        """What to say where its samples are read in random order; "" if that is as fast as any."""
+        return self._info.slow_shuffled
 
     def as_rows(self) -> Columns | None:
         """The rows of mapped files that these samples are, which are gathered without reading one by one."""

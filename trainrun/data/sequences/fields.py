@@ -10,16 +10,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from trainrun.data.batch import as_tensor, is_numbers, is_tokens, of_numbers
-from trainrun.data.map_style import thread_safe
+from trainrun.data.map_style import innermost, thread_safe
+from trainrun.data.tensor_dataset import Columns
 from trainrun.interfaces import TARGET_KEYS
 
 Fields = dict[str, Any]
+CutField = Callable[[str, Any], Any]  # of a field's name and value, the part of it that is wanted
 INPUTS, TARGET = "inputs", "target"
 
 
@@ -135,7 +138,9 @@ class CutThen:
 class Pieces:
     """A map-style source whose long samples stand as several: piece after piece, all of them.
 
-    Every sequence of a sample is cut at the same places; what is no sequence (a label) is repeated.
+    Every sequence of a sample is cut at the same places; what is no sequence (a label) is repeated. A source that has
+    `read_cut(index, cut)` reads a piece alone: it applies `cut(name, value)` to each field before it copies or converts
+    it. Of others the whole sample is read for each piece.
     lengths: (N,) int64, of the samples of `source`. `sample` and `begin`: (M,) int64, of each piece.
     """
 
@@ -147,12 +152,18 @@ class Pieces:
         self.begin = (np.arange(len(self.sample)) - np.repeat(ends - counts, counts)) * size
         self.lengths = np.minimum(lengths[self.sample] - self.begin, size)
         self.thread_safe = thread_safe(source)
+        self._column_names = [*fields_of(source[0])] if isinstance(source, Columns) else []
 
     def __len__(self) -> int:
         return len(self.sample)
 
     def __getitem__(self, index: int) -> Any:
-        return self._piece(self._source[int(self.sample[index])], index)
+        number, cut = int(self.sample[index]), self._cut_of(index)
+        if isinstance(self._source, Columns):
+            return self._source.read_cut(number, [partial(cut, name) for name in self._column_names])
+        source, row = innermost(self._source, number)
+        read_cut = getattr(source, "read_cut", None)
+        return read_cut(row, cut) if callable(read_cut) else map_fields(self._source[number], cut)
 
     def describe(self, index: int) -> str:
         """Where the piece comes from, for messages."""
@@ -161,10 +172,10 @@ class Pieces:
         describe = getattr(self._source, "describe", None)
         return f"{place} ({describe(number)})" if callable(describe) else place
 
-    def _piece(self, sample: Any, index: int) -> Any:
+    def _cut_of(self, index: int) -> CutField:
         begin = int(self.begin[index])
 
         def cut(name: str, value: Any) -> Any:
             return value[begin : begin + self._size] if name in self._names else value
 
-        return map_fields(sample, cut)
+        return cut

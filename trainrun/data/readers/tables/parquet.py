@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -105,10 +105,20 @@ class ParquetReader:
             table.files, (self._kinds, self._settings, shape), cells, coding.names, coding.num_classes, table.place,
             self._lengths if any(kind.name == "list" for kind in self._inputs) else None, thread_safe=True,
             column=table.column, input_columns={kind.column: f"{kind.name}s" for kind in self._inputs},
+            read_cut=None if self._numbers else self.read_cut, slow_shuffled=self._slow_shuffled(row_groups),
         )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._table)
+
+    def _slow_shuffled(self, kept: int) -> str:
+        number = len(self._table.ends)
+        if number <= kept:
+            return ""
+        return (
+            f"memory holds {kept} of {number} row groups decoded, and in random order each is decoded again and again; "
+            "data.cache=disk:<folder> or `trainrun convert` to npy reads them once"
+        )
 
     def read(self, indices: Sequence[int]) -> list[Any]:
         """Row group by row group, in the order that was asked for."""
@@ -119,12 +129,30 @@ class ParquetReader:
             samples[number] = self._sample(indices[number], group, place)
         return samples
 
-    def _sample(self, index: int, group: int, place: int) -> Any:
+    def read_cut(self, index: int, cut: Callable[[str, Any], Any]) -> Any:
+        """A part of one sample: only what `cut(name, values)` leaves of a column is copied."""
+        group, place = self._table.find(index)
+        return self._sample(index, group, place, [partial(cut, name) for name in self._field_names()])
+
+    def _field_names(self) -> list[str]:
+        """What the columns are called as fields of a sample, the target last."""
+        with_target = self._cells is not None or len(self._kinds) > len(self._inputs)
+        names = ["inputs"]
+        if len(self._inputs) > 1:
+            names = [f"inputs.{kind.column}" if with_target else kind.column for kind in self._inputs]
+        return [*names, "target"][: len(self._kinds)]
+
+    def _sample(self, index: int, group: int, place: int, cuts: Sequence[Any] = ()) -> Any:
         blocks, read = self._groups[group]
         if read is not None:
             blocks = _blocks(self._table, self._kinds, self._settings, group, read.slice(place, 1), place)
             place = 0
-        cells = [block.cell(place, partial(self._table.where, block.kind.column, index)) for block in blocks]
+        if self._numbers:
+            cuts = ()  # a row of numbers is made of several columns
+        cells = [
+            block.cell(place, partial(self._table.where, block.kind.column, index), cut)
+            for block, cut in zip(blocks, cuts or [None] * len(blocks), strict=True)
+        ]
         inputs: Any = cells[: len(self._inputs)]
         if self._numbers:
             inputs = np.stack(inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,12 @@ class ColumnBlock:
     ends: Any = None
     form: Form | None = None
 
-    def cell(self, row: int, where: Any) -> Any:
-        """An array, or a picture. where: `() -> str` names it."""
+    def cell(self, row: int, where: Any, cut: Callable[[Any], Any] | None = None) -> Any:
+        """An array, or a picture. where: `() -> str` names it. cut: which part of an array is copied."""
         if self.form is not None:
             return decoded(self.values[row].as_py(), self.form, where)
-        if self.ends is not None:
-            return self.values[self.ends[row] : self.ends[row + 1]].copy()
-        return self.values[row].copy()
+        found = self.values[row] if self.ends is None else self.values[self.ends[row] : self.ends[row + 1]]
+        return found.copy() if cut is None else cut(found).copy()
 
 
 def block_of(kind: Kind, column: Any, dtype: str, fill: float | None, form: Form, where: Any) -> ColumnBlock:

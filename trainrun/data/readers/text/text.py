@@ -12,7 +12,7 @@ Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`, which is a mean over 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +72,12 @@ class TextSamples:
         found = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
         window = torch.from_numpy(found.astype(np.int64))
         return window[:-1], window[1:]
+
+    def read_cut(self, index: int, cut: Callable[[str, Any], Any]) -> tuple[Tensor, Tensor]:
+        """A part of one sample: only what `cut(name, tokens)` leaves of inputs and target is copied."""
+        found = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
+        inputs, target = cut("inputs", found[:-1]), cut("target", found[1:])
+        return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(target.astype(np.int64))
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Blocks in one gather."""
