@@ -111,6 +111,30 @@ MUTANTS: Final = (
         ("tests/hook/test_histograms.py::test_gradients_are_those_of_the_step_of_their_row",),
     ),
     Mutant(
+        "autotune does not try data.cache=memory",
+        "trainrun/benchmark/search/options.py",
+        '    SearchOption(DATA, remedies_of("data"), skip_data, 2.0),\n',
+        "",
+        (
+            "tests/benchmark/test_search.py::"
+            "test_search_tries_all_that_diagnose_proposes_and_leaves_the_training_the_same",
+        ),
+    ),
+    Mutant(
+        "a resumed run chooses the pieces of its logits anew",
+        "trainrun/assemble/start_choices.py",
+        'names = ("precision", "logits_bytes", ',
+        'names = ("precision", ',
+        ("tests/assemble/test_limit_outputs.py::test_resumed_run_takes_the_same_pieces",),
+    ),
+    Mutant(
+        "logits are made in pieces while they fit",
+        "trainrun/task/chunked_loss.py",
+        "if limit_bytes is None or needed_bytes <= limit_bytes:",
+        "if limit_bytes is None or 2 * needed_bytes <= limit_bytes:",
+        ("tests/task/test_chunked_loss.py::test_step_takes_one_piece_up_to_the_limit",),
+    ),
+    Mutant(
         "diagnose takes the interval of saves for steps",
         "trainrun/benchmark/diagnose/diagnosis.py",
         "rate += loop_seconds / interval",
