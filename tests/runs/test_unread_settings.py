@@ -89,6 +89,15 @@ def test_a_setting_that_nothing_reads_is_an_error(words: list[str], key: str):
     assert [fault.partition(":")[0] for fault in caught.value.faults] == [key]
 
 
+def test_named_training_sets_are_read():
+    node = "trainrun.data.readers.builtin.synthetic.load"
+    words = [f"data.{split}._target_={node}" for split in ("train.one", "train.two", "val")]
+    words += [f"data.{split}.{word}" for split in ("train.one", "train.two", "val")
+              for word in ("split=train", "num_samples=40", "shape=[2]", "num_classes=2")]  # fmt: skip
+    run = trainrun.train("data=custom", *words, *QUIET, "data.mix={one: 0.5, two: 0.5}")
+    assert run.status["state"] == "done"
+
+
 @pytest.mark.parametrize(
     "words",
     [

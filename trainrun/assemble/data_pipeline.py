@@ -10,7 +10,14 @@ from torch.utils.data import IterableDataset
 
 from trainrun.config.schema import SAME, RunConfig, validation_nodes, value_of
 from trainrun.data.engines.stream import OpenedStream
-from trainrun.data.facts import PLAUSIBLE_CLASSES, Labels, check_labels, class_names_of, labels_in
+from trainrun.data.facts import (
+    PLAUSIBLE_CLASSES,
+    Labels,
+    check_labels,
+    class_names_of,
+    describe_classes,
+    labels_in,
+)
 from trainrun.data.pipeline import open_batches, with_look
 from trainrun.data.readers.shared_rows import describe_shared_rows
 from trainrun.data.stream_options import Report, StreamOptions, check_options
@@ -74,7 +81,8 @@ def build_sources(
 
 def describe_sources(facts: DataFacts, sources: Mapping[str, Any], is_new: bool) -> list[str]:
     """Return lines on the samples of a run; those that need a look at them only where the run is new."""
-    return describe_shared_rows(sources) if is_new else []
+    lines = [line for line in [describe_classes(facts)] if line]
+    return [*lines, *describe_shared_rows(sources)] if is_new else lines
 
 
 def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) -> dict[str, Any]:

@@ -231,9 +231,8 @@ def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str,
     if data.padding in LENGTHS_DECIDE or data.truncate in ("drop", "split"):
         names += ["padding", "max_tokens", "truncate", "max_sequence_length", "pad_multiple"]
     found = {"seed": config.seed, **{f"data.{name}": getattr(data, name) for name in names}}
-    found |= {
-        f"data.train.{name}": train[name] for name in ("seed", "val_fraction", "split") if name in train
-    }
+    of_training = ("seed", "val_fraction", "split", "groups", "val_by")
+    found |= {f"data.train.{name}": train[name] for name in of_training if name in train}
     if data.padding == "bucket":
         found["batch_size x ranks"] = data.batch_size * ranks
     if data.padding == "token_budget":

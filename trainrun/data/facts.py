@@ -19,6 +19,7 @@ from trainrun.errors import DataError
 from trainrun.interfaces import IGNORED, TARGET_KEYS, DataFacts
 
 LABELS_AT_ONCE = 2**22
+MOST_NAMED_CLASSES = 8
 PLAUSIBLE_CLASSES = 10_000  # of more, and many more than labels, one may be a slip
 
 
@@ -46,7 +47,9 @@ def facts_of(source: Any, key: str = "data.train", options: StreamOptions | None
     num_classes = said(source, "num_classes") or len(names) or None
     if columns is not None:
         num_classes = num_classes or _classes_in(columns)
-    counts = _class_counts(columns.target() if columns is not None else said(source, "targets"), num_classes)
+    target = columns.target() if columns is not None else said(source, "targets")
+    target = labels_in(source, key) if target is None else target
+    counts = _class_counts(target, num_classes)
     if columns is not None and options.transform is None:
         row_shape = tuple(columns.values[0].shape[1:])
         return DataFacts(row_shape, num_classes, names, class_counts=counts, inputs=inputs)
@@ -73,6 +76,22 @@ def input_columns_of(source: Any) -> dict[str, str]:
         inputs = {str(name): value for name, value in source.items() if name not in TARGET_KEYS}
         return {name: "integers" if is_integer(value) else "floats" for name, value in inputs.items()}
     return dict(columns) if isinstance(columns, Mapping) else {}
+
+
+def describe_classes(facts: DataFacts) -> str:
+    """Return a line with the classes and how many training samples each has; "" if the targets are no classes.
+
+    Of many classes the first are named, and the rarest one.
+    """
+    counts, names = facts.class_counts, facts.class_names or tuple(map(str, range(len(facts.class_counts))))
+    if not counts or len(names) != len(counts):
+        return ""
+    present = [(name, count) for name, count in zip(names, counts, strict=True) if count or facts.class_names]
+    shown = [f"{name} ({count:,})" for name, count in present[:MOST_NAMED_CLASSES]]
+    if len(present) > MOST_NAMED_CLASSES:
+        name, count = min(present, key=lambda one: one[1])
+        shown += ["...", f"rarest {name} ({count:,})"]
+    return f"classes {len(present)}: {', '.join(shown)}"
 
 
 def facts_of_all(sources: Mapping[str, Any], options: StreamOptions) -> DataFacts:

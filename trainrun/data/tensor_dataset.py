@@ -38,7 +38,7 @@ class Arrays:
     describe: names the place of a sample's target, as a line of a file; it can be pickled.
     column: the numbers of another column of the table that they are from, by its name; None: it has none of that name.
     notice: for the first lines of a run. input_columns: of a table, what each input column holds.
-    unused_arguments: of its reader, which had no use in this split.
+    unused_arguments: of its reader, which had no use in this split. groups: (N,) equal for rows that stay together.
     """
 
     tensors: tuple[Any, ...]
@@ -50,6 +50,7 @@ class Arrays:
     notice: str = ""
     input_columns: Mapping[str, str] | None = None
     unused_arguments: Mapping[str, str] | None = None
+    groups: Any = None
 
     def as_bytes(self) -> tuple[Arrays, Scale] | None:
         return None if self.scale is None else (replace(self, scale=None), self.scale)

@@ -66,6 +66,9 @@ def fold_of(source: Any, folds: int, fold: int, stratified: bool) -> tuple[torch
             f"data.folds={folds}: data.train has {number} samples; at most so many folds are possible"
         )
     order = epoch_order(number, 0, 0, True).numpy()
+    groups = said(source, "groups")
+    if groups is not None and len(groups) == number:
+        return fold_of_groups(np.asarray(groups), folds, fold, stratified)
     if stratified:
         labels = labels_of(source)
         if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
@@ -79,6 +82,33 @@ def fold_of(source: Any, folds: int, fold: int, stratified: bool) -> tuple[torch
     inside, held = (torch.from_numpy(np.flatnonzero(found)) for found in (part != fold, part == fold))
     told = (f"data.fold={fold} of {folds}{' (stratified)' if stratified else ''}: {len(inside):,} samples of "
             f"data.train train, {len(held):,} validate; data.val is not read")  # fmt: skip
+    return inside, held, told
+
+
+def fold_of_groups(
+    groups: np.ndarray[Any, Any], folds: int, fold: int, stratified: bool
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """As `fold_of`, with all samples of a group in one fold: the largest group goes to the smallest fold."""
+    if stratified:
+        raise DataError(
+            "data.stratified=true: the samples of a group stay in one fold; leave it or data.train.groups out"
+        )
+    places = np.unique(groups, return_inverse=True)[1]
+    sizes = np.bincount(places)
+    if folds > len(sizes):
+        raise DataError(
+            f"data.folds={folds}: data.train has {len(sizes)} groups; at most so many folds are possible"
+        )
+    shuffled = epoch_order(len(sizes), 0, 0, True).numpy()
+    fold_of_group, filled = np.empty(len(sizes), np.int64), np.zeros(folds, np.int64)
+    for group in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
+        smallest = int(filled.argmin())
+        fold_of_group[group] = smallest
+        filled[smallest] += sizes[group]
+    part = fold_of_group[places]
+    inside, held = (torch.from_numpy(np.flatnonzero(found)) for found in (part != fold, part == fold))
+    told = (f"data.fold={fold} of {folds} (by {len(sizes)} groups): {len(inside):,} samples of data.train train, "
+            f"{len(held):,} validate; data.val is not read")  # fmt: skip
     return inside, held, told
 
 

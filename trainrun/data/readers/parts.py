@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from trainrun.data.order.permutation import KeyedPermutation
-from trainrun.data.order.sampler import check_split, hold_out
+from trainrun.data.order.sampler import check_split, epoch_order, hold_out
 from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.targets import numbers_in, words_in
 from trainrun.errors import DataError
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
@@ -68,6 +69,7 @@ class SplitRequest:
 
     path: of the training data. val_path, test_path: data of their own; null: what the names below `path` say.
     val_fraction: where there is no validation data of its own, the part of the training data that is held out.
+    groups: a column; rows with the same cell are held out together. val_by: which rows are held out, see `held_rows`.
     """
 
     split: str
@@ -76,9 +78,20 @@ class SplitRequest:
     test_path: str | None = None
     val_fraction: float = 0.0
     seed: int = 0
+    groups: str | None = None
+    val_by: str = "auto"
 
     def __post_init__(self) -> None:
         check_split(self.split, SPLITS)
+        if self.groups is None and self.val_by == "group":
+            raise DataError(
+                "data.train.val_by=group: name the column of the groups, as data.train.groups=patient"
+            )
+        if self.groups is not None and self.val_by == "random":
+            raise DataError(
+                f"data.train.val_by=random: data.train.groups={self.groups} keeps the rows of a group together; leave "
+                "one of them out"
+            )
 
     def find_files(self, endings: Sequence[str], list_files: ListFiles = files_of) -> Part | None:
         """Return the files of the split; None if there is no test data."""
@@ -140,6 +153,8 @@ class SplitRequest:
             setting=f"{key}={path}",
             val_fraction=self.val_fraction,
             seed=self.seed,
+            groups=self.groups,
+            val_by=self.val_by,
             notice=notice if self.split == "train" else "",
         )
 
@@ -161,6 +176,8 @@ class Part:
     setting: str
     val_fraction: float
     seed: int
+    groups: str | None = None
+    val_by: str = "auto"
     notice: str = ""
 
     @property
@@ -169,7 +186,11 @@ class Part:
         unused: dict[str, str] = {}
         if self.is_own:
             reason = "validation data of its own is there, so nothing is held out"
-            unused |= {"val_fraction": reason, "seed": reason}
+            unused |= {"val_fraction": reason, "seed": reason, "val_by": reason}
+        elif self.split == "train" and self.val_fraction == 0:
+            unused["val_by"] = "data.train.val_fraction=0 holds nothing out"
+        elif self.val_by == "last":
+            unused["seed"] = "data.train.val_by=last draws nothing"
         leaves_files_out = self.split == "train" and self.notice
         for split in ("val", "test"):
             if self.split != split and not leaves_files_out:
@@ -181,10 +202,18 @@ class Part:
         """Whether the files of the split are those of the training data."""
         return self.files == self.training
 
-    def rows(self, labels: Any) -> Rows | None:
-        """Return the rows of the files that belong to the split, rising; None is all. labels: see `held_out`."""
+    def rows(self, labels: Any, groups: Any = None) -> Rows | None:
+        """Return the rows of the files that belong to the split, rising; None is all.
+
+        labels: see `held_out`. groups: (N,) the cells of the column `groups`.
+        """
         if self.is_own or (self.split == "train" and self.val_fraction == 0):
             return None
+        if self.val_by == "last" or groups is not None:
+            number = len(labels)
+            held = held_rows(number, self.val_fraction, self.seed, groups, is_last=self.val_by == "last")
+            check_both_sides(number, int(held.sum()), self.val_fraction)
+            return np.flatnonzero(held == (self.split != "train"))
         train, val = held_out(labels, self.val_fraction, self.seed)
         return train if self.split == "train" else val
 
@@ -279,6 +308,57 @@ def is_inside(path: Path, folders: Iterable[Path]) -> bool:
     return any(real == folder or folder in real.parents for folder in (one.resolve() for one in folders))
 
 
+def held_rows(number: int, fraction: float, seed: int, groups: Any, is_last: bool) -> np.ndarray[Any, Any]:
+    """Return which of the rows are held out, (N,) bool.
+
+    groups: (N,) numbers or words, of which equal ones stay together; None: each row is a group. is_last: the last rows
+    are held out, or the groups that come last in their order; else groups are drawn by `seed`.
+    """
+    if groups is None:
+        return np.arange(number) >= number - round(fraction * number)
+    numbers = numbers_in(groups)
+    cells = np.asarray(words_in(groups)) if numbers is None else numbers
+    names, places = np.unique(cells, return_inverse=True)
+    order = np.arange(len(names))[::-1] if is_last else epoch_order(len(names), seed, 0, shuffle=True).numpy()
+    sizes = np.bincount(places, minlength=len(names))[order]
+    sums = np.concatenate([[0], np.cumsum(sizes)])
+    num_groups = int(np.abs(sums - fraction * number).argmin())
+    num_groups = min(max(num_groups, 1), len(names) - 1) if fraction else 0
+    return np.isin(places, order[:num_groups])
+
+
+def check_groups(groups: Any, number: int, where: str) -> None:
+    """Refuse groups that are not one number or word for each sample."""
+    found = None if groups is None else len(groups)
+    if found != number:
+        raise DataError(
+            f"{where}: must hold one number or word for each of {number} samples, to be data.train.groups"
+        )
+
+
+def group_numbers(groups: Any) -> Rows:
+    """Return a number for each row, equal for rows of one group."""
+    numbers = numbers_in(groups)
+    cells = np.asarray(words_in(groups)) if numbers is None else numbers
+    return np.unique(cells, return_inverse=True)[1].astype(np.int64)
+
+
+def rows_of(values: Any, rows: Rows | None) -> Any:
+    """Return the chosen rows of an array; None is all."""
+    return values if rows is None else values[rows]
+
+
+def check_both_sides(number: int, held: int, fraction: float) -> None:
+    """Refuse a part that leaves one side empty."""
+    if 0 < held < number:
+        return
+    side = "validation" if held == 0 else "training"
+    raise DataError(
+        f"data.train.val_fraction={fraction:g}: of {number} samples it leaves none for {side}; choose "
+        "another fraction, name validation data of its own, or say data.val=null"
+    )
+
+
 def held_out(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:
     """The rows that stay and those held out, as `hold_out` divides them.
 
@@ -294,10 +374,5 @@ def held_out(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:
     if not grouped or len(torch.unique(classes)) > fraction * number:
         classes = torch.zeros(number, dtype=torch.int64)
     train, val = (rows.numpy() for rows in hold_out(classes.long(), fraction, seed))
-    if len(val) == 0 or len(train) == 0:
-        side = "validation" if len(val) == 0 else "training"
-        raise DataError(
-            f"data.train.val_fraction={fraction:g}: of {number} samples it leaves none for {side}; choose "
-            "another fraction, name validation data of its own, or say data.val=null"
-        )
+    check_both_sides(number, len(val), fraction)
     return train, val

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainrun.data.readers.parts import Part, RandomRows, Rows
+from trainrun.data.readers.parts import Part, RandomRows, Rows, group_numbers, rows_of
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
@@ -74,6 +74,7 @@ class ReaderDataset:
         self.reader = reader
         self.rows = rows
         self.notice = notice
+        self.groups: Rows | None = None
         self.unused_arguments = unused_arguments
         self._info = reader.info
         self.thread_safe = self._info.thread_safe
@@ -176,10 +177,15 @@ class ReaderDataset:
         )
 
 
-def dataset_of(reader: Reader, part: Part) -> ReaderDataset:
-    """The samples that belong to the part. DataError: there is none, or nothing is left for one side."""
+def dataset_of(reader: Reader, part: Part, groups: Any = None) -> ReaderDataset:
+    """The samples that belong to the part. DataError: there is none, or nothing is left for one side.
+
+    groups: (N,) the cells of the column of the groups."""
     if len(reader) == 0:
         raise DataError(f"{part.setting}: there is no record in it")
     labels = reader.info.labels
-    rows = part.rows(np.zeros(len(reader), np.int64) if labels is None else labels)
-    return ReaderDataset(reader, rows, part.notice, part.unused_arguments)
+    rows = part.rows(np.zeros(len(reader), np.int64) if labels is None else labels, groups)
+    dataset = ReaderDataset(reader, rows, part.notice, part.unused_arguments)
+    if groups is not None:
+        dataset.groups = rows_of(group_numbers(groups), rows)
+    return dataset

@@ -144,11 +144,15 @@ def named_columns(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, .
     return names
 
 
-def chosen_inputs(inputs: Any, target: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
-    """The named columns, or all that are neither the target nor row numbers."""
+def chosen_inputs(
+    inputs: Any, target: Sequence[str], columns: Sequence[str], groups: str | None = None
+) -> tuple[str, ...]:
+    """The named columns, or all that are neither the target nor row numbers nor the column of the groups."""
+    if groups is not None:
+        named_columns(groups, columns, "data.train.groups")
     if inputs is not None:
         return named_columns(inputs, columns, "data.train.inputs")
-    targets = set(target)
+    targets = {*target, groups}
     names = tuple(name for name in columns if name not in targets and not ROW_NUMBERS.fullmatch(name))
     if not names:
         raise DataError("data.train.inputs: every column is a target; there is none to predict it from")

@@ -16,12 +16,12 @@ from trainrun.data.readers.free_space import check_memory
 from trainrun.data.readers.free_space import in_memory as stays_in_memory
 from trainrun.data.readers.open_files import Kept
 from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.parts import SplitRequest
+from trainrun.data.readers.parts import SplitRequest, check_groups
 from trainrun.data.readers.reader_protocol import Info, dataset_of
 from trainrun.data.readers.targets import Coding, coding_of, listed
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
-from trainrun.limits import Auto, BelowOne, TargetType
+from trainrun.limits import Auto, BelowOne, HeldOutBy, TargetType
 from trainrun.plugin_faults import nearest
 
 ENDINGS = (".h5", ".hdf5")
@@ -41,7 +41,7 @@ class Hdf5Layout(NamedTuple):
 
 def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0, target_dtype: TargetType = "auto",
-         in_memory: bool | Auto = "auto") -> Any:  # fmt: skip
+         in_memory: bool | Auto = "auto", groups: str | None = None, val_by: HeldOutBy = "auto") -> Any:  # fmt: skip
     """`train`, `val` or `test`: `Arrays` in memory, or samples read on demand; None: there is no test data.
 
     inputs, target: names of data sets. For x, the first that is there of train/x, x_train and x; where
@@ -49,7 +49,7 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     target: rows of one number or word are classes or numbers (see `targets`), all others are as stored.
     """
     h5py = extra("h5py", "hdf5", "hdf5")
-    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed)
+    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
     part = request.find_files(ENDINGS)
     if part is None:
         part = replace(request, split="train").find_files(ENDINGS)
@@ -75,7 +75,11 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         coding = Coding("float32") if known is None else coding_of(known, target_dtype)
         encoded = None if cells is None else coding.encode(cells, partial(_where, place, layouts[1].name))
         read = layouts if cells is None else layouts[:1]
-        dataset = dataset_of(Hdf5Reader(place, read, encoded, coding), part)
+        group_cells = None
+        if groups is not None and not part.is_own:
+            group_cells = _cells(file, layout_of(h5py, file, groups, which, "groups"))
+            check_groups(group_cells, layouts[0].shape[0], f"{place}: {groups!r}")
+        dataset = dataset_of(Hdf5Reader(place, read, encoded, coding), part, group_cells)
         row_bytes = sum(layout.dtype.itemsize * math.prod(layout.shape[1:]) for layout in layouts)
         ragged = any(layout.ragged for layout in layouts)
         if ragged or not stays_in_memory(len(dataset) * row_bytes, in_memory):
@@ -92,6 +96,7 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         describe=describe,
         notice=part.notice,
         unused_arguments=part.unused_arguments,
+        groups=dataset.groups,
     )
 
 
@@ -152,7 +157,7 @@ def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> H
     words = h5py.check_string_dtype(data.dtype) is not None
     inner = None if words else h5py.check_vlen_dtype(data.dtype)
     kind = data.dtype.kind if inner is None else np.dtype(inner).kind
-    if data.ndim == 0 or not (kind in "biufc" or (words and key == "target" and data.ndim == 1)):
+    if data.ndim == 0 or not (kind in "biufc" or (words and key in ("target", "groups") and data.ndim == 1)):
         holds = f"{found!r} in {file.filename} holds {data.dtype} of shape {data.shape}"
         raise DataError(f"{full}: {holds}; it must hold rows of numbers")
     chunk = data.chunks[0] if data.chunks else 1

@@ -17,13 +17,21 @@ from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import LISTED, check_split
 from trainrun.data.readers.free_space import check_memory, in_memory
 from trainrun.data.readers.mapped_files import check_lengths, mappings_of
-from trainrun.data.readers.parts import NAMES, SPLITS, RandomRows, held_out
+from trainrun.data.readers.parts import (
+    NAMES,
+    SPLITS,
+    Part,
+    RandomRows,
+    SplitRequest,
+    check_groups,
+    group_numbers,
+)
 from trainrun.data.readers.paths import plain_file
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.data.tensor_dataset import rows as gathered
 from trainrun.errors import DataError
-from trainrun.limits import Auto, BelowOne
+from trainrun.limits import Auto, BelowOne, HeldOutBy
 from trainrun.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -51,7 +59,8 @@ def open_mapped(file: str) -> Mapped:
 
 
 def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_fraction: BelowOne = 0.0,
-         seed: int = 0, mapped: bool = True, stratify: bool | Auto = True) -> Any:  # fmt: skip
+         seed: int = 0, mapped: bool = True, stratify: bool | Auto = True, groups: str | None = None,
+         val_by: HeldOutBy = "auto") -> Any:  # fmt: skip
     """`train`, `val` or `test`: the arrays x_<split> and y_<split>, one row per sample. None: there is no test data.
 
     The split may have another of its names, as x_valid, or be a folder, as valid/x.npy.
@@ -66,6 +75,7 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     if path is None:
         raise DataError("data.path: name an .npz file, or a folder of .npy files, as data.path=my_arrays.npz")
     parted = split != "test" and val_fraction > 0
+    request = SplitRequest(split, path, None, None, val_fraction, seed, groups, val_by)
     place = Path(path).expanduser()
     wanted = [name for name in (inputs, target) if name]
     names = names_of_arrays(place, wanted, "train" if parted else split)
@@ -78,14 +88,28 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     else:
         raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
     if not parted:
-        return Arrays(arrays, describe=partial(_row, path, names[-1], None))
+        reason = "data.train.val_fraction=0 holds nothing out"
+        unused = {"groups": reason, "val_by": reason}
+        return Arrays(arrays, describe=partial(_row, path, names[-1], None), unused_arguments=unused)
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
         raise DataError(f"data.path={path}: its arrays need one row for each sample in each; found {shapes}")
     files = [place / f"{name}.npy" for name in names]
     on_disk = all(isinstance(array, np.memmap) for array in arrays)
     number, held = len(arrays[0]), round(val_fraction * len(arrays[0]))
-    if on_disk and stratify is not True and number > LISTED and 0 < held < number:
+    group_cells = None
+    if groups is not None:
+        is_plain = groups in arrays_there(place)
+        group_names = [groups] if is_plain else names_of_arrays(place, [groups], "train") or [groups]
+        found = (
+            _files(path, place, group_names, mapped) if place.is_dir() else _members(path, place, group_names)
+        )
+        group_cells = np.asarray(found[0])
+        check_groups(
+            group_cells if group_cells.ndim == 1 else None, number, f"data.path={path}: {group_names[0]}"
+        )
+    is_random = group_cells is None and val_by != "last"
+    if is_random and on_disk and stratify is not True and number > LISTED and 0 < held < number:
         rows = KeyedPermutation(number, derive_seed(seed, number))
         part = RandomRows(rows, 0, held) if split == "val" else RandomRows(rows, held, number - held)
         labels = arrays[-1] if len(arrays) > 1 and arrays[-1].dtype.kind in "iu" else None
@@ -93,15 +117,30 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         return ReaderDataset(MappedReader(arrays, files, largest + 1 if largest >= 0 else None), part)
     by_class = bool(stratify) and len(arrays) > 1 and arrays[-1].dtype.kind in "biu"
     labels = np.asarray(arrays[-1]) if by_class else np.zeros(number)
-    chosen = held_out(labels, val_fraction, seed)[split == "val"]
+    held_part = Part(
+        split, (), (), (), False, f"data.path={path}", val_fraction, seed, groups, request.val_by
+    )
+    chosen = held_part.rows(labels, group_cells)
+    assert chosen is not None
+    row_groups = None if group_cells is None else group_numbers(group_cells)[chosen]
     if on_disk and not in_memory(sum(a.nbytes // len(a) * len(chosen) for a in arrays), "auto"):
         return ReaderDataset(MappedReader(arrays, files), chosen)
     copies = tuple(np.asarray(array)[chosen] for array in arrays)
-    return Arrays(copies, describe=partial(_row, path, names[-1], chosen))
+    return Arrays(copies, describe=partial(_row, path, names[-1], chosen), groups=row_groups)
 
 
 def names_of_arrays(place: Path, wanted: Sequence[str], split: str) -> list[str] | None:
     """Return the names of the arrays of a split, as they are in the file or the folder; None: there is no test data."""
+    there = arrays_there(place)
+    for word in NAMES[split]:
+        for names in ([f"{name}_{word}" for name in wanted], [f"{word}/{name}" for name in wanted]):
+            if there.issuperset(names):
+                return names
+    return None if split == "test" and there else [f"{name}_{split}" for name in wanted]
+
+
+def arrays_there(place: Path) -> set[str]:
+    """Return the names of all arrays in a file or a folder."""
     there: set[str] = set()
     if place.is_dir():
         there = {file.relative_to(place).with_suffix("").as_posix() for file in place.glob("*.npy")}
@@ -109,11 +148,7 @@ def names_of_arrays(place: Path, wanted: Sequence[str], split: str) -> list[str]
     elif place.is_file() and zipfile.is_zipfile(place):
         with zipfile.ZipFile(place) as archive:
             there = {name.removesuffix(".npy") for name in archive.namelist()}
-    for word in NAMES[split]:
-        for names in ([f"{name}_{word}" for name in wanted], [f"{word}/{name}" for name in wanted]):
-            if there.issuperset(names):
-                return names
-    return None if split == "test" and there else [f"{name}_{split}" for name in wanted]
+    return there
 
 
 class MappedReader:

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.readers.parts import SplitRequest, is_inside
+from trainrun.data.readers.parts import SplitRequest, group_numbers, is_inside, rows_of
 from trainrun.data.readers.paths import existing_folder, fingerprint_of
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of, has_16_bits
 from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_cells
-from trainrun.data.readers.targets import Coding, coding_of
+from trainrun.data.readers.targets import Coding, coding_of, named_columns
 from trainrun.data.scale import Scale
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count, Fit, PixelType
+from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, PixelType
 
 ENDINGS = (".jpg", ".jpeg", ".png")
 LOOKED_AT = 64  # pictures whose headers say how many bits they have
@@ -50,6 +50,7 @@ class ImageFolder:
         self._names = np.array([os.fsencode(name) for name in names])
         self.labels, self.form, self.notice = labels, form, notice
         self.unused_arguments = unused_arguments
+        self.groups: Any = None
         self.class_names, self.num_classes = coding.names, coding.num_classes
         self._deep = form.dtype == "float32" and any(map(self._has_16_bits, spread(len(self._names))))
 
@@ -116,7 +117,7 @@ def content_of(path: str) -> bytes:
 def load(path: str | None, split: str, labels: str | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True) -> ImageFolder | None:  # fmt: skip
+         draft: bool = True, groups: str | None = None, val_by: HeldOutBy = "auto") -> ImageFolder | None:  # fmt: skip
     """`train`, `val` or `test`; None: there is no test data. Classes are those of the training data, by their names.
 
     labels: a CSV file in the folder, whose first two columns are file and label. The others: see `Form`
@@ -124,7 +125,7 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     """
     form = form_of(shape, fit, dtype, draft)
     existing_folder(path, "data.path")
-    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed)
+    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
     part = request.find_folder(Path.exists if labels else has_folders)
     if part is None:
         return None
@@ -141,13 +142,22 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
     coding = coding_of(known, "auto") if labels else Coding("class", classes, len(classes))
     targets = coding.encode(words, where)
-    rows = part.rows(targets)
+    group_cells = None
+    if groups is not None and not part.is_own:
+        if labels is None:
+            raise DataError(
+                f"data.train.groups={groups}: is a column of a table of labels; name the table by data.train.labels"
+            )
+        group_cells = _groups_in_table(root / labels, groups, names)
+    rows = part.rows(targets, group_cells)
     if rows is not None:
         names, targets = [names[row] for row in rows], targets[torch.from_numpy(rows)]
     told = others and (part.is_own or split == "train")
     notices = [f"{len(others)} pictures are no JPEG or PNG and are left out, as {others[0]}"] if told else []
     notices += [part.notice] if part.notice else []
-    return ImageFolder(root, names, targets, coding, form, "; ".join(notices), part.unused_arguments)
+    dataset = ImageFolder(root, names, targets, coding, form, "; ".join(notices), part.unused_arguments)
+    dataset.groups = None if group_cells is None else rows_of(group_numbers(group_cells), rows)
+    return dataset
 
 
 def _listed(
@@ -206,6 +216,16 @@ def _below(folder: Path, name: str) -> Iterator[str]:
             entry.is_file() or not os.path.exists(entry.path)
         ):
             yield f"{name}/{entry.name}"  # also a link that leads nowhere, which is told when it is read
+
+
+def _groups_in_table(table: Path, groups: str, names: Sequence[str]) -> list[str]:
+    """The cells of a column for the files of these names."""
+    dialect = Dialect()
+    columns = columns_in(table, dialect)
+    named_columns(groups, columns, "data.train.groups")
+    cells = read_cells([table], dialect, (), (columns[0], groups), np.dtype(np.float32), None)
+    group_of = dict(zip(cells.words[columns[0]], cells.words[groups], strict=True))
+    return [group_of[name] for name in names]
 
 
 def _from_table(folder: Path, table: Path) -> tuple[list[str], list[str], Any]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.readers.free_space import check_memory
-from trainrun.data.readers.parts import SplitRequest
+from trainrun.data.readers.parts import SplitRequest, group_numbers, rows_of
 from trainrun.data.readers.targets import (
     Coding,
     chosen_inputs,
@@ -36,7 +36,7 @@ from trainrun.data.readers.targets import (
 )
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count, NumberType, TargetType
+from trainrun.limits import BelowOne, Count, HeldOutBy, NumberType, TargetType
 
 ENDINGS = (".csv", ".csv.gz", ".tsv")
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
@@ -51,7 +51,8 @@ WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
 def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
-         fill: float | None = None, delimiter: str | None = None, header: bool = True) -> Arrays | None:  # fmt: skip
+         fill: float | None = None, delimiter: str | None = None, header: bool = True, groups: str | None = None,
+         val_by: HeldOutBy = "auto") -> Arrays | None:  # fmt: skip
     """`train`, `val` or `test`: the inputs (N, K), or (N, *shape), of `dtype`, and the target. None: no test data.
 
     inputs: names of columns of numbers, or of True and False (1 and 0); null is all but the target. target: a name
@@ -59,7 +60,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
         (floats (N, M)), or "none". fill: stands for a missing input.
     DataError: names the file, line and column.
     """
-    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed)
+    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
     if fill is not None and "int" in dtype and fill != int(fill):
         raise DataError(f"data.train.fill={fill}: must be a whole number with data.train.dtype={dtype}")
     part = request.find_files(ENDINGS)
@@ -69,11 +70,14 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     dialect = Dialect(delimiter or ("tab" if training[0].suffix == ".tsv" else ","), header)
     columns = columns_in(training[0], dialect)
     goal = chosen_target(target, columns)
-    names = chosen_inputs(inputs, goal, columns)
+    names = chosen_inputs(inputs, goal, columns, groups)
     own = set(columns_in(files[0], dialect))
     if missing := [name for name in (*names, *goal) if name not in own]:
         raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
-    cells = read_cells(files, dialect, names, goal, np.dtype(dtype), fill, alike=inputs is None)
+    grouped = (groups,) if groups is not None and not part.is_own else ()
+    words = (*goal, *grouped)
+    cells = read_cells(files, dialect, names, words, np.dtype(dtype), fill, alike=inputs is None)
+    group_cells = _complete(cells, grouped[0]) if grouped else None
     known = cells
     if files != training and len(goal) == 1:
         known = read_cells(training, dialect, (), goal, np.dtype(np.float32), None)
@@ -85,7 +89,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
                 f"{len(names)} columns"
             )
         values = values.view(-1, *shape)
-    rows = part.rows(values if encoded is None else encoded)
+    rows = part.rows(values if encoded is None else encoded, group_cells)
     tensors = (values,) if encoded is None else (values, encoded)
     chosen = tensors if rows is None else tuple(tensor[torch.from_numpy(rows)] for tensor in tensors)
     describe = partial(cells.name, goal[0], rows) if goal else None
@@ -93,6 +97,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     return Arrays(
         chosen, coding.names, coding.num_classes, describe=describe, column=column, notice=part.notice,
         input_columns=dict.fromkeys(names, "numbers"), unused_arguments=part.unused_arguments,
+        groups=None if group_cells is None else rows_of(group_numbers(group_cells), rows),
     )  # fmt: skip
 
 

@@ -22,8 +22,9 @@ from trainrun.data.readers.parts import Part, SplitRequest
 from trainrun.data.readers.paths import files_of, plain_file
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
+from trainrun.data.readers.targets import named_columns
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count, Fit, PixelType
+from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, PixelType
 
 KINDS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json", ".json": "json", ".jsonl.gz": "json",
          ".json.gz": "json"}  # fmt: skip
@@ -34,12 +35,13 @@ MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")  # the package would
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True) -> ReaderDataset | None:  # fmt: skip
+         draft: bool = True, groups: str | None = None,
+         val_by: HeldOutBy = "auto") -> ReaderDataset | None:  # fmt: skip
     """`train`, `val` or `test`; None: there is no test data. The last column is the target.
 
     shape, fit, dtype, draft: of pictures, see `Form`; the others: see `HuggingfaceReader` and `SplitRequest`.
     """
-    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed)
+    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
     part = request.find_files(tuple(KINDS), set_or_files)
     if part is None:
         return None
@@ -49,7 +51,14 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None, val
     if missing := [name for name in names if name not in dataset.column_names]:
         has = f"has no column {missing[0]}; it has {', '.join(dataset.column_names)}"
         raise DataError(f"data.train.columns: {part.setting.partition('=')[2]} {has}")
-    return dataset_of(HuggingfaceReader(dataset, names, columns is None, form, files), part)
+    group_cells = None
+    if groups is not None and not part.is_own:
+        named_columns(groups, dataset.column_names, "data.train.groups")
+        group_cells = dataset.select_columns([groups])[groups][:]
+        group_cells = [str(cell) for cell in group_cells]
+    if columns is None and groups is not None:
+        names = tuple(name for name in names if name != groups)
+    return dataset_of(HuggingfaceReader(dataset, names, columns is None, form, files), part, group_cells)
 
 
 class HuggingfaceReader:

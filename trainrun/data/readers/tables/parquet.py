@@ -29,7 +29,7 @@ from trainrun.data.readers.tables.parquet_tables import Table, open_file, table_
 from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
-from trainrun.limits import Auto, BelowOne, Count, Fit, NumberType, TargetType
+from trainrun.limits import Auto, BelowOne, Count, Fit, HeldOutBy, NumberType, TargetType
 from trainrun.runtime.machine import host_memory
 
 ENDINGS = (".parquet", ".pq")
@@ -41,7 +41,8 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
          fill: float | None = None, in_memory: bool | Auto = "auto", row_groups: Count | Auto = "auto",
-         fit: Fit = "crop", draft: bool = True) -> Any:  # fmt: skip
+         fit: Fit = "crop", draft: bool = True, groups: str | None = None,
+         val_by: HeldOutBy = "auto") -> Any:  # fmt: skip
     """`train`, `val` or `test`: `Arrays`, or samples read on demand for lists, pictures and what does not fit.
 
     inputs, target: names of columns, as for CSV files. Inputs that are all numbers become one vector (K,);
@@ -51,12 +52,13 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     row_groups: how many decoded ones each process keeps, of data that is read on demand; auto: what fits in a share
         of the free memory, at least 4.
     """
-    part = SplitRequest(split, path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
+    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
+    part = request.find_files(ENDINGS)
     if part is None:
         return None
     training = table_of(part.training)
     goal = chosen_target(target, training.columns)
-    names = chosen_inputs(inputs, goal, training.columns)
+    names = chosen_inputs(inputs, goal, training.columns, groups)
     table = training if part.is_training else table_of(part.files)
     for one in (training, table):
         one.check(one.unlike if inputs is None else (*names, *goal))
@@ -76,14 +78,15 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     fitting = max(LEAST_GROUPS, host_memory().free // GROUPS_SHARE // table.group_bytes)
     reader = ParquetReader(table, kinds + own_target, len(kinds), cells, coding, dtype, fill, form,
                            _shape_of(shape, kinds), fitting if row_groups == "auto" else row_groups)  # fmt: skip
-    dataset = dataset_of(reader, part)
+    group_cells = table.target(groups) if groups is not None and not part.is_own else None
+    dataset = dataset_of(reader, part, group_cells)
     fits = stays_in_memory(len(dataset) * 8 * sum(kind.size for kind in kinds), in_memory)
     plain = all(kind.name == "number" for kind in kinds) or [kind.name for kind in kinds] == ["fixed"]
     if not (plain and not own_target and fits):
         return dataset
     return Arrays(reader.whole(dataset.rows), coding.names, coding.num_classes, describe=dataset.describe,
                   column=dataset.column, notice=part.notice, input_columns=dataset.input_columns,
-                  unused_arguments=part.unused_arguments)  # fmt: skip
+                  unused_arguments=part.unused_arguments, groups=dataset.groups)  # fmt: skip
 
 
 class ParquetReader:
