@@ -353,6 +353,9 @@ class Parallel(Protocol):
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         """Surrounds forward and backward of a micro-batch; ranks exchange gradients in the last only."""
 
+    def expect_backward(self, loss: Tensor) -> None:
+        """Announce the backward of a loss that no forward of the wrapped model belongs to."""
+
     def exchange(self) -> None:
         """Average the gradients that are there over the ranks; once more changes nothing."""
 

@@ -269,6 +269,12 @@ def parse_limit(value: Any) -> None:
         raise ValueError("must be a fraction above 0 up to 1.0, or a whole number of batches")
 
 
+def parse_limit_or_none(value: Any) -> None:
+    """Check a limit of which 0 leaves the whole split out. Raises ValueError."""
+    if isinstance(value, bool) or value != 0:
+        parse_limit(value)
+
+
 @dataclass(frozen=True)
 class CacheSpec:
     """What `data.cache` keeps. text: as typed. num_bytes: of a pool. folder: of a cache on disk."""

@@ -20,6 +20,10 @@ ITEMS = "\1"  # before a name: the items of the training steps that the sum is o
 LOSSES = "\2"  # the sum of the loss over all training steps, whose other sums may be of fewer
 
 
+class ReservedName(PluginError):
+    """A metric of a task has a name that is taken."""
+
+
 def flat_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
     """A tensor in float64 for each sum, and one for the count of each pair; functions are called now.
 
@@ -37,9 +41,9 @@ def flat_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
 
 
 def check_names(names: Iterable[str], task: Any) -> None:
-    """Raise PluginError if a task gives a metric the name of the loss, whose value would be replaced."""
+    """Raise ReservedName if a task gives a metric the name of the loss, whose value would be replaced."""
     if LOSS in names:
-        raise PluginError(
+        raise ReservedName(
             f'task: {type(task).__name__} has a metric "{LOSS}", which is the name of the loss that is minimised; give '
             "it another name"
         )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.parallel.ddp import Ddp, check_parameters
+from trainrun.parallel.ddp import Ddp, check_parameters, without_gradient
 from trainrun.parallel.group import Group
 from trainrun.parallel.launch import RankFailed, launch
 from trainrun.runs.run_folder import RunDir, read_json
@@ -135,6 +135,7 @@ def test_unused_parameters_name_the_key(results: list[dict[str, Any]]) -> None:
     for seen in results:
         assert seen["unused"][0] == "PluginError"
         assert "parallel.find_unused_parameters=true" in seen["unused"][1]
+        assert "unused.weight, unused.bias" in seen["unused"][1]
         assert seen["unused"][2] == 0  # before a step is taken from gradients that were not exchanged
         assert seen["unused_allowed"] is True
 
@@ -194,6 +195,17 @@ class Graph(nn.Linear):
 def test_models_without_gradients_are_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(PluginError, match=words):
         check_parameters(model)
+
+
+def test_a_model_that_mostly_stands_still_is_not_sent_to_find_unused_parameters() -> None:
+    """As with reentrant checkpoints, whose blocks get no gradients where their input needs none."""
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
+    model[3](torch.ones(1, 2)).sum().backward()
+    text = str(without_gradient(model))
+    assert "6 of 8" in text
+    assert "0.weight" in text
+    assert "use_reentrant=False" in text
+    assert "find_unused_parameters" not in text
 
 
 def test_synchronised_batchnorm_needs_cuda() -> None:

@@ -264,6 +264,8 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
 
 
 def told_of_validation(config: RunConfig, trains: bool, default: str | None, names: list[str]) -> list[str]:
+    if trains and not names and config.trainer.limit_val_batches == 0:
+        return ["trainer.limit_val_batches=0: nothing is validated, so there is no best"]
     if trains and not names:
         return ["no validation data, so no best; use data.val._target_=... or data.folds=5 data.fold=0"]
     best = config.checkpoint.monitor or f"{default} (the default, as of early stopping)"

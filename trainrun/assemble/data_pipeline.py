@@ -112,12 +112,18 @@ def kind_of(split: str) -> str:
     return split.partition("/")[0].partition(".")[0]
 
 
+def split_limit(config: RunConfig, name: str) -> int | float:
+    """Return how much of a split an epoch reads: a fraction of it, or a number of batches; 0 leaves it out."""
+    limit: int | float = getattr(config.trainer, f"limit_{kind_of(name)}_batches")
+    return limit
+
+
 def open_split(
     config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
     drawn: Drawn | None = None,
 ) -> OpenedStream | None:  # fmt: skip
     """Return the batches of a split, if it has data; `notes` takes lines about them. drawn: as in `stream_options`."""
-    if source is None:
+    if source is None or split_limit(config, name) == 0:
         return None
     options = stream_options(config, parallel, name, report, drawn)
     batches, note = open_batches(source, options)
@@ -131,7 +137,7 @@ def options_of_splits(
     """Return how each split that has data is read, with a look at its samples."""
     found = {}
     for name, source in sources.items():
-        if source is not None:
+        if source is not None and split_limit(config, name) != 0:
             options = stream_options(config, parallel, name, report, drawn)
             check_options(options)
             found[name] = options if isinstance(source, IterableDataset) else with_look(source, options)
@@ -159,7 +165,7 @@ def stream_options(
         augment=augmentations_of(config),
         report=report,
         may_grow=not training and data.val_batch_size is None,
-        limit=getattr(config.trainer, f"limit_{kind_of(name)}_batches"),
+        limit=split_limit(config, name),
         accumulates=config.trainer.accumulate_grad_batches > 1,
         rank=parallel.rank,
         world_size=parallel.world_size,

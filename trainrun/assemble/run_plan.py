@@ -201,7 +201,9 @@ def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task:
     distances = [every(key, one, lengths, task) for one in found if one]
     metric = keep.monitor or default
     if keep.monitor is not None and default is None:
-        raise ConfigError(f"checkpoint.monitor={keep.monitor}: there is no validation data (data.val)")
+        raise ConfigError(
+            f"checkpoint.monitor={keep.monitor}: there is no validation data (data.val, trainer.limit_val_batches)"
+        )
     return KeepOptions(
         keep.enabled, metric, direction("checkpoint", metric, keep), keep.save_top_k,
         keep.save_last, keep.keep_last, lambda state: any(one.passed(state) for one in distances),
@@ -216,7 +218,8 @@ def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
     metric = wanted.monitor or default
     if metric is None or default is None:
         raise ConfigError(
-            "trainer.early_stopping.enabled=true: there is no validation data (data.val) to watch"
+            "trainer.early_stopping.enabled=true: there is no validation data to watch (data.val, "
+            "trainer.limit_val_batches)"
         )
     return MetricTracker(
         metric, direction("trainer.early_stopping", metric, wanted), wanted.patience, wanted.min_delta,

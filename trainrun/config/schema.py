@@ -29,6 +29,7 @@ from trainrun.limits import (
     parse_distance,
     parse_interval,
     parse_limit,
+    parse_limit_or_none,
     parse_names,
     parse_rounds,
     parse_saving,
@@ -243,11 +244,11 @@ class TrainerConfig:
         aliases=("limit_train_batches",),
     )  # fmt: skip
     limit_val_batches: Any = setting(
-        1.0, "a fraction of validation, or the samples of so many batches: always the same ones", parse=parse_limit,
-        aliases=("limit_val_batches",),
+        1.0, "a fraction of validation, or the samples of so many batches: always the same ones; 0 validates nothing",
+        parse=parse_limit_or_none, aliases=("limit_val_batches",),
     )  # fmt: skip
     limit_test_batches: Any = setting(
-        1.0, "the same for the test", parse=parse_limit, aliases=("limit_test_batches",)
+        1.0, "the same for the test", parse=parse_limit_or_none, aliases=("limit_test_batches",)
     )
     out_of_memory: str = choice(
         "split", "split-batchnorm", "stop", help="run the step again in smaller pieces (of BatchNorm too), or stop",

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -30,16 +29,14 @@ from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import Agreed
 from trainrun.parallel.group import Group, contact, destroy, exchange_failure, is_lost_contact
 from trainrun.runtime.foreach_copy import copy_
+from trainrun.runtime.zero_loss import zero_loss
 
 TORCH_BUCKET_MB = 25.0
 # the copy of buffers is ours: see above; torch 2.13 has a new word for it and warns of the old one
 NEW_WORD = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
 OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if NEW_WORD else "broadcast_buffers": False}
 
-WITHOUT_GRADIENT = (
-    "model: some of its parameters got no gradient in the last step, and the ranks wait for them; use them all, or say "
-    "parallel.find_unused_parameters=true"
-)
+FEW_NAMES = 5
 
 
 class Ddp:
@@ -136,6 +133,12 @@ class Ddp:
             self._learns_graph, last = False, True
         return self._exchange_last() if last and not self.waits else self._exchange_later()
 
+    def expect_backward(self, loss: Tensor) -> None:
+        assert self._ddp is not None, "wrap comes first"
+        if self._ddp.require_backward_grad_sync:
+            self._ddp.reducer.prepare_for_forward()
+            self._ddp.reducer.prepare_for_backward([loss])
+
     def agree(self, items: int, stop: int, save: int) -> Agreed:
         self._own.numpy()[:] = items, stop, save, self._asks
         try:
@@ -161,7 +164,7 @@ class Ddp:
         trained = [param for param in self._ddp.module.parameters() if param.requires_grad]
         there = [param for param in trained if param.grad is not None]
         if len(there) < len(trained) and not self._options["find_unused_parameters"]:
-            raise PluginError(WITHOUT_GRADIENT)
+            raise without_gradient(self._ddp.module)
         with self._exchange():
             backward_of_zeros(self._ddp, there)
             self._spread_buffers()
@@ -220,7 +223,8 @@ class Ddp:
             if is_lost_contact(error):
                 raise exchange_failure(error) from error
             if "Expected to have finished reduction in the prior iteration" in str(error):
-                raise PluginError(WITHOUT_GRADIENT) from error
+                assert self._ddp is not None, "wrap comes first"
+                raise without_gradient(self._ddp.module) from error
             raise
 
     def _spread_buffers(self) -> None:
@@ -237,6 +241,24 @@ class Ddp:
                 pieces = torch.split(joined, [buffer.numel() for buffer in same])
                 shaped = [piece.view_as(buffer) for buffer, piece in zip(same, pieces, strict=True)]
                 copy_(same, shaped)
+
+
+def without_gradient(model: nn.Module) -> PluginError:
+    """Return the error that names the trained parameters without a gradient, for which the ranks wait."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    missing = [name for name, param in trained.items() if param.grad is None]
+    names = ", ".join(missing[:FEW_NAMES]) + (", ..." if len(missing) > FEW_NAMES else "")
+    if 2 * len(missing) > len(trained):
+        way_out = (
+            "most of the model is not trained. A block under torch.utils.checkpoint with use_reentrant=True gets no "
+            "gradients where its input needs none: say use_reentrant=False. Else look for detach() and torch.no_grad()"
+        )
+    else:
+        way_out = "use them in the loss, freeze them, or say parallel.find_unused_parameters=true"
+    return PluginError(
+        f"model: {len(missing)} of {len(trained)} trained tensors got no gradient in the last step, and the ranks wait "
+        f"for them ({names}): {way_out}"
+    )
 
 
 def kind_of(tensor: Tensor) -> tuple[str, str]:
@@ -273,21 +295,14 @@ def fix_buckets(ddp: DistributedDataParallel) -> None:
     with three ranks or more then rounds differently.
     """
     backward_of_zeros(ddp, [parameter for parameter in ddp.module.parameters() if parameter.requires_grad])
+    ddp.reducer._rebuild_buckets()  # else the next forward does, which a rank with nothing to learn leaves out
     for parameter in ddp.module.parameters():
         parameter.grad = None
 
 
 def backward_of_zeros(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
     """Add 0 to their gradients, after which DDP averages what is there."""
-    total = torch.zeros((), device=next(ddp.module.parameters()).device, requires_grad=True)
-    tables = [layer for layer in ddp.module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
-    sparse = {table.weight for table in tables if table.sparse}
-    for parameter in parameters:  # backward visits them from the last to the first
-        if parameter in sparse:  # of an embedding, of which DDP wants such a gradient
-            some = embedding(torch.zeros(1, dtype=torch.long, device=total.device), parameter, sparse=True)
-        else:
-            some = parameter
-        total = total + some.sum().real.to(total) * 0.0
+    total = zero_loss(ddp.module, parameters)
     ddp.reducer.prepare_for_forward()
     ddp.reducer.prepare_for_backward([total])
     total.backward()  # type: ignore[no-untyped-call]

@@ -48,6 +48,8 @@ class Single:
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         return NO_EXCHANGE
 
+    def expect_backward(self, loss: Tensor) -> None: ...
+
     def exchange(self) -> None: ...
 
     def agree(self, items: int, stop: int, save: int) -> Agreed:

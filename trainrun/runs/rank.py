@@ -43,6 +43,7 @@ from trainrun.timing.phases import (
     Session,
 )
 from trainrun.training import loop
+from trainrun.training.checks.validation_trial import try_validation
 from trainrun.training.components import Components
 from trainrun.training.state import SAVE_NOW, RollBack, TrainState
 
@@ -99,10 +100,6 @@ def train_once(
             closing.callback(run.compile_log.listen())
         for stream in (run.train, *run.splits().values()):
             closing.callback(stream.close)
-        if names_a_metric(config):
-            from trainrun.training.checks.metric_names import check_monitors
-
-            check_monitors(run)
         for module in run.model.modules():
             if (
                 type(module).train is not nn.Module.train
@@ -136,21 +133,14 @@ def train_once(
         run.checkpoints.start(run, state)  # asks for the states of hooks
         if not config.loop:  # or nobody would say that a step was made
             run.task_calls.watch(run)
+        if not config.loop:
+            try_validation(run, state)
         state = run_loop(run, state)
         if state.ended_step != state.step:  # a signal stopped it, or the loop is the user's own
             run.hooks.on_end(run, state)
         watchdog.rest()
         session = Session(state.step - before[0], state.items - before[1], run.phases.read())
         return finish(run, state, run_dir, listeners, facts, session)
-
-
-def names_a_metric(config: RunConfig) -> bool:
-    """Whether a setting may name a metric that no validation has."""
-    return bool(
-        config.checkpoint.monitor
-        or config.trainer.early_stopping.monitor
-        or "metric" in str(config.scheduler)
-    )
 
 
 def first_state(

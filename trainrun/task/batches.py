@@ -130,6 +130,15 @@ def form_of(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def lost_dimension(output: Tensor, needed: str) -> PluginError:
+    """Return the error for an output with too few dimensions in a batch that is not the first one."""
+    return PluginError(
+        f"model: the output has shape {tuple(output.shape)}, but the task needs {needed}. squeeze() drops the "
+        "dimension of the samples where a batch has one: name the dimension that goes, as .squeeze(-1), or leave "
+        "such a last batch out with data.drop_last=true"
+    )
+
+
 def check_target_type(logits: Tensor, target: Tensor) -> None:
     if target.ndim == 1 and logits.shape[1:].numel() == 1:
         raise PluginError(

@@ -18,6 +18,7 @@ from trainrun.task.batches import (
     form_of,
     inputs_and_maybe_target,
     inputs_and_target,
+    lost_dimension,
     output_tensor,
     run_model,
 )
@@ -130,6 +131,9 @@ class Classification:
             return soft_step(self, logits, target)
         if not self.checked:
             self._check(logits, target)
+        elif logits.ndim != target.ndim + 1:
+            needed = ", ".join([str(len(target)), "classes", *map(str, target.shape[1:])])
+            raise lost_dimension(logits, f"({needed})")
         if target.dtype is not torch.int64:
             target = target.long()
         loss = self.loss_sum(logits, target)
@@ -153,7 +157,10 @@ class Classification:
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction` (B, ...), the softmax's `confidence` in it, and `target` where the data has one."""
         inputs, target = inputs_and_maybe_target(batch)
-        confidence, prediction = self.logits(model, inputs, batch).softmax(1).max(1)
+        logits = self.logits(model, inputs, batch)
+        if logits.ndim < 2:
+            raise lost_dimension(logits, "(samples, classes)")
+        confidence, prediction = logits.softmax(1).max(1)
         columns = {"prediction": prediction, "confidence": confidence}
         return columns if target is None else columns | {"target": target}
 
@@ -163,6 +170,8 @@ class Classification:
     def classes_second(self, logits: Tensor) -> Tensor:
         if self.class_dim == 1:
             return logits
+        if logits.ndim < 2:
+            raise lost_dimension(logits, "(samples, classes)")
         if not -logits.ndim <= self.class_dim < logits.ndim:
             raise ConfigError(f"task.class_dim={self.class_dim}: the model gives {form_of(logits)}")
         return logits.movedim(self.class_dim, 1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import IGNORED, StepOutput
 from trainrun.limits import NotNegative, fits
-from trainrun.task.batches import check_target_type
+from trainrun.task.batches import check_target_type, lost_dimension
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -148,6 +148,8 @@ def soft_step(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
         if isinstance(task.loss, nn.Module):
             task.loss.to(logits)
         task.checked_soft = True
+    if logits.shape != target.shape:
+        raise lost_dimension(logits, f"{tuple(target.shape)}, as the targets are")
     target = target.to(logits.dtype)
     loss = task.loss_sum(logits, target)
     sums, rows = task.measured(logits, target.argmax(1))

@@ -15,6 +15,7 @@ from trainrun.limits import Positive
 from trainrun.task.batches import (
     inputs_and_maybe_target,
     inputs_and_target,
+    lost_dimension,
     output_tensor,
     run_model,
 )
@@ -77,6 +78,8 @@ class MultiLabel:
                 self.metrics.check(logits, target >= 0.5)
             self.weights = None if self.weights is None else self.weights.to(logits)
             self.checked = True
+        if logits.shape != target.shape:
+            raise lost_dimension(logits, f"{tuple(target.shape)}, as the targets are")
         target = torch.where((target >= 0) & (target <= 1), target.to(logits.dtype), torch.nan)  # no later -1
         loss = binary_cross_entropy_with_logits(logits, target, pos_weight=self.weights, reduction="sum")
         labels, found = target >= 0.5, logits > 0

@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainrun.errors import PluginError
 from trainrun.interfaces import MicroBatch
 from trainrun.sums import LOSS, add_sums, check_names, flat_sums, metrics_of, over_ranks, rows_over_ranks
 from trainrun.timing.phases import LOGGING
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
+
+WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"  # torch, where nothing was recorded
 
 
 def validate(run: Components, state: TrainState) -> None:
@@ -79,8 +82,16 @@ def sums_of(
     run: Components, model: nn.Module, batch: MicroBatch
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
     """The sums of one batch of a validation, its rows on the host, and the items that only its output says."""
-    with run.precision.autocast():
-        out = run.task.step(model, batch.data)
+    try:
+        with run.precision.autocast():
+            out = run.task.step(model, batch.data)
+    except RuntimeError as error:
+        if WITHOUT_GRAPH not in str(error):
+            raise
+        raise PluginError(
+            f"task: {type(run.task).__name__}.step() differentiates in a validation, where torch records no gradients; "
+            "compute what it differentiates inside `with torch.enable_grad():`"
+        ) from error
     check_names(out.sums, run.task)
     rows = {name: values.detach().cpu() for name, values in getattr(out, "rows", {}).items()}
     return flat_sums({LOSS: out.loss_sum, **out.sums}, run.task), rows, run.counting.late(out)

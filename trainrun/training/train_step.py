@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport
+from trainrun.runtime.zero_loss import zero_loss
 from trainrun.sums import add_sums
 from trainrun.timing.phases import BACKWARD, FORWARD, RANKS
 from trainrun.training.components import Components
@@ -45,11 +46,29 @@ def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gr
             if run.triggers.sums:  # on every rank, also where nothing counts; the backward may change weights
                 add_sums(sums, out.sums, task, counts=batch.real)
             phase(BACKWARD)
+            loss = out.loss_sum
+            if not loss.requires_grad:
+                loss = loss_of_nothing(run, loss)
             # ranks average: items is a mean; 0 where no target counts, and then no loss does, or where it comes late
-            precision.backward(out.loss_sum, batch.real / (agreed.items or counting.expected))
+            precision.backward(loss, batch.real / (agreed.items or counting.expected))
         losses.append(out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum))
         items = items + counting.late(out) * batch.real
     return Gradients(losses, items, agreed, sums)
+
+
+def loss_of_nothing(run: Components, loss: Tensor) -> Tensor:
+    """Return a zero that adds zeros to all gradients, for a batch of which the task has learned nothing.
+
+    Raise PluginError for another loss without a graph: no parameter would ever be trained by it.
+    """
+    if loss.dim() != 0 or bool(loss != 0):  # the host waits, in such a batch alone
+        raise PluginError(
+            f"task: the loss of {type(run.task).__name__}.step() has shape {tuple(loss.shape)}, requires_grad=False; "
+            "it must be a sum over the batch, 0-d, computed from the model's parameters, or 0 if nothing is learned"
+        )
+    zero = zero_loss(run.model, [param for param in run.model.parameters() if param.requires_grad])
+    run.parallel.expect_backward(zero)
+    return zero
 
 
 def accumulate_with_retry(run: Components, micro_batches: list[MicroBatch]) -> Gradients:

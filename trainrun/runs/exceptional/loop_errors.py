@@ -48,6 +48,11 @@ def explained(run: Components, state: TrainState, error: Exception) -> TrainrunE
             "token that the model has no class or row for; the same command with parallel.accelerator=cpu "
             "names its value, and with CUDA_LAUNCH_BLOCKING=1 in the environment the error has the right line"
         )
+    if "does not currently support double backward" in str(error):
+        return PluginError(
+            f"trainer.compile={run.config.trainer.compile.scope}: {task}.step() differentiates a gradient "
+            "(autograd.grad with create_graph=True), which torch.compile does not support; use trainer.compile=off"
+        )
     if OF_ANOMALY.search(str(error)):
         return TrainingError(
             f"step {state.step + 1}: {str(error).rstrip('.')} (trainer.detect_anomaly=true); torch's warning above "

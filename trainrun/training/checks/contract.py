@@ -63,6 +63,8 @@ def check_task(run: Components, data: Any) -> None:
     try:
         looks = run_trial(partial(looks_at, run, data), run.parallel.device, *owners)
     except BadOutput as error:
+        if run.own_step is not None:  # a step of the user's own trains: this task may only validate
+            return
         raise PluginError(str(error)) from error
     # Whatever the user's code does with fewer rows or in a copy is no fault of the run.
     except Exception as error:
@@ -210,7 +212,7 @@ def values_of(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, P
             f"task: {name}.step() gave a {given}; it must return "
             "trainrun.interfaces.StepOutput(loss_sum, {...}) with a tensor"
         )
-    if loss.dim() != 0 or not loss.requires_grad:
+    if loss.dim() != 0 or not (loss.requires_grad or bool(loss == 0)):
         raise BadOutput(
             f"task: {name}.step() gave a loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}; "
             "it must be the sum over the batch, 0-d, computed from the model's parameters"

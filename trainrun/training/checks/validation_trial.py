@@ -1,0 +1,135 @@
+"""Before the first step: one batch of a validation, so that its faults are found before an epoch of training.
+
+what: the first batch of the first validation set, evaluated as a trial that leaves no trace. It shows metrics that
+    settings name and no validation has, metrics under reserved names, data that cannot be read, and code that fails
+    where torch records no gradients. A failure that a step of training may mend (what the task makes in its first step)
+    is tried again after one, in a child process of its own. What a task computes at the end of a validation is not
+    tried: of one batch it may not exist.
+when: every run with a validation and a model, task or data of the user's own, or a setting that names a metric.
+when not: compiled models, whose compiling could take longer than the mistake; a trial that takes more than a minute.
+source: Lightning's `num_sanity_val_steps`
+gain: no epoch is lost. Cost: one batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Final
+
+from trainrun.config.mistakes.value_words import nearest
+from trainrun.config.schema import RunConfig
+from trainrun.errors import ConfigError, DataError, LaunchError, PluginError, TrainrunError
+from trainrun.instantiate import named_nodes
+from trainrun.runtime.child_process import can_fork, run_in_child
+from trainrun.sums import ReservedName, metrics_of
+from trainrun.training.components import Components
+from trainrun.training.evaluate import sums_of
+from trainrun.training.loop import windows_from
+from trainrun.training.state import TrainState
+from trainrun.training.without_trace import run_trial
+from trainrun.user_code import is_users_class, line_of
+
+LIMIT_SECONDS: Final = 60.0
+OF_USERS = (ConfigError, DataError, PluginError)  # what the first validation would end with
+
+
+def try_validation(run: Components, state: TrainState) -> None:
+    """Raise what the first validation of the run would end with, and ConfigError for metrics that it has not."""
+    metrics = named_metrics(run.config)
+    compiles = run.config.trainer.compile.scope in ("model", "regional")
+    if run.val is None or compiles or not (metrics or has_users_code(run)):
+        return
+    names: list[str] = []
+    owners = (run.model, run.task, run.optimizer, *run.hooks.by_key.values())
+    try:
+        names = run_trial(lambda: metric_names(run), run.parallel.device, *owners)
+    except OF_USERS:
+        raise
+    except Exception as error:
+        retry_after_step(run, state, error)
+    # a rank may have no share of the first batch, and a trial may not be possible on one of them
+    names = next(filter(None, run.parallel.gather(names)), [])
+    for key, metric in metrics.items():
+        if names and metric not in names:
+            lacks_size = metric.endswith("/bpb") and "bytes_per_token" in run.config.task
+            hint = " It needs task.bytes_per_token=..., that of your text." * lacks_size
+            raise ConfigError(
+                f"{key}={metric}: no such metric; there are {', '.join(names)}.{hint or nearest(metric, names)}"
+            )
+
+
+def named_metrics(config: RunConfig) -> dict[str, str]:
+    """Return the metrics that settings name, by the key of the setting."""
+    stopping = config.trainer.early_stopping
+    named = {
+        "checkpoint.monitor": config.checkpoint.monitor,
+        "trainer.early_stopping.monitor": stopping.monitor if stopping.enabled else None,
+        "scheduler.metric": (config.scheduler or {}).get("metric"),
+    }
+    for name, node in named_nodes(config.scheduler).items():
+        named[f"scheduler.{name}.metric"] = node.get("metric")
+    return {key: metric for key, metric in named.items() if metric is not None}
+
+
+def has_users_code(run: Components) -> bool:
+    """Return whether a class of the model or the task, or the validation data, is not the project's own."""
+    data = run.config.data
+    targets = [str(node.get("_target_")) for node in (data.val, data.train) if isinstance(node, dict)]
+    if any(not target.startswith("trainrun.") for target in targets):
+        return True
+    return any(is_users_class(type(part)) for part in (run.task, *run.model.modules()))
+
+
+def metric_names(run: Components) -> list[str]:
+    """Evaluate one batch; return its metrics, sorted, or nothing on a rank that has no share of the batch."""
+    assert run.val is not None
+    split, batches = next(iter(run.validation)), run.val.epoch(0)
+    try:
+        with run.evaluating() as model:
+            batch = next(batches, None)
+            if batch is None:
+                return []
+            run.task_calls.evaluation_starts(model, split)
+            sums, rows, late = sums_of(run, model, batch)
+            count = float(batch.counted_by(run.task) or late)
+    finally:
+        with contextlib.suppress(AttributeError):  # a stream that is no generator has nothing to close
+            batches.close()  # type: ignore[attr-defined]
+    try:
+        found = metrics_of({name: total.cpu() for name, total in sums.items()}, count, run.task, rows)
+    except ReservedName:
+        raise
+    except Exception:  # a summary of one batch may not exist, as an AUROC of one class
+        return []
+    return sorted(f"{split}/{name}" for split in run.validation for name in found)
+
+
+def retry_after_step(run: Components, state: TrainState, error: Exception) -> None:
+    """Raise PluginError if the validation fails after a step of training too; nothing where that cannot be tried."""
+    if run.parallel.device.type != "cpu" or not can_fork() or isinstance(error, LaunchError):
+        return
+    fault = ""
+    with contextlib.suppress(Exception):  # of a step, which the run is about to make and to report
+        fault = run_in_child(lambda: fault_after_step(run, state), LIMIT_SECONDS)
+    if fault:
+        raise PluginError(fault)
+
+
+def fault_after_step(run: Components, state: TrainState) -> str:
+    """Make one step of training, then evaluate a batch; return why that fails. It belongs into a child process."""
+    silent: Any = run.monitors
+    silent.note = lambda text: None
+    window = next(windows_from(run, state))
+    run.hooks.before_step(run, state)
+    run.task_calls.before_step(state)
+    state.advance(window, run.step(run, window))
+    try:
+        metric_names(run)
+    except Exception as error:
+        message = (
+            str(error)
+            if isinstance(error, TrainrunError)
+            else f"{type(error).__name__}: {error}{line_of(error)}"
+        )
+        return f"task: the first validation would fail: {message}"
+    return ""
