@@ -47,7 +47,8 @@ class OomRetry:
         ranks: Any = parallel  # every backend of several fills `smaller_pieces.DeferredSync`
         self.refusal: str = ranks.cannot_wait if self._together else ""
         self._off = mode == "stop" or bool(self.refusal)
-        self._marked = False
+        self._marked = self._looked = False
+        self._mends = mends
         self.largest, self._val_pieces = 0, 1
         self.acts = not self._off or mends
 
@@ -55,6 +56,9 @@ class OomRetry:
         """`compute(window)`, or the same in smaller micro-batches. torch.OutOfMemoryError: neither fits."""
         if not self.acts:
             return compute(window)
+        if not self._looked:
+            self._look_at_model()
+            return self.run(window, compute)
         if self._start.watches:
             self._start.mark()
         self._marked = True
@@ -73,6 +77,16 @@ class OomRetry:
             found, fault = self.attempt(window, compute)
         self.tell(window, last)
         return found  # type: ignore[return-value]
+
+    def _look_at_model(self) -> None:
+        """Before the first window: models with batch norm run no window again, so nothing is kept for it."""
+        self._looked = True
+        if self._off or self.mode == "split-batchnorm" or self.pieces > 1:
+            return
+        from trainrun.training.recovery.smaller_pieces import batch_norm_in, of_batch_norm
+
+        if name := batch_norm_in(self.model):
+            self.refusal, self._off, self.acts = of_batch_norm(name), True, self._mends
 
     def in_pieces(self, batch: MicroBatch, compute: Callable[[MicroBatch], T]) -> list[T]:
         """`compute` of a batch of a validation, or of its parts, where memory does not suffice for the whole.

@@ -126,10 +126,7 @@ def whole_only(retry: Retry, batch: MicroBatch, pieces: int) -> str:
 def obstacle(retry: Retry, window: list[MicroBatch], failed_here: bool) -> str:
     """Why smaller micro-batches would compute something else, or cannot be had; "" if they can."""
     if retry.mode != "split-batchnorm" and (name := batch_norm_in(retry.model)):
-        return (
-            f"the model has batch norm ({name}), whose statistics would be those of fewer samples; "
-            "trainer.out_of_memory=split-batchnorm allows it"
-        )
+        return of_batch_norm(name)
     if isinstance(retry.task, KeepsState) and retry.task.state_dict():
         return "the task keeps state, which the attempt that failed may have changed"
     try:
@@ -141,6 +138,14 @@ def obstacle(retry: Retry, window: list[MicroBatch], failed_here: bool) -> str:
         return "" if retry.pieces > 1 else coupled(retry, window)  # looked at before
     except ValueError as error:
         return str(error)
+
+
+def of_batch_norm(name: str) -> str:
+    """Return why a model with batch norm runs no window again. name: of the module."""
+    return (
+        f"the model has batch norm ({name}), whose statistics would be those of fewer samples; "
+        "trainer.out_of_memory=split-batchnorm allows it"
+    )
 
 
 def coupled(retry: Retry, batches: list[MicroBatch]) -> str:
