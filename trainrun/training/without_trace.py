@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.runtime.child_process import can_fork, run_in_child
 from trainrun.runtime.machine import free_bytes
-from trainrun.runtime.model_copy import copied
 from trainrun.seeding import kept_random_state
 
 T = TypeVar("T")
@@ -91,15 +90,6 @@ def _without_ranks(work: Callable[[], T]) -> T:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.GroupMember.WORLD = None
     return work()
-
-
-def stand_ins(model: nn.Module, task: Any) -> tuple[nn.Module, Any]:
-    """Copies of model and task, sharing what those share. A compiled model's copy is not compiled."""
-    model, task = copied((model, task), model)
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            module.eval()  # or it would wait for the other ranks in every forward
-    return model, task
 
 
 @contextmanager
