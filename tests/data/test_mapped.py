@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from trainrun.data.engines import in_memory
-from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.stream_options import StreamOptions
@@ -68,7 +67,7 @@ def test_the_file_itself_is_chosen_whatever_its_size(tmp_path, monkeypatch):
     monkeypatch.setattr(in_memory, "free_bytes", lambda device: 0)
     array, mapped = stored(tmp_path, "float32")
     stream, line = opened(mapped)
-    assert isinstance(stream.stream(stream.default.name), ResidentBatches)
+    assert stream.read_by.engine == "resident"
     assert line == "data.train: mapped files, read in the page cache (in memory, 0.0 MB)"
     assert "too much to be resident" in opened(array)[1]
     _, unfit = stored(tmp_path, "big-endian")
