@@ -234,3 +234,11 @@ def test_wrong_names(tmp_path):
         path, "val", inputs="a", target="kind", val_fraction=0
     )
     assert "split=valid" in fault(path, "valid", target="kind")
+
+
+@pytest.mark.parametrize("character", [";", "\t", ","])
+def test_the_delimiter_of_the_first_line_is_found(tmp_path, character):
+    path = written(
+        tmp_path, character.join("aby") + "\n" + character.join("120") + "\n" + character.join("341")
+    )
+    assert load(path, "train", val_fraction=0.0).tensors[0].tolist() == [[1, 2], [3, 4]]

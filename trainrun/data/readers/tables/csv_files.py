@@ -67,7 +67,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     if part is None:
         return None
     training, files = part.training, part.files
-    dialect = Dialect(delimiter or ("tab" if training[0].suffix == ".tsv" else ","), header)
+    dialect = Dialect(delimiter or usual_delimiter(training[0]), header)
     columns = columns_in(training[0], dialect)
     goal = chosen_target(target, columns)
     names = chosen_inputs(inputs, goal, columns, groups)
@@ -107,6 +107,16 @@ def _column(files: Sequence[Path], dialect: Dialect, rows: Any, name: str) -> np
         return None
     numbers = read_cells(files, dialect, (name,), (), np.dtype(np.float64), None).numbers[:, 0]
     return numbers if rows is None else numbers[rows]
+
+
+def usual_delimiter(file: Path) -> str:
+    """Return a tab for .tsv files, a tab or semicolon that a first line without commas has, else a comma."""
+    if file.suffix == ".tsv":
+        return "tab"
+    with _opened(file, Dialect()) as reader:
+        first: list[str] = next(reader, [])
+    found = [word for word in ("tab", "semicolon") if len(first) == 1 and WORDS[word] in first[0]]
+    return found[0] if found else ","
 
 
 @dataclass(frozen=True)
