@@ -46,6 +46,8 @@ class Noisy:
 class Drawn(Noisy):
     """The same, with noise from a generator of its own: threads may read it."""
 
+    thread_safe = True
+
     def __getitem__(self, index: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:  # type: ignore
         return self.x[index] + torch.randn(1, SIDE, SIDE, generator=generator) * 0.1, self.y[index]
 
