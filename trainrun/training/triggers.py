@@ -196,7 +196,7 @@ class Triggers:
 
     @property
     def max_seconds(self) -> float | None:
-        """Of training in all sessions."""
+        """The limit of training seconds over all sessions, None without one."""
         return self._limits.max_seconds
 
     def start(self, state: TrainState, best: tuple[int, float] | None = None) -> None:
