@@ -37,7 +37,7 @@ def test_without_a_target_one_can_predict_and_not_train(batch: Any) -> None:
 
 @pytest.mark.parametrize(
     ("batch", "form"),
-    [((X, Y, Y), "a tuple of 3 parts"), ({"a": X, "y": Y}, "a dict with a, y"), ("xy", "a str")],
+    [((X, Y, Y), "a tuple of 3 parts"), ({"y": Y}, "a dict with y"), ("xy", "a str")],
 )
 def test_other_forms_are_named(batch: Any, form: str) -> None:
     for read in (inputs_and_target, inputs_and_maybe_target):
@@ -124,6 +124,55 @@ def test_errors_of_other_kinds_stay_as_they_are(model: nn.Module, inputs: Tensor
 class Named(nn.Module):
     def forward(self, x: Tensor, bonus: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return x, bonus
+
+
+class Two(nn.Module):
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return left, right
+
+
+class AnyNumber(nn.Module):
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+
+class AsOne(nn.Module):
+    def forward(self, inputs: Any, scale: float = 1.0) -> Any:
+        return inputs
+
+
+Z = torch.ones(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (Two(), {"left": X, "right": Z, "label": Y}),
+        (Two(), {"right": Z, "number": Y, "left": X, "label": Y}),
+        (Two(), ((X, Z), Y)),
+        (Two(), [[X, Z], Y]),
+        (Two(), ({"left": X, "right": Z}, Y)),
+        (AnyNumber(), ((X, Z), Y)),
+        (AsOne(), ((X, Z), Y)),
+    ],
+)
+def test_a_model_of_several_inputs_gets_each(model: nn.Module, batch: Any) -> None:
+    inputs, target = inputs_and_target(batch)
+    left, right = run_model(model, inputs, batch)
+    assert (left is X, right is Z, target is Y) == (True, True, True)
+
+
+def test_the_only_field_of_a_dict_is_the_input_whatever_its_name() -> None:
+    batch = {"picture": X, "label": Y}
+    assert run_model(AsOne(), inputs_and_target(batch)[0], batch) is X
+
+
+@pytest.mark.parametrize(
+    "batch", [{"a": X, "b": Z, "label": Y}, {"left": X, "label": Y}, (X, Y), {"left": X, "other": Z, "y": Y}]
+)
+def test_inputs_that_a_forward_does_not_find_are_told(batch: Any) -> None:
+    with pytest.raises(PluginError, match=r"Two\.forward"):
+        run_model(Two(), inputs_and_target(batch)[0], batch)
 
 
 class ByPlace(Named):

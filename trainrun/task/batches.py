@@ -7,7 +7,9 @@ Of several names on one line the first in this order is meant (`INPUT_KEYS` and 
 
 A dict is passed by the names of the model's `forward`: the inputs by their key where it names that, else by position,
 and every other field that it names (attention_mask, token_type_ids, noise, ...; any, if it takes **kwargs), but for the
-target. The inputs of a pair that are a dict are passed so if `forward` names each of its entries, else as they are.
+target. A dict without inputs of one of these names is for a model that names each input, as `forward(left, right)`.
+The inputs of a pair that are a dict are passed so if `forward` names each of its entries, else as they are. The inputs
+of a pair that are a tuple, `((a, b), y)`, are passed one by one if `forward` needs several, or takes `*args`.
 What padding put beside a pair (see `trainrun.interfaces.batch_fields`) is passed by name too.
 """
 
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from trainrun.errors import DataError, PluginError
-from trainrun.interfaces import IGNORED, INPUT_KEYS, TARGET_KEYS, batch_fields, input_key, target_key
+from trainrun.interfaces import IGNORED, TARGET_KEYS, batch_fields, input_key, target_key
 from trainrun.tensors import HALF_TYPES
 
 
@@ -51,34 +53,34 @@ def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
         return batch[0], batch[1] if len(batch) == 2 else None
     if isinstance(batch, Mapping):
         own, target = input_key(batch), target_key(batch)
-        if own is not None:
-            return batch[own], None if target is None else batch[target]
+        inputs = fields_but_target(batch) if own is None else batch[own]
+        if own is not None or inputs:
+            return inputs, None if target is None else batch[target]
     raise DataError(
-        f"data: a batch is {form_of(batch)}; this task reads (inputs, target), or a dict with "
-        f"{' | '.join(INPUT_KEYS)} and {' | '.join(TARGET_KEYS)}; or name your own task: task._target_=..."
+        f"data: a batch is {form_of(batch)}; this task reads (inputs, target), ((a, b), target) for several inputs, "
+        f"or a dict with {' | '.join(TARGET_KEYS)} and the inputs; or name your own task: task._target_=..."
     )
+
+
+def fields_but_target(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a batch that none of the names of a target has."""
+    return {name: value for name, value in batch.items() if name not in TARGET_KEYS}
 
 
 def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
     """The model's output for a batch; of the fields of the batch it gets those that its `forward` names.
 
     PluginError: rows hold several sequences, and the model does not ask for `segment_ids`; the samples have not
-        the shape that a network of ours was built for.
+        the shape that a network of ours was built for; `forward` needs what the batch does not have.
     """
     try:
         fields = batch_fields(batch)
-        if not fields:
+        if not fields and isinstance(inputs, Tensor):
             return model(inputs, **more)
-        from trainrun.task.dict_batches import asked_for, takes_each
+        from trainrun.task.dict_batches import arguments_of
 
-        if not isinstance(batch, Mapping):
-            if isinstance(inputs, Mapping) and not takes_each(model, inputs):
-                return model(inputs, **more)
-            own = input_key(fields)
-            fields = fields if own else {"inputs": inputs, **fields}
-            inputs = fields[own] if own else inputs
-        args, asked = asked_for(model, inputs, fields)
-        return model(*args, **asked, **more)
+        args, named = arguments_of(model, inputs, batch, fields)
+        return model(*args, **named, **more)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         from trainrun.task.dict_batches import misfit
 

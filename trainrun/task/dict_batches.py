@@ -1,4 +1,4 @@
-"""What a model gets of a batch that is a dict, by the names of its `forward`; samples that it was not built for."""
+"""What a model gets of a batch, by the arguments of its `forward`; samples that it was not built for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainrun.errors import PluginError
-from trainrun.interfaces import TARGET_KEYS, input_key
+from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, input_key
 from trainrun.user_code import is_of_torch
 
 NOT_ITS = ("target_weight", "index")  # of the loss, and of a teacher: also not to a forward that takes any
+BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 OF_NO_LABELS = re.compile(r"NoneType|decoder_input")
+MISSING_ARGUMENT = re.compile(r"^([\w.<>]+)\.forward\(\) missing \d+ required [\w -]+ arguments?: (.+)$")
 OF_SHAPES = re.compile(
     r"shapes cannot be multiplied|size mismatch|to have \d+ channels|xpected \dD|Dimension out of range"
 )
@@ -25,6 +27,28 @@ OF_SHAPES = re.compile(
 def bare_model(model: nn.Module) -> nn.Module:
     """Without what a backend wrapped around it."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def arguments_of(
+    model: nn.Module, inputs: Any, batch: Any, fields: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model gets by position and by name. fields: those of the batch, see `batch_fields`."""
+    if isinstance(batch, Mapping):
+        return asked_for(model, inputs, batch)
+    if not fields or (isinstance(inputs, Mapping) and not takes_each(model, inputs)):
+        return positional_inputs(model, inputs), {}
+    if isinstance(inputs, Mapping):
+        own = input_key(fields)
+        return asked_for(model, fields[own] if own else inputs, fields)
+    args, named = asked_for(model, inputs, {"inputs": inputs, **fields})
+    return (positional_inputs(model, inputs) if args else args), named
+
+
+def positional_inputs(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
+    """Return the parts of a tuple or list if the model's forward needs several arguments, or takes any number."""
+    if isinstance(inputs, tuple | list) and takes_several(forward_of(model)):
+        return tuple(inputs)
+    return (inputs,)
 
 
 def asked_for(
@@ -39,11 +63,29 @@ def asked_for(
             "argument segment_ids to keep them apart (see trainrun.tensors.segment_mask); "
             "add one, or use data.padding=bucket"
         )
-    own = input_key(batch) or ""
+    own = input_key(batch)
     asked = {key: value for key, value in fields.items() if key not in (*TARGET_KEYS, own)}
+    if own is None:
+        return _several_inputs(model, inputs, asked)
     if own in taken[2:] or not by_place:  # after self and the first
         return (), {own: inputs, **asked}
     return (inputs,), asked
+
+
+def _several_inputs(
+    model: nn.Module, inputs: Mapping[str, Any], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model gets of a dict in which no field is called like inputs. named: those that it names."""
+    if named:
+        return (), named
+    if len(inputs) == 1:  # there is nothing to choose from
+        return tuple(inputs.values()), {}
+    taken, *_ = keywords_of(forward_of(model))
+    raise PluginError(
+        f"model: {type(bare_model(model)).__name__}.forward has the arguments {', '.join(taken[1:]) or 'none'}, and a "
+        f"batch has {', '.join(map(str, inputs))}; give both the same names, or call the field of the inputs "
+        f"{INPUT_KEYS[0]}"
+    )
 
 
 def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
@@ -54,13 +96,18 @@ def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
 
 def fields_of(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], bool]:
     """The fields of a batch that a model's forward takes by name, its arguments, and whether one goes by its place."""
-    bare = bare_model(model)
-    wrapped = getattr(bare, "get_base_model", None)  # of peft, which hands on what it gets
-    taken, takes_all, by_place = keywords_of(type(wrapped() if callable(wrapped) else bare).forward)
+    taken, takes_all, by_place = keywords_of(forward_of(model))
     fields = {
         key: value for key, value in batch.items() if key in taken or (takes_all and key not in NOT_ITS)
     }
     return fields, taken, by_place
+
+
+def forward_of(model: nn.Module) -> Callable[..., Any]:
+    """Return the function whose arguments say what a model takes."""
+    bare = bare_model(model)
+    wrapped = getattr(bare, "get_base_model", None)  # of peft, which hands on what it gets
+    return type(wrapped() if callable(wrapped) else bare).forward
 
 
 def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
@@ -76,6 +123,18 @@ def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
                 f"model: {type(model).__name__} failed without its labels, from which it makes decoder_input_ids "
                 f"({type(error).__name__}: {said}); use its own loss, task=model_loss, or let the data give those"
             )
+    missing = MISSING_ARGUMENT.search(said) if isinstance(error, TypeError) else None
+    if missing and missing[1] in (
+        type(model).__name__,
+        type(model).__qualname__,
+    ):  # Python 3.10 has the short one
+        present = (
+            f"the inputs {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else "other inputs"
+        )
+        return (
+            f"model: {type(model).__name__}.forward also needs {missing[2]}, and a batch has {present}. Give the data "
+            "fields of these names, or ((a, b), target) with as many inputs as forward needs"
+        )
     if not type(model).__module__.startswith("trainrun.model.") or not isinstance(inputs, Tensor):
         return ""
     known = getattr(model, "tokens", None)
@@ -90,6 +149,14 @@ def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
         return ""
     said = said.splitlines()[0]
     return f"model.in_shape={list(built_for)}: a sample of the data has the shape {list(given)} ({said})"
+
+
+@lru_cache(maxsize=16)
+def takes_several(forward: Callable[..., Any]) -> bool:
+    """Return whether a `forward` needs more than one argument by position, or takes any number."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]  # without self
+    needed = [item for item in parameters if item.default is item.empty and item.kind in BY_POSITION]
+    return len(needed) > 1 or any(item.kind is item.VAR_POSITIONAL for item in parameters)
 
 
 @lru_cache(maxsize=16)
