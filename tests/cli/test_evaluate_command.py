@@ -13,7 +13,9 @@ from quiet_runs import QUIET
 
 from trainrun.cli import predict_command as evaluate
 from trainrun.cli.main import main
+from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.errors import PluginError
+from trainrun.runs.run_folder import RunDir
 from trainrun.task.classification import Classification
 
 
@@ -41,11 +43,17 @@ def test_without_a_validation_the_last_checkpoint_is_taken_and_said(
     assert main(["evaluate", *words]) == 0
     told = capsys.readouterr()
     assert told.out.startswith("step-00000002 (last): ")
-    assert "no checkpoint of this run was chosen by a metric, so this is of the last" in told.err
+    assert "the last one is used" in told.err
     assert main(["predict", *words]) == 0
-    assert "this is of the last" in capsys.readouterr().err
+    assert "the last one is used" in capsys.readouterr().err
     assert main(["evaluate", *words, "--which", "best"]) == 2
     assert "best: no checkpoint" in capsys.readouterr().err
+
+
+def test_a_run_without_checkpoints_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir(tmp_path)
+    assert checkpoint_of(run, None) == "last"
+    assert capsys.readouterr().err == ""  # the error that follows says that there is none
 
 
 def test_the_word_for_averaged_weights_holds(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         console.close()
     shown = ESCAPES.sub("", stream.getvalue())
-    assert "epoch 11/20" in shown
+    assert "epoch 10/20" in shown
     assert "450/900  50%" in shown
     assert "5.9k samples/s  train/loss 0.25  val/loss 0.5  val/acc 0.9" in shown
     assert "saved [bold]x[/bold] :smile:" in shown

@@ -56,6 +56,23 @@ def test_time_left_stands_still_while_the_run_validates() -> None:
     assert "validating" not in machine.shown(11)
 
 
+def test_validation_after_an_epoch_belongs_to_that_epoch() -> None:
+    machine = Machine()
+    assert machine.shown(0).startswith("epoch 1/10  ")
+    machine.activity = "validating 1/3"
+    assert machine.shown(20).startswith("epoch 2/10  validating 1/3")
+    machine.activity = ""
+    assert machine.shown(21).startswith("epoch 3/10  ")
+
+
+def test_time_left_is_shown_on_a_narrow_terminal_too() -> None:
+    machine = Machine()
+    machine.left(0)
+    machine.now, machine.activity = 10.0, "validating 40/79"
+    line = machine.bar.draw(44, 10, []).plain.splitlines()[0]
+    assert line == "validating 40/79  10/100  10%  1:30 left"
+
+
 def test_time_left_is_no_more_than_the_time_allows() -> None:
     machine = Machine(max_seconds=30.0, seconds_before=5.0)
     machine.left(0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
 from trainrun.cli.main import main
+from trainrun.plots.draw import draw
+from trainrun.runs.run_folder import RunDir
 
 pytestmark = pytest.mark.train
 
@@ -43,3 +46,13 @@ def test_a_run_whose_pictures_cannot_be_drawn_has_ended_all_the_same(
     place.unlink()
     assert main(["report", "run"]) == 0
     assert (place / "loss.png").is_file()
+
+
+def test_a_full_disk_is_said_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_to_full_disk(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # of a write: without the name of a file
+
+    for name in ("draw_run", "draw_time", "draw_report"):
+        monkeypatch.setattr(f"trainrun.plots.draw.{name}", write_to_full_disk)
+    problem = draw(RunDir(tmp_path), report=True)
+    assert problem == f"{tmp_path}: cannot be written (No space left on device)"

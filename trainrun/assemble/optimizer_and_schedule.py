@@ -184,8 +184,8 @@ def planned_beyond(config: RunConfig, max_seconds: float | None, rhythm: Interva
         return ""
     names = ", ".join(str(node["_target_"]).rpartition(".")[2] for node in planned)
     return (
-        f"scheduler: {names} ends after {rhythm.total_steps:,} steps; where the time of {duration(max_seconds)} ends "
-        "the run before, it stops on its way; trainer.max_steps=... sets its end"
+        f"scheduler: {names} is planned over {rhythm.total_steps:,} steps. If the run ends earlier, after "
+        f"{duration(max_seconds)}, its rate does not reach the last value. trainer.max_steps=... sets the steps"
     )
 
 

@@ -83,10 +83,11 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
 def checkpoint_of(run: RunDir, which: str | None) -> str:
     """Return what `--which` says; without it the best, or the last where no metric chose a best one."""
     from trainrun.checkpoint.load import choose_checkpoint
+    from trainrun.checkpoint.save import committed_steps
 
     chosen = choose_checkpoint(run.checkpoints, which)
-    if which is None and chosen == "last":
-        say("note: no checkpoint of this run was chosen by a metric, so this is of the last", file=sys.stderr)
+    if which is None and chosen == "last" and committed_steps(run.checkpoints):
+        say("note: no metric chose a best checkpoint of this run; the last one is used", file=sys.stderr)
     return chosen
 
 

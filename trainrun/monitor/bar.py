@@ -50,6 +50,9 @@ class ProgressBar:
     def draw(self, width: int, step: int, values: Sequence[str]) -> Text:
         """Two lines, at most `width` wide."""
         (left, right), total = self.words(step), self._facts.total_steps
+        activity = self._activity()
+        if activity and len(left) + len(right) + 2 > width:
+            left = activity  # the time left matters more than the epoch
         room = min(width - len(left) - len(right) - 4, WIDEST)
         text = Text(no_wrap=True, overflow="ellipsis")
         text.append(left, "bold")
@@ -79,7 +82,8 @@ class ProgressBar:
         )  # fmt: skip
         if not length or (total or length) < length:
             return "training"
-        current = int(self._facts.epochs_before + (step - self._start) / length + 1e-9) + 1
+        finished = self._facts.epochs_before + (step - self._start) / length
+        current = max(math.ceil(finished - 1e-9), 1)  # a validation after an epoch belongs to it
         return f"epoch {current}" if epochs is None else f"epoch {min(current, epochs)}/{epochs}"
 
     def _numbers(self, step: int) -> str:

@@ -26,7 +26,8 @@ def draw(run: RunDir, report: bool, note_time: Callable[[], None] = lambda: None
         try:
             work(run)
         except OSError as error:
-            problems.append(f"{error.filename}: cannot be written ({error.strerror})")
+            path = error.filename or run.root  # a full disk names no file
+            problems.append(f"{path}: cannot be written ({error.strerror})")
         except DataError as error:
             problems.append(str(error))
     return "; ".join(dict.fromkeys(problems))
