@@ -21,6 +21,7 @@ from trainrun.data.look import digest_of, look_at
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import FirstInput, Look, StreamOptions
 from trainrun.errors import DataError
+from trainrun.runtime import child_process
 
 N = 40
 
@@ -152,7 +153,7 @@ def test_who_waits_for_a_thread_of_its_own_is_read_where_it_is(monkeypatch: pyte
     """In the main process, as the user asks; at once, if Python knows of the thread."""
     source = OfAThread()
     assert look_at(source, options(num_workers=0, timeout_seconds=0.2)).first == FirstInput("floats", (2, 3))
-    monkeypatch.setattr(look_module, "OWN_THREADS", ("MainThread",))
+    monkeypatch.setattr(child_process, "OWN_THREADS", ("MainThread",))
     assert look_at(source, options(num_workers=0, timeout_seconds=0)).first == FirstInput("floats", (2, 3))
 
 

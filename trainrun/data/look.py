@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -58,7 +57,6 @@ T = TypeVar("T")
 
 ROWS_READ = 8  # spread over the source; each is read three times
 READ_SECONDS = 0.5  # after so long no further row is begun
-OWN_THREADS = ("MainThread", "trainrun")  # begin the names of threads that no data set waits for
 
 
 def look_at(source: Any, options: StreamOptions) -> Look:
@@ -158,8 +156,7 @@ def _forks(options: StreamOptions) -> bool:
         return False
     if options.num_workers not in ("auto", 0) and options.engine != "threads":
         return True
-    alone = all(thread.name.startswith(OWN_THREADS) for thread in threading.enumerate())
-    return alone and can_fork()
+    return can_fork()
 
 
 def reading_recipe(options: StreamOptions, scale: Scale | None = None) -> Recipe:

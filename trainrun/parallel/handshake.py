@@ -74,7 +74,9 @@ def lead(payload: dict[str, Any], wait_seconds: float = WAIT_SECONDS) -> Meeting
     nonce = uuid.uuid4().hex
     answer = json.dumps({"payload": payload, "nonce": nonce})
     complete = threading.Event()
-    server = threading.Thread(target=serve, args=(side, world_size, answer, complete), daemon=True)
+    server = threading.Thread(
+        target=serve, args=(side, world_size, answer, complete), name="trainrun handshake", daemon=True
+    )
     server.start()
     return Meeting(payload, PrefixStore(f"trainrun/group/{nonce}", store), complete, server)
 

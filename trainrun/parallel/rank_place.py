@@ -38,7 +38,9 @@ def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
     A rank that cannot, because it hangs, is gone `save_seconds` later.
     """
     parent = int(os.environ.get("TRAINRUN_DRIVER", os.getppid()))
-    threading.Thread(target=outlive_briefly, args=(parent, save_seconds), daemon=True).start()
+    threading.Thread(
+        target=outlive_briefly, args=(parent, save_seconds), name="trainrun parent", daemon=True
+    ).start()
 
 
 def say_listening() -> None:

@@ -4,7 +4,8 @@ what: the child has all objects of this process as its own copy, so nothing that
     tensors, attributes, closures, locks, random states, positions in open files. Plain values come back by a pipe.
     The code runs in a new thread of the child: OpenMP's threads do not survive a fork, and a computation in the
     forked thread would wait for them for ever, while a new thread starts its own.
-when: user code that runs before the training, on Linux. when not: after CUDA was started, which allows no fork.
+when: user code that runs before the training, on Linux. when not: after CUDA was started, which allows no fork, and
+    beside threads of the user's: a fork has none of them, so code that waits for one would wait for ever.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ Say = Callable[[str], None]
 
 OPEN_FILES: Final = Path("/proc/self/fd")
 THREADS: Final = Path("/proc/self/task")
+OWN_THREADS: Final = ("MainThread", "trainrun")  # begin names of threads that are not the user's
 AUTOGRAD: Final = "pt_autograd"  # the name of the threads that torch starts for the backward pass of a GPU
 OWNER_SECONDS: Final = 0.5  # between two looks whether the parent process is still there
 LIMIT_SECONDS: Final = 120.0
@@ -61,8 +63,10 @@ class ChildEnded(ChildError):
 
 
 def can_fork() -> bool:
-    """Return whether a forked child of this process can run forward and backward passes on the CPU."""
+    """Return whether a forked child of this process can run the user's code: passes on the CPU, and data sets."""
     if sys.platform != "linux":
+        return False
+    if not all(thread.name.startswith(OWN_THREADS) for thread in threading.enumerate()):
         return False
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
