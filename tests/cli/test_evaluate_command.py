@@ -245,3 +245,13 @@ def test_a_stream_of_unknown_length_is_read_as_far_as_the_run_read_it(
     capsys.readouterr()
     assert main(["predict", "run"]) == 0
     assert capsys.readouterr().out.startswith("24 predictions")
+
+
+def test_new_data_may_have_fewer_rows_than_a_batch_of_the_training(workdir: Path) -> None:
+    for name, count in (("old", 100), ("new", 8)):
+        rows = [f"{i % 7},{i % 3},{i % 2}" for i in range(count)]
+        (workdir / f"{name}.csv").write_text("\n".join(["a,b,label", *rows, ""]))
+    words = ["data=csv", "data.path=old.csv", "data.batch_size=32", "model=mlp", "trainer.max_steps=2"]
+    assert main([*words, "monitor=none", "hydra.run.dir=run"]) == 0
+    assert main(["predict", "run", "data.path=new.csv", "data.train.val_fraction=0.5"]) == 0
+    assert len((workdir / "run/predictions-val.csv").read_text().splitlines()) == 1 + 4

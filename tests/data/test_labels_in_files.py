@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainrun.assemble.data_pipeline import check_classes
+from trainrun.assemble.data_pipeline import check_classes, describe_sources
 from trainrun.config.compose import compose_run
 from trainrun.data.facts import facts_of
 from trainrun.data.readers.arrays import hdf5
@@ -125,3 +125,27 @@ def test_what_is_no_class_number_stays(tmp_path):
     ):
         config = compose_run(["data=csv", "data.path=t.csv", "model=mlp", *words]).config
         check_classes(config, facts_of(source), {"train": source})
+
+
+def lines_on(folder: Path, labels: list[Any], *more: str, **arguments: Any) -> list[str]:
+    words = ["data=csv", f"data.path={folder}/t.csv", "model=mlp", *more]
+    config, source = compose_run(words).config, as_csv(folder, labels, **arguments)
+    facts = facts_of(source)
+    check_classes(config, facts, {"train": source})
+    return describe_sources(config, facts, {"train": source}, is_new=True)
+
+
+def test_real_numbers_as_labels_name_the_settings_that_help(tmp_path: Path) -> None:
+    floats = [float(i % 2) for i in range(N)]
+    with pytest.raises(DataError, match=r"data\.train\.target_dtype=class.* task=regression"):
+        lines_on(tmp_path, floats)
+    assert lines_on(tmp_path, floats, target_dtype="class") == ["classes 2: 0.0 (18), 1.0 (18)"]
+    assert lines_on(tmp_path, floats, "task=regression") == []
+    assert lines_on(tmp_path, floats, "task=multilabel", "model.num_classes=1") == []
+
+
+@pytest.mark.parametrize("labels", [range(7, N + 7), [f"id_{i}" for i in range(N)]])
+def test_ids_as_labels_are_told(tmp_path: Path, labels: Any) -> None:
+    *_, line = lines_on(tmp_path, list(labels))
+    assert "data.train.target=" in line
+    assert len(lines_on(tmp_path, [i % 5 for i in range(N)])) == 1  # the classes alone

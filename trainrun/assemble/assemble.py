@@ -190,7 +190,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     sources, drawn = build_sources(config, notes, site.trained)
     splits = look_at_splits(config, site, sources, drawn)
     facts = facts_of_all(sources, splits["train"])
-    notes += describe_sources(facts, sources, site.is_new)
+    notes += describe_sources(config, facts, sources, site.is_new)
     task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
     streams: dict[str, Any] = open_streams(config, site, sources, splits, task, tally, notes, places)
     train, test = streams.pop("train"), streams.pop("test", None)
@@ -290,6 +290,8 @@ def look_at_splits(
     """Return how each split is read, with a look at its samples; refuse inputs of unlike kinds."""
     report = report_to([monitor.on_note for monitor in site.monitors])
     splits = options_of_splits(config, site.parallel, sources, report, drawn)
+    if not site.trains:  # new samples to predict may be fewer than a batch of the training had
+        splits["train"] = replace(splits["train"], may_shrink=True)
     check_alike(config, sources, splits)
     return splits
 

@@ -14,8 +14,10 @@ from trainrun.data.facts import (
     PLAUSIBLE_CLASSES,
     Labels,
     check_labels,
+    check_targets_are_classes,
     class_names_of,
     describe_classes,
+    describe_unique_labels,
     labels_in,
 )
 from trainrun.data.pipeline import open_batches, with_look
@@ -40,6 +42,7 @@ ROOTS = ("data.train", "data.val", "data.test", "data.transform", "data.val_tran
          "data.collate_fn", "data.augment", "hook", "transform", "model", "task")  # fmt: skip
 TRAINING = "data.train."
 REGRESSION = "trainrun.task.regression.Regression"
+CLASSIFIERS = ("trainrun.task.classification.Classification", "trainrun.task.distillation.Distillation")
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,16 @@ def build_sources(
     return {**parts, **sources}, drawn
 
 
-def describe_sources(facts: DataFacts, sources: Mapping[str, Any], is_new: bool) -> list[str]:
+def describe_sources(
+    config: RunConfig, facts: DataFacts, sources: Mapping[str, Any], is_new: bool
+) -> list[str]:
     """Return lines on the samples of a run; those that need a look at them only where the run is new."""
-    lines = [line for line in [describe_classes(facts)] if line]
-    return [*lines, *describe_shared_rows(sources)] if is_new else lines
+    lines = [describe_classes(facts)]
+    if is_new and is_classifier(config):
+        lines += [describe_unique_labels(sources["train"], "data.train", is_table(config))]
+    if is_new:
+        lines += describe_shared_rows(sources)
+    return [line for line in lines if line]
 
 
 def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) -> dict[str, Any]:
@@ -233,8 +242,20 @@ def check_alike(config: RunConfig, sources: dict[str, Any], splits: dict[str, St
             )
 
 
+def is_classifier(config: RunConfig) -> bool:
+    """Return whether the task is one of this package that needs classes as targets."""
+    return (config.task or {}).get("_target_") in CLASSIFIERS
+
+
+def is_table(config: RunConfig) -> bool:
+    """Return whether the training data has settings that choose the column of the targets, and its type."""
+    return "target_dtype" in (config.data.train or {})
+
+
 def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
     """Labels must lie inside the classes that the model is told of, or takes from the training data."""
+    if is_classifier(config):
+        check_targets_are_classes(sources["train"], "data.train", is_table(config))
     model, task = config.model or {}, config.task or {}
     asked = model.get("num_classes") or config.data.num_classes
     key = "data.num_classes" if asked == config.data.num_classes else "model.num_classes"

@@ -20,6 +20,7 @@ from trainrun.interfaces import IGNORED, TARGET_KEYS, DataFacts
 
 LABELS_AT_ONCE = 2**22
 MOST_NAMED_CLASSES = 8
+LEAST_IDS, MOST_UNIQUE = 20, 0.5  # samples, and labels for each of them, from which on labels look like ids
 PLAUSIBLE_CLASSES = 10_000  # of more, and many more than labels, one may be a slip
 
 
@@ -145,6 +146,42 @@ def labels_in(source: Any, key: str) -> Any:
             else None
         )
     return target if target is not None and is_integer(target) else None
+
+
+def check_targets_are_classes(source: Any, key: str, is_table: bool) -> None:
+    """Refuse targets in memory that are one real number a sample; class probabilities (N, C) are targets.
+
+    is_table: whether the source has the setting `target_dtype`.
+    """
+    columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
+    target = None if columns is None else columns.target()
+    if target is None or not len(target) or is_integer(target) or math.prod(target.shape[1:]) != 1:
+        return
+    values = ", ".join(f"{float(value):g}" for value in as_tensor(target[:3]).reshape(-1))
+    way = f"{key}.target_dtype=class" if is_table else "integers as targets"
+    raise DataError(
+        f"{key}: the targets are real numbers ({values}, ...), and the task needs classes; for classes "
+        f"{'say' if is_table else 'give'} {way}, for real numbers task=regression model.num_classes=1"
+    )
+
+
+def describe_unique_labels(source: Any, key: str, is_table: bool) -> str:
+    """Return a line on labels of which most stand at a single sample, as ids do; "" if classes have samples.
+
+    is_table: whether the source has the setting `target`.
+    """
+    target = labels_in(source, key)
+    if target is None or target.ndim != 1 or len(target) < LEAST_IDS:
+        return ""
+    labels = as_tensor(target[:LABELS_AT_ONCE]).cpu().numpy()
+    num_values = len(np.unique(labels))
+    if num_values <= MOST_UNIQUE * len(labels):
+        return ""
+    way = f"{key}.target=COLUMN" if is_table else "other targets"
+    return (
+        f"{key}: {len(labels):,} samples have {num_values:,} different labels, so no class can be learned; if these "
+        f"are ids, choose {way}; if they are quantities, task=regression model.num_classes=1"
+    )
 
 
 def check_labels(source: Any, key: str, allowed: Labels) -> None:

@@ -135,6 +135,7 @@ class StreamOptions:
     gather: the value of every rank, on every rank, for what they do once; None: each for itself.
     limit: a fraction of the micro-batches (float) or their number (int); in evaluation a fraction of the
         samples, or as many as so many batches of one rank hold.
+    may_shrink: training samples are there to be described alone, so a batch_size above the data is lowered.
     may_grow: batch_size is a suggestion, and small inputs in memory come in larger batches, for evaluation.
     max_sequence_length and float_dtype: see `Preparation`. drawn: as in `Plan`. shuffle_buffer and places: of
         an iterable source. accumulates: a step has several batches. look: at the samples of the source, if it was
@@ -169,6 +170,7 @@ class StreamOptions:
     pad_multiple: int | None = None
     limit: float | int = 1.0
     may_grow: bool = False
+    may_shrink: bool = False
     accumulates: bool = False
     rank: int = 0
     world_size: int = 1
@@ -281,7 +283,7 @@ def fitting(base: Plan, count: int, key: str) -> Plan:
     plan = replace(base, num_samples=count)
     if plan.global_size <= count:
         return plan
-    if plan.training:
+    if plan.training and not plan.may_shrink:
         raise batch_too_large(key, count, plan)
     return replace(plan, batch_size=-(-count // plan.world_size))
 
@@ -291,7 +293,7 @@ def new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan:
     training = options.training
     return Plan(num_samples, batch_size, options.seed, options.shuffle and training,
                 options.drop_last and training, training, options.limit, options.rank,
-                options.world_size, options.drawn if training else None)  # fmt: skip
+                options.world_size, options.drawn if training else None, options.may_shrink)  # fmt: skip
 
 
 def num_ahead(number: int, prefetch_factor: int) -> int:

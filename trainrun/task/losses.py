@@ -123,7 +123,7 @@ def check_soft(logits: Tensor, target: Tensor) -> None:
     if target.shape != logits.shape or target.ndim != 2:
         raise PluginError(
             f"model: the output has shape {tuple(logits.shape)}, but soft targets have shape {tuple(target.shape)}; "
-            "both must be (B, number of classes)"
+            "both must be (B, number of classes); a table of classes takes data.train.target_dtype=class"
         )
     if bool((target < 0).any()) or float((target.sum(1) - 1).abs().max()) > 0.01:
         way_out = "task=multilabel" if bool(((target >= 0) & (target <= 1)).all()) else "task=regression"

@@ -99,7 +99,8 @@ class Plan:
     """The stream of one rank, without the data.
 
     batch_size: per rank. limit: see `limited`; of the micro-batches, in evaluation of the samples. drawn: how often
-    each sample comes in an epoch of training; None: once.
+    each sample comes in an epoch of training; None: once. may_shrink: a batch of training that is larger than the data
+    is lowered, where nothing trains.
     training: an epoch has its own order, and a rank without a share of the last, short micro-batch gets
     a filler; in evaluation every epoch is epoch 0, and that rank gets nothing. What a limit leaves of an
     evaluation is the same random part of the data every time, whatever the ranks and the batches, in its own order.
@@ -115,6 +116,7 @@ class Plan:
     rank: int = 0
     world_size: int = 1
     drawn: Drawn | None = None
+    may_shrink: bool = False
 
     @property
     def global_size(self) -> int:
