@@ -65,7 +65,8 @@ def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
     free = free_bytes(device)
     if rough < free / 8 or trainer.compile.scope != "off" or trainer.optimizer_in_backward:
         return "", rough
-    if device.type != "cpu" or not can_fork():
+    reads = getattr(run.train, "may_be_read_before", True)
+    if device.type != "cpu" or not can_fork() or not reads:
         return "", rough
 
     def step(rows: Any) -> None:

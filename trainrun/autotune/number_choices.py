@@ -5,7 +5,8 @@ what: forward and backward of the first batch, in `32-true` and `bf16-mixed` in 
     as fast, so that a quiet machine always takes the same. All of it in a child process that is thrown away.
 when: runs long enough; at most 0.5 s and 1 % of the run for number types, half of that for threads.
 when not: short runs, resumes and evaluation (which take what the run began with), what is named, compiled, recomputed
-    or deterministic steps, steps of more than 60 ms, and where no child can be forked (on a GPU): there the rules stay.
+    or deterministic steps, steps of more than 60 ms, iterable sources (a sample that is read is gone, if it came from a
+    pipe), and where no child can be forked (on a GPU): there the rules stay.
 source: a tiny network spends its time in the casts; two threads next to busy processes each wait for the other to be
     scheduled.
 gain: none over the better of the two named by hand; it spares finding out.
@@ -147,7 +148,9 @@ class NumberTrial:
 
 
 def other_cost(config: RunConfig, train: Batches) -> str:
-    """Why a trial would measure something else; "" if it is fair."""
+    """Why a trial would measure something else, or would take samples from the run; "" if it is fair."""
+    if not getattr(train, "may_be_read_before", True):
+        return "an iterable source"
     trainer = config.trainer
     if trainer.deterministic or trainer.compile.scope != "off" or trainer.gradient_checkpointing != "none":
         return "another cost"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from torch.utils.data import IterableDataset
+
 from trainrun.interfaces import Batches, MicroBatch
 
 
@@ -48,3 +50,8 @@ class OpenedStream(Around):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         return self._batches.epoch(epoch, start)
+
+    @property
+    def may_be_read_before(self) -> bool:
+        """Return whether a trial may read samples: what an iterable source gives, as a pipe, may be lost then."""
+        return not isinstance(self.source, IterableDataset)
