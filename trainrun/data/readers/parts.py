@@ -18,7 +18,7 @@ import torch
 
 from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import check_split, epoch_order, hold_out
-from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.paths import files_of, identity_of
 from trainrun.data.readers.targets import numbers_in, words_in
 from trainrun.errors import DataError
 
@@ -34,7 +34,6 @@ SEPARATORS = re.compile(r"[-._ ]+")
 # A word of a file name that only counts shards, as in `train-00000-of-00001-a09b74b3.parquet`.
 SHARD_PART = re.compile(r"\d+|of|part|shard|(?=.*\d)[0-9a-f]{8,}")
 SOURCE_CODE = (".py",)  # a module is called test after what it does
-Identity = tuple[int, int]
 ListFiles = Callable[[str | None, str, Sequence[str]], tuple[Path, ...]]
 
 
@@ -294,12 +293,6 @@ def folders_by_split(path: str | None, is_split: Callable[[Path], bool], ending:
         if paths:
             found[split] = str(paths[0])
     return found
-
-
-def identity_of(file: Path) -> Identity:
-    """Return what tells a file from others, whatever its path."""
-    state = file.stat()
-    return state.st_dev, state.st_ino
 
 
 def is_inside(path: Path, folders: Iterable[Path]) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import glob
 import hashlib
 import itertools
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainrun.errors import DataError
 
+Identity = tuple[int, int]
 MAX_FILES = 100_000
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -21,7 +24,7 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     """The files in the order of their names. key: how the user names the path (`data.path`).
 
     path: a file of any name, a pattern as `parts/*.csv`, a folder, in which files with one of the `endings` are looked
-        for at any depth but not in hidden folders, or names with braces as in a shell, `shard-{000..009}.tar`, all of
+        for at any depth (see `folders_below`), or names with braces as in a shell, `shard-{000..009}.tar`, all of
         which must exist.
     """
     if path is not None and BRACES.search(path) and not Path(path).expanduser().exists():
@@ -43,16 +46,57 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     if plain_file(place, key):
         return (place,)
     if place.is_dir():
-        found = [file for file in place.rglob("*") if file.name.lower().endswith(tuple(endings))
-                 and not any(part[0] == "." for part in file.relative_to(place).parts)]  # fmt: skip
+        inside = (file for folder in folders_below(place) for file in folder.iterdir())
+        found = [file for file in inside if file.name.lower().endswith(tuple(endings))]
         fault = f"no {kinds} in this folder"
     else:
-        found = [Path(name) for name in glob.glob(str(place), recursive=True)]
+        found = [Path(name) for name in set(matching_names(place))]
         fault = "no file fits this pattern" if glob.has_magic(path) else "no such place"
     files = tuple(sorted(file for file in found if file.is_file() and not file.name.startswith(".")))
     if not files:
         raise DataError(f"{key}={path}: {fault}; {allowed}")
     return files
+
+
+def folders_below(folder: Path) -> list[Path]:
+    """Return a folder and those in it at any depth, but hidden ones; each once, whatever links lead to it.
+
+    Links are followed after all other folders. One that leads to a folder above is left out, so there are no loops.
+    """
+    paths_above = {*Path(os.path.abspath(folder)).parents, *folder.resolve().parents}
+    known, found, links = {identity_of(path) for path in paths_above}, [], [folder]
+    while links:
+        pending = [links.pop(0)]
+        while pending:
+            path = pending.pop()
+            with suppress(PermissionError):  # as lost+found
+                identity = identity_of(path)
+                entries = [] if identity in known else list(os.scandir(path))
+                found += [] if identity in known else [path]
+                known.add(identity)
+                folders = [entry for entry in entries if entry.name[0] != "." and entry.is_dir()]
+                links += sorted(path / entry.name for entry in folders if entry.is_symlink())
+                pending += [path / entry.name for entry in folders if not entry.is_symlink()]
+    return found
+
+
+def matching_names(pattern: Path) -> Iterator[str]:
+    """Yield the names that fit a pattern, of which `**` stands for folders at any depth, as in `folders_below`."""
+    parts = pattern.parts
+    if "**" not in parts:
+        yield from glob.iglob(str(pattern))
+        return
+    first = parts.index("**")
+    rest = tuple(itertools.dropwhile("**".__eq__, parts[first:])) or ("*",)
+    above = glob.glob(str(Path(*parts[:first]))) if first else ["."]
+    for folder in (path for name in above if os.path.isdir(name) for path in folders_below(Path(name))):
+        yield from matching_names(Path(glob.escape(str(folder)), *rest))
+
+
+def identity_of(path: Path) -> Identity:
+    """Return what tells a file or folder from others, whatever its path."""
+    state = path.stat()
+    return state.st_dev, state.st_ino
 
 
 def expanded(path: str) -> Iterator[str]:

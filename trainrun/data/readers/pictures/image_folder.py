@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.readers.parts import SplitRequest, group_numbers, is_inside, rows_of
-from trainrun.data.readers.paths import existing_folder, fingerprint_of
+from trainrun.data.readers.paths import existing_folder, fingerprint_of, folders_below
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of, has_16_bits
 from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_cells
 from trainrun.data.readers.targets import Coding, coding_of, named_columns
@@ -178,9 +178,10 @@ def _listed(
     for child in sorted(
         entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."
     ):
-        if is_inside(folder / child, held):
+        folders = folders_below(folder / child)
+        if is_inside(folder / child, held) or not folders:  # a link to a folder above is no class
             continue
-        pictures = sorted(_below(folder / child, child))
+        pictures = _below(folder, folders)
         inside = [one for one in held if is_inside(one, [folder / child])]
         if inside:
             pictures = [name for name in pictures if not is_inside(folder / name, inside)]
@@ -205,17 +206,17 @@ def has_folders(place: Path) -> bool:
         return any(entry.is_dir() and entry.name[0] != "." for entry in entries)
 
 
-def _below(folder: Path, name: str) -> Iterator[str]:
-    """Pictures in a folder and its folders, as paths that begin with `name`."""
-    for entry in os.scandir(folder):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            yield from _below(folder / entry.name, f"{name}/{entry.name}")
-        elif entry.name.lower().endswith((*ENDINGS, *OTHERS)) and (
-            entry.is_file() or not os.path.exists(entry.path)
-        ):
-            yield f"{name}/{entry.name}"  # also a link that leads nowhere, which is told when it is read
+def _below(root: Path, folders: Sequence[Path]) -> list[str]:
+    """Pictures in the folders, as sorted paths below the root."""
+    names = []
+    for folder in folders:
+        prefix = folder.relative_to(root).as_posix()
+        for entry in os.scandir(folder):
+            is_picture = entry.name[0] != "." and entry.name.lower().endswith((*ENDINGS, *OTHERS))
+            # also a link that leads nowhere, which is told when it is read
+            if is_picture and (entry.is_file() or not os.path.exists(entry.path)):
+                names.append(f"{prefix}/{entry.name}")
+    return sorted(names)
 
 
 def _groups_in_table(table: Path, groups: str, names: Sequence[str]) -> list[str]:
