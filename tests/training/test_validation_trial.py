@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from quiet_runs import QUIET
 import trainrun as package
 from trainrun.errors import ConfigError, PluginError, TrainrunError
 from trainrun.training import without_trace
+from trainrun.training.checks import validation_trial
 
 CODE = """
 import torch
@@ -177,3 +179,18 @@ def test_a_step_of_ones_own_stands_beside_a_task_that_only_validates(workdir: Pa
         run = train("Task", "step._target_=own_step.step", f"task=own_step.{task}", f"output_dir={task}")
         assert run.status["step"] == 10
         assert "val/acc" in run.status["metrics"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_only_a_single_rank_makes_a_step_on_trial(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_fault(*_: Any) -> str:
+        return "found by a step"
+
+    monkeypatch.setattr(validation_trial, "run_in_child", find_fault)
+    run: Any = SimpleNamespace(parallel=SimpleNamespace(world_size=world_size, device=torch.device("cpu")))
+    state: Any = None
+    if world_size > 1:  # its gradients need the other ranks
+        validation_trial.retry_after_step(run, state, RuntimeError("of the first try"))
+        return
+    with pytest.raises(PluginError, match="found by a step"):
+        validation_trial.retry_after_step(run, state, RuntimeError("of the first try"))

@@ -105,8 +105,12 @@ def metric_names(run: Components) -> list[str]:
 
 
 def retry_after_step(run: Components, state: TrainState, error: Exception) -> None:
-    """Raise PluginError if the validation fails after a step of training too; nothing where that cannot be tried."""
-    if run.parallel.device.type != "cpu" or not can_fork() or isinstance(error, LaunchError):
+    """Raise PluginError if the validation fails after a step of training too; nothing where that cannot be tried.
+
+    A step of several ranks exchanges gradients, which a forked process cannot do.
+    """
+    alone = run.parallel.world_size == 1 and run.parallel.device.type == "cpu" and can_fork()
+    if not alone or isinstance(error, LaunchError):
         return
     fault = ""
     with contextlib.suppress(Exception):  # of a step, which the run is about to make and to report
