@@ -40,6 +40,16 @@ def test_a_saved_config_is_read_as_todays(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("value", ["auto", "60"])
+def test_the_former_default_of_the_watchdog_is_read_in_a_saved_config(value: str, tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    text = format_config(compose_run([]).config)
+    assert "watchdog_seconds: 0.0" in text
+    saved.write_text(text.replace("watchdog_seconds: 0.0", f"watchdog_seconds: {value}"))
+    assert load_config(saved, []).trainer.watchdog_seconds == (0 if value == "auto" else 60)
+    assert compose_run([f"trainer.watchdog_seconds={value}"]).config.trainer.watchdog_seconds in (0, 60)
+
+
 def test_what_has_not_moved_is_as_it_was() -> None:
     node = {"_target_": "my.load", "inner": [{"_target_": OLD}], "n": 3}
     assert moved.with_targets_of_today(node) == {"_target_": "my.load", "inner": [{"_target_": NEW}], "n": 3}

@@ -306,6 +306,9 @@ def with_names_of_today(saved: dict[str, Any], path: Path) -> dict[str, Any]:
             _move(saved, old, key, path)
     _move(saved, "trainer.compile.enabled", "trainer.compile.scope", path)
     _move(saved, "trainer.return_freed_memory", "trainer.cpu_allocator", path)
+    trainer = saved.get("trainer")
+    if isinstance(trainer, dict) and trainer.get("watchdog_seconds") == "auto":
+        trainer["watchdog_seconds"] = 0.0  # the former default, which no longer limits anything
     data, parallel = (
         section if isinstance(section, dict) else {} for section in map(saved.get, ("data", "parallel"))
     )

@@ -224,6 +224,7 @@ class TrainerConfig:
         0.0,
         "that one hook, batch or save may take, before the run ends with its stacks; 0: no limit",
         at_least=0,
+        words={"auto": "0"},
     )
     accumulate_grad_batches: int = setting(
         1, "micro-batches of one step", at_least=1,
