@@ -76,6 +76,23 @@ class Thaws:
             run.model.layers[1].requires_grad_(True)
 
 
+class Moves(Thaws):  # to a group of its own
+    done = False
+
+    def on_epoch_start(self, run, state):
+        super().on_epoch_start(run, state)
+        if state.epoch == 1 and not self.done:
+            self.done = True
+            params = run.model.layers[1].parameters()
+            run.optimizer.add_param_group({"params": params, "lr": 0.003, "weight_decay": 0.2})
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
 class Misspelt:
     def on_epoch_strat(self, run, state): ...
 
@@ -196,16 +213,15 @@ def test_unfrozen_parameters_enter_as_if_they_had_come_just_then(workdir: Path, 
     assert same(weights_of("whole"), weights_of("part"))
 
 
+OWN_GROUP = "optimizer.groups=[{params: layers.1.*, lr: 0.003, weight_decay: 0.2}]"
+
+
 @pytest.mark.parametrize("scheduler", ["cosine", "constant"])
-def test_what_a_hook_has_unfrozen_is_trained_after_a_resume(scheduler: str) -> None:
-    words = [
-        *SHORT,
-        "model.freeze=layers.1.*",
-        "hook.thaw._target_=own.Thaws",
-        "optimizer.groups=[{params: layers.1.*, lr: 0.003, weight_decay: 0.2}]",
-        f"scheduler={scheduler}",
-        *STOP,
-    ]
+@pytest.mark.parametrize(
+    "hook", [("hook.thaw._target_=own.Thaws", OWN_GROUP), ("hook.thaw._target_=own.Moves",)]
+)
+def test_what_a_hook_has_unfrozen_is_trained_after_a_resume(hook: tuple[str, ...], scheduler: str) -> None:
+    words = [*SHORT, "model.freeze=layers.1.*", *hook, f"scheduler={scheduler}", *STOP]
     assert main([*words, "output_dir=part"]) == 75
     before = weights_of("part")["layers.1.weight"]
     assert main(["resume", "part"]) == 0

@@ -22,6 +22,7 @@ from trainrun.runtime.memory_layout import is_dense
 if TYPE_CHECKING:
     from trainrun.optimizer.groups import GroupRules
 
+ADDED = "added"  # the mark of a group that a hook has added
 PLAIN = (Adam, AdamW, SGD)  # which any gradients suit, and whose step asks for no closure
 
 
@@ -85,6 +86,7 @@ def build_optimizer(
         if sparse := sparse_parameters(model):
             check_sparse(optimizer, model, sparse)
     start_momentum(optimizer)
+    move_parameters_to_added_groups(optimizer)
     devices = ", ".join(sorted({param.device.type for param in params}))
     kernel, reason = kernel_of(optimizer, wish)
     note = f"optimizer: {name}, {kernel} ({devices}): {reason}{lost}"
@@ -194,6 +196,29 @@ def start_momentum(optimizer: Optimizer) -> None:
             for param in group["params"]:
                 if param.requires_grad and optimizer.state.get(param, {}).get("momentum_buffer") is None:
                     optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
+
+
+def move_parameters_to_added_groups(optimizer: Optimizer) -> None:
+    """Let a hook give parameters options of their own: `add_param_group` takes them out of their group first.
+
+    Torch refuses a parameter that has a group, and here each has one from the start. The new group is marked, so that a
+    resume adds it again.
+    """
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        moved, before = set(params), [one["params"] for one in optimizer.param_groups]
+        for one in optimizer.param_groups:
+            one["params"] = [param for param in one["params"] if param not in moved]
+        try:
+            type(optimizer).add_param_group(optimizer, {**param_group, "params": params, ADDED: True})
+        except Exception:
+            for one, members in zip(optimizer.param_groups, before, strict=True):
+                one["params"] = members
+            raise
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:

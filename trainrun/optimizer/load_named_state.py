@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError
-from trainrun.optimizer.build_optimizer import names_of
+from trainrun.optimizer.build_optimizer import ADDED, names_of
 
 CYCLED = ("momentum", "betas")
 MAX_FAULTS_SHOWN = 5
@@ -40,11 +40,13 @@ def load_named_optimizer_state(
 ) -> None:
     """Put copies of the stored state into a freshly built optimizer of the same parameters.
 
-    configured: group fields that the config names (`weight_decay`): those stay as it says now. device: where the state
-    is put; None is next to the parameters, where there may be no room for it.
+    Groups that a hook has added are added again. configured: group fields that the config names (`weight_decay`), which
+    stay as it says now in all other groups. device: where the state is put; None is next to the parameters, where there
+    may be no room for it.
     """
     _check_class(optimizer, tree.get("classes"))
     params = {name: param for param, name in names_of(optimizer, model).items()}
+    _add_groups(params, optimizer, tree)
     _check_same(params, optimizer, tree)
     _check_fields(optimizer, tree)
     if tree["own"]:
@@ -57,7 +59,8 @@ def load_named_optimizer_state(
                     tree["state"][name], params[name], on_device, device or params[name].device
                 )
         cycled = CYCLED if "base_momentum" in stored else ()  # a schedule moves them
-        _load_fields(group, stored, {name for name in configured if name not in cycled})
+        kept = () if stored.get(ADDED) else configured
+        _load_fields(group, stored, {name for name in kept if name not in cycled})
     if tree.get("inner"):
         from trainrun.optimizer.other_optimizers import inner_of
 
@@ -80,16 +83,25 @@ def _check_class(optimizer: Optimizer, stored: list[str] | None) -> None:
         )
 
 
+def _add_groups(params: Mapping[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
+    """Give parameters that a hook has moved to groups of their own these groups again."""
+    for stored in tree["groups"][len(optimizer.param_groups) :]:
+        if stored.get(ADDED) and all(name in params for name in stored["params"]):
+            optimizer.add_param_group({"params": [params[name] for name in stored["params"]]})
+
+
 def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
     """Names, shapes and groups of the checkpoint are those of the optimizer, or CheckpointError."""
     stored = tree["shapes"]
+    # checkpoints of earlier versions leave out parameters that were frozen
+    params = {name: param for name, param in params.items() if name in stored or param.requires_grad}
     faults = [f"{name} is new here" for name in params if name not in stored]
     faults += [f"{name[:LONGEST]} is not there now" for name in stored if name not in params]
     for name, shape in stored.items():
         if name in params and list(params[name].shape) != list(shape):
             faults.append(f"{name} has shape {list(params[name].shape)}, stored {str(list(shape))[:LONGEST]}")
     names = {param: name for name, param in params.items()}
-    now = [{names[param] for param in group["params"]} for group in optimizer.param_groups]
+    now = [{names[param] for param in group["params"] if param in names} for group in optimizer.param_groups]
     if not faults and now != [set(group["params"]) for group in tree["groups"]]:
         faults = [
             "the parameters are grouped differently (groups, no_decay and layer_decay of the optimizer)"
