@@ -388,3 +388,20 @@ def test_an_output_object_gives_its_logits() -> None:
     assert len(outputs_of({"a": logits, "b": (logits, [logits])})) == 3
     with pytest.raises(ConfigError, match="without tensors"):
         outputs_of(SimpleNamespace(other=logits))
+
+
+def test_what_the_users_functions_do_before_the_network_is_told(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "my_way.py").write_text("def doubled(sample, by=2):\n    return sample[0] * by, sample[1]\n")
+    words = ["data.val_transform._target_=my_way.doubled", "data.val_transform._partial_=true"]
+    assert (
+        main([*words, "data.val_transform.by=3", "output_dir=run", "trainer.max_steps=2", "monitor=none"])
+        == 0
+    )
+    capsys.readouterr()
+    assert main(["export", "run", "--to", "onnx,huggingface"]) == 0
+    assert capsys.readouterr().out.count("data.val_transform") == 1
+    told = json.loads(Path("run-export/huggingface/config.json").read_text())["before_network"]
+    assert told["data.val_transform"]["by"] == 3
+    assert "my_way.doubled" in Path("run-export/huggingface/README.md").read_text()

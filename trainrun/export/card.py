@@ -61,6 +61,8 @@ def card_text(run: RunDir, which: str, about: dict[str, Any]) -> str:
         inputs = f"""
 Inputs: {", ".join(about["inputs"])}; the first has the shape {about["input_shape"]} and the type
 {about["input_dtype"]} as it lies in memory. Before the network: {scaling}. """
+    for key, node in about.get("before_network", {}).items():
+        inputs += f"\nSamples must go through `{key}` before, which is not part of the network: `{json.dumps(node)}`. "
     return f"""---
 library_name: pytorch
 tags:

@@ -20,7 +20,16 @@ from trainrun.config.mistakes.value_words import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.export.card import about_network, card_text
 from trainrun.export.formats import FORMATS, Order, Runner
-from trainrun.export.served import CPU, Call, RealSamples, Served, as_tuple, half, served_samples
+from trainrun.export.served import (
+    CPU,
+    Call,
+    RealSamples,
+    Served,
+    as_tuple,
+    changes_outside,
+    half,
+    served_samples,
+)
 from trainrun.output import say
 from trainrun.parallel.single import Single
 from trainrun.precision.other_types import cast_inputs
@@ -70,8 +79,8 @@ def main(argv: list[str]) -> int:
         if set(formats) & set(GRAPHS) or words.split != "val":
             raise
         samples = RealSamples(Served(model, Call()), [], [], " ".join(str(error).split())[:300])
-    about = about_network(run, config, model, samples)
-
+    outside = changes_outside(config, words.split)
+    about = about_network(run, config, model, samples) | ({"before_network": outside} if outside else {})
     shared = loaded.shared if config.checkpoint.adapter_only else {}
     about |= {BASE: shared[BASE]} if BASE in shared else {}
     adapter = frozenset(shared["model"]) if BASE in shared and not words.merge else None
@@ -81,6 +90,8 @@ def main(argv: list[str]) -> int:
         tolerance = TOLERANCE_OF_BYTES if rounds_inputs(model) else TOLERANCE
     for name in formats:
         write_checked(name, order, out, tolerance)
+    for key in outside:
+        say(f"note: {key} is not in the exported network; samples must go through it before")
     return EXIT_DONE
 
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from trainrun.assemble.assemble import build_task
-from trainrun.assemble.data_pipeline import build_sources, open_split, stream_options
+from trainrun.assemble.data_pipeline import build_sources, kind_of, open_split, stream_options, transform_key
 from trainrun.checkpoint.load import Loaded
 from trainrun.cli.run_arguments import no_split
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.saved_values import public
+from trainrun.config.schema import RunConfig, value_of, with_values
 from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.noise import LatentNoise, SampleNumbers, WordDropout
@@ -105,6 +106,14 @@ class RealSamples:
         call = self.served.call
         positional = (f"input{i or ''}" for i in range(call.args.count(...)))
         return [*positional, *(name for name, value in call.named.items() if value is ...)]
+
+
+def changes_outside(config: RunConfig, split: str) -> dict[str, Any]:
+    """Return the settings with the user's functions that samples of a split go through before the network."""
+    keys = (transform_key(config, kind_of(split)), "data.collate_fn")
+    config = public(config)[0]
+    nodes = {key: value_of(config, key) for key in keys if key is not None}
+    return {key: node for key, node in nodes.items() if node}
 
 
 @torch.no_grad()
