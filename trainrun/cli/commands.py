@@ -30,7 +30,7 @@ COMMANDS = {
     "watch": "follow a run or a sweep from another terminal, through its folder",
     "import": "the weights of a foreign torch file as safetensors, without running anything of it",
     "convert": "data in another format: .npy, HDF5, Parquet, LMDB, TFRecord or tar shards",
-    "cache": "what caches on disks hold, and room that they take; clear: remove those that no run uses",
+    "cache": "list the caches on disks and their sizes; clear: remove those that no run uses",
     "help": "the manual, by topic",
 }
 

@@ -56,7 +56,7 @@ def add_trust(parser: Parser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="obey a folder from somebody else: its code, files and links; needed once",
+        help="use a run folder from somebody else, with its code, files and links; needed once a folder",
     )
 
 

@@ -222,7 +222,7 @@ class TrainerConfig:
     )
     watchdog_seconds: float = setting(
         0.0,
-        "that one hook, batch or save may take, before the run ends with its stacks; 0: no limit",
+        "the longest time of one hook, batch or save; then the run ends and writes its stacks; 0: no limit",
         at_least=0,
         words={"auto": "0"},
     )

@@ -166,7 +166,7 @@ def check_targets_are_classes(source: Any, key: str, is_table: bool) -> None:
 
 
 def describe_unique_labels(source: Any, key: str, is_table: bool) -> str:
-    """Return a line on labels of which most stand at a single sample, as ids do; "" if classes have samples.
+    """Return a line if most labels belong to a single sample, as ids do; "" if classes have several samples.
 
     is_table: whether the source has the setting `target`.
     """
@@ -179,7 +179,7 @@ def describe_unique_labels(source: Any, key: str, is_table: bool) -> str:
         return ""
     way = f"{key}.target=COLUMN" if is_table else "other targets"
     return (
-        f"{key}: {len(labels):,} samples have {num_values:,} different labels, so no class can be learned; if these "
+        f"{key}: {len(labels):,} samples have {num_values:,} different labels, too many for classes; if these "
         f"are ids, choose {way}; if they are quantities, task=regression model.num_classes=1"
     )
 

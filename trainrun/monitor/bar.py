@@ -95,7 +95,7 @@ class ProgressBar:
         return f"{step:,}/{total:,}  {100 * step // total}%  {self._time_left(step, total)} left"
 
     def _time_left(self, step: int, total: int) -> str:
-        """By the speed of the newest steps and what came between all steps, and never more than the time allows.
+        """Return the time left: from the speed of the newest steps and the pauses between all steps, up to `max_time`.
 
         The clock of the steps stands still while the run validates or saves.
         """
@@ -114,7 +114,7 @@ class ProgressBar:
         return "?" if math.isinf(left) else duration(left)
 
     def _seconds_to_limit(self) -> float:
-        """Until `trainer.max_time` ends the run; infinite without one."""
+        """Return the seconds until `trainer.max_time` ends the run; infinity without a limit."""
         if self._facts.max_seconds is None:
             return math.inf
         done = self._facts.seconds_before + self._clock() - self._started

@@ -133,7 +133,7 @@ class MetricLogger:
             self._tidy(False)
 
     def _add_sums(self, state: TrainState, report: StepReport) -> None:
-        """Add the sums of a step on the device, for a task that summarizes them the loss too."""
+        """Add the sums of a step on the device. A task with `summarize` needs the sum of the loss too."""
         sums = report.sums
         if self._summarizes:
             sums = {**sums, "loss": torch.stack(report.losses).sum()}
@@ -145,7 +145,7 @@ class MetricLogger:
             state.sum_items[name] = state.sum_items.get(name, 0) + report.items
 
     def _read_sums(self, state: TrainState, numbers: list[float]) -> tuple[dict[str, Tensor], list[float]]:
-        """Losses and sums that are still on the device, and further numbers, over all ranks."""
+        """Return the losses and sums on the device, and further numbers, each summed over all ranks."""
         with self._book(DEVICE):
             losses = torch.stack(state.losses).to("cpu", torch.float64).sum() if state.losses else ZERO
         counts = {**state.sum_items, LOSSES: state.logged_items}
@@ -158,7 +158,7 @@ class MetricLogger:
         return {f"train/{name}": value for name, value in train_metrics(sums, self._task).items()}
 
     def _forget(self, state: TrainState) -> None:
-        """Begin anew what is on the device."""
+        """Reset the losses and sums that are on the device."""
         state.losses.clear()
         state.sums.clear()
         state.sum_items.clear()
@@ -200,7 +200,7 @@ class MetricLogger:
             self._tidy(True)
 
     def _since_validation(self, state: TrainState, scheduled: bool) -> dict[str, float]:
-        """The metrics of training since the last validation that was due."""
+        """Return the training metrics of all steps since the last scheduled validation."""
         if not self._logs:
             return {}
         found, _ = self._read_sums(state, [])

@@ -44,7 +44,7 @@ class Ema:
         self._weights: list[Tensor] | None = None  # copies of the weights, while the model holds the average
 
     def update(self) -> None:
-        """Count an update of the weights that was not skipped, and look at them where it is time."""
+        """Count an update of the weights. Add the weights to the average at every n-th one."""
         self._count += 1
         if self._count % self._every == 0:
             num_looks = self._count // self._every
@@ -116,7 +116,7 @@ class Ema:
 
     @torch.no_grad()
     def _look(self, newest: float) -> None:
-        """Mix the weights in; `newest` is the weight of what is seen now, 1 at the first look."""
+        """Add the present weights to the average. newest: their share, 1 for the first ones."""
         if not self._averages:
             self._follow_model(begin=True)
         average: Any = get_ema_multi_avg_fn(1 - newest)  # type: ignore[no-untyped-call]

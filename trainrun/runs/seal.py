@@ -165,7 +165,10 @@ def check_sealed(run: RunDir, trust: bool, way: str = "add --trust, once (in Pyt
     try:
         seal_folder(run)
     except (OSError, ConfigError) as error:
-        say(f"note: {run.root}: trusted for this once, as it cannot be sealed ({error})", file=sys.stderr)
+        say(
+            f"note: {run.root}: trusted for this command only, because it cannot be sealed ({error})",
+            file=sys.stderr,
+        )
 
 
 def check_files(root: Path, trust: bool, way: str = "--trust") -> None:

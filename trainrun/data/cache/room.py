@@ -55,7 +55,7 @@ def cache_home() -> Path:
 
 
 def note_folder(folder: Path) -> None:
-    """Remember that a folder holds caches, for `trainrun cache` and for the limit."""
+    """Record a folder that holds caches, for `trainrun cache` and for the limit."""
     path = str(folder.resolve())
     note = cache_home() / "folders" / hashlib.sha256(path.encode()).hexdigest()[:16]
     with suppress(OSError):  # a home that cannot be written: this folder alone counts then
@@ -103,7 +103,7 @@ def _source_of(path: Path) -> str:
 
 
 def unfinished_in(folder: Path) -> Iterator[Path]:
-    """What builders have begun in a folder and not ended: files by their name, and folders that are long left."""
+    """Yield the unfinished files of cache builders in a folder, and their folders that nobody writes to any more."""
     with suppress(OSError):
         yield from folder.glob(".*.cache.unfinished")
         for path in folder.glob(".making-*"):
@@ -113,7 +113,7 @@ def unfinished_in(folder: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed builders left; a living one holds a lock of its file."""
+    """Remove unfinished files of builders that were killed. A running builder holds a lock on its file."""
     for path in unfinished_in(folder):
         _with_lock(path, lambda path=path: _delete(path))  # type: ignore[misc]
 
@@ -176,9 +176,7 @@ def make_room(folder: Path, needed: int, where: str, say: Say) -> None:
             return
         if cache.remove():
             total -= cache.num_bytes
-            say(
-                f"{where}: the cache {cache.path} ({quantity(cache.num_bytes)}B) was used least and made room"
-            )
+            say(f"{where}: removed the least recently used cache {cache.path} ({quantity(cache.num_bytes)}B)")
     if total + needed > limit:
         say(
             f"{where}: caches in use take {quantity(total)}B, so with this one they are above the limit of "
@@ -187,7 +185,7 @@ def make_room(folder: Path, needed: int, where: str, say: Say) -> None:
 
 
 def _with_lock(path: Path, action: Callable[[], None]) -> bool:
-    """Whether nobody holds a lock of the file; then the action is done under one."""
+    """Lock the file and run the action. Return False without running it if another process holds the lock."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -97,7 +97,7 @@ def fold_of_groups(
     sizes = np.bincount(places)
     if folds > len(sizes):
         raise DataError(
-            f"data.folds={folds}: data.train has {len(sizes)} groups; at most so many folds are possible"
+            f"data.folds={folds}: data.train has {len(sizes)} groups, so at most {len(sizes)} folds are possible"
         )
     shuffled = epoch_order(len(sizes), 0, 0, True).numpy()
     fold_of_group, filled = np.empty(len(sizes), np.int64), np.zeros(folds, np.int64)

@@ -110,7 +110,7 @@ class SplitRequest:
         if shared and len(shared) < len(training):
             training = tuple(file for file in training if file not in shared)
             names = f"{shared[0]}{'' if len(shared) == 1 else f' and {len(shared) - 1} more'}"
-            notice = f"{names} is validation or test data, so it does not train"
+            notice = f"{names} is validation or test data, so it is left out of training"
         files: dict[str, Sequence[Path]] = {**by_name, **typed, "train": training}
         return self._part(files, notice)
 
@@ -184,7 +184,7 @@ class Part:
         """The arguments that have no use in this split, each with the reason."""
         unused: dict[str, str] = {}
         if self.is_own:
-            reason = "validation data of its own is there, so nothing is held out"
+            reason = "there is separate validation data, so nothing is held out"
             unused |= {"val_fraction": reason, "seed": reason, "val_by": reason}
         elif self.split == "train" and self.val_fraction == 0:
             unused["val_by"] = "data.train.val_fraction=0 holds nothing out"
@@ -243,7 +243,7 @@ def files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
 
 
 def split_of_path(path: Path) -> str | None:
-    """Return the split that a folder of a relative path, or else its file name, is called like."""
+    """Return the split that a folder in a relative path names, else the one that the file name names."""
     for folder in path.parts[:-1]:
         if split := SPLIT_OF_WORD.get(folder.lower()):
             return split
@@ -325,7 +325,7 @@ def check_groups(groups: Any, number: int, where: str) -> None:
     found = None if groups is None else len(groups)
     if found != number:
         raise DataError(
-            f"{where}: must hold one number or word for each of {number} samples, to be data.train.groups"
+            f"{where}: data.train.groups needs one number or word for each of the {number} samples"
         )
 
 
@@ -342,7 +342,7 @@ def rows_of(values: Any, rows: Rows | None) -> Any:
 
 
 def check_both_sides(number: int, held: int, fraction: float) -> None:
-    """Refuse a part that leaves one side empty."""
+    """Raise DataError if a fraction leaves no samples for training or for validation."""
     if 0 < held < number:
         return
     side = "validation" if held == 0 else "training"

@@ -50,7 +50,9 @@ def describe_shared_rows(sources: Mapping[str, Any]) -> list[str]:
             continue
         rows = f"{found.shared:,} of {found.compared:,} rows that were compared are"
         key, name = f"data.{split.replace('/', '.')}", split.partition("/")[0]
-        lines.append(f"{key}: {rows} in data.train too, so {name}/ metrics are not of unseen samples alone")
+        lines.append(
+            f"{key}: {rows} in data.train too, so {name}/ metrics are partly measured on training samples"
+        )
     return lines
 
 

@@ -70,7 +70,7 @@ class UnsavedState:
                     way = "keep it in a buffer (register_buffer)"
                 self._run.monitors.note(
                     f"{owner}: {self._class_of(owner)}: {first_names(names)} changes in the training, and no "
-                    f"checkpoint holds it. A resume begins it anew. If results depend on it: {way}"
+                    f"checkpoint holds it. A resume starts from its initial value. If results depend on it: {way}"
                 )
         return list(self._told.values())
 
@@ -113,7 +113,7 @@ class UnsavedState:
         if still:
             self._run.monitors.note(
                 f"task: {type(self._run.task).__name__}: its own parameters ({first_names(still)}) get gradients, and "
-                "nothing updates them. The optimizer has the parameters of the model: put them into the model"
+                "nothing updates them. The optimizer updates parameters of the model only: put them into the model"
             )
 
 

@@ -119,7 +119,7 @@ class ParquetReader:
         if number <= kept:
             return ""
         return (
-            f"memory holds {kept} of {number} row groups decoded, and in random order each is decoded again and again; "
+            f"memory has room for {kept} of {number} decoded row groups, so random order decodes each many times; "
             "data.cache=disk:<folder> or `trainrun convert` to npy reads them once"
         )
 
