@@ -134,12 +134,15 @@ def test_steps_can_be_recorded_on_a_gpu_if_settings_and_task_let_them(
 
 
 def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> None:
-    waits, computes = (verdict(found(data=3.0, load_cores=cores)) for cores in (0.1, 1.0))
+    read = replace(INFO, engine="workers")
+    waits, computes = (verdict(replace(found(data=3.0, load_cores=cores), info=read)) for cores in (0.1, 1.0))
     assert "mostly waits" in waits.text
     assert "mostly computes" in computes.text
     assert "workers" in waits.causes[0].remedies[0]
-    safe = replace(found(data=3.0), info=replace(INFO, thread_safe=True))
+    safe = replace(found(data=3.0), info=replace(read, thread_safe=True))
     assert "threads" in verdict(safe).causes[0].remedies[0]
+    in_memory = verdict(found(data=3.0, load_cores=1.0))  # a cache and workers are of no use there
+    assert in_memory.causes[0].remedies == ()
 
 
 def test_every_remedy_is_one_that_a_run_takes() -> None:

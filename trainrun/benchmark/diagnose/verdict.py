@@ -121,8 +121,10 @@ def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
 
 
 def slow_loading(found: Diagnosis) -> tuple[str, tuple[Remedy, ...]]:
-    """Say whether loading waits or computes, and what to try."""
+    """Say whether loading waits or computes, and what to try; a cache does not help samples that are in memory."""
     if found.load_cores >= BUSY:
+        if found.info.engine == "resident":
+            return "gathering the samples of a batch in memory", ()
         return "loading, which mostly computes (decoding, Python)", REMEDIES["data"]
     waiting = (FOUR_THREADS if found.info.thread_safe else FOUR_WORKERS, CACHE)
     return "loading, which mostly waits (a disk, a network, a sleep)", waiting
