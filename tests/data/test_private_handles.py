@@ -320,11 +320,15 @@ def test_a_worker_that_was_killed_and_its_heirs(tmp_path: Path) -> None:
     assert lines
 
 
-def test_a_file_that_was_open_before_is_read_on_where_it_was(tmp_path: Path) -> None:
-    """A fork shares the position of an open file, and the look reads in a fork."""
+@pytest.mark.parametrize("num_workers", [0, 4])
+def test_a_file_that_was_open_before_is_read_on_where_it_was(tmp_path: Path, num_workers: int) -> None:
+    """A fork shares the position of an open file; the look reads in a fork, and loader workers are forks."""
     rows = Rows(OpenedAtOnce(tmp_path))
-    stream = opened(rows, num_workers=0, shuffle=False)
-    assert wrong_of(stream.epoch(0)) == (0, N)
+    stream = opened(rows, num_workers=num_workers, shuffle=False)
+    for epoch in range(3):
+        assert wrong_of(stream.epoch(epoch)) == (0, N)
+    assert rows.handle.file.tell() == (10 if num_workers else N * SIZE)
+    stream.close()
 
 
 class OwnReader:

@@ -185,28 +185,46 @@ def _sendable(error: BaseException) -> Exception:
         return replacement
 
 
+def take_own_positions() -> None:
+    """Give this forked process positions of its own in the files that its parent has open for reading."""
+    for entry in _names(OPEN_FILES):
+        with suppress(OSError):
+            mode = _mode_of(int(entry))
+            if _is_file(int(entry)) and mode & os.O_ACCMODE == os.O_RDONLY:
+                _open_again(int(entry), mode)
+
+
 def _open_files_again(pipe: int) -> None:
     """Give this process positions of its own in the files that the parent has open, and no way to write output.
 
     A fork shares the position of each open file: reading here would move it for the parent as well.
     """
-    import fcntl  # not on Windows
-
     nothing = os.open(os.devnull, os.O_RDWR)
     for entry in _names(OPEN_FILES):
         descriptor = int(entry)
         if descriptor in (pipe, nothing):
             continue
         with suppress(OSError):
-            mode = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            mode = _mode_of(descriptor)
             if descriptor in (1, 2) or (_is_file(descriptor) and mode & os.O_ACCMODE == os.O_WRONLY):
                 os.dup2(nothing, descriptor, inheritable=False)
             elif _is_file(descriptor):
-                position = os.lseek(descriptor, 0, os.SEEK_CUR)
-                own = os.open(OPEN_FILES / entry, mode & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
-                os.lseek(own, position, os.SEEK_SET)
-                os.dup2(own, descriptor, inheritable=False)
-                os.close(own)
+                _open_again(descriptor, mode)
+
+
+def _mode_of(descriptor: int) -> int:
+    import fcntl  # not on Windows
+
+    return fcntl.fcntl(descriptor, fcntl.F_GETFL)
+
+
+def _open_again(descriptor: int, mode: int) -> None:
+    """Put the same file, at the same place, behind a descriptor, with a position that no other process moves."""
+    position = os.lseek(descriptor, 0, os.SEEK_CUR)
+    own = os.open(OPEN_FILES / str(descriptor), mode & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
+    os.lseek(own, position, os.SEEK_SET)
+    os.dup2(own, descriptor, inheritable=False)
+    os.close(own)
 
 
 def _is_file(descriptor: int) -> bool:

@@ -34,6 +34,7 @@ from trainrun.data.batch import map_leaves
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
+from trainrun.runtime.child_process import take_own_positions
 from trainrun.runtime.machine import host_memory
 from trainrun.seeding import derive_seed
 
@@ -107,7 +108,8 @@ def without_advice() -> Iterator[None]:
 
 
 def begin_worker(owner: int, worker: int) -> None:
-    """Set a worker up: it ignores stop requests, and leaves with the training."""
+    """Set a worker up: it has positions of its own in open files, ignores stop requests, and ends with the training."""
+    take_own_positions()
     ignore_stop_signals()
     sys.excepthook = shown_unless_cut_off
     if multiprocessing.get_start_method() != "forkserver":  # whose children are not the owner's
