@@ -69,6 +69,16 @@ class Task:
     def step(self, model, batch):
         return StepOutput(cross_entropy(model(batch[0]), batch[1], reduction="sum"))
 
+class Plain(torch.optim.Optimizer):
+    def __init__(self, params, lr, weight_decay=0):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.grad  # of each parameter that it was given
+
 def all_but_last(params, lr):
     return torch.optim.SGD(list(params)[:-1], lr=lr)
 """
@@ -190,3 +200,14 @@ def test_parameters_that_the_optimizer_leaves_out_are_named() -> None:
     trained("run", 3, "optimizer=custom", "+optimizer._target_=own.all_but_last", "+optimizer.lr=0.1",
             "~optimizer.weight_decay")  # fmt: skip
     assert "head.bias" in notes("run")
+
+
+def test_an_optimizer_of_ones_own_sees_frozen_parameters_from_the_step_on_in_which_they_are_trained() -> None:
+    own = ("optimizer=custom", "optimizer._target_=own.Plain", "optimizer.lr=0.1")
+    before, after = (
+        trained(f"own{steps}", steps, *own, HOOK) for steps in (STEPS_AN_EPOCH, STEPS_AN_EPOCH + 2)
+    )
+    start = trained("start", 0)
+    assert torch.equal(before["body.0.weight"], start["body.0.weight"])
+    assert not torch.equal(after["body.0.weight"], start["body.0.weight"])
+    assert not torch.equal(before["head.weight"], start["head.weight"])

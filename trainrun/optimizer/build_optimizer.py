@@ -87,6 +87,8 @@ def build_optimizer(
             check_sparse(optimizer, model, sparse)
     start_momentum(optimizer)
     move_parameters_to_added_groups(optimizer)
+    if type(optimizer).__module__.partition(".")[0] not in ("torch", "trainrun"):
+        hide_frozen_parameters(optimizer)
     devices = ", ".join(sorted({param.device.type for param in params}))
     kernel, reason = kernel_of(optimizer, wish)
     note = f"optimizer: {name}, {kernel} ({devices}): {reason}{lost}"
@@ -219,6 +221,23 @@ def move_parameters_to_added_groups(optimizer: Optimizer) -> None:
             raise
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def hide_frozen_parameters(optimizer: Optimizer) -> None:
+    """Keep frozen parameters out of the steps of an optimizer that may read the gradient of each parameter it has."""
+    members: list[list[Tensor]] = []
+
+    def hide(*_: Any) -> None:
+        members[:] = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param.requires_grad]
+
+    def show(*_: Any) -> None:
+        for group, params in zip(optimizer.param_groups, members, strict=True):
+            group["params"] = params
+
+    optimizer.register_step_pre_hook(hide)
+    optimizer.register_step_post_hook(show)
 
 
 def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def check_task(run: Components, data: Any) -> None:
         raise PluginError(
             f'task: sums["{wrong[0]}"] of {name}.step() is {whole:.6g} an item for some rows, and {parts:.6g} for '
             "their halves together, so it depends on data.val_batch_size. Tensors of shapes (B, 1) and (B,) may have "
-            "been broadcast to (B, B): give both the same shape. A metric that needs all rows at once is made by "
-            f"summarize() from StepOutput(rows=...). {way_out}"
+            "been broadcast to (B, B): give both the same shape. A metric of a whole batch is the pair (value, 1); "
+            f"one that needs all rows at once is made by summarize() from StepOutput(rows=...). {way_out}"
         )
     once, doubled = (float(seen[0][LOSS][1]) for seen in looks[:2])
     if 0 < once == doubled:
