@@ -32,7 +32,8 @@ def main(argv: list[str]) -> int:
     )
     words = parse(parser, argv)
     run_dir = open_run(words.run_dir)
-    out = Path(words.out) if words.out else run_dir.root / f"predictions-{words.split.replace('/', '-')}.csv"
+    usual = run_dir.root / f"predictions-{words.split.replace('/', '-')}.csv"
+    out = Path(words.out).expanduser() if words.out else usual
     if out.suffix not in FORMATS:
         raise ConfigError(f"--out {out}: must end in {' or '.join(FORMATS)}")
     if not out.absolute().parent.is_dir():

@@ -113,7 +113,7 @@ def translate(
             words.own[key] = value
             words.typed[f"{key}={value}"] = shown
             continue
-        elif is_path(key) and equals:
+        elif equals and (is_path(key) or value.startswith("~")):  # of a home folder
             from trainrun.config.typed_values import as_path
 
             meant = [f"{sign}{key}={as_path(value, may_vary)}"]

@@ -25,7 +25,7 @@ from trainrun.config.argv import (
     with_one_warmup,
 )
 from trainrun.config.overrides import composed, lower_trackers, override_fault
-from trainrun.config.saved_values import public, remember
+from trainrun.config.saved_values import public, remember, with_home_folder
 from trainrun.config.schema import RunConfig, plain, settings, value_of, with_values
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
@@ -156,7 +156,7 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
         raise ConfigError(*faults)
     try:
         found = of_today(RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)}))
-        return remember(cfg, found)
+        return remember(cfg, with_home_folder(found))
     except MissingMandatoryValue as error:
         missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
         raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error

@@ -37,6 +37,7 @@ from trainrun.config.saved_values import (
     leaves_of,
     read_yaml_text,
     remember,
+    with_home_folder,
 )
 from trainrun.config.schema import (
     SAME,
@@ -249,7 +250,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
 
         raise ConfigError(*faults, explain_reference(error)) from error
     assert isinstance(config, RunConfig)
-    config = remember(cfg, of_today(config))
+    config = remember(cfg, with_home_folder(of_today(config)))
     changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
     before = OmegaConf.select(saved, "data.path")
     has_moved = "data.path" in changed and config.data.path != before

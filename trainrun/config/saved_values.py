@@ -8,6 +8,7 @@ reference again, and a run that goes on looks it up again. Texts of settings tha
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +24,7 @@ from trainrun.runs.run_folder import read_bytes
 
 ENVIRONMENT = "${oc.env:"
 REFERENCE = re.compile(r"\$\{([\w.\[\]]+)\}")
+HOME_FOLDER = re.compile(r"~[\w.-]*[/\\]")
 MAX_BYTES, MAX_DEPTH, MAX_VALUES = 256 * 2**10, 64, 50_000  # of a YAML file
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Any_ = TypeVar("Any_")
@@ -61,6 +63,16 @@ def remember(cfg: DictConfig, config: Any_) -> Any_:
         return FromEnvironment.of(value, known[key]) if key in known and isinstance(value, str) else value
 
     return changed(config, kept) if known else config
+
+
+def with_home_folder(config: Any_) -> Any_:
+    """Return the config with the home folder for a `~` that begins a path, as a shell has it."""
+
+    def expanded(_: str, value: Any) -> Any:
+        return os.path.expanduser(value) if isinstance(value, str) and HOME_FOLDER.match(value) else value
+
+    found: Any_ = changed(config, expanded)
+    return found
 
 
 def _meant(texts: dict[str, str], found: re.Match[str]) -> str:
