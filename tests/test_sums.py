@@ -163,3 +163,11 @@ def test_names_that_only_one_rank_had_are_added_up_under_their_own_name() -> Non
 def test_another_shape_on_another_rank_is_refused_on_both() -> None:
     with pytest.raises(PluginError, match=r'sums\["a"\] has shape'):
         of_two_ranks({"a": torch.zeros(2)}, {"a": 1.0})
+
+
+def test_a_task_may_write_its_next_sum_into_the_same_tensor() -> None:
+    own, sums = torch.zeros((), dtype=torch.float64), dict[str, torch.Tensor]()
+    for value in (1.0, 2.0, 4.0):
+        own.fill_(value)
+        add_sums(sums, {"x": own}, None)
+    assert sums["x"].item() == 7.0

@@ -51,7 +51,11 @@ def check_names(names: Iterable[str], task: Any) -> None:
 
 def _wide(value: Any, name: str, task: Any) -> Tensor:
     if isinstance(value, Tensor):
-        return value.detach().to(torch.float64 if value.device.type != "mps" else torch.float32)
+        if value.requires_grad:
+            value = value.detach()
+        dtype = torch.float64 if value.device.type != "mps" else torch.float32
+        wide: Tensor = value.to(dtype, copy=True)  # the task may write its next sum into the same tensor
+        return wide
     try:
         return torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -63,7 +67,12 @@ def _wide(value: Any, name: str, task: Any) -> Tensor:
 
 def add_sums(sums: dict[str, Tensor], new: Sums, task: Any, counts: bool = True) -> None:
     """Add `new` to `sums` in place, or zeros of its names and shapes. PluginError: a shape is another than before."""
-    for name, value in flat_sums(new, task).items():
+    add_flat_sums(sums, flat_sums(new, task), task, counts)
+
+
+def add_flat_sums(sums: dict[str, Tensor], new: Mapping[str, Tensor], task: Any, counts: bool = True) -> None:
+    """`add_sums` of what `flat_sums` returned."""
+    for name, value in new.items():
         before, value = sums.get(name), value if counts else torch.zeros_like(value)
         if before is not None and before.shape != value.shape:
             raise PluginError(shape_fault(task, name, value, before))
@@ -90,9 +99,10 @@ def over_ranks(
 
     A name that only the batches of some ranks had counts as zeros on the others. PluginError: two shapes for a name.
     """
+    if parallel.world_size == 1:
+        return {name: sums[name].to("cpu", torch.float64) for name in sorted(sums)}, numbers
     shapes = {name: tuple(sums[name].shape) for name in sorted(sums)}
-    if parallel.world_size > 1:
-        shapes = _shapes_of_all(parallel.gather(shapes))
+    shapes = _shapes_of_all(parallel.gather(shapes))
     rows = [
         sums[name].reshape(-1).tolist() if name in sums else [0.0] * math.prod(shape)
         for name, shape in shapes.items()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import MicroBatch
-from trainrun.sums import LOSS, add_sums, check_names, flat_sums, metrics_of, over_ranks, rows_over_ranks
+from trainrun.sums import LOSS, add_flat_sums, check_names, flat_sums, metrics_of, over_ranks, rows_over_ranks
 from trainrun.timing.phases import LOGGING
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
@@ -56,7 +56,7 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
             whole = whole or batch.whole
             run.task_calls.evaluation_sees(model, batch.data)
             for found, kept, late in run.retry.in_pieces(batch, lambda piece: sums_of(run, model, piece)):
-                add_sums(sums, found, task)
+                add_flat_sums(sums, found, task)
                 for name, values in kept.items():
                     rows.setdefault(name, []).append(values)
                 items = items + late

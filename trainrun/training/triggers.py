@@ -129,6 +129,10 @@ class Intervals:
         begins = short and step < every and step & (step - 1) == 0
         return step % every == 0 or step == total or begins
 
+    def sample_due(self, step: int) -> bool:
+        """Whether the metrics of a training step are wanted."""
+        return self.log_every is not None and step % self.sample_every == 0
+
 
 @dataclass(frozen=True)
 class MetricTracker:
@@ -227,8 +231,9 @@ class Triggers:
         Raises TrainingError or RollBack where the run cannot go on.
         """
         state.seconds = self._seconds_before + time.monotonic() - self._started
-        waited = self.log_due(state.step)  # for the numbers of its row, so the device has its answer ready
-        self.check(state, wait=waited or self.validation_due(state) or state.save_request == SAVE_NOW)
+        waited = self.rhythm.log_due(state.step)  # for its row, so the device has its answer ready
+        validate = self.validation_due(state)
+        self.check(state, wait=waited or validate or state.save_request == SAVE_NOW)
         limits = self._limits
         if state.stop_request == STOP_INTERRUPT:
             state.stop_reason = "interrupted by Ctrl-C"
@@ -245,9 +250,11 @@ class Triggers:
             state.stop_reason = f"{by_duration or f'trainer.max_time={limits.max_seconds:g} seconds'} reached"
         elif state.early_stop:
             state.stop_reason = state.early_stop
-        self.log = self.log_due(state.step + 1)
-        self.sums = self.log or self.sample_due(state.step + 1)
-        return Due(self.validation_due(state), bool(state.stop_reason), self.log)
+        self.log = self.rhythm.log_due(state.step + 1)
+        self.sums = self.log or self.rhythm.sample_due(state.step + 1)
+        if state.stop_reason:  # the end is validated too
+            return Due(self.validation_due(state), True, self.log)
+        return Due(validate, False, self.log)
 
     def check(self, state: TrainState, wait: bool) -> None:
         """Raises TrainingError or RollBack where training cannot go on. `wait` allows a wait for the device."""
@@ -282,7 +289,7 @@ class Triggers:
         return self.rhythm.log_due(step)
 
     def sample_due(self, step: int) -> bool:
-        return self.rhythm.log_every is not None and step % self.rhythm.sample_every == 0
+        return self.rhythm.sample_due(step)
 
     def validation_due(self, state: TrainState) -> bool:
         """At its distance, and once more where the run ends by itself; never for a signal.
