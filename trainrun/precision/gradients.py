@@ -47,8 +47,8 @@ class GradientLists:
         numbers (..., 2) that they are in memory, since the kernels know no others.
         """
         grads = [grad for param in self.with_gradient if (grad := param.grad) is not None]
-        others = [param for param in self._without if param.grad is not None]
-        if others or len(grads) != len(self.with_gradient) or not self._have_known_strides(grads):
+        same = len(grads) == len(self.with_gradient) and self._have_known_strides(grads)
+        if not same or (self._without and any(param.grad is not None for param in self._without)):
             return self._examine()
         if self._uniform:
             return [grads] if grads else []
