@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             needs_gpu = item.get_closest_marker("gpu") is not None
             item.add_marker(lanes.PROCESS if needs_gpu else lanes.LANE_OF.get(room, lanes.UNIT))
     items.sort(key=lambda item: -lanes.LANES.index(lanes.lane_of_item(item)))
+
+
+for thread in threading.enumerate():  # those of pytest-xdist hold nothing that a forked child would wait for
+    if thread is not threading.main_thread():
+        thread.name = f"trainrun tests {thread.name}"
 
 
 @pytest.fixture(autouse=True)
