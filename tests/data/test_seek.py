@@ -16,6 +16,8 @@ FAR = 10_000_000 // BATCH
 class Numbers(Dataset):
     """Nothing is kept: a sample is its own number. reads: how many were asked for."""
 
+    thread_safe = True
+
     def __init__(self) -> None:
         self.reads = 0
 

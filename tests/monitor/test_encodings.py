@@ -50,7 +50,7 @@ def test_bar_that_is_cut_off_is_drawn(encoding: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "30")
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    live = live_bar(FACTS, lambda: 450, lambda: ["train/loss 0.123456", "größe 日本 0.5"], stream, None)
+    live = live_bar(FACTS, lambda: 450, lambda: ["train/loss 0.123456", "größe 日本 0.5"], stream)
     assert live is not None
     live.refresh()
     live.stop()
@@ -59,7 +59,7 @@ def test_bar_that_is_cut_off_is_drawn(encoding: str, monkeypatch: pytest.MonkeyP
 def test_fault_in_the_bar_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = io.StringIO()
-    live = live_bar(FACTS, lambda: 450, lambda: 1 / 0, stream, None)  # type: ignore[arg-type,return-value]
+    live = live_bar(FACTS, lambda: 450, lambda: 1 / 0, stream)  # type: ignore[arg-type,return-value]
     assert live is not None
     live.refresh()
     live.stop()

@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from trainrun.errors import ConfigError, PluginError
 from trainrun.optimizer.plain_step import plain_step
 from trainrun.parallel.single import Single
+from trainrun.optimizer.build_optimizer import start_momentum
 from trainrun.precision.autocast import PrecisionOptions, build_precision, prepare_model, set_matmul
 from trainrun.precision.other_types import type_notes
 from trainrun.precision.update import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Update
@@ -83,6 +84,7 @@ def test_a_bad_first_step_leaves_no_state_behind(name: str, fused: bool, lazy: b
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters(), fused)
     precision = Update(model, CPU, lazy=lazy)
+    start_momentum(optimizer)
     before = frozen(model, optimizer)
     feed(precision, model, float("nan"))
     assert precision.optimizer_step(optimizer, want_norm=False).skipped

@@ -17,7 +17,7 @@ WORDS = (
 
 
 def betas(folder: str) -> list[float]:
-    return [row["train/beta"] for row in package.load_run(folder).metrics if "train/beta" in row]
+    return [row["train/beta"] for row in package.load_run(folder).metrics if row["kind"] == "train"]
 
 
 def test_a_resume_in_the_middle_of_a_cycle_changes_no_bit(workdir: Path) -> None:

@@ -226,6 +226,8 @@ def test_batches_in_any_process(tmp_path, cache, num_workers):
 class OneByOne:
     """The samples alone: nothing says that they lie one after the other in a file."""
 
+    thread_safe = True
+
     def __init__(self, data):
         self.data = data
 
