@@ -90,7 +90,7 @@ def test_pictures_are_drawn_at_every_plot_step(workdir: Path, monkeypatch: pytes
     at: list[int] = []
     newest: list[int] = []
 
-    def draw(run: RunDir, report: bool) -> str:
+    def draw(run: RunDir, *options: Any) -> str:
         at.append(Counts.step)
         newest.append(max(row["step"] for row in read_rows(run.metrics)))
         return ""

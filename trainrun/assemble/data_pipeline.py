@@ -333,7 +333,10 @@ def unused_arguments(source: Any) -> dict[str, str]:
 def unused_reason(key: str, config: RunConfig, unused: Mapping[str, Mapping[str, str]]) -> str:
     """Return why an argument has no use; "" if it has one, or is off. The other sets take those of training too."""
     above, _, name = key.rpartition(".")
-    if not above.startswith("data.") or above.startswith(TRAINING) or not node_of(above, config).get(name):
+    if not above.startswith("data.") or above.startswith(TRAINING):
+        return ""
+    value = node_of(above, config).get(name)
+    if not value or value == "auto":  # it asks for nothing
         return ""
     if f"{above}." == TRAINING:
         takers = [one for one in unused if name in node_of(one, config)]

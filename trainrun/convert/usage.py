@@ -42,6 +42,9 @@ def target_of(
     return ShardWriter(dest, split, samples, ".tar", write_tar, size), settings
 
 
+OF_HELD_OUT_DATA = ("val_path", "val_fraction", "val_by")  # a part with a file of its own has no use for them
+
+
 def paths_in(to: str, splits: Sequence[str]) -> list[str]:
     """The settings that name the parts."""
     if to == "npy":
@@ -54,8 +57,10 @@ def paths_in(to: str, splits: Sequence[str]) -> list[str]:
 
 def node_of(to: str, train: Mapping[str, Any], dest: str, split: str) -> dict[str, Any]:
     """The node of a part other than `train`. train: the node data.train of these settings."""
-    path = {} if to == "npy" else {f"{split}_path": f"{dest}/{split}{ENDINGS.get(to, '')}"}
-    return {**train, "split": split, **path}
+    if to == "npy":
+        return {**train, "split": split}
+    kept = {name: value for name, value in train.items() if name not in OF_HELD_OUT_DATA}
+    return {**kept, "split": split, f"{split}_path": f"{dest}/{split}{ENDINGS.get(to, '')}"}
 
 
 def _classes(samples: Samples) -> list[str]:
