@@ -27,6 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import lanes  # noqa: E402  # imports torch, which reads the environment
+import matplotlib.font_manager  # noqa: E402, F401  # without a cache of fonts it starts a process
 import torch  # noqa: E402
 from faults.forks import start_forked  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
