@@ -62,14 +62,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -lanes.LANES.index(lanes.lane_of_item(item)))
 
 
-for thread in threading.enumerate():  # those of pytest-xdist hold nothing that a forked child would wait for
-    if thread is not threading.main_thread():
-        thread.name = f"trainrun tests {thread.name}"
+def own_threads() -> None:
+    """Name the threads that are there as the runner's: of pytest-xdist, or left by a test. No fork waits for them."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.name = f"trainrun tests {thread.name.removeprefix('trainrun tests ')}"
 
 
 @pytest.fixture(autouse=True)
 def lane(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test does no more than its lane allows."""
+    own_threads()
     with watch.of_lane(lanes.lane_of_item(request.node)):
         yield
 
