@@ -196,7 +196,9 @@ def test_a_validation_stream_of_which_ranks_read_different_samples_is_refused(
 ) -> None:
     run = parts_of((*TOKENS, "data.val._target_=exact_parts.tokens", "data.val.count=6"), val_batch_size=3)
     batches = list(run.validation["val"].epoch(0))
-    shares = SimpleNamespace(epoch=lambda epoch: (batch._replace(whole="mine") for batch in batches))
+    shares = SimpleNamespace(
+        num_batches=len(batches), epoch=lambda epoch: (batch._replace(whole="mine") for batch in batches)
+    )
     run = replace(run, validation={"val": shares})
     evaluate(run, "val")
     monkeypatch.setattr(type(run.parallel), "gather", lambda self, mine: [mine, (*mine[:-1], "another's")])
