@@ -190,7 +190,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     sources, drawn = build_sources(config, notes, site.trained)
     splits = look_at_splits(config, site, sources, drawn)
     facts = facts_of_all(sources, splits["train"])
-    notes += describe_sources(config, facts, sources, site.is_new)
+    notes += describe_sources(config, facts, sources, splits, site.is_new)
     task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
     streams: dict[str, Any] = open_streams(config, site, sources, splits, task, tally, notes, places)
     train, test = streams.pop("train"), streams.pop("test", None)

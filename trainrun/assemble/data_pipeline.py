@@ -83,14 +83,21 @@ def build_sources(
 
 
 def describe_sources(
-    config: RunConfig, facts: DataFacts, sources: Mapping[str, Any], is_new: bool
+    config: RunConfig,
+    facts: DataFacts,
+    sources: Mapping[str, Any],
+    splits: Mapping[str, StreamOptions],
+    is_new: bool,
 ) -> list[str]:
-    """Return lines on the samples of a run; those that need a look at them only where the run is new."""
+    """Return lines on the samples of a run; those that need a look at them only where the run is new.
+
+    splits: how each split is read.
+    """
     lines = [describe_classes(facts)]
     if is_new and is_classifier(config):
         lines += [describe_unique_labels(sources["train"], "data.train", is_table(config))]
     if is_new:
-        lines += describe_shared_rows(sources)
+        lines += describe_shared_rows(sources, splits)
     return [line for line in lines if line]
 
 
