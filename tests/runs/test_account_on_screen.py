@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from trainrun.monitor.measured_lines import limits_line
 from trainrun.monitor.metric_rows import read_rows
 from trainrun.output import duration, quantity
 from trainrun.plots.time_stack import blocks_of
+from trainrun.runs import run
 from trainrun.timing.phases import ACCOUNTS
 
 WORDS = ("monitor.hardware=false", "monitor.progress_bar=false", "trainer.num_threads=1", "output_dir=run")
@@ -28,9 +30,11 @@ def shares_of(line: str) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a run, and what it said at its end."""
+    """The folder of a run that began with its command, not with the process of the tests; and what it said."""
     folder = tmp_path_factory.mktemp("account") / "run"
-    assert main([*WORDS[:3], "trainer.max_epochs=4", f"output_dir={folder}"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "command_start", perf_counter)
+        assert main([*WORDS[:3], "trainer.max_epochs=4", f"output_dir={folder}"]) == 0
     return folder, (folder / "run.log").read_text()
 
 

@@ -34,11 +34,10 @@ def test_what_is_read_between_steps_is_told_by_the_account_of_time():
 def test_the_line_names_the_side_that_limits():
     facts = limit_facts(ThroughputLimits(load=1000.0, train=400.0, reached=0.97), world_size=2)
     assert facts["limit"] == "train"
-    # an item has 10 tokens, and the run had 97 % of what training alone would give
-    line = limits_line(facts, (7760.0, "tokens/s"))
-    assert line == "training alone 8k tokens/s, loading alone 20k: training limits, its steps reach 97 %"
+    line = limits_line({"throughput_limits": facts, "tokens_per_second": 7760.0})
+    assert line == "training alone 800 tokens/s, loading alone 2k: training limits, its steps reach 97 %"
     facts = limit_facts(ThroughputLimits(load=100.0, train=400.0, reached=1.0), world_size=1)
-    assert limits_line(facts, None).startswith(
+    assert limits_line({"throughput_limits": facts}).startswith(
         "loading alone 100 items/s, training alone 400: loading limits"
     )
 

@@ -136,7 +136,7 @@ class CheckpointManager:
         fingerprint: returns the facts of the environment that decide over the bits of a resumed run.
         note: shows one line to the user.
         free_memory: returns the free bytes of the machine's memory.
-        before_commit: called before each save; makes durable what a resume from that save needs.
+        before_commit: called on rank 0 before a save writes anything; makes durable what a resume from it needs.
     """
 
     def __init__(
@@ -309,7 +309,6 @@ class CheckpointManager:
         if in_background:
             copy = self._copies.take(part.tensors)
             part = StatePart(part.text, copy.tensors, copy.events, is_copy=True)
-        self._before_commit()
         save = SaveInProgress(manifest, part, temporary, self._ranking.entries, replaces)
         self._in_progress = save
         self._saved_before, state.saved_step = state.saved_step, state.step
@@ -324,14 +323,19 @@ class CheckpointManager:
     def _make_temporary_folder(self, step: int, needed_bytes: int, replaces: bool) -> Path | None:
         """Return the folder that all ranks write into; None if a sound checkpoint of the step is there and stays."""
         target = self.folder / folder_name(step)
+        failure = f"cannot save checkpoint {target}"
 
         def make() -> str | None:
-            with file_faults(f"cannot save checkpoint {target}", self.folder, needed_bytes):
-                self._files.make_root(self.folder)
-                if not replaces and os.path.lexists(target) and is_sound(target, self._run_id):
-                    return None
-                if free_bytes(self.folder) < needed_bytes:
+            with file_faults(failure, self.folder, needed_bytes):
+                is_saved = not replaces and os.path.lexists(target) and is_sound(target, self._run_id)
+                place = self.folder if self.folder.is_dir() else self.folder.parent
+                if not is_saved and free_bytes(place) < needed_bytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._before_commit()
+            if is_saved:
+                return None
+            with file_faults(failure, self.folder, needed_bytes):
+                self._files.make_root(self.folder)
                 return new_temporary_folder(self.folder, step, self._files)
 
         name = on_rank_zero(self._parallel, make)
