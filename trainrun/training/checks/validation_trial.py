@@ -6,7 +6,8 @@ what: the first batch of the first validation set, evaluated as a trial that lea
     end of an epoch) is tried again after a step that ends an epoch, in a child process of its own. What a task computes
     at the end of a validation is not tried: of one batch it may not exist.
 when: every run with a validation and a model, task or data of the user's own, or a setting that names a metric.
-when not: compiled models, whose compiling could take longer than the mistake; a trial that takes more than a minute.
+when not: compiled models, whose compiling could take longer than the mistake; an iterable source, whose first batch
+    would be missing in the validation if it came from a pipe; a trial that takes more than a minute.
 source: Lightning's `num_sanity_val_steps`
 gain: no epoch is lost. Cost: one batch.
 """
@@ -38,6 +39,8 @@ def try_validation(run: Components, state: TrainState) -> None:
     metrics = named_metrics(run.config)
     compiles = run.config.trainer.compile.scope in ("model", "regional")
     if run.val is None or compiles or not (metrics or has_users_code(run)):
+        return
+    if not getattr(run.val, "may_be_read_before", True):
         return
     names: list[str] = []
     owners = (run.model, run.task, run.optimizer, *run.hooks.by_key.values())
