@@ -170,5 +170,5 @@ def test_the_rows_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
     assert rows[-1]["seconds"]["plots"] > rows[0]["seconds"].get("plots", 0)
     assert (run.folder / "plots" / "time.png").stat().st_size > 1000
     assert run.status["samples_per_second"] * run.status["seconds"] == pytest.approx(2 * 1438)
-    assert "spent" in (run.folder / "run.log").read_text()
+    assert "wall clock" in (run.folder / "run.log").read_text()
     json.dumps(rows)
