@@ -19,7 +19,6 @@ from trainrun.assemble.data_pipeline import (
     build_sources,
     check_alike,
     check_classes,
-    check_settings_are_read,
     describe_sources,
     key_of,
     options_of_splits,
@@ -63,6 +62,7 @@ from trainrun.assemble.step_function import (
     checked_step,
     seen_step,
 )
+from trainrun.assemble.unread_settings import check_nodes_are_read
 from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.config.saved_values import public
 from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain, validation_nodes
@@ -70,7 +70,7 @@ from trainrun.data.facts import facts_of_all
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
-from trainrun.instantiate import BUILT, bind_faults, build, named_nodes
+from trainrun.instantiate import bind_faults, build, named_nodes
 from trainrun.interfaces import (
     Batches,
     ChecksModel,
@@ -247,7 +247,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     step = seen_step(config, step, device, monitors.note)
     step = checked_step(step, site.is_new and trainer.check_task, task, model)
     hooks = build_hooks(config, site, frozen)
-    check_settings_are_read(site.typed, BUILT, config, sources)
+    check_nodes_are_read(site.typed, config, sources)
     run = Components(
         config=config, model=model, wrapped=wrapped, task=task, task_calls=calls,
         optimizer=optimizer, schedule=schedule, precision=precision, parallel=parallel, ema=ema, retry=retry,
@@ -425,15 +425,15 @@ def build_on_bad(
     config: RunConfig, site: RunContext, precision: Precision, retry: OomRetry, note: Callable[[str], None]
 ) -> Callable[[TrainState, str], None]:
     """What is done about a step that was not finite."""
+    trainer = config.trainer
+    most_rollbacks = trainer.max_rollbacks if trainer.nan_policy == "rollback" else 0
 
     @cache
     def bad_steps() -> BadSteps:
         from trainrun.training.recovery.nonfinite import BadSteps
 
-        trainer, folder = config.trainer, site.run.nonfinite
-        return BadSteps(
-            trainer.nan_policy, trainer.max_rollbacks, folder, site.parallel, precision, retry, note
-        )
+        folder = site.run.nonfinite
+        return BadSteps(trainer.nan_policy, most_rollbacks, folder, site.parallel, precision, retry, note)
 
     return lambda state, failure: bad_steps()(state, failure)
 
@@ -471,8 +471,9 @@ def unit_of(task: Any) -> str:
 
 def precision_options(config: RunConfig) -> PrecisionOptions:
     trainer = config.trainer
+    clip_algorithm = "norm" if trainer.gradient_clip_val is None else trainer.gradient_clip_algorithm
     return PrecisionOptions(
-        config.precision.mode, trainer.gradient_clip_val, trainer.gradient_clip_algorithm, trainer.nan_policy,
+        config.precision.mode, trainer.gradient_clip_val, clip_algorithm, trainer.nan_policy,
         trainer.cpu_offload, config.precision.master_weights,
     )  # fmt: skip
 
