@@ -32,6 +32,7 @@ from trainrun.assemble.model_and_transforms import (
 from trainrun.assemble.optimizer_and_schedule import (
     CONSTANT,
     SCHEDULE_KEYS,
+    build_named,
     build_optimizer_of,
     build_schedule_of,
     build_update,
@@ -321,7 +322,6 @@ def build_updates(
 ) -> tuple[Optimizer, Schedule | JoinedSchedules, Precision, dict[str, NamedOptimizer]]:  # fmt: skip
     """The optimizer with its schedule and guarded update; of several by name all together, and each."""
     if named_nodes(config.optimizer):
-        from trainrun.assemble.several_optimizers import build_named
         from trainrun.training.named_optimizers import JoinedOptimizers, JoinedPrecision, JoinedSchedules
 
         named = build_named(

@@ -108,7 +108,8 @@ def train_one(words: list[str], paths: list[str]) -> int:
         composition = compose_run(words)
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
-    from trainrun.runs.run import LaunchSpec, begun, start, typed_settings
+    from trainrun.runs.run import begun, start
+    from trainrun.runs.run_folder import LaunchSpec, typed_settings
 
     with contextlib.ExitStack() as held:
         with others_dismissed():

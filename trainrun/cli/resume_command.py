@@ -12,7 +12,8 @@ from trainrun.config.compose import Composition
 from trainrun.config.saved_config import translated
 from trainrun.output import say
 from trainrun.runs.exceptional.go_on import open_run, resume_run
-from trainrun.runs.run import LaunchSpec, begun, start, typed_settings
+from trainrun.runs.run import begun, start
+from trainrun.runs.run_folder import LaunchSpec, typed_settings
 
 
 def main(argv: list[str]) -> int:

@@ -21,8 +21,8 @@ from trainrun.errors import ConfigError, TrainingError
 from trainrun.monitor.metric_rows import read_rows, with_numbers
 from trainrun.output import say
 from trainrun.runs.exceptional.go_on import open_run
-from trainrun.runs.run import LaunchSpec, begun, start, typed_settings
-from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.runs.run import begun, start
+from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json, typed_settings
 from trainrun.seeding import kept_random_state
 
 if TYPE_CHECKING:

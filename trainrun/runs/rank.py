@@ -27,8 +27,14 @@ from trainrun.interfaces import Parallel, RunFacts
 from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.run import LaunchSpec
-from trainrun.runs.run_folder import RunDir, check_there, note_saved, read_identity, write_identity
+from trainrun.runs.run_folder import (
+    LaunchSpec,
+    RunDir,
+    check_there,
+    note_saved,
+    read_identity,
+    write_identity,
+)
 from trainrun.runs.status import write_status
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.runtime.signals import StopFlag

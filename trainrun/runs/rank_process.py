@@ -12,8 +12,7 @@ from trainrun.output import complain
 from trainrun.parallel.worker import run_as_rank
 from trainrun.runs.lock import take_over
 from trainrun.runs.rank import train
-from trainrun.runs.run import LaunchSpec
-from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.streams import guard_streams
 from trainrun.timing.phases import PhaseTimer, process_start

@@ -20,8 +20,7 @@ from trainrun.instantiate import BUILT, is_node
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.resume import check_modules, tell, trusted_config
-from trainrun.runs.run import typed_settings
-from trainrun.runs.run_folder import RunDir, read_identity
+from trainrun.runs.run_folder import RunDir, read_identity, typed_settings
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.training.components import Components

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import (
     SEED,
     SEED_DRAWN,
+    LaunchSpec,
     RunDir,
     cannot_write,
     format_json,
@@ -41,26 +42,6 @@ from trainrun.runtime.signals import StopFlag, catch_signals, watchdog_limit
 from trainrun.timing.phases import command_start
 
 GIT_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class LaunchSpec:
-    """What the ranks are told besides the config: `job.json` in the run folder.
-
-    paths: where the user's modules are found. resume: go on from the newest checkpoint. began: where the
-    run's time begins (`time.perf_counter()`), not told on; None is the start of this process. typed: the settings
-    that a person typed for this training, each of which some code must read.
-    """
-
-    resume: bool
-    paths: list[str]
-    began: float | None = None
-    typed: tuple[str, ...] = ()
-
-
-def typed_settings(overrides: list[str]) -> tuple[str, ...]:
-    """Return the keys of overrides as Hydra takes them."""
-    return tuple(word.lstrip("+").partition("=")[0] for word in overrides)
 
 
 @contextmanager

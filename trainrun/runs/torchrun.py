@@ -24,8 +24,7 @@ from trainrun.parallel.handshake import Meeting, folder_before, follow, lead
 from trainrun.parallel.rank_place import LostContact
 from trainrun.parallel.worker import run_as_rank
 from trainrun.runs.rank import train
-from trainrun.runs.run import LaunchSpec
-from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.runs.status import deadline, write_status
 from trainrun.runtime.signals import StopFlag
 from trainrun.timing.phases import PhaseTimer, process_start

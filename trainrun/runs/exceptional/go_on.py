@@ -8,8 +8,8 @@ from trainrun.config.saved_config import translated
 from trainrun.errors import ConfigError
 from trainrun.runs import resume
 from trainrun.runs.lock import only_writer
-from trainrun.runs.run import LaunchSpec, execute, typed_settings
-from trainrun.runs.run_folder import RunDir, named_folder, write_text
+from trainrun.runs.run import execute
+from trainrun.runs.run_folder import LaunchSpec, RunDir, named_folder, typed_settings, write_text
 
 
 def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
