@@ -34,6 +34,71 @@ INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids",
 TARGET_KEYS = ("target", "targets", "y", "label", "labels", "class")
 IGNORED = -100  # a target that counts nothing: torch's ignore_index
 FIELDS_BESIDE = "_batch_fields"  # the attribute of a batch's first tensor that holds them
+
+
+class Contract(NamedTuple):
+    """What the runner asks of code that is not its own.
+
+    check: the function or class, `module:name`, that compares what such code does with it. when: at which time.
+    """
+
+    name: str
+    text: str
+    check: str
+    when: str
+
+
+# All that the runner guards. Each has one check, by observation: it calls the code and compares results.
+CONTRACTS = (
+    Contract(
+        "loss",
+        "A loss is a sum over the items of a batch, or a mean together with its count.",
+        "trainrun.training.checks.contract:check_task",
+        "before the first step: some rows, and the same rows given twice",
+    ),
+    Contract(
+        "metrics",
+        "Sums of two batches add up to the sums of both together.",
+        "trainrun.training.checks.contract:not_additive",
+        "before the first step: a batch, and its two halves",
+    ),
+    Contract(
+        "samples",
+        "A sample depends on the seed, the epoch and its index alone.",
+        "trainrun.data.look:look_at",
+        "before the first step, in a child process: some samples, each read twice",
+    ),
+    Contract(
+        "structure",
+        "All samples of a data set have the same structure, and a batch has it too.",
+        "trainrun.data.sequences.collate:check_same_fields",
+        "in every batch of samples of several lengths",
+    ),
+    Contract(
+        "state",
+        "State that changes in training is in `state_dict()`, so that a checkpoint holds it.",
+        "trainrun.training.checks.unsaved_state:UnsavedState",
+        "after the first step and at each save: attributes and tensors, and what is saved",
+    ),
+    Contract(
+        "parameters",
+        "Each parameter that requires a gradient belongs to an optimizer and gets a gradient.",
+        "trainrun.training.checks.missing_gradients:WatchGradients",
+        "after the first step and up to the first log point",
+    ),
+    Contract(
+        "memory",
+        "Each element of a parameter or buffer has memory of its own.",
+        "trainrun.runtime.memory_layout:make_dense",
+        "when the model is built",
+    ),
+    Contract(
+        "ranks",
+        "All ranks make the same exchanges in the same order, and read parts of the same data.",
+        "trainrun.data.same_samples:check_same",
+        "at the start; later a rank that waits too long ends the run with the line where it waits",
+    ),
+)
 Sums = Mapping[str, "float | Tensor | tuple[float | Tensor, float | Tensor] | Callable[[], Any]"]
 
 
