@@ -115,7 +115,6 @@ class Setting:
 
     words: values that are read as others. opens: what may stand below it, if keys there may be the user's own. short:
     of a section, the field that `section=value` sets. typed: where the nodes of a field are typed and saved.
-    read_by: who reads it, if no training does before its first batch.
     """
 
     key: str
@@ -131,17 +130,14 @@ class Setting:
     short: str = ""
     section: type | None = None
     typed: str = ""
-    read_by: str = ""
 
 
 def setting(
     default: Any, help: str, *, kind: Any = None, parse: Callable[[Any], object] | None = None,
-    aliases: tuple[str, ...] = (), words: dict[str, str] | None = None, read_by: str = "", **limits: Any,
+    aliases: tuple[str, ...] = (), words: dict[str, str] | None = None, **limits: Any,
 ) -> Any:  # fmt: skip
     """A field of one value. kind: where it takes more than its annotation says; limits: as in `Limits`."""
-    about = {
-        "help": help, "kind": kind, "parse": parse, "aliases": aliases, "words": words or {}, "read_by": read_by,
-    }  # fmt: skip
+    about = {"help": help, "kind": kind, "parse": parse, "aliases": aliases, "words": words or {}}
     return field(default=default, metadata={**about, "limits": Limits(**limits)})
 
 
