@@ -12,12 +12,12 @@ import torch
 
 from trainrun.checkpoint import files, manager
 from trainrun.checkpoint.files import FileLayer
-from trainrun.config import compose
 from trainrun.monitor import metrics_file
 from trainrun.optimizer import load_named_state
 from trainrun.optimizer.ema import Ema
 from trainrun.parallel import ddp
 from trainrun.runs import resume as runner
+from trainrun.runs import run
 from trainrun.runs.run_folder import RunDir, write_text
 from trainrun.scheduler.schedule import Schedule
 from trainrun.training.recovery import restore
@@ -152,7 +152,7 @@ def no_fsync_of_rows() -> None:
 
 
 def no_fsync_of_the_config() -> None:
-    compose.write_text = lambda path, text, durable=False: write_text(path, text)  # type: ignore[assignment]
+    run.write_text = lambda path, text, durable=False: write_text(path, text)  # type: ignore[assignment]
 
 
 # what only a power loss shows

@@ -65,6 +65,21 @@ class Net(nn.Module):
 def points(n=40):
     x = torch.randn(n, 6, generator=torch.Generator().manual_seed(0))
     return x, x[:, :3].argmax(1)
+
+class Saves:
+    # makes the tree of a checkpoint in every batch of a validation
+    def on_start(self, run, state):
+        step, model = run.task.step, run.model
+        def saving(*arguments, **named):
+            out = step(*arguments, **named)
+            if not torch.is_grad_enabled() and state.step:
+                before = [param.clone() for param in model.parameters()]
+                shared, _ = run.checkpoint_tree(state)
+                assert all(map(torch.equal, before, model.parameters()))
+                assert not torch.equal(shared["model"]["last.weight"], dict(model.named_parameters())["last.weight"])
+                assert all(group.get("trains", True) for group in shared["optimizer"]["groups"])
+            return out
+        run.task.step = saving
 """
 WORDS = (*QUIET, "model=own.Net", "data.train=own.points", "data.val=own.points", "data.batch_size=8",
          "optimizer=custom", "data.shuffle=false")  # fmt: skip
@@ -124,6 +139,17 @@ def test_training_does_not_depend_on_validations_and_checkpoints(target: str) ->
     assert all(
         torch.equal(value, right[name]) for name, value in left.items() if isinstance(value, torch.Tensor)
     )
+
+
+def test_a_save_in_the_middle_of_a_validation_has_the_weights_of_the_training(target: str) -> None:
+    words = ("data.val_batch_size=8", "trainer.val_check_interval=2")
+    folders = (
+        trained("saves", target, 6, *words, "hook.saves._target_=own.Saves"),
+        trained("plain", target, 6, *words),
+    )
+    rows = [Path(folder, "metrics.jsonl").read_text().splitlines() for folder in folders]
+    losses = [[json.loads(line).get("val/loss") for line in lines] for lines in rows]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("words", [(), ("trainer.ema=true",), ("trainer.accumulate_grad_batches=2",)])

@@ -62,6 +62,21 @@ class Listed(Plain):
 def points(n=64, seed=0):
     x = torch.randn(n, 6, generator=torch.Generator().manual_seed(seed))
     return x, x[:, :3].argmax(1)
+
+class Saves:
+    # makes the tree of a checkpoint in every batch of a validation
+    def on_start(self, run, state):
+        step, model = run.task.step, run.model
+        def saving(*arguments, **named):
+            out = step(*arguments, **named)
+            if not torch.is_grad_enabled() and state.step:
+                before = [param.clone() for param in model.parameters()]
+                shared, _ = run.checkpoint_tree(state)
+                assert all(map(torch.equal, before, model.parameters()))
+                assert not torch.equal(shared["model"]["b.weight"], dict(model.named_parameters())["b.weight"])
+                assert all(group.get("trains", True) for group in shared["optimizer"]["groups"])
+            return out
+        run.task.step = saving
 """
 WORDS = ("data.train=nets.points", "data.val=nets.points", "data.val.seed=1", "data.batch_size=16",
          "optimizer.lr=0.01", "seed=0", "trainer.early_stopping=false", *QUIET)  # fmt: skip
@@ -111,6 +126,12 @@ def test_the_training_is_the_same_with_and_without_an_average() -> None:
     assert rows[0] == rows[1]
     trained = [read_checkpoint(resolve(run.folder / "checkpoints", "last")).shared["model"] for run in runs]
     assert all(map(torch.equal, trained[0].values(), trained[1].values()))
+
+
+def test_a_save_in_the_middle_of_a_validation_has_the_weights_and_leaves_the_average_in_the_model() -> None:
+    words = ("trainer.max_epochs=3", "trainer.ema=true", "trainer.ema.decay=0.9", "data.val_batch_size=16")
+    saves = train("Plain", *words, "hook.saves._target_=nets.Saves")
+    assert losses_of(saves) == losses_of(train("Plain", *words, "output_dir=run"))
 
 
 def test_weights_are_validated_until_the_average_has_seen_some() -> None:

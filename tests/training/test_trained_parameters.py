@@ -11,6 +11,7 @@ from torch import Tensor
 
 import trainrun
 from tests.quiet_runs import QUIET, resumable, weights
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.errors import PluginError
 
 OWN = """
@@ -54,6 +55,8 @@ class Replace:
     def on_step_end(self, run, state):
         if state.step == self.at:
             run.model.head = nn.Linear(8, 3)
+            if self.optimizer:
+                run.optimizer.add_param_group({"params": list(run.model.head.parameters()), "lr": 0.5})
 
 class Task:
     def on_epoch_start(self, model, info):
@@ -156,7 +159,8 @@ def test_the_config_of_a_new_session_decides_what_it_freezes() -> None:
 @pytest.mark.process
 def test_ranks_train_what_a_hook_unfreezes() -> None:
     for how in (HOOK, "model.freeze=head.bias"):
-        more = () if how == HOOK else ("model.unfreeze_at=1epoch", "parallel.static_graph=true")
+        more = () if how == HOOK else ("model.unfreeze_at=1epoch",)
+        of_ranks = () if how == HOOK else ("parallel.static_graph=true",)
         name = how.partition(".")[0]
         one = trained(f"{name} one", 9, how, *more, "optimizer=sgd")
         two = trained(
@@ -164,6 +168,7 @@ def test_ranks_train_what_a_hook_unfreezes() -> None:
             9,
             how,
             *more,
+            *of_ranks,
             "optimizer=sgd",
             "parallel=ddp",
             "parallel.devices=2",
@@ -178,6 +183,25 @@ def test_a_head_that_a_hook_replaces_is_refused_at_that_step_by_name() -> None:
         trained("run", 20, "hook.own._target_=own.Replace", "monitor.log_every_n_steps=1")
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert max(row["step"] for row in rows if row["kind"] == "train") == 6
+
+
+def test_a_head_that_a_hook_replaces_together_with_its_group_is_trained_and_saved() -> None:
+    replaced = ("hook.own._target_=own.Replace", "hook.own.optimizer=true", "optimizer.weight_decay=0.0")
+    trained("before", 7, *replaced)
+    ends = [trained(f"after{steps}", steps, *replaced)["head.weight"] for steps in (8, 12)]
+    assert not torch.equal(*ends)
+    state = read_checkpoint(resolve(Path("after12/checkpoints"), "last")).shared["optimizer"]
+    assert {name for group in state["groups"] for name in group["params"]} == set(state["shapes"])
+    assert float(state["state"]["head.weight"]["step"]) == 5
+
+
+def test_adagrad_saves_no_state_of_frozen_weights() -> None:
+    words = ("optimizer=custom", "optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.1")
+    whole = resumable(*WORDS, *words, HOOK, steps=9, at=3)
+    assert not torch.equal(weights(whole)["body.0.weight"], trained("start", 0)["body.0.weight"])
+    trained("frozen", 3, *words)
+    state = read_checkpoint(resolve(Path("frozen/checkpoints"), "last")).shared["optimizer"]["state"]
+    assert set(state) == {"head.weight", "head.bias"}
 
 
 @pytest.mark.parametrize("at", [1, 4])

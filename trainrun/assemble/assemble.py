@@ -245,7 +245,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     compile_log = build_log(config, monitors, site.phases)
     step, own_step = build_step(config, task, calls, device, compile_log)
     step = seen_step(config, step, device, monitors.note)
-    step = checked_step(step, site.is_new and trainer.check_task, task, model)
+    step = checked_step(step, trainer.check_task and site.is_new, task, model)
     hooks = build_hooks(config, site, frozen)
     check_settings_are_read(site.typed, BUILT, config, sources)
     run = Components(

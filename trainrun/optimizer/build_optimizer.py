@@ -266,11 +266,20 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
         "classes": [kind.__name__ for kind in type(optimizer).__mro__],
         "groups": groups,
         "shapes": {name: list(param.shape) for param, name in names.items()},
-        "state": {names[key]: value for key, value in optimizer.state.items() if key in names},
+        "state": {
+            names[key]: value
+            for key, value in optimizer.state.items()
+            if key in names and not is_of_frozen(key, value)
+        },
         "others": {key: value for key, value in optimizer.state.items() if key not in names},
         "own": _own_fields(optimizer),
         "inner": inner,
     }
+
+
+def is_of_frozen(param: Tensor, state: Any) -> bool:
+    """Whether it is the state of no step that Adagrad makes for frozen parameters too, when it is built."""
+    return not param.requires_grad and isinstance(state, dict) and float(state.get("step", 1)) == 0
 
 
 def names_of(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:

@@ -60,16 +60,29 @@ class Ema:
         if not self._averages or self._weights is not None:
             yield
             return
-        weights = [parameter.detach().clone() for parameter in self._parameters]
         try:
-            self._weights = weights  # from here on `leave_model` has what it needs, whatever interrupts this
-            _copy_all(self._parameters, list(self._averages.values()))
+            self._enter_model()
             yield
         finally:
-            self.leave_model()
+            self._leave_model()
 
-    def leave_model(self) -> None:
-        """Give the model its own weights back, if it holds the average."""
+    @contextmanager
+    def out_of_model(self) -> Iterator[bool]:
+        """Inside, the model has its own weights, also in the middle of an evaluation. Yield whether it is in one."""
+        inside = self._weights is not None
+        self._leave_model()
+        try:
+            yield inside
+        finally:
+            if inside:
+                self._enter_model()
+
+    def _enter_model(self) -> None:
+        weights = [parameter.detach().clone() for parameter in self._parameters]
+        self._weights = weights  # from here on `_leave_model` has what it needs, whatever interrupts this
+        _copy_all(self._parameters, list(self._averages.values()))
+
+    def _leave_model(self) -> None:
         if self._weights is not None:
             _copy_all(self._parameters, self._weights)
             self._weights = None

@@ -36,16 +36,29 @@ class OwnAverage:
             yield
             return
         try:
-            self._weights = {param: param.detach().clone() for param in self._model.parameters()}
-            with torch.no_grad():
-                for optimizer in self._optimizers:
-                    optimizer.eval()
+            self._enter_model()
             yield
         finally:
-            self.leave_model()
+            self._leave_model()
 
-    def leave_model(self) -> None:
-        """Give the model its training weights back, if it holds the others."""
+    @contextmanager
+    def out_of_model(self) -> Iterator[bool]:
+        """Inside, the model has its own weights, also in the middle of an evaluation. Yield whether it is in one."""
+        inside = self._weights is not None
+        self._leave_model()
+        try:
+            yield inside
+        finally:
+            if inside:
+                self._enter_model()
+
+    def _enter_model(self) -> None:
+        self._weights = {param: param.detach().clone() for param in self._model.parameters()}
+        with torch.no_grad():
+            for optimizer in self._optimizers:
+                optimizer.eval()
+
+    def _leave_model(self) -> None:
         if self._weights is None:
             return
         with torch.no_grad():

@@ -158,9 +158,20 @@ class Components:
         """
         if failure := self.precision.failure(wait=True):
             raise TrainingError(f"step {state.step}: {failure}")
-        if self.ema is not None:
-            self.ema.leave_model()  # an evaluation may be under way: code of the user's may save in the middle of it
         self.trained.check()
+        with nullcontext(False) if self.ema is None else self.ema.out_of_model() as in_evaluation:
+            shared, ours = self._trees(state)
+            if in_evaluation:  # the model is about to hold the averages again
+                model = shared["model"].items()
+                shared["model"] = {
+                    name: value.detach().clone() if isinstance(value, Tensor) else value
+                    for name, value in model
+                }
+        if self.base is not None:
+            shared = self.base.left_out(shared)
+        return self.parallel.state_dict(shared), ours
+
+    def _trees(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         saved = state.state_dict()
         own = {name: saved.pop(name) for name in OF_THIS_RANK}
         shared = {
@@ -183,9 +194,7 @@ class Components:
             (ours if self.parallel.rank else shared)["step"] = kept
         if stands := self.places.at(state.epoch, state.batches):
             ours["source"] = {"stands": stands}
-        if self.base is not None:
-            shared = self.base.left_out(shared)
-        return self.parallel.state_dict(shared), ours
+        return shared, ours
 
     def _optimizer_state(self) -> dict[str, Any]:
         if self.optimizers:

@@ -34,7 +34,10 @@ class TrainedParameters:
         ]
 
     def check(self) -> None:
-        """Raise PluginError if parameters came into the model, or were replaced, since the optimizer was built."""
+        """Take up parameters that a hook or a task has put into the model together with a group of the optimizer.
+
+        What they replaced leaves the optimizer. Raise PluginError for new parameters that no optimizer has.
+        """
         if all(param in self._known for param in self._model.parameters()):
             return
         added = set(self._model.parameters()) - self._known
@@ -46,6 +49,14 @@ class TrainedParameters:
                 "built. Make such parameters in __init__ or in a transform (nn.LazyLinear gets its size before the "
                 "first step), or copy new values into the parameters that are there"
             )
+        present = set(self._model.parameters())
+        for param in self._known - present:
+            self._optimizer.state.pop(param, None)
+        for group in self._optimizer.param_groups:
+            group["params"] = [
+                param for param in group["params"] if param in present or param not in self._known
+            ]
+        self._known = present
 
     def state_dict(self) -> dict[str, bool]:
         now = self._model.named_parameters()
