@@ -115,6 +115,7 @@ class Setting:
 
     words: values that are read as others. opens: what may stand below it, if keys there may be the user's own. short:
     of a section, the field that `section=value` sets. typed: where the nodes of a field are typed and saved.
+    read_by: who reads it, if no training does before its first batch.
     """
 
     key: str
@@ -130,14 +131,17 @@ class Setting:
     short: str = ""
     section: type | None = None
     typed: str = ""
+    read_by: str = ""
 
 
 def setting(
     default: Any, help: str, *, kind: Any = None, parse: Callable[[Any], object] | None = None,
-    aliases: tuple[str, ...] = (), words: dict[str, str] | None = None, **limits: Any,
+    aliases: tuple[str, ...] = (), words: dict[str, str] | None = None, read_by: str = "", **limits: Any,
 ) -> Any:  # fmt: skip
     """A field of one value. kind: where it takes more than its annotation says; limits: as in `Limits`."""
-    about = {"help": help, "kind": kind, "parse": parse, "aliases": aliases, "words": words or {}}
+    about = {
+        "help": help, "kind": kind, "parse": parse, "aliases": aliases, "words": words or {}, "read_by": read_by,
+    }  # fmt: skip
     return field(default=default, metadata={**about, "limits": Limits(**limits)})
 
 

@@ -103,16 +103,6 @@ class Own(Noise):
         return torch.tensor(float(self.draw(self.rng, index)))
 
 
-class OwnStream(Positions):
-    def __init__(self, seed=None):
-        self.rng, self.seed = random.Random(0), seed
-
-    def __iter__(self):
-        if self.seed is not None:
-            self.rng.seed(self.seed)
-        yield from ([self.rng.random()] for _ in range(7))
-
-
 def seeded_by_index(rng, index):
     rng.seed(index)
     return rng.random()
@@ -170,8 +160,6 @@ class Deep(Noise):
         (Subset(ConcatDataset([Noise(), OfTheModule()]), [0, 7, 8]), None, "data.train"),
         (Noise(), Own(lambda rng, i: rng.random(), random.Random(0)).__getitem__, "data.transform"),
         (Noise(), lambda sample: MODULE_LEVEL.random(), "data.transform"),
-        (OwnStream(), None, "data.train"),
-        (OwnStream(seed=1), None, ""),
         (Own(lambda rng, i: i, random.Random(0)), None, ""),
         (Own(seeded_by_index, random.Random(0)), None, ""),
         (Own(lambda rng, i: random.random(), random.Random(0)), None, ""),

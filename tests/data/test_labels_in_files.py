@@ -132,7 +132,7 @@ def lines_on(folder: Path, labels: list[Any], *more: str, **arguments: Any) -> l
     config, source = compose_run(words).config, as_csv(folder, labels, **arguments)
     facts = facts_of(source)
     check_classes(config, facts, {"train": source})
-    return describe_sources(config, facts, {"train": source}, is_new=True)
+    return describe_sources(config, facts, {"train": source}, {}, is_new=True)
 
 
 def test_real_numbers_as_labels_name_the_settings_that_help(tmp_path: Path) -> None:

@@ -60,21 +60,21 @@ def test_lines_without_a_terminal(tmp_path: Path) -> None:
         stream.getvalue()
         == f"""\
 digits-mlp on cpu
-  model   MLP (layers), 19,210 parameters
-  data    1,437 training samples, 360 for validation
-  step    batch 32 x accumulate 4 x ranks 2 = 256
-  update  AdamW, lr 0.001, schedule cosine
-  length  900 steps, 45 an epoch, 20 epochs
-  chosen  data.engine=resident: 0.4 MiB fits in memory
-          parallel.devices=2: [two] cores
-  folder  {tmp_path}
+  model      MLP (layers), 19,210 parameters
+  data       1,437 training samples, 360 for validation
+  batch      32 x 4 accumulated x 2 ranks = 256
+  update     AdamW, lr 0.001, schedule cosine
+  length     900 steps, 45 an epoch, 20 epochs
+  chosen     data.engine=resident: 0.4 MiB fits in memory
+             parallel.devices=2: [two] cores
+  folder     {tmp_path}
 epoch 3/20  step 135  train/loss 0.2135  val/loss 0.25  val/acc 0.921  5.5k samples/s
 saved [bold]checkpoint[/bold] :smile:
 test  test/loss 0.2  test/acc 0.95
 ended at step 900: trainer.max_epochs=20 reached
-  best    val/acc 0.9812 at step 810
-  time    1:05, 5.91k samples/s
-  files   {tmp_path}/checkpoints
+  best       val/acc 0.9812 at step 810
+  time       1:05 of training, 5.91k samples/s
+  files      {tmp_path}/checkpoints
 """
     )
 
@@ -92,7 +92,7 @@ def test_a_run_without_validation_is_not_silent(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_length_names_epochs_where_they_end_the_run() -> None:
     facts = replace(FACTS, steps_per_epoch=10**6, total_steps=5000)
-    assert "  length  5,000 steps, 1,000,000 an epoch" in start_lines(facts, 0, True)
+    assert "  length     5,000 steps, 1,000,000 an epoch" in start_lines(facts, 0, True)
     assert ProgressBar(facts, 0).draw(80, 1200, []).plain.startswith("training  ")
 
 
@@ -122,7 +122,7 @@ def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatc
     assert shown.count("step 450  ") == 1  # no lines beside the bar; the newest numbers stay when it goes
     assert shown.index("a print of the user's") < shown.index(last) < shown.index("ended at step")
     assert shown.endswith(
-        "  best    val/acc 0.9812 at step 810\n  time    1:05, 5.91k samples/s\n  files   runs/x\n"
+        "  best       val/acc 0.9812 at step 810\n  time       1:05 of training, 5.91k samples/s\n  files      runs/x\n"
     )
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # the cursor is back
     assert sys.stdout is before[0]

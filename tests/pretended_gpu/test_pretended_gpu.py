@@ -115,7 +115,7 @@ def test_the_command_finds_it(library: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on cuda:0" in done.stdout
-    assert "x ranks 2 =" in done.stdout
+    assert "x 2 ranks =" in done.stdout
 
 
 def test_every_rank_of_somebody_else_may_be_shown_one_gpu(library: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_every_rank_of_somebody_else_may_be_shown_one_gpu(library: Path, tmp_pat
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on cuda:0" in done.stdout
-    assert "x ranks 2 =" in done.stdout
+    assert "x 2 ranks =" in done.stdout
 
 
 @pytest.mark.parametrize(

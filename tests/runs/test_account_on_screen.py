@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ import pytest
 from tests.monitor.test_console import FACTS
 from trainrun.cli.main import main
 from trainrun.monitor.console import end_lines, place_line
-from trainrun.monitor.measured_lines import limits_line
+from trainrun.monitor.measured_lines import bottleneck_line
 from trainrun.monitor.metric_rows import read_rows
 from trainrun.output import duration, quantity
 from trainrun.plots.time_stack import blocks_of
+from trainrun.runs import run
 from trainrun.timing.phases import ACCOUNTS
 
 WORDS = ("monitor.hardware=false", "monitor.progress_bar=false", "trainer.num_threads=1", "output_dir=run")
@@ -28,9 +30,11 @@ def shares_of(line: str) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a run, and what it said at its end."""
+    """The folder of a run that began with its command, not with the process of the tests; and what it said."""
     folder = tmp_path_factory.mktemp("account") / "run"
-    assert main([*WORDS[:3], "trainer.max_epochs=4", f"output_dir={folder}"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "command_start", perf_counter)
+        assert main([*WORDS[:3], "trainer.max_epochs=4", f"output_dir={folder}"]) == 0
     return folder, (folder / "run.log").read_text()
 
 
@@ -38,7 +42,7 @@ def test_shares_of_the_last_line_and_of_the_picture_are_those_of_the_account(fin
     folder, log = finished
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "ledger"]
     ledger = rows[-1]["seconds"]
-    (line,) = re.findall(r"  spent +(.*)", log)
+    (line,) = re.findall(r"  wall clock +(.*)", log)
     total = sum(ledger.values())
     assert line.startswith(f"{duration(total)} from start to end")
     shares = shares_of(line.partition(":")[2])
@@ -51,31 +55,33 @@ def test_shares_of_the_last_line_and_of_the_picture_are_those_of_the_account(fin
     assert "plots" in ledger
 
 
-def test_time_speed_and_limits_are_those_of_the_status(finished: Any) -> None:
+def test_time_speed_and_bottleneck_are_those_of_the_status(finished: Any) -> None:
     folder, log = finished
     status = json.loads((folder / "status.json").read_text())
     (time,) = re.findall(r"  time +(.*)", log)
-    assert time == f"{duration(status['seconds'])}, {quantity(status['samples_per_second'])} samples/s"
-    (limits,) = re.findall(r"  limits +(.*)", log)
+    assert (
+        time
+        == f"{duration(status['seconds'])} of training, {quantity(status['samples_per_second'])} samples/s"
+    )
+    (bottleneck,) = re.findall(r"  bottleneck +(.*)", log)
     found = status["throughput_limits"]
-    assert f"training alone {quantity(found['train_per_second'])} samples/s" in limits
-    assert f"loading alone {quantity(found['load_per_second'])}" in limits
-    assert f"reach {100 * found['reached']:.0f} %" in limits
+    assert f"take {quantity(found['train_per_second'])}" in bottleneck
+    assert re.search(rf"delivers? {quantity(found['load_per_second'])}", bottleneck)
 
 
-def test_limits_are_shown_as_measured_in_the_unit_of_the_items() -> None:
+def test_bottleneck_line_shows_measured_rates_in_the_unit_of_the_items() -> None:
     facts = {"load_per_second": 2_282_602.0, "train_per_second": 116_952.0, "reached": 0.91, "limit": "train"}
     tokens = {"samples_per_second": 90e3, "tokens_per_second": 7e6}
     for speeds, unit in ((tokens, "samples/s"), ({"tokens_per_second": 9e4}, "tokens/s"), ({}, "items/s")):
-        line = limits_line({"throughput_limits": facts, **speeds})
-        assert line.startswith(f"training alone 117k {unit}, loading alone 2.28M")
+        line = bottleneck_line({"throughput_limits": facts, **speeds})
+        assert line == f"the model: it can take 117k {unit}, loading could deliver 2.28M"
 
 
 def test_nothing_is_booked_as_plots_without_plots(workdir: Path) -> None:
     assert main([*WORDS, "trainer.max_steps=20", "monitor.plots=false"]) == 0
     rows = [row for row in read_rows(workdir / "run" / "metrics.jsonl") if row["kind"] == "ledger"]
     assert all("plots" not in row["seconds"] for row in rows)
-    assert "plots" not in (workdir / "run" / "run.log").read_text().partition("spent")[2]
+    assert "plots" not in (workdir / "run" / "run.log").read_text().partition("wall clock")[2]
 
 
 def test_epochs_of_a_resume_with_half_the_batch_end_behind_the_place(workdir: Path) -> None:

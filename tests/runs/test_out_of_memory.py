@@ -10,16 +10,15 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import exact_parts
 import pytest
 import torch
 from exact_parts import Recorder, fitted, parts_of, result
 
 import trainrun as package
 from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.cli.main import main
 from trainrun.errors import TrainingError
-from trainrun.parallel.launch import launch
-from trainrun.runs.run_folder import RunDir, read_json, write_json
+from trainrun.runs.run_folder import read_json
 
 pytestmark = pytest.mark.process
 
@@ -99,35 +98,23 @@ def test_where_one_sample_is_too_much_the_message_says_so(workdir: Path) -> None
         )
 
 
-SCENARIOS = {
-    "both": ["model.limit=1"],
-    "one": ["model.limit=2", "model.only_rank=1"],
-    "none": ["model.limit=100"],
-    "off": ["model.limit=100", "trainer.out_of_memory=stop"],
-    "views": ["model.limit=1", "parallel.gradient_as_bucket_view=false"],
-}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    run = RunDir(tmp_path_factory.mktemp("two_ranks"))
-    words = [*CAPPED, *WINDOWS, "data.batch_size=4", "trainer.max_epochs=2"]
-    write_json(run.root / "scenarios.json", {name: [*words, *own] for name, own in SCENARIOS.items()})
+def test_where_memory_ends_on_one_rank_the_run_ends_with_what_to_type(workdir: Path) -> None:
+    words = [*CAPPED[:2], *WINDOWS, "data.train._target_=exact_parts.samples", "task.class_dim=-1",
+             "trainer.max_epochs=2", "monitor.plots=false", "precision=64-true"]  # fmt: skip
+    ranks = ["parallel=ddp", "parallel.devices=2", "data.batch_size=4", "model.limit=2", "model.only_rank=1"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        command = [sys.executable, exact_parts.__file__, str(run.root)]
-        assert launch(lambda attempt: command, 2, run, grace_seconds=5, alone_seconds=60) == 0
-    return read_json(run.root / "results.json")
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_two_ranks_agree_also_where_memory_ends_on_one(name: str, two_ranks: dict[str, Any]) -> None:
-    one = result((*CAPPED, *WINDOWS, "model.limit=100", "trainer.max_epochs=2"))
-    close(two_ranks[name], json.loads(json.dumps(one)))
-
-
-def test_waiting_for_each_other_changes_no_bit(two_ranks: dict[str, Any]) -> None:
-    assert two_ranks["none"] == two_ranks["off"]
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests/runs'}")
+        assert main([*words, *ranks, "output_dir=ranks"]) == 1
+        advice = "data.batch_size=2 trainer.accumulate_grad_batches=4"
+        assert advice in read_json(Path("ranks/status.json"))["message"]
+        assert main(["resume", "ranks", *advice.split()]) == 0
+    one = package.train(*words, "model.limit=99", "data.batch_size=8")
+    ends = [
+        read_checkpoint(resolve(folder / "checkpoints", "last")).shared
+        for folder in (Path("ranks"), one.folder)
+    ]
+    for name, value in ends[0]["model"].items():
+        torch.testing.assert_close(value, ends[1]["model"][name], rtol=1e-12, atol=1e-12)
 
 
 REAL = """

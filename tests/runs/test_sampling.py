@@ -76,7 +76,7 @@ def folder(tmp_path, monkeypatch):
 
 def losses(folder):
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    return {row["step"]: row["train/loss"] for row in rows if row["kind"] == "train"}
 
 
 @pytest.mark.process

@@ -384,7 +384,7 @@ def test_evaluation_has_the_state_of_the_task(own: Path, capsys: pytest.CaptureF
 
 
 def test_checksums_tell_contents_apart() -> None:
-    from trainrun.training.checks.unsaved_state import state_text
+    from trainrun.runtime.held_state import state_text
 
     one = {"a": torch.ones(3), "b": [1, 2.0, None]}
     assert state_text(one, set()) == state_text({"a": torch.ones(3), "b": [1, 2.0, None]}, set())
@@ -396,7 +396,7 @@ def test_checksums_tell_contents_apart() -> None:
 
 
 def test_what_holds_more_than_can_be_looked_at_soon_is_not_told() -> None:
-    from trainrun.training.checks.unsaved_state import state_text
+    from trainrun.runtime.held_state import state_text
 
     class Item(float):
         looked = 0

@@ -9,7 +9,7 @@ import exact_parts
 import pytest
 import torch
 
-from trainrun.monitor.measured_lines import limits_line
+from trainrun.monitor.measured_lines import bottleneck_line
 from trainrun.summary.at_end import hint, limit_facts
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
 from trainrun.timing.phases import Session
@@ -31,15 +31,14 @@ def test_what_is_read_between_steps_is_told_by_the_account_of_time():
     assert throughput_limits(ahead, Session(STEPS, 100.0, SECONDS)) is None  # it does not tell loading alone
 
 
-def test_the_line_names_the_side_that_limits():
+def test_bottleneck_line_names_the_slower_side():
     facts = limit_facts(ThroughputLimits(load=1000.0, train=400.0, reached=0.97), world_size=2)
     assert facts["limit"] == "train"
-    # an item has 10 tokens, and the run had 97 % of what training alone would give
-    line = limits_line(facts, (7760.0, "tokens/s"))
-    assert line == "training alone 8k tokens/s, loading alone 20k: training limits, its steps reach 97 %"
+    line = bottleneck_line({"throughput_limits": facts, "tokens_per_second": 7760.0})
+    assert line == "the model: it can take 800 tokens/s, loading could deliver 2k"
     facts = limit_facts(ThroughputLimits(load=100.0, train=400.0, reached=1.0), world_size=1)
-    assert limits_line(facts, None).startswith(
-        "loading alone 100 items/s, training alone 400: loading limits"
+    assert bottleneck_line({"throughput_limits": facts}) == (
+        "loading: it delivers 100 items/s, the model could take 400"
     )
 
 
@@ -68,13 +67,13 @@ FINE = {"start-up": 50.0, "plots": 30.0, "forward": 40.0, "backward": 50.0, "dat
     ("change", "padding", "expected"),
     [
         ({}, 0.05, ""),
-        ({"data": 30.0}, 0.0, "waiting for data took 24 % after start-up; what could be won is measured by: "
+        ({"data": 30.0}, 0.0, "waiting for data took 24 % after start-up; to measure what can be gained: "
                               "trainrun autotune model=mlp 'data.path=a b'"),
         ({"data": 30.0, "validation": 31.0}, 0.0, "validation took 21 % after"),
         ({"data": 30.0, "device": 25.0}, 0.0, ""),  # a GPU worked meanwhile
         ({"logging": 20.0}, 0.0, "logging took 17 % after"),
         ({"checkpoint": 20.0}, 0.0, "saving checkpoints took 17 % after"),
-        ({}, 0.7, "computing on padding took 63 % after start-up; what could be won is measured by: trainrun diagnose"),
+        ({}, 0.7, "computing on padding took 63 % after start-up; to measure what can be gained: trainrun diagnose"),
     ],
 )  # fmt: skip
 def test_one_hint_where_something_takes_over_a_tenth(change, padding, expected):

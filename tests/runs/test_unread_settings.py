@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import trainrun
 from trainrun.cli.main import main
+from trainrun.config.schema import RunConfig, TrainerConfig
 from trainrun.errors import ConfigError
 
 pytestmark = pytest.mark.train
@@ -87,6 +89,79 @@ def test_a_setting_that_nothing_reads_is_an_error(words: list[str], key: str):
     with pytest.raises(ConfigError) as caught:
         trainrun.train(*typed, *words)
     assert [fault.partition(":")[0] for fault in caught.value.faults] == [key]
+
+
+DIGITS = ("data=digits", "trainer.max_steps=4", *QUIET[:3])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "trainer.max_rollbacks=5",
+        "trainer.gradient_clip_algorithm=value",
+        "data.max_skipped_fraction=0.3",
+        "parallel.bucket_cap_mb=3",
+        "parallel.find_unused_parameters=true",
+        "monitor.on_error=raise",
+    ],
+)
+def test_a_plain_setting_that_nothing_reads_is_an_error(word: str):
+    with pytest.raises(ConfigError) as caught:
+        trainrun.train(*DIGITS, word)
+    assert [fault.partition("=")[0] for fault in caught.value.faults] == [word.partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trainer.nan_policy=rollback", "trainer.max_rollbacks=5"],
+        ["trainer.gradient_clip_val=1", "trainer.gradient_clip_algorithm=value"],
+        ["data.on_error=skip", "data.max_skipped_fraction=0.3"],
+        ["trainer.ema=true", "trainer.ema.decay=0.9"],
+        ["trainer.ema=false", "trainer.ema.decay=0.9", "trainer.max_rollbacks=3"],
+        [
+            "trainer.limit_test_batches=0.5",
+            "checkpoint.strict=true",
+            "trainer.stop_grace_seconds=9",
+            "user.mine=3",
+        ],
+        ["monitor.window_size=3", "trainer.python_gc=automatic", "trainer.check_task=false", "run_name=mine"],
+        [
+            "monitor.tracker=csv",
+            "monitor.on_error=raise",
+            "monitor.progress_bar=false",
+            "monitor.verbose=false",
+        ],
+        [
+            "precision=auto",
+            "data.global_batch_size=64",
+            "trainer.watchdog_seconds=100",
+            "checkpoint.keep_last=3",
+        ],
+    ],
+)
+def test_plain_settings_that_are_read_are_none(words: list[str]):
+    assert trainrun.train(*DIGITS, *words).status["state"] == "done"
+
+
+def test_the_words_of_a_resume_are_read():
+    trainrun.train(*DIGITS, "output_dir=run")
+    assert main(["resume", "run", "trainer.max_steps=6", "trainer.max_rollbacks=5"]) == 2
+    assert main(["resume", "run", "trainer.max_steps=8"]) == 0
+
+
+@pytest.mark.process
+def test_ranks_read_settings_of_their_own():
+    words = ["parallel=ddp", "parallel.devices=2", "parallel.bucket_cap_mb=3", "parallel.timeout_seconds=99"]
+    assert main([*DIGITS, "output_dir=run", *words, "monitor.window_size=3"]) == 0
+    assert main([*DIGITS, "output_dir=other", *words, "trainer.max_rollbacks=5"]) == 2
+
+
+@pytest.mark.parametrize("word", ["trainer.max_rollbacks=3", "trainer.max_rollbacks=5"])
+def test_reads_are_not_recorded_in_the_steps(word: str):
+    with suppress(ConfigError):
+        trainrun.train(*DIGITS, word)
+    assert "__getattribute__" not in vars(TrainerConfig) | vars(RunConfig)
 
 
 def test_named_training_sets_are_read():

@@ -88,7 +88,8 @@ def test_lora_trains_its_matrices_alone_from_given_weights_and_is_resumed(
     )
     assert torch.equal(model["layers.5.weight"], base["layers.5.weight"])  # frozen: no update, and no decay
     names = {f"{layer}.{half}" for layer in ("layers.1", "layers.3") for half in ("lora_a", "lora_b")}
-    assert {name for group in tree["optimizer"]["groups"] for name in group["params"]} == names
+    assert names <= {name for group in tree["optimizer"]["groups"] for name in group["params"]}
+    assert set(tree["optimizer"]["state"]) <= names  # of the frozen ones the optimizer keeps nothing
     assert all(model[name].abs().sum() > 0 for name in names)
     assert main([*words, "monitor.stop._target_=own.Stops", "output_dir=part"]) == 75
     assert main(["resume", "part"]) == 0

@@ -17,7 +17,7 @@ WORDS = (
     "data.train._target_=subjects.samples", "data.val._target_=subjects.samples", "data.val.seed=2",
     "data.batch_size=8", "optimizer.lr=0.01", "trainer.num_threads=1",
 )  # fmt: skip
-TITLES = 12
+TITLES = 13
 Table = Callable[..., dict[str, Certificate]]
 
 

@@ -19,7 +19,6 @@ from trainrun.assemble.data_pipeline import (
     build_sources,
     check_alike,
     check_classes,
-    check_settings_are_read,
     describe_sources,
     key_of,
     options_of_splits,
@@ -33,6 +32,7 @@ from trainrun.assemble.model_and_transforms import (
 from trainrun.assemble.optimizer_and_schedule import (
     CONSTANT,
     SCHEDULE_KEYS,
+    build_named,
     build_optimizer_of,
     build_schedule_of,
     build_update,
@@ -63,6 +63,7 @@ from trainrun.assemble.step_function import (
     checked_step,
     seen_step,
 )
+from trainrun.assemble.unread_settings import check_nodes_are_read
 from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.config.saved_values import public
 from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain, validation_nodes
@@ -70,7 +71,7 @@ from trainrun.data.facts import facts_of_all
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
-from trainrun.instantiate import BUILT, bind_faults, build, named_nodes
+from trainrun.instantiate import bind_faults, build, named_nodes
 from trainrun.interfaces import (
     Batches,
     ChecksModel,
@@ -190,7 +191,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     sources, drawn = build_sources(config, notes, site.trained)
     splits = look_at_splits(config, site, sources, drawn)
     facts = facts_of_all(sources, splits["train"])
-    notes += describe_sources(config, facts, sources, site.is_new)
+    notes += describe_sources(config, facts, sources, splits, site.is_new)
     task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
     streams: dict[str, Any] = open_streams(config, site, sources, splits, task, tally, notes, places)
     train, test = streams.pop("train"), streams.pop("test", None)
@@ -247,7 +248,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     step = seen_step(config, step, device, monitors.note)
     step = checked_step(step, trainer.check_task and site.is_new, task, model)
     hooks = build_hooks(config, site, frozen)
-    check_settings_are_read(site.typed, BUILT, config, sources)
+    check_nodes_are_read(site.typed, config, sources)
     run = Components(
         config=config, model=model, wrapped=wrapped, task=task, task_calls=calls,
         optimizer=optimizer, schedule=schedule, precision=precision, parallel=parallel, ema=ema, retry=retry,
@@ -321,7 +322,6 @@ def build_updates(
 ) -> tuple[Optimizer, Schedule | JoinedSchedules, Precision, dict[str, NamedOptimizer]]:  # fmt: skip
     """The optimizer with its schedule and guarded update; of several by name all together, and each."""
     if named_nodes(config.optimizer):
-        from trainrun.assemble.several_optimizers import build_named
         from trainrun.training.named_optimizers import JoinedOptimizers, JoinedPrecision, JoinedSchedules
 
         named = build_named(
@@ -425,15 +425,15 @@ def build_on_bad(
     config: RunConfig, site: RunContext, precision: Precision, retry: OomRetry, note: Callable[[str], None]
 ) -> Callable[[TrainState, str], None]:
     """What is done about a step that was not finite."""
+    trainer = config.trainer
+    most_rollbacks = trainer.max_rollbacks if trainer.nan_policy == "rollback" else 0
 
     @cache
     def bad_steps() -> BadSteps:
         from trainrun.training.recovery.nonfinite import BadSteps
 
-        trainer, folder = config.trainer, site.run.nonfinite
-        return BadSteps(
-            trainer.nan_policy, trainer.max_rollbacks, folder, site.parallel, precision, retry, note
-        )
+        folder = site.run.nonfinite
+        return BadSteps(trainer.nan_policy, most_rollbacks, folder, site.parallel, precision, retry, note)
 
     return lambda state, failure: bad_steps()(state, failure)
 
@@ -471,8 +471,9 @@ def unit_of(task: Any) -> str:
 
 def precision_options(config: RunConfig) -> PrecisionOptions:
     trainer = config.trainer
+    clip_algorithm = "norm" if trainer.gradient_clip_val is None else trainer.gradient_clip_algorithm
     return PrecisionOptions(
-        config.precision.mode, trainer.gradient_clip_val, trainer.gradient_clip_algorithm, trainer.nan_policy,
+        config.precision.mode, trainer.gradient_clip_val, clip_algorithm, trainer.nan_policy,
         trainer.cpu_offload, config.precision.master_weights,
     )  # fmt: skip
 

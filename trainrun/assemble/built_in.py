@@ -7,13 +7,11 @@ compiling gains is known only once it is paid for. What it cost is in `status.js
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
 from trainrun.config.mistakes.technique_rules import step_obstacles
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import ConfigError, told_of_a_setting
 from trainrun.transform.compile import gpu_compiler_problem
 
@@ -64,8 +62,7 @@ def with_scope(
     problem = gpu_compiler_problem(found) if found and config.trainer.compile.backend == "inductor" else ""
     scope, note = chosen_scope(config, num_weights, total_steps, device, problem)
     notes.append(note)
-    trainer = replace(config.trainer, compile=replace(config.trainer.compile, scope=scope))
-    return replace(config, trainer=trainer)
+    return with_values(config, {"trainer.compile.scope": scope})
 
 
 NO_BLOCKS = (

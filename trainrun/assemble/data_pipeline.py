@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from trainrun.config.schema import SAME, RunConfig, validation_nodes, value_of
+from trainrun.config.schema import SAME, RunConfig, validation_nodes
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.facts import (
     PLAUSIBLE_CLASSES,
@@ -23,9 +23,8 @@ from trainrun.data.facts import (
 from trainrun.data.pipeline import open_batches, with_look
 from trainrun.data.readers.shared_rows import describe_shared_rows
 from trainrun.data.stream_options import Report, StreamOptions, check_options
-from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import ConfigError, DataError
-from trainrun.instantiate import BUILT, build, is_node, named_nodes
+from trainrun.instantiate import build, named_nodes
 from trainrun.interfaces import IGNORED, DataFacts, Parallel
 from trainrun.precision.autocast import data_float_dtype
 
@@ -35,12 +34,8 @@ if TYPE_CHECKING:
 
 OUR_TASKS, ASK_FOR_CLASSES = "trainrun.task.", ("num_classes", "vocab_size")
 AS_IN_CONFIG = ("engine", "num_workers", "num_threads", "pin_memory", "persistent_workers", "prefetch_factor", "cache",
-                "max_sequence_length", "on_error", "max_skipped_fraction", "truncate", "padding", "max_tokens",
+                "max_sequence_length", "on_error", "truncate", "padding", "max_tokens",
                 "pad_multiple")  # fmt: skip
-# A node below one of these is read when it is built; what was typed below it is an error else.
-ROOTS = ("data.train", "data.val", "data.test", "data.transform", "data.val_transform", "data.test_transform",
-         "data.collate_fn", "data.augment", "hook", "transform", "model", "task")  # fmt: skip
-TRAINING = "data.train."
 REGRESSION = "trainrun.task.regression.Regression"
 CLASSIFIERS = ("trainrun.task.classification.Classification", "trainrun.task.distillation.Distillation")
 
@@ -58,7 +53,6 @@ def build_sources(
 ) -> tuple[dict[str, Any], Drawn | None]:
     """The data sets by split, and how often training samples come. Where the targets of a table may be class numbers
     or real ones, the task says which. trained: names that the data sets must have, as a checkpoint holds them."""
-    BUILT.clear()
     data, task = config.data, config.task or {}
     named = {f"train.{name}": node for name, node in named_nodes(data.train).items()} or {"train": data.train}
     validation = (validation_nodes(data) or {"val": None}) if data.folds is None else {}
@@ -83,14 +77,21 @@ def build_sources(
 
 
 def describe_sources(
-    config: RunConfig, facts: DataFacts, sources: Mapping[str, Any], is_new: bool
+    config: RunConfig,
+    facts: DataFacts,
+    sources: Mapping[str, Any],
+    splits: Mapping[str, StreamOptions],
+    is_new: bool,
 ) -> list[str]:
-    """Return lines on the samples of a run; those that need a look at them only where the run is new."""
+    """Return lines on the samples of a run; those that need a look at them only where the run is new.
+
+    splits: how each split is read.
+    """
     lines = [describe_classes(facts)]
     if is_new and is_classifier(config):
         lines += [describe_unique_labels(sources["train"], "data.train", is_table(config))]
     if is_new:
-        lines += describe_shared_rows(sources)
+        lines += describe_shared_rows(sources, splits)
     return [line for line in lines if line]
 
 
@@ -161,6 +162,7 @@ def stream_options(
     assert config.seed is not None
     return StreamOptions(
         **{setting: getattr(data, setting) for setting in AS_IN_CONFIG},
+        max_skipped_fraction=data.max_skipped_fraction if data.on_error == "skip" else 0.0,
         key=key_of(name),
         training=training,
         batch_size=data.batch_size if training else data.val_batch_size or data.batch_size,
@@ -285,71 +287,3 @@ def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) 
     for name, source in sources.items():
         if source is not None:
             check_labels(source, key_of(name), labels)
-
-
-def check_settings_are_read(
-    typed: Iterable[str], built: set[str], config: RunConfig, sources: Mapping[str, Any]
-) -> None:
-    """Raise ConfigError with every setting that was typed and that no code has read.
-
-    built: the keys of the nodes that were built. sources: the data sets by split; one of this package says in
-    its attribute `unused_arguments` which of its arguments it had no use for, each with the reason.
-    """
-    unused = {
-        key_of(name): unused_arguments(source) for name, source in sources.items() if source is not None
-    }
-    faults = []
-    for key in dict.fromkeys(typed):
-        node = node_above(key, config)
-        is_told = config.data.folds is not None and str(node).startswith(
-            "data.val"
-        )  # in the line on the folds
-        if node is not None and node not in built and not is_told:
-            faults.append(f"{key}: no code reads it, since this run does not use {node}; leave it out")
-        elif reason := unused_reason(key, config, unused):
-            faults.append(f"{key}: no code reads it: {reason}; leave it out")
-    if faults:
-        raise ConfigError(*faults)
-
-
-def node_above(key: str, config: RunConfig) -> str | None:
-    """Return the key of the node that a setting is part of; None for other settings, and for a node that is off."""
-    root = next((root for root in ROOTS if key == root or key.startswith(f"{root}.")), None)
-    if root is None:
-        return None
-    value = value_of(config, root)
-    name = key.removeprefix(root).lstrip(".").partition(".")[0]
-    if name in named_nodes(value):  # of several data sets below one key
-        return f"{root}.{name}"
-    return root if is_node(value) else None
-
-
-def unused_arguments(source: Any) -> dict[str, str]:
-    """Return the arguments that no part of a source had a use for."""
-    each = [getattr(part, "unused_arguments", None) or {} for part in parts_of(source)]
-    return {name: reason for name, reason in each[0].items() if all(name in others for others in each)}
-
-
-def unused_reason(key: str, config: RunConfig, unused: Mapping[str, Mapping[str, str]]) -> str:
-    """Return why an argument has no use; "" if it has one, or is off. The other sets take those of training too."""
-    above, _, name = key.rpartition(".")
-    if not above.startswith("data.") or above.startswith(TRAINING):
-        return ""
-    value = node_of(above, config).get(name)
-    if not value or value == "auto":  # it asks for nothing
-        return ""
-    if f"{above}." == TRAINING:
-        takers = [one for one in unused if name in node_of(one, config)]
-    else:
-        takers = [one for one in unused if one == above]
-    reasons = [unused[one].get(name, "") for one in takers]
-    return reasons[0] if reasons and all(reasons) else ""
-
-
-def node_of(key: str, config: RunConfig) -> Mapping[str, Any]:
-    """Return the node of a data set; folds validate on what `data.train` gives."""
-    root = ".".join(key.split(".")[:2])
-    node = value_of(config, root)
-    rest = key.removeprefix(root).lstrip(".")
-    node = node.get(rest) if rest and isinstance(node, dict) else node
-    return node if isinstance(node, dict) else {}

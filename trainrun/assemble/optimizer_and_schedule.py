@@ -17,12 +17,13 @@ from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes, rebuil
 from trainrun.interfaces import Precision
 from trainrun.optimizer.build_optimizer import build_optimizer
 from trainrun.output import counted, duration
+from trainrun.precision.update import Update
 from trainrun.scheduler.schedule import Schedule
 from trainrun.training.triggers import Intervals
 
 if TYPE_CHECKING:
     from trainrun.optimizer.groups import GroupRules
-    from trainrun.training.named_optimizers import JoinedSchedules
+    from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
 
 CONSTANT = {"_target_": "trainrun.scheduler.curves.constant"}
 WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
@@ -158,6 +159,54 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
         optimizer, locate(node["_target_"], "scheduler"), keywords, steps, rhythm.total_steps, node.get("metric"),
         rhythm.steps_per_epoch, node.get("interval") == "epoch", rhythm.validates,
     )  # fmt: skip
+
+
+def build_named(
+    config: RunConfig, model: nn.Module, rhythm: Intervals, notes: list[str], guard: Callable[[nn.Module], Update]
+) -> dict[str, NamedOptimizer]:  # fmt: skip
+    """Build several optimizers by name, each with its own parameters, guarded update and schedule, from their nodes.
+
+    guard: the guarded update of some parameters. Raises ConfigError for parameters that none of them has, or two.
+    """
+    from trainrun.patterns import matching
+    from trainrun.training.named_optimizers import NamedOptimizer
+
+    nodes = named_nodes(config.optimizer)
+    known = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
+    faults, owners, built = [], dict[nn.Parameter, str](), {}
+    for name, node in nodes.items():
+        try:
+            names = matching(known, node["params"], f"optimizer.{name}.params")
+        except ValueError as error:
+            faults.append(str(error))
+            continue
+        if twice := [one for one in names if known[one] in owners]:
+            faults.append(
+                f"optimizer.{name}.params: {twice[0]} is in optimizer.{owners[known[twice[0]]]} already"
+            )
+        owners |= dict.fromkeys((known[one] for one in names), name)
+    left = [name for name, param in known.items() if param.requires_grad and param not in owners]
+    if left and not faults:
+        faults.append(
+            f"optimizer.{next(iter(nodes))}.params: {counted(len(left), 'parameter')} of the model would never be "
+            f"updated ({left[0]}); name them in one of the optimizers, or freeze them"
+        )
+    if faults:
+        raise ConfigError(*faults)
+    for name, node in nodes.items():
+        params = [param for param in model.parameters() if owners.get(param) == name]
+        scheduler = schedule_node(config, name)
+        optimizer = optimizer_of_node(config, node, scheduler, f"optimizer.{name}", model, 1, notes, params)
+        schedule = schedule_of_node(config, optimizer, scheduler, rhythm)
+        built[name] = NamedOptimizer(optimizer, guard(nn.ParameterList(params)), schedule)
+    return built
+
+
+def schedule_node(config: RunConfig, name: str) -> dict[str, Any]:
+    """The schedule of a named optimizer: its own, else the one for all, else a constant rate."""
+    node = config.scheduler or {}
+    own = named_nodes(node)
+    return dict(own.get(name, CONSTANT)) if own else node or CONSTANT
 
 
 def describe_update(config: RunConfig, schedule: Schedule | JoinedSchedules) -> str:

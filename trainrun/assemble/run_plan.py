@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import math
@@ -17,7 +16,7 @@ import numpy
 import torch
 
 from trainrun.checkpoint.manager import KeepOptions
-from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig
+from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig, with_values
 from trainrun.errors import ConfigError
 from trainrun.instantiate import named_nodes
 from trainrun.interfaces import Batches, Parallel
@@ -53,9 +52,7 @@ def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
         raise ConfigError(
             f"data.global_batch_size={wanted}: must be a multiple of batch_size x ranks = {one}; the nearest is {near}"
         )
-    return dataclasses.replace(
-        config, trainer=dataclasses.replace(config.trainer, accumulate_grad_batches=wanted // one)
-    )
+    return with_values(config, {"trainer.accumulate_grad_batches": wanted // one})
 
 
 def lengths_of(config: RunConfig, train: Batches, source: Any, task: Any, world_size: int) -> Lengths:
@@ -161,7 +158,7 @@ def with_warmup_in_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunC
             raise ConfigError(f"{key}: {error}") from error
         return node | {"warmup_steps": steps}
 
-    return dataclasses.replace(config, scheduler=in_numbers("scheduler", config.scheduler or {}) or None)
+    return with_values(config, {"scheduler": in_numbers("scheduler", config.scheduler or {}) or None})
 
 
 def build_limits(config: RunConfig, lengths: Lengths, task: Any) -> RunLimits:

@@ -6,7 +6,6 @@ RUN.json, and taken from there ever after.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import ModuleType
 from typing import Any, Final
@@ -14,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import RunConfig, with_values
 from trainrun.instantiate import satellite
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision.autocast import is_tiny
@@ -71,8 +70,7 @@ def choose_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
             notes.append(f"trainer.num_threads: {number}, as the run began")
     if not open_type:
         return config
-    precision = dataclasses.replace(config.precision, mode=chosen["precision"])
-    return dataclasses.replace(config, precision=precision)
+    return with_values(config, {"precision.mode": chosen["precision"]})
 
 
 def limit_outputs(task: Any, model: nn.Module, parallel: Parallel, chosen: Chosen) -> None:

@@ -98,7 +98,7 @@ class NumberTrial:
 
     def usual_seconds(self) -> float | None:
         """Seconds of a step; None where it takes too long, by a few rows or by the whole batch."""
-        from trainrun.training.recovery.smaller_pieces import batch_norm_in
+        from trainrun.training.recovery.oom import batch_norm_in
 
         few = min(2 if batch_norm_in(self._step.model) else 1, self._count)
         weights = sum(parameter.numel() for parameter in self._step.model.parameters())

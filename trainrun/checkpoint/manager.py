@@ -6,9 +6,6 @@ run is saved only if the run was stopped from outside.
 
 With `async_save` the training continues as soon as the state is copied in memory. A thread writes the copy. A fault of
 that thread is raised at the next step. Only one save is under way at a time: the next save waits for it.
-
-A new best within 5 seconds of the write before stays in memory until these are over, or until another save comes. A
-better one replaces it there: it is never written if it would be deleted at once. Several ranks write each at once.
 """
 
 from __future__ import annotations
@@ -52,7 +49,6 @@ LEFTOVER_NAME = re.compile(r"\.(tmp|trash|before)-(step-\d{8}|best)-[0-9a-f]{8}"
 LONG_WAIT_SECONDS = 1.0  # a longer wait for the save before is reported
 LEAVE_SECONDS = 5.0  # how long a failing run of several ranks waits for its save under way
 LOWER_PRIORITY_BY = 5  # of the thread that writes
-BEST_SECONDS = 5.0  # between the writes of two new bests
 
 Note = Callable[[str], None]
 
@@ -102,10 +98,6 @@ class Ranking:
         if self.admits(entry):
             self.entries = self._with(entry)
 
-    def contains(self, step: int, beside: Entry) -> bool:
-        """Return whether a step is still among the best once another entry is added."""
-        return any(entry.step == step for entry in self._with(beside))
-
     def remove(self, step: int) -> None:
         self.entries = [entry for entry in self.entries if entry.step != step]
 
@@ -121,21 +113,16 @@ class HasState(Protocol):
 
 @dataclass
 class SaveInProgress:
-    """One save of one rank.
+    """One save of one rank. temporary: its folder; None if a sound checkpoint of the step is there already.
 
-    saved_before: the step of the save before. num_bytes: of all ranks. replaces: the checkpoint of the same step, if
-    there is one. is_held: it is in memory alone, and nothing writes it yet. temporary: its folder; None before it is
-    written, and if a sound checkpoint of the step is there already.
+    replaces: the checkpoint of the same step, if there is one.
     """
 
     manifest: Manifest
     part: StatePart
-    saved_before: int
-    num_bytes: int
+    temporary: Path | None
+    ranked: list[Entry]
     replaces: bool = False
-    is_held: bool = False
-    temporary: Path | None = None
-    ranked: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     written: Future[dict[str, Written]] = field(default_factory=Future)
 
@@ -149,7 +136,7 @@ class CheckpointManager:
         fingerprint: returns the facts of the environment that decide over the bits of a resumed run.
         note: shows one line to the user.
         free_memory: returns the free bytes of the machine's memory.
-        before_commit: called by the thread that writes a save; makes durable what a resume from that save needs.
+        before_commit: called on rank 0 before a save writes anything; makes durable what a resume from it needs.
     """
 
     def __init__(
@@ -165,7 +152,7 @@ class CheckpointManager:
         self._best_by_other_metrics: set[int] = set()  # these steps stay too
         self._copies, self._reported_no_room = CopyMemory(free_memory), False
         self._in_progress: SaveInProgress | None = None
-        self._last_save, self._last_write = clock(), -math.inf
+        self._saved_before, self._last_save = -1, clock()
         self._prepare_from: tuple[HasState, int] | None = (
             None  # the state has its full size from this step on
         )
@@ -182,7 +169,7 @@ class CheckpointManager:
 
     def time_request(self) -> int:
         """Return how this rank's save under way stands, or whether the clock of rank 0 asks for a save."""
-        if self._in_progress is not None and not self._in_progress.is_held:
+        if self._in_progress is not None:
             written = self._in_progress.written
             if not written.done():
                 return SAVE_BUSY
@@ -201,28 +188,17 @@ class CheckpointManager:
         if self._prepare_from is not None and state.step >= self._prepare_from[1]:
             self._copies.prepare(self._build_part(self._prepare_from[0], state).tensors)
             self._prepare_from = None
-        save = self._in_progress
-        if save is not None and save.is_held:
-            can_go_on = not self._is_soon_after_write()
-        else:
-            can_go_on = save is not None and state.save_request in (SAVE_NONE, SAVE_FAILED)
-        return can_go_on or self._reason_to_save(state) is not None
+        is_written = self._in_progress is not None and state.save_request in (SAVE_NONE, SAVE_FAILED)
+        return is_written or self._reason_to_save(state) is not None
 
     def save(self, run: HasState, state: TrainState) -> None:
-        """Go on with the save under way, and save the state if that is due. Raise SaveError on every rank."""
-        reason, save = self._reason_to_save(state), self._in_progress
-        if save is not None and save.is_held and reason is None:
-            self._start_writing(save, state, has_low_priority=True)
-            return
-        saved_before = state.saved_step
-        if save is not None and reason == "best" and self._is_superseded(save, state):
-            saved_before, self._in_progress = save.saved_before, None
-            self._copies.give_back(save.part.tensors)
+        """Finish the save under way, and save the state if that is due. Raise SaveError on every rank."""
         self.finish_save(state)
+        reason = self._reason_to_save(state)
         if reason == "measured":
             self._add_metric(state)
         elif reason is not None:
-            self._start_save(run, state, reason, saved_before)
+            self._start_save(run, state, reason)
 
     def close(self) -> None:
         """Finish the save under way. Raise SaveError on every rank."""
@@ -230,13 +206,9 @@ class CheckpointManager:
 
     def leave(self) -> None:
         """Finish the save under way after a failure, when the ranks exchange nothing more. Raise nothing."""
-        save = self._in_progress
+        save, self._in_progress = self._in_progress, None
         if save is None:
             return
-        if save.is_held:
-            with suppress(Exception):  # it is the fault of `save.written`
-                self._start_writing(save, None, has_low_priority=False)
-        self._in_progress = None
         wait([save.written], None if self._parallel.world_size == 1 else LEAVE_SECONDS)
         fault: object = "the ranks did not agree that all of them had written it"
         if not save.written.done():
@@ -308,7 +280,7 @@ class CheckpointManager:
             state.saved_step = before
         return build_part(self._parallel.rank, shared_tree, rank_tree)
 
-    def _start_save(self, run: HasState, state: TrainState, kind: str, saved_before: int) -> None:
+    def _start_save(self, run: HasState, state: TrainState, kind: str) -> None:
         metric = self._metric_of(state)
         manifest = Manifest(
             self._run_id,
@@ -329,59 +301,41 @@ class CheckpointManager:
             self._report_no_room(part, state)
         # hooks have changed the weights in `on_end`
         replaces = state.saved_step < 0 and state.ended_step == state.step
-        save = SaveInProgress(manifest, part, saved_before, sum(size for size, _ in answers), replaces)
-        save.is_held = kind == "best" and in_background and self._is_soon_after_write()
+        temporary = self._make_temporary_folder(state.step, sum(size for size, _ in answers), replaces)
         if replaces:
             self._ranking.remove(state.step)
         if metric is not None:
             self._ranking.add(Entry(state.step, metric.value))
         if in_background:
             copy = self._copies.take(part.tensors)
-            save.part = StatePart(part.text, copy.tensors, copy.events, is_copy=True)
-        self._in_progress, state.saved_step = save, state.step
+            part = StatePart(part.text, copy.tensors, copy.events, is_copy=True)
+        save = SaveInProgress(manifest, part, temporary, self._ranking.entries, replaces)
+        self._in_progress = save
+        self._saved_before, state.saved_step = state.saved_step, state.step
         self._last_save = self._clock()
-        if not save.is_held:
-            self._start_writing(save, state, has_low_priority=in_background and not state.stop_reason)
-        if not in_background:
-            self.finish_save(state)
-
-    def _start_writing(self, save: SaveInProgress, state: TrainState | None, has_low_priority: bool) -> None:
-        save.is_held, self._last_write = False, self._clock()
-        try:
-            save.temporary = self._make_temporary_folder(save)
-        except Exception as error:
-            save.written.set_exception(error)
-            self._abandon(save, state)
-            raise
-        save.ranked = self._ranking.entries
+        has_low_priority = in_background and not state.stop_reason
         threading.Thread(
             target=self._write, args=(save, has_low_priority), name="trainrun checkpoint", daemon=True
         ).start()
+        if not in_background:
+            self.finish_save(state)
 
-    def _is_soon_after_write(self) -> bool:
-        """Return whether a new best is held: no rank knows the clock of another, so a single one alone does that."""
-        is_soon = self._clock() - self._last_write < BEST_SECONDS
-        return is_soon and self._parallel.world_size == 1
-
-    def _is_superseded(self, save: SaveInProgress, state: TrainState) -> bool:
-        """Return whether a save is held that is none of the best any more beside this state."""
-        metric = self._metric_of(state)
-        if metric is None or not save.is_held:
-            return False
-        return not self._ranking.contains(save.manifest.step, beside=Entry(state.step, metric.value))
-
-    def _make_temporary_folder(self, save: SaveInProgress) -> Path | None:
+    def _make_temporary_folder(self, step: int, needed_bytes: int, replaces: bool) -> Path | None:
         """Return the folder that all ranks write into; None if a sound checkpoint of the step is there and stays."""
-        step, needed_bytes = save.manifest.step, save.num_bytes
         target = self.folder / folder_name(step)
+        failure = f"cannot save checkpoint {target}"
 
         def make() -> str | None:
-            with file_faults(f"cannot save checkpoint {target}", self.folder, needed_bytes):
-                self._files.make_root(self.folder)
-                if not save.replaces and os.path.lexists(target) and is_sound(target, self._run_id):
-                    return None
-                if free_bytes(self.folder) < needed_bytes:
+            with file_faults(failure, self.folder, needed_bytes):
+                is_saved = not replaces and os.path.lexists(target) and is_sound(target, self._run_id)
+                place = self.folder if self.folder.is_dir() else self.folder.parent
+                if not is_saved and free_bytes(place) < needed_bytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._before_commit()
+            if is_saved:
+                return None
+            with file_faults(failure, self.folder, needed_bytes):
+                self._files.make_root(self.folder)
                 return new_temporary_folder(self.folder, step, self._files)
 
         name = on_rank_zero(self._parallel, make)
@@ -392,7 +346,6 @@ class CheckpointManager:
         try:
             if has_low_priority:
                 lower_thread_priority()
-            self._before_commit()
             written = {}
             if save.temporary is not None:
                 written = write_part(save.temporary, self._parallel.rank, save.part, self._files)
@@ -413,12 +366,9 @@ class CheckpointManager:
 
         Raise SaveError on every rank if the save failed on one rank. `state.saved_step` is then the step before.
         """
-        save = self._in_progress
+        save, self._in_progress = self._in_progress, None
         if save is None:
             return None
-        if save.is_held:
-            self._start_writing(save, state, has_low_priority=False)
-        self._in_progress = None
         step, began = save.manifest.step, time.monotonic()
         try:
             parts = on_every_rank(self._parallel, save.written.result)
@@ -426,7 +376,12 @@ class CheckpointManager:
                 written = {name: Written(*entry) for part in parts for name, entry in part.items()}
                 on_rank_zero(self._parallel, lambda: self._commit(save, written))
         except Exception:
-            self._abandon(save, state)
+            self._ranking.remove(step)
+            if state is not None and state.saved_step == step:
+                state.saved_step = self._saved_before
+            if self._parallel.rank == 0 and save.temporary is not None:
+                with suppress(OSError):  # a later start of the run removes what cannot be removed now
+                    self._files.remove_tree(save.temporary)
             raise
         for text in save.notes:
             self._note(text)
@@ -436,16 +391,6 @@ class CheckpointManager:
         if seconds >= LONG_WAIT_SECONDS and state is not None and step < state.step:
             self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")
         return step
-
-    def _abandon(self, save: SaveInProgress, state: TrainState | None) -> None:
-        """Undo what a save that failed has changed."""
-        self._in_progress = None
-        self._ranking.remove(save.manifest.step)
-        if state is not None and state.saved_step == save.manifest.step:
-            state.saved_step = save.saved_before
-        if self._parallel.rank == 0 and save.temporary is not None:
-            with suppress(OSError):  # a later start of the run removes what cannot be removed now
-                self._files.remove_tree(save.temporary)
 
     def _add_metric(self, state: TrainState) -> None:
         """Add the metric to the committed checkpoint of this very step, which is one of the best now."""

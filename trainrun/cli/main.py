@@ -108,12 +108,14 @@ def train_one(words: list[str], paths: list[str]) -> int:
         composition = compose_run(words)
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
-    from trainrun.runs.run import LaunchSpec, begun, start
+    from trainrun.runs.run import begun, start
+    from trainrun.runs.run_folder import LaunchSpec, typed_settings
 
     with contextlib.ExitStack() as held:
         with others_dismissed():
             run, config, again = held.enter_context(begun(in_earlier_folder(composition), words))
-        return told(run.root, lambda: start(run, config, LaunchSpec(again, paths)))
+        typed = () if again else typed_settings(composition.overrides)
+        return told(run.root, lambda: start(run, config, LaunchSpec(again, paths, typed=typed)))
 
 
 @contextlib.contextmanager

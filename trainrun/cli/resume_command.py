@@ -9,9 +9,11 @@ from trainrun.cli.main import add_import_paths, follows_others, in_earlier_folde
 from trainrun.cli.run_arguments import parse, run_parser
 from trainrun.config.aliases import key_of_today
 from trainrun.config.compose import Composition
+from trainrun.config.saved_config import translated
 from trainrun.output import say
 from trainrun.runs.exceptional.go_on import open_run, resume_run
-from trainrun.runs.run import LaunchSpec, begun, start
+from trainrun.runs.run import begun, start
+from trainrun.runs.run_folder import LaunchSpec, typed_settings
 
 
 def main(argv: list[str]) -> int:
@@ -62,6 +64,6 @@ def again(argv: list[str]) -> int:
             typed = ["again", str(earlier.root), *words.overrides]
             composition = in_earlier_folder(Composition(config, {}, overrides, own))
             run, config, goes_on = held.enter_context(begun(composition, typed))
-        return told(
-            run.root, lambda: start(run, config, LaunchSpec(goes_on, add_import_paths(words.config_dir)))
-        )
+        to_read = () if goes_on else typed_settings(translated(overrides).overrides)
+        order = LaunchSpec(goes_on, add_import_paths(words.config_dir), typed=to_read)
+        return told(run.root, lambda: start(run, config, order))

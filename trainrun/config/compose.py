@@ -31,10 +31,6 @@ from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
 from trainrun.limits import NODES, choices_of
 
-# What changes nothing without another setting.
-NEEDING = {f"trainer.{name}" for name in ("gradient_clip_algorithm", "max_rollbacks")}
-NEEDING |= {"data.max_skipped_fraction", "scheduler.base_batch_size"}
-
 
 @dataclass(frozen=True)
 class Composition:
@@ -99,10 +95,6 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
 
         faults += unread_path(config)
     faults += untold(argument_faults(config) | idle_settings(config, overrides), faults)
-    if NEEDING & (typed := {word.lstrip("+").partition("=")[0] for word in overrides}):
-        from trainrun.config.mistakes.technique_rules import without_effect
-
-        faults += untold(without_effect(config, typed), faults)
     if faults:
         raise ConfigError(*faults)
     if config.run_name is None:
@@ -141,6 +133,11 @@ def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
             for key in settings()
             if key in typed and key.startswith(f"{section}.")
         }
+    key, switch, node = "scheduler.base_batch_size", "scheduler.lr_scaling", config.scheduler or {}
+    if key in typed and switch not in typed and node.get("lr_scaling", "none") == "none":
+        faults[key] = (
+            f"{key}={node.get('base_batch_size')}: does nothing without {switch}=linear; add that, or leave it out"
+        )
     return faults
 
 

@@ -84,10 +84,8 @@ def changed(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any
     """A copy with other leaves; `change` gets the key and the value of each."""
     inner = f"{key}." if key else ""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [item.name for item in dataclasses.fields(value)]
-        return dataclasses.replace(
-            value, **{name: changed(getattr(value, name), change, f"{inner}{name}") for name in names}
-        )
+        items = vars(value).items()
+        return type(value)(**{name: changed(item, change, f"{inner}{name}") for name, item in items})
     if isinstance(value, dict):
         return {name: changed(item, change, f"{inner}{name}") for name, item in value.items()}
     if isinstance(value, list):

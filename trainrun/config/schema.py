@@ -7,9 +7,10 @@ manual's tables are made from their fields, so a setting is added here and nowhe
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
@@ -50,14 +51,15 @@ PARALLELS = ("single", "ddp")
 DISTILLATION = "trainrun.task.distillation.Distillation"
 TrackerName = Literal["csv", "mlflow", "tensorboard", "trackio", "wandb"]
 Config = TypeVar("Config")
+READ: set[str] = set()  # keys of the settings that code has read, from `record_reads` to `stop_recording`
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Which samples, and how they become batches (`batch_size` is per device)."""
 
-    name: str = setting("custom", "name of the data, for the name of the run")
-    path: str | None = setting(None, "file or folder of the data")
+    name: str = setting("custom", "name of the data, for the name of the run", read_by="run_name")
+    path: str | None = setting(None, "file or folder of the data", read_by="nodes that refer to it")
     train: Any = node(
         "_target_ and arguments of what gives the training samples, or several sets by name, one after the other",
         required=True, named=True,
@@ -66,6 +68,7 @@ class DataConfig:
     test: Any = node("the same for the test, one set: trainrun evaluate RUN_DIR --split test; null: none")
     shape: list[int] | None = setting(
         None, "shape of one input, where the data cannot say", kind=Annotated[list[Count], "as [1,28,28]"] | None,
+        read_by="nodes that refer to it",
     )  # fmt: skip
     num_classes: int | None = setting(None, "number of classes, where the data cannot say", at_least=2)
     batch_size: int = setting(
@@ -218,7 +221,10 @@ class TrainerConfig:
         aliases=("max_duration",),
     )  # fmt: skip
     stop_grace_seconds: float = setting(
-        120.0, "from a signal until the process ends, saved or not", at_least=0
+        120.0,
+        "from a signal until the process ends, saved or not",
+        at_least=0,
+        read_by="the launcher",
     )
     watchdog_seconds: float = setting(
         0.0,
@@ -249,7 +255,11 @@ class TrainerConfig:
         parse=parse_limit_or_none, aliases=("limit_val_batches",),
     )  # fmt: skip
     limit_test_batches: Any = setting(
-        1.0, "the same for the test", parse=parse_limit_or_none, aliases=("limit_test_batches",)
+        1.0,
+        "the same for the test",
+        parse=parse_limit_or_none,
+        aliases=("limit_test_batches",),
+        read_by="evaluate",
     )
     out_of_memory: str = choice(
         "split", "split-batchnorm", "stop", help="run the step again in smaller pieces (of BatchNorm too), or stop",
@@ -315,7 +325,9 @@ class CheckpointConfig:
         60, "seconds, 10min, 2h between saves; null: none by time", parse=parse_seconds
     )
     async_save: bool = setting(True, "training goes on while a copy of the state in memory is written")
-    strict: bool = setting(False, "a resume on another machine, torch or number of ranks is refused")
+    strict: bool = setting(
+        False, "a resume on another machine, torch or number of ranks is refused", read_by="resume"
+    )
     adapter_only: bool = setting(False, "frozen weights stay in init_from, and checkpoints name them")
 
 
@@ -335,15 +347,15 @@ class PrecisionConfig:
 class ParallelConfig:
     """Who trains together."""
 
-    mode: str = choice(*PARALLELS, help="chosen by parallel=")
+    mode: str = choice(*PARALLELS, help="chosen by parallel=", read_by="the launcher")
     accelerator: str = choice(
         "auto", "cpu", "cuda", "mps", help="the kind of device", words={"gpu": "cuda"},
-        aliases=("accelerator", "trainer.accelerator"),
+        aliases=("accelerator", "trainer.accelerator"), read_by="the launcher",
     )  # fmt: skip
     devices: Any = setting(
         "auto", "ranks on this machine, or the numbers of its GPUs as [0,1]; auto: every GPU, or two on a CPU",
         kind=Count | Auto | list[NotNegativeInt],
-        aliases=("devices", "trainer.devices", "nproc_per_node"), words={"-1": "auto"},
+        aliases=("devices", "trainer.devices", "nproc_per_node"), words={"-1": "auto"}, read_by="the launcher",
     )  # fmt: skip
     sync_batchnorm: bool = setting(False, "statistics over all ranks", aliases=("sync_batchnorm",))
     find_unused_parameters: bool = setting(
@@ -352,8 +364,10 @@ class ParallelConfig:
     static_graph: bool = setting(False, "the same parameters are used in every step")
     gradient_as_bucket_view: bool = setting(True, "gradients lie in what is exchanged: a copy less")
     bucket_cap_mb: float = setting(25.0, "MB that are exchanged at a time", above=0)
-    timeout_seconds: float = setting(1800.0, "limit for one exchange", above=0)
-    max_restarts: int = setting(0, "restarts of the ranks after a failure", at_least=0)
+    timeout_seconds: float = setting(1800.0, "limit for one exchange", above=0, read_by="the launcher")
+    max_restarts: int = setting(
+        0, "restarts of the ranks after a failure", at_least=0, read_by="the launcher"
+    )
 
 
 @dataclass(frozen=True)
@@ -389,11 +403,11 @@ class MonitorConfig:
     metrics_file: bool = setting(True, "metrics.jsonl in the run folder")
     hardware: bool = setting(True, "memory and load of the machine, in the metrics")
     sync_debug: bool = setting(False, "names the lines that make the host wait for a GPU")
-    plots: bool = setting(True, "draw them at the end")
+    plots: bool = setting(True, "draw them at the end", read_by="the end of a run")
     verbose: bool = setting(True, "one line for every validation")
     tracker: Any = setting(
         None, "where numbers, config and pictures go too: csv, mlflow, tensorboard, trackio, wandb, or a list",
-        kind=TrackerName | list[TrackerName] | None,
+        kind=TrackerName | list[TrackerName] | None, read_by="the composition of the config",
     )  # fmt: skip
     histograms_every_n_steps: int | None = setting(
         None, "steps between histograms of weights and gradients, for trackers; null: none", at_least=1
@@ -463,6 +477,39 @@ def _limited(kind: Any, limits: Limits | None) -> Any:
     return limited | None if NoneType in get_args(kind) else limited
 
 
+def record_reads() -> None:
+    """Add the key of every setting that is read as an attribute of a `RunConfig` to `READ`.
+
+    What copies or writes a whole config (`with_values`, `plain`) reads no attribute, and so counts as no reader.
+    """
+    READ.clear()
+    for prefix, kind in _sections().items():
+        kind.__getattribute__ = _recording_reader(kind, prefix)  # type: ignore[method-assign, assignment]
+
+
+def stop_recording() -> None:
+    """Have reads cost what they did before `record_reads`."""
+    for kind in _sections().values():
+        if "__getattribute__" in vars(kind):
+            del kind.__getattribute__
+
+
+def _sections() -> dict[str, type]:
+    """Every section by what the keys of its settings begin with."""
+    return {"": RunConfig} | {f"{key}.": one.section for key, one in settings().items() if one.section}
+
+
+def _recording_reader(section: type, prefix: str) -> Callable[[Any, str], Any]:
+    names = {item.name for item in dataclasses.fields(section)}
+
+    def read(config: Any, name: str) -> Any:
+        if name in names:
+            READ.add(prefix + name)
+        return object.__getattribute__(config, name)
+
+    return read
+
+
 def is_tracker(key: str) -> bool:
     """Whether it is `monitor.mine`, or below it: any name in `monitor` that is no setting."""
     parts = key.split(".")
@@ -471,9 +518,16 @@ def is_tracker(key: str) -> bool:
 
 def plain(config: RunConfig) -> dict[str, Any]:
     """The values as they are typed and saved: the trackers are keys of `monitor`."""
-    found = dataclasses.asdict(config)
+    found: dict[str, Any] = _plain_copy(config)
     found["monitor"] |= found["monitor"].pop("listeners")
     return found
+
+
+def _plain_copy(value: Any) -> Any:
+    """Dicts in place of sections, of copies of everything inside."""
+    if dataclasses.is_dataclass(value):
+        return {name: _plain_copy(item) for name, item in vars(value).items()}
+    return copy.deepcopy(value)
 
 
 def open_nodes(schema: type = RunConfig) -> tuple[str, ...]:
@@ -495,8 +549,10 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         name, _, rest = key.partition(".")
         if rest:
             value = with_values(
-                config[name] if isinstance(config, dict) else getattr(config, name), {rest: value}
+                config[name] if isinstance(config, dict) else vars(config)[name], {rest: value}
             )
-        changed = config | {name: value} if isinstance(config, dict) else replace(config, **{name: value})  # type: ignore[type-var]
-        config = changed  # type: ignore[assignment]
+        if isinstance(config, dict):
+            config = config | {name: value}  # type: ignore[assignment]
+        else:
+            config = type(config)(**vars(config) | {name: value})
     return config

@@ -121,7 +121,7 @@ def in_child(work: Callable[[], T], options: StreamOptions) -> T:
     DataError: a fault in it, or the child ended. It must not stand still for `data.worker_timeout_seconds`, unless the
     main process is to read the source in the training, too: then it reads it now.
     """
-    if not _forks(options):
+    if not forks(options):
         with kept_random_state():
             return work()
     try:
@@ -147,7 +147,7 @@ def in_child(work: Callable[[], T], options: StreamOptions) -> T:
         )
 
 
-def _forks(options: StreamOptions) -> bool:
+def forks(options: StreamOptions) -> bool:
     """Return whether a source is looked at in a fork.
 
     Loader workers are forked in the same way, so what they will read may always be read so.

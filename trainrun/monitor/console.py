@@ -154,12 +154,12 @@ class Console:
             )
 
     def _print(self, line: str) -> None:
-        self._last_line = time.monotonic()
+        line, self._last_line = plain(line), time.monotonic()
         if self._closed:
             return
         try:
             if self._live is not None:
-                self._live.console.print(plain(line), markup=False, emoji=False, soft_wrap=True)
+                self._live.console.print(line, markup=False, emoji=False, soft_wrap=True)
             else:
                 say(line, file=self._stream, flush=True)
         except OSError:  # a closed terminal or pipe ends no training; run.log has the same lines
@@ -180,16 +180,15 @@ MEASURED = {"flops_per_second", "throughput_limits", "hidden_syncs"}
 LEAST_SHARE = 0.02  # of the time: smaller accounts are not named
 
 
-def entry(name: str, text: str) -> str:
-    return f"  {name:<7} {text}"
+def format_entry(name: str, text: str) -> str:
+    """Return one line of the first or last block: a name of at most 10 letters, and its text."""
+    return f"  {name:<10} {text}"
 
 
 def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
     """The block at the start; without `verbose` where the files are, and no more."""
     if not verbose:
         return [f"{facts.name}  {facts.folder}"]
-    ranks = facts.world_size
-    batch = f"batch {facts.batch_size} x accumulate {facts.accumulate} x ranks {ranks}"
     model = f"{facts.model_summary}, {counted(facts.num_parameters, 'parameter')}"
     if facts.num_trainable != facts.num_parameters:
         model += f", {facts.num_trainable:,} of them trained"
@@ -198,14 +197,26 @@ def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
         data += f", {facts.num_val:,} for validation"
     return [
         f"{facts.name} on {facts.device}" + (f", resumed at step {step:,}" if step else ""),
-        entry("model", model),
-        entry("data", data),
-        entry("step", f"{batch} = {facts.batch_size * facts.accumulate * ranks}"),
-        *([entry("update", facts.update)] if facts.update else []),
-        entry("length", _length(facts)),
-        *(entry("chosen" if i == 0 else "", choice) for i, choice in enumerate(facts.choices)),
-        entry("folder", facts.folder),
+        format_entry("model", model),
+        format_entry("data", data),
+        format_entry("batch", _batch(facts)),
+        *([format_entry("update", facts.update)] if facts.update else []),
+        format_entry("length", _length(facts)),
+        *(format_entry("chosen" if i == 0 else "", choice) for i, choice in enumerate(facts.choices)),
+        format_entry("folder", facts.folder),
     ]
+
+
+def _batch(facts: RunFacts) -> str:
+    """Return `32`, or `32 x 4 accumulated x 2 ranks = 256` where a step has several micro-batches."""
+    size, accumulate, ranks = facts.batch_size, facts.accumulate, facts.world_size
+    factors = [str(size)]
+    if accumulate > 1:
+        factors.append(f"{accumulate} accumulated")
+    if ranks > 1:
+        factors.append(f"{ranks} ranks")
+    total = f" = {size * accumulate * ranks}" if len(factors) > 1 else ""
+    return " x ".join(factors) + total
 
 
 def _length(facts: RunFacts) -> str:
@@ -245,47 +256,49 @@ def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     if summary.get("value") is not None:
         at = summary.get("best_step")
         best = f"{summary.get('monitor')} {figure(summary['value'])}"
-        lines.append(entry("best", best + (f" at step {at:,}" if at is not None else "")))
+        lines.append(format_entry("best", best + (f" at step {at:,}" if at is not None else "")))
     if "seconds" in summary:
         rate = "" if speed is None else f", {quantity(speed[0])} {speed[1]}"
-        lines.append(entry("time", duration(summary["seconds"]) + rate))
+        lines.append(format_entry("time", f"{duration(summary['seconds'])} of training{rate}"))
     lines += measured_lines(summary)
     if summary.get("ledger"):
-        lines.append(entry("spent", spent_line(summary["ledger"])))
+        lines.append(format_entry("wall clock", wall_clock_line(summary["ledger"])))
     if summary.get("idle"):
-        lines.append(entry("idle", summary["idle"]))
+        lines.append(format_entry("idle", summary["idle"]))
     for key, count in (summary.get("listener_faults") or {}).items():
-        lines.append(entry("failed", f"{key}: {counted(count, 'call')}"))
+        lines.append(format_entry("failed", f"{key}: {counted(count, 'call')}"))
     if summary.get("hint"):
-        lines.append(entry("hint", summary["hint"]))
+        lines.append(format_entry("hint", summary["hint"]))
     if folder is not None:
         run = RunDir(Path(folder))
         written = [path for path in (run.checkpoints, run.plots, run.report) if path.exists()]
-        lines += [entry("" if i else "files", str(path)) for i, path in enumerate(written or [run.root])]
+        lines += [
+            format_entry("" if i else "files", str(path)) for i, path in enumerate(written or [run.root])
+        ]
     return lines
 
 
 def measured_lines(summary: Mapping[str, Any]) -> list[str]:
-    """What a longer run has measured, or one that was asked to."""
+    """Return the lines on speed, for a run that was long enough to measure it."""
     if not MEASURED & summary.keys():
         return []
-    from trainrun.monitor import measured_lines as found
+    from trainrun.monitor import measured_lines as text
 
     lines = []
     if summary.get("flops_per_second"):
-        lines.append(entry("compute", found.compute_line(summary)))
+        lines.append(format_entry("compute", text.compute_line(summary)))
     if summary.get("throughput_limits"):
-        lines.append(entry("limits", found.limits_line(summary)))
+        lines.append(format_entry("bottleneck", text.bottleneck_line(summary)))
     if summary.get("hidden_syncs") is not None:
-        lines.append(entry("waits", found.waits_line(summary["hidden_syncs"])))
+        lines.append(format_entry("waits", text.waits_line(summary["hidden_syncs"])))
     return lines
 
 
-def spent_line(seconds: Mapping[str, float]) -> str:
-    """`6.1 s from start to end: start-up 40 %, forward 21 %, ... the rest 3 %`, the largest first."""
+def wall_clock_line(seconds: Mapping[str, float]) -> str:
+    """Return `6.1 s from start to end: start-up 40 %, forward 21 %, ... other 3.1 %`, the largest part first."""
     total = sum(seconds.values()) or 1.0
     order = sorted(seconds, key=lambda name: -seconds[name])
     named = [name for name in order if seconds[name] >= LEAST_SHARE * total]
     parts = [f"{name} {100 * seconds[name] / total:.0f} %" for name in named]
     rest = 1 - sum(seconds[name] for name in named) / total
-    return f"{duration(total)} from start to end: " + ", ".join([*parts, f"the rest {100 * rest:.1f} %"])
+    return f"{duration(total)} from start to end: " + ", ".join([*parts, f"other {100 * rest:.1f} %"])

@@ -71,10 +71,8 @@ class Ddp:
         self._trained: set[nn.Parameter] = set()
         self._has_buffers = False
         self._learns_graph = static_graph
-        self._asks = False
-        self.waits = False
-        self._own = torch.zeros(4, dtype=torch.float64)
-        self._all = torch.zeros(self.world_size, 4, dtype=torch.float64)
+        self._own = torch.zeros(3, dtype=torch.float64)
+        self._all = torch.zeros(self.world_size, 3, dtype=torch.float64)
         self._rows = list(self._all.unbind())
 
     def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
@@ -96,7 +94,7 @@ class Ddp:
             self._ddp = ddp
             self._trained = {param for param in ddp.module.parameters() if param.requires_grad}
             self._spread_buffers()
-            if not (self._options["find_unused_parameters"] or self._options["static_graph"]):
+            if not self._learns_buckets:
                 fix_buckets(ddp)
         return ddp
 
@@ -107,7 +105,7 @@ class Ddp:
         grads = {param: param.grad for param in model.parameters()}
         modes = {layer: layer.training for layer in self._ddp.modules()}
         self.wrap(self._ddp.module)
-        if not self.cannot_wait:
+        if not self._learns_buckets:
             self._ddp.reducer._rebuild_buckets()  # as the next forward would, for an exchange before it
         for layer, mode in modes.items():
             layer.training = mode
@@ -131,7 +129,7 @@ class Ddp:
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         if self._learns_graph:  # torch fails where the first backward of a static graph exchanges nothing
             self._learns_graph, last = False, True
-        return self._exchange_last() if last and not self.waits else self._exchange_later()
+        return self._exchange_last() if last else self._exchange_later()
 
     def expect_backward(self, loss: Tensor) -> None:
         assert self._ddp is not None, "wrap comes first"
@@ -140,24 +138,18 @@ class Ddp:
             self._ddp.reducer.prepare_for_backward([loss])
 
     def agree(self, items: int, stop: int, save: int) -> Agreed:
-        self._own.numpy()[:] = items, stop, save, self._asks
+        self._own.numpy()[:] = items, stop, save
         try:
             dist.all_gather(self._rows, self._own, group=self._host)
         except RuntimeError as error:
             raise exchange_failure(error) from error
-        all_items, stops, saves, asks = zip(*self._all.tolist(), strict=True)
-        self.waits = max(asks) > 0
+        all_items, stops, saves = zip(*self._all.tolist(), strict=True)
         return Agreed(sum(all_items) / self.world_size, int(max(stops)), int(max(saves)))
 
     @property
-    def cannot_wait(self) -> str:
-        for name in ("find_unused_parameters", "static_graph"):
-            if self._options[name]:
-                return f"parallel.{name}=true learns from the backward pass what is exchanged"
-        return ""
-
-    def ask_to_wait(self, wanted: bool) -> None:
-        self._asks, self.waits = wanted, False
+    def _learns_buckets(self) -> bool:
+        """Whether torch learns from the backward pass what is exchanged."""
+        return bool(self._options["find_unused_parameters"] or self._options["static_graph"])
 
     def exchange(self) -> None:
         assert self._ddp is not None, "wrap comes first"
@@ -194,7 +186,7 @@ class Ddp:
     def _exchange_last(self) -> Iterator[None]:
         with self._exchange():
             yield
-            if not self.cannot_wait:
+            if not self._learns_buckets:
                 assert self._ddp is not None, "wrap comes first"
                 # Raises where a parameter had no gradient: its whole bucket was not exchanged. Torch looks at the
                 # next forward alone, when the step was taken, and perhaps saved.

@@ -21,8 +21,8 @@ from trainrun.errors import ConfigError, TrainingError
 from trainrun.monitor.metric_rows import read_rows, with_numbers
 from trainrun.output import say
 from trainrun.runs.exceptional.go_on import open_run
-from trainrun.runs.run import LaunchSpec, begun, start
-from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.runs.run import begun, start
+from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json, typed_settings
 from trainrun.seeding import kept_random_state
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def train(
         begun(composition, all_words) as (run, config, again),
         kept_random_state(),
     ):
-        code = start(run, config, LaunchSpec(again, paths, began))
+        typed = () if again else typed_settings(composition.overrides)
+        code = start(run, config, LaunchSpec(again, paths, began, typed))
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
     from trainrun.checkpoint.load import read_checkpoint

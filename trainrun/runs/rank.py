@@ -18,16 +18,23 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
 from trainrun.assemble.start_choices import Chosen, choose_memory, chosen_before
+from trainrun.assemble.unread_settings import check_settings_are_read
 from trainrun.checkpoint.save import committed_steps
-from trainrun.config.argv import split_command_line, translate
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import RunConfig, stop_recording
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, PluginError, TrainingError
 from trainrun.instantiate import build, locate, satellite
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.run_folder import RunDir, check_there, note_saved, read_identity, write_identity
+from trainrun.runs.run_folder import (
+    LaunchSpec,
+    RunDir,
+    check_there,
+    note_saved,
+    read_identity,
+    write_identity,
+)
 from trainrun.runs.status import write_status
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.runtime.signals import StopFlag
@@ -48,20 +55,25 @@ from trainrun.training.components import Components
 from trainrun.training.state import SAVE_NOW, RollBack, TrainState
 
 
-def train_here(run_dir: RunDir, config: RunConfig, resume: bool, flag: StopFlag, began: float) -> int:
+def train_here(run_dir: RunDir, config: RunConfig, order: LaunchSpec, flag: StopFlag, began: float) -> int:
     """A run on one device, in this process. Returns the exit code."""
     device = choose_device(config.parallel.accelerator, devices=config.parallel.devices)
-    return train(run_dir, config, resume, Single(device), flag, PhaseTimer(began))
+    return train(run_dir, config, order, Single(device), flag, PhaseTimer(began))
 
 
 def train(
-    run_dir: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag, phases: PhaseTimer
+    run_dir: RunDir,
+    config: RunConfig,
+    order: LaunchSpec,
+    parallel: Parallel,
+    flag: StopFlag,
+    phases: PhaseTimer,
 ) -> int:
     """What every rank does; after a step that sends the run back to a checkpoint, as a resume would do it."""
     back: RollBack | None = None
     while True:
         try:
-            return train_once(run_dir, config, resume or back is not None, parallel, flag, phases, back)
+            return train_once(run_dir, config, order, parallel, flag, phases, back)
         except RollBack as error:
             back = error.with_traceback(None)  # or its frames would hold the parts from before
         except Hung as error:
@@ -69,12 +81,12 @@ def train(
 
 
 def train_once(
-    run_dir: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag, phases: PhaseTimer,
+    run_dir: RunDir, config: RunConfig, order: LaunchSpec, parallel: Parallel, flag: StopFlag, phases: PhaseTimer,
     back: RollBack | None,
 ) -> int:  # fmt: skip
     """Raises TrainrunError for what a user can mend."""
     assert config.seed is not None
-    leader = parallel.rank == 0
+    leader, resume = parallel.rank == 0, order.resume or back is not None
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
             Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
@@ -92,8 +104,7 @@ def train_once(
         goes_on = resume and bool(committed_steps(run_dir.checkpoints))
         begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
         site = site_of(run_dir, identity, parallel, flag, listeners, begin)
-        typed = () if resume else typed_settings(run_dir)
-        site = replace(site, phases=phases, measures=not resume, is_new=not goes_on, typed=typed)
+        site = replace(site, phases=phases, measures=not resume, is_new=not goes_on, typed=order.typed)
         run, facts = build_components(config, site)
         closing.push(lambda kind, error, trace: end_save(run, kind))
         if run.compile_log is not None and run.config.trainer.compile.scope in ("model", "regional"):
@@ -122,6 +133,8 @@ def train_once(
         if config.trainer.python_gc == "between_steps":
             collect_between_steps()
         run.triggers.start(state, run.checkpoints.best)
+        stop_recording()
+        check_settings_are_read(order.typed, config, parallel)
         run.monitors.on_start(facts, state)
         before = state.step, state.items
         if parallel.device.type == "cuda":  # what start-up trials took is no part of the training
@@ -178,17 +191,6 @@ def site_of(
         site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
         before_commit=before_commit, write=listeners.bus.write,
     )  # fmt: skip
-
-
-def typed_settings(run_dir: RunDir) -> tuple[str, ...]:
-    """Return the keys that were typed for a run, by their names of today."""
-    if not run_dir.overrides.is_file():
-        return ()
-    words = run_dir.overrides.read_text(encoding="utf-8").splitlines()
-    lines = [word for word in words if "=" in word and not word.startswith(("#", "-", "~"))]
-    command_line = split_command_line(lines)
-    translate(command_line, lambda *_: False, lambda name: False)
-    return tuple(word.lstrip("+").partition("=")[0] for word in command_line.overrides)
 
 
 def hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:

@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 from trainrun.config.saved_config import load_config
+from trainrun.config.schema import record_reads
 from trainrun.interfaces import Parallel
 from trainrun.output import complain
 from trainrun.parallel.worker import run_as_rank
 from trainrun.runs.lock import take_over
 from trainrun.runs.rank import train
-from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.streams import guard_streams
 from trainrun.timing.phases import PhaseTimer, process_start
@@ -27,11 +28,11 @@ def main(argv: list[str]) -> int:
     job = read_json(run_dir.job)
     sys.path += [path for path in job["paths"] if path not in sys.path]
     config = load_config(run_dir.config, [])
+    record_reads()
 
     def work(parallel: Parallel, flag: StopFlag) -> int:
-        return train(
-            run_dir, config, bool(job["resume"]) or attempt > 0, parallel, flag, PhaseTimer(process_start())
-        )
+        order = LaunchSpec(bool(job["resume"]) or attempt > 0, job["paths"], typed=tuple(job["typed"]))
+        return train(run_dir, config, order, parallel, flag, PhaseTimer(process_start()))
 
     return run_as_rank(run_dir, config.parallel, work)
 

@@ -16,11 +16,11 @@ from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
 from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.saved_config import translated
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.instantiate import is_node
+from trainrun.instantiate import BUILT, is_node
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.resume import check_modules, tell, trusted_config
-from trainrun.runs.run_folder import RunDir, read_identity
+from trainrun.runs.run_folder import RunDir, read_identity, typed_settings
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.training.components import Components
@@ -45,7 +45,7 @@ def parts_of(
     """
     config = trusted_config(run_dir, overrides, trust, measured)
     check_modules(run_dir, config)
-    typed = {word.lstrip("+").partition("=")[0] for word in translated(overrides).overrides}
+    typed = set(typed_settings(translated(overrides).overrides))
     config = validating_new_data(config, typed)
     averaged = config.trainer.ema.enabled if typed & {"trainer.ema", "trainer.ema.enabled"} else None
     # the averaged weights are loaded into the model itself
@@ -70,6 +70,7 @@ def parts_of(
         trained=names_in(loaded),
         typed=tuple(sorted(typed)),
     )
+    BUILT.clear()
     seed = config.seed or 0
     seed_everything(derive_seed(seed))  # data that is drawn as it is built is that of the run
     run, _ = build_components(config, site)

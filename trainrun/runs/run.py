@@ -11,21 +11,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from trainrun.config.compose import Composition, format_config
 from trainrun.config.saved_values import public
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import RunConfig, record_reads, stop_recording
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, TrainrunError
+from trainrun.instantiate import BUILT
 from trainrun.output import counted, masked_word, say
 from trainrun.parallel.devices import external_ranks
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import (
     SEED,
     SEED_DRAWN,
+    LaunchSpec,
     RunDir,
     cannot_write,
     format_json,
@@ -40,19 +42,6 @@ from trainrun.runtime.signals import StopFlag, catch_signals, watchdog_limit
 from trainrun.timing.phases import command_start
 
 GIT_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class LaunchSpec:
-    """What the ranks are told besides the config: `job.json` in the run folder.
-
-    paths: where the user's modules are found. resume: go on from the newest checkpoint. began: where the
-    run's time begins (`time.perf_counter()`), not told on; None is the start of this process.
-    """
-
-    resume: bool
-    paths: list[str]
-    began: float | None = None
 
 
 @contextmanager
@@ -232,12 +221,14 @@ def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 
 def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
+    record_reads()
+    BUILT.clear()
     if order.resume:  # else `new_run` has written it
         write_config(run, config, seal=is_sealed(run))
     if external_ranks():
         from trainrun.runs.torchrun import lead_run
 
-        return lead_run(run, config, order.resume, order.paths)
+        return lead_run(run, config, order)
     parallel = config.parallel
     if parallel.mode == "single":
         # imported here: a library may swallow the interrupt of a run that has begun
@@ -246,7 +237,7 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
         from trainrun.parallel.rank_count import num_devices
 
         count, reason = num_devices(parallel.mode, parallel.accelerator, parallel.devices)
-    write_json(run.job, {"resume": order.resume, "paths": order.paths})
+    write_json(run.job, {"resume": order.resume, "paths": order.paths, "typed": order.typed})
     began = command_start() if order.began is None else order.began
     flag = StopFlag(training=False)
     try:
@@ -258,7 +249,7 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
             else nullcontext(),  # `launch` has its own clock
         ):
             if parallel.mode == "single":
-                code = train_here(run, config, order.resume, flag, began)
+                code = train_here(run, config, order, flag, began)
                 if code == EXIT_DONE and flag.num_interrupts:  # it came after the last step
                     raise KeyboardInterrupt
                 return code
@@ -271,4 +262,5 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
                 alone_seconds=watchdog_limit(config.trainer.watchdog_seconds), max_restarts=parallel.max_restarts,
             )  # fmt: skip
     finally:
+        stop_recording()
         run.job.unlink(missing_ok=True)

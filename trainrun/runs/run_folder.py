@@ -34,6 +34,26 @@ IDENTITY_KINDS: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What the ranks are told besides the config: `job.json` in the run folder.
+
+    paths: where the user's modules are found. resume: go on from the newest checkpoint. began: where the
+    run's time begins (`time.perf_counter()`), not told on; None is the start of this process. typed: the settings
+    that a person typed for this training, each of which some code must read.
+    """
+
+    resume: bool
+    paths: list[str]
+    began: float | None = None
+    typed: tuple[str, ...] = ()
+
+
+def typed_settings(overrides: list[str]) -> tuple[str, ...]:
+    """Return the keys of overrides as Hydra takes them."""
+    return tuple(word.lstrip("+").partition("=")[0] for word in overrides)
+
+
 class _Inside:
     """A path inside of a run folder."""
 
@@ -104,7 +124,7 @@ class RunDir:
 
 def is_there(run: RunDir) -> bool:
     """Whether this is still the folder that a run made."""
-    return os.path.lexists(run.identity) or os.path.lexists(run.identity_copy)
+    return any(os.path.lexists(path) for path in (run.identity, run.identity_copy))
 
 
 def check_there(run: RunDir) -> None:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from trainrun.config.saved_config import load_config
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import RunConfig, record_reads
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from trainrun.interfaces import Parallel
 from trainrun.output import say
@@ -24,7 +24,7 @@ from trainrun.parallel.handshake import Meeting, folder_before, follow, lead
 from trainrun.parallel.rank_place import LostContact
 from trainrun.parallel.worker import run_as_rank
 from trainrun.runs.rank import train
-from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.runs.status import deadline, write_status
 from trainrun.runtime.signals import StopFlag
 from trainrun.timing.phases import PhaseTimer, process_start
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.1
 DISMISS_SECONDS = 60.0  # for the other ranks to come
 
 
-def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> int:
+def lead_run(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Rank 0, after it has composed. Returns the exit code of this rank."""
     parallel, number = config.parallel, int(os.environ["WORLD_SIZE"])
     fault = ""
@@ -48,10 +48,11 @@ def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> 
     if fault:
         dismiss(EXIT_USAGE)
         raise ConfigError(fault)
-    meeting = lead({"folder": str(run.root), "config": _digest(run), "resume": resume, "paths": paths})
+    job = {"resume": order.resume, "paths": order.paths, "typed": order.typed}
+    meeting = lead({"folder": str(run.root), "config": _digest(run), **job})
     if faults := meeting.hear_all():
         raise ConfigError(faults[0])
-    return _work(run, config, resume, meeting)
+    return _work(run, config, order, meeting)
 
 
 def dismiss(code: int = EXIT_DONE) -> None:
@@ -81,7 +82,8 @@ def follow_run() -> int:
         meeting.say_heard(fault)
     if fault:
         raise ConfigError(fault)
-    return _work(run, load_config(run.config, []), told["resume"], meeting)
+    order = LaunchSpec(told["resume"], told["paths"], typed=tuple(told["typed"]))
+    return _work(run, load_config(run.config, []), order, meeting)
 
 
 def _digest(run: RunDir) -> str:
@@ -113,12 +115,13 @@ def earlier_folder() -> str | None:
     return folder
 
 
-def _work(run: RunDir, config: RunConfig, resume: bool, meeting: Meeting) -> int:
+def _work(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -> int:
     rank = int(os.environ["RANK"])
+    record_reads()
 
     def work(parallel: Parallel, flag: StopFlag) -> int:
         meeting.end()  # all ranks are here: nobody asks rank 0 any more
-        return train(run, config, resume, parallel, flag, PhaseTimer(process_start()))
+        return train(run, config, order, parallel, flag, PhaseTimer(process_start()))
 
     run.rank_error(rank).unlink(missing_ok=True)
 

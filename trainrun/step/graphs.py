@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from trainrun.errors import PluginError, TrainrunError
+from trainrun.runtime.held_state import changed, values_of
 from trainrun.seeding import kept_random_state
-from trainrun.training.checks.unsaved_state import changed, parts_of, values_of
+from trainrun.training.checks.unsaved_state import parts_of
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import no_memory
 from trainrun.training.without_trace import NoTrial, put_back

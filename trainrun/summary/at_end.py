@@ -16,9 +16,8 @@ from trainrun.training.state import TrainState
 
 NOTABLE = 0.10  # of the time between start-up and the end of the training
 LEAST_SECONDS = 1.0  # less is not worth a command that takes longer
-WITHOUT = ("hydra.", "run_name=", "output_dir=")  # words about the place of a run
-LONGEST = 80  # characters of words that are said again
-# What it is called, and the command that measures what could be won.
+WITHOUT = ("hydra.", "run_name=", "output_dir=")  # settings about the folder of a run
+# The name of each part, and the command that measures what could be gained.
 NAMES = {
     "data": ("waiting for data", "autotune"),
     "padding": ("computing on padding", "diagnose"),
@@ -67,9 +66,10 @@ def limit_facts(found: ThroughputLimits, world_size: int) -> dict[str, Any]:
 
 
 def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> str:
-    """`waiting for data took 34 % (12 s); what would shorten it is measured by: trainrun autotune data=...`
+    """Return `waiting for data took 34 % after start-up; to measure what can be gained: trainrun autotune data=...`.
 
-    "" if nothing is notable; of several the largest. seconds: the ledger. padding: share of positions.
+    The line names the largest part that is avoidable. Return "" if no part is notable. seconds: the account of time.
+    padding: the share of positions that are padding. words: the settings of the run, as typed.
     """
     total = sum(seconds.get(name, 0.0) for name in (*LOOP, "validation", "checkpoint"))
     wasted = {name: seconds.get(name, 0.0) for name in ("logging", "validation", "checkpoint")}
@@ -82,7 +82,5 @@ def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> 
         return ""
     what, command = NAMES[name]
     same = shlex.join([word for word in words if not word.startswith(WITHOUT)])
-    if len(same) > LONGEST:
-        same = "... (the words in overrides.txt)"
     share = f"{what} took {100 * wasted[name] / total:.0f} % after start-up"
-    return f"{share}; what could be won is measured by: trainrun {command} {same}".rstrip()
+    return f"{share}; to measure what can be gained: trainrun {command} {same}".rstrip()

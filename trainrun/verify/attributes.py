@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainrun.training.checks.unsaved_state import attributes_of as own_attributes
-from trainrun.training.checks.unsaved_state import parts_of, saves_all, state_text
+from trainrun.runtime.held_state import attributes_of as own_attributes
+from trainrun.runtime.held_state import state_text
+from trainrun.training.checks.unsaved_state import parts_of, saves_all
 from trainrun.training.components import Components
 
 KEPT = ("state", "param_groups", "defaults", "step")  # of an optimizer, or the task's own function

@@ -19,7 +19,7 @@ from trainrun.instantiate import named_nodes
 from trainrun.interfaces import batch_fields, counts_before
 from trainrun.seeding import random_state
 from trainrun.training.components import Components
-from trainrun.training.recovery.smaller_pieces import BATCH_NORMS
+from trainrun.training.recovery.oom import BATCH_NORMS
 from trainrun.verify.certificate import (
     FAIL,
     PASS,

@@ -25,8 +25,8 @@ from trainrun.config.validate import check
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TrainingError
 from trainrun.monitor.metric_rows import read_rows
 from trainrun.runs.exceptional.go_on import resume_run
-from trainrun.runs.run import LaunchSpec, execute, new_run
-from trainrun.runs.run_folder import RunDir, read_json, write_json
+from trainrun.runs.run import execute, new_run
+from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json, write_json
 from trainrun.training import loop
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState

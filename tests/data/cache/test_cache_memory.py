@@ -140,9 +140,9 @@ def test_a_source_that_seeds_itself_is_kept(tmp_path):
             return index, torch.rand(3)
 
     kept = cached(Seeded(num_samples=400, log=tmp_path), "memory", "data.train")
-    assert (
-        sum(reads_in(tmp_path).values()) == 400 + 2 * module.CHUNK + 2 * NUM_PROBES
-    )  # only the first chunk is read again
+    read_again = sum(reads_in(tmp_path).values()) - 400 - 2 * NUM_PROBES
+    first_chunks = read_again / (2 * module.CHUNK)  # nothing but the first chunk is read again
+    assert first_chunks in (1, 2)  # of one worker, or of both
     assert kept.num_kept() == 400
     assert all(same(kept[index], Seeded()[index]) for index in range(400))
 

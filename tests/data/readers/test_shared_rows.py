@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from trainrun.data.readers.pictures import image_folder
-from trainrun.data.readers.shared_rows import count_shared_rows, describe_shared_rows
+from trainrun.data.readers.records import webdataset
+from trainrun.data.readers.shared_rows import (
+    SharedRows,
+    count_shared_rows,
+    count_shared_samples,
+    describe_shared_rows,
+)
+from trainrun.data.readers.tables import parquet
+from trainrun.data.stream_options import StreamOptions
 
+OPTIONS = {
+    split: StreamOptions(f"data.{split}", split == "train", 8, 0) for split in ("train", "val", "test")
+}
 X = torch.randn(200, 3, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(200) % 4
 
@@ -40,7 +56,7 @@ def test_rows_of_tensors_and_arrays_are_compared(kind: str):
     found = count_shared_rows(train, make(*pair(slice(120, 200))))
     assert found is not None
     assert found.shared == 0
-    lines = describe_shared_rows({"train": train, "val": val, "test": make(*pair(slice(120, 200)))})
+    lines = describe_shared_rows({"train": train, "val": val, "test": make(*pair(slice(120, 200)))}, OPTIONS)
     assert len(lines) == 1
     assert lines[0].startswith("data.val: 20 of 60 ")
 
@@ -67,8 +83,8 @@ def test_samples_of_one_data_set_are_compared_by_number():
     found = count_shared_rows(Subset(data, range(40)), Subset(data, range(30, 50)))
     assert found is not None
     assert (found.shared, found.compared) == (10, 20)
-    assert count_shared_rows(data, data) == (50, 50, 0.0)
-    assert count_shared_rows(Mine(), Mine()) is None, "a user's own data is not read here"
+    assert count_shared_rows(data, data) == (50, 50, 0.0, True)
+    assert count_shared_rows(Mine(), Mine()) is None, "a user's own data is not read in this process"
 
 
 def test_pictures_are_compared_by_their_content(tmp_path: Path):
@@ -94,4 +110,88 @@ def test_rows_of_few_values_are_not_told():
     x = torch.randint(0, 3, (400, 2), generator=draws)
     y = torch.randint(0, 2, (400,), generator=draws)
     fresh = torch.randint(0, 3, (4, 2), generator=draws) + torch.tensor([[0, 0], [0, 0], [0, 0], [5, 5]])
-    assert describe_shared_rows({"train": (x, y), "val": (fresh, y[:4])}) == []
+    assert describe_shared_rows({"train": (x, y), "val": (fresh, y[:4])}, OPTIONS) == []
+
+
+class Lines(Dataset):
+    """Samples of a user's class; `reads` counts those that this process reads."""
+
+    def __init__(self, numbers: range, noise: float = 0.0) -> None:
+        self.numbers, self.noise, self.reads = numbers, noise, 0
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.reads += 1
+        number = self.numbers[index]
+        return torch.tensor([number, number**2]) + self.noise * torch.randn(2), number % 3
+
+
+def shared_samples(train: object, val: object) -> SharedRows:
+    found = count_shared_samples(train, val, OPTIONS["train"], OPTIONS["val"])
+    assert found is not None
+    return found
+
+
+def test_samples_of_a_users_class_are_compared_in_a_child_process():
+    train, val = Lines(range(100)), Lines(range(80, 120))
+    lines = describe_shared_rows({"train": train, "val": val, "test": Lines(range(100, 120))}, OPTIONS)
+    assert [line.partition(" rows")[0] for line in lines] == ["data.val: 20 of 40"]
+    assert train.reads == val.reads == 0
+
+
+@pytest.mark.parametrize("val", [range(5_000), range(99_000, 100_000), range(100_000)])
+def test_a_part_of_a_large_data_set_is_found_again(val: range):
+    found = shared_samples(Lines(range(100_000)), Lines(val))
+    assert found.shared > 100
+    assert not found.is_whole
+    assert shared_samples(Lines(range(100_000)), Lines(range(100_000, 200_000))).shared == 0
+
+
+def test_samples_in_memory_and_samples_of_a_class_are_compared():
+    numbers = torch.arange(50)
+    columns = torch.stack([numbers, numbers**2], 1) + 0.0, numbers % 3
+    listed = [(columns[0][i], columns[1][i]) for i in range(50)]
+    assert shared_samples(columns, listed[:20]) == (20, 20, 0.0, True)
+
+
+def test_samples_that_are_drawn_are_not_equal():
+    assert shared_samples(Lines(range(40), noise=1.0), Lines(range(40), noise=1.0)).shared == 0
+
+
+def test_sources_that_cannot_be_read_are_not_compared():
+    class Ends(Lines):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            raise RuntimeError("no sample")
+
+    assert count_shared_samples(Lines(range(9)), Ends(range(9)), OPTIONS["train"], OPTIONS["val"]) is None
+
+
+def write_tar(path: Path, numbers: range) -> None:
+    with tarfile.open(path, "w") as archive:
+        for number in numbers:
+            content = json.dumps({"a": number}).encode()
+            member = tarfile.TarInfo(f"{number:04d}.json")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def write_parquet(path: Path, numbers: range) -> None:
+    table = pyarrow.table({"x": list(numbers), "y": [number % 3 for number in numbers]})
+    pyarrow.parquet.write_table(table, path)
+
+
+@pytest.mark.parametrize(
+    ("module", "write", "ending", "arguments"),
+    [
+        (webdataset, write_tar, "tar", {}),
+        (parquet, write_parquet, "parquet", {"in_memory": False}),
+    ],
+)
+def test_samples_inside_of_files_are_compared(tmp_path: Path, module, write, ending: str, arguments: dict):
+    for split, numbers in (("train", range(60)), ("val", range(50, 80)), ("test", range(60, 80))):
+        write(tmp_path / f"{split}.{ending}", numbers)
+    sources = {split: module.load(str(tmp_path), split, **arguments) for split in OPTIONS}
+    lines = describe_shared_rows(sources, OPTIONS)
+    assert [line.partition(" rows")[0] for line in lines] == ["data.val: 10 of 30"]

@@ -184,6 +184,12 @@ def test_pictures_in_a_folder_of_validation_data_are_no_class(tmp_path: Path):
         ("train0.csv train1.csv val0.csv", "train0.csv train1.csv"),
         ("train-00000-of-00001-a09b74b3ef9c3b56.csv test-00000-of-00001-b14ab8a0ee4f3d9c.csv",
          "train-00000-of-00001-a09b74b3ef9c3b56.csv"),
+        ("a.csv eval.csv", "a.csv"),
+        ("a.csv validate/b.csv holdout/c.csv", "a.csv"),
+        ("iris_train.csv iris_eval.csv", "iris_train.csv"),
+        ("human_eval.jsonl mbpp.jsonl", "human_eval.jsonl mbpp.jsonl"),
+        ("train.py eval.py validate.py", "train.py eval.py validate.py"),
+        ("evaluate.csv validated.csv medieval.csv", "evaluate.csv validated.csv medieval.csv"),
         ("en/train/a.csv en/test/b.csv de/train/c.csv", "en/train/a.csv de/train/c.csv"),
     ],
 )  # fmt: skip

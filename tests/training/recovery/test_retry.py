@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from exact_parts import FEATURES, parts_of
@@ -19,10 +17,9 @@ from trainrun.data.split_batch import cut, num_rows
 from trainrun.interfaces import MicroBatch, StepOutput
 from trainrun.parallel.single import Single
 from trainrun.training.evaluate import sums_of
+from trainrun.training.recovery.buffer_copies import BufferCopies, not_finite
 from trainrun.training.recovery.nonfinite import num_nonfinite
 from trainrun.training.recovery.oom import OomRetry, no_memory
-from trainrun.training.recovery.put_back import restore
-from trainrun.training.recovery.step_snapshot import StepSnapshot, not_finite
 
 SINGLE = Single(torch.device("cpu"))
 NO_MEMORY = (
@@ -94,33 +91,22 @@ def failing(limit: int, work: Callable[[Tensor], Any], error: type[Exception] = 
     return compute
 
 
-def draws(_: Tensor) -> tuple[float, ...]:
-    return torch.rand(()).item(), random.random(), numpy.random.rand()
+def draws(_: Tensor) -> float:
+    return torch.rand(()).item()
 
 
 @pytest.mark.parametrize("quiet_windows", [0, 5])
-def test_every_generator_is_as_at_the_start_of_the_window(quiet_windows: int) -> None:
+@pytest.mark.parametrize("earlier", [draws, len])
+def test_the_generator_of_torch_is_as_at_the_start_of_the_window(
+    quiet_windows: int, earlier: Callable[[Tensor], Any]
+) -> None:
     retry = OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
     for _ in range(quiet_windows):
-        retry.run(windows(), failing(100, draws))
-    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    found = retry.run(windows(), failing(4, draws))
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
-    numpy.random.set_state(before[2])
-    assert found == [draws(torch.zeros(1)) for _ in range(2)]
-
-
-def test_a_draw_that_only_a_later_window_makes_cannot_be_put_back_and_is_said() -> None:
-    for work, later, generator in (
-        (lambda _: torch.rand(()), draws, "Python or NumPy"),
-        (len, lambda _: torch.rand(()), "torch"),
-    ):
-        retry = OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
-        for _ in range(3):
-            retry.run(windows(), failing(100, work))
-        with pytest.raises(torch.OutOfMemoryError, match=f"a random number of {generator} was drawn"):
-            retry.run(windows(), failing(4, later))
+        retry.run(windows(), failing(100, earlier))
+    before = torch.get_rng_state()
+    results = retry.run(windows(), failing(4, draws))
+    torch.set_rng_state(before)
+    assert results == [draws(torch.zeros(1)) for _ in range(2)]
 
 
 @pytest.mark.parametrize("quiet_windows", [0, 4])
@@ -174,38 +160,14 @@ def test_gradients_of_the_failed_attempt_are_gone() -> None:
     assert len(told) == 1
 
 
-@dataclass
-class OneOfTwo:
-    """A rank whose other one has room for everything."""
-
-    device: torch.device = SINGLE.device
-    rank: int = 0
-    world_size: int = 2
-    cannot_wait: str = ""
-    waits: bool = False
-
-    def ask_to_wait(self, wanted: bool) -> None:
-        self.waits = wanted
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, value if isinstance(value, bool) else ""]
-
-    def exchange(self) -> None: ...
-
-
-def test_of_several_ranks_only_a_window_larger_than_all_before_runs_again() -> None:
-    retry = OomRetry("split", nn.Linear(3, 3), Squares(), OneOfTwo(), lambda text: None)  # type: ignore[arg-type]
-    window = [MicroBatch(torch.ones(4, 3), 4)]
-    failing = iter([True, False, True])
-
-    def compute(batches: list[MicroBatch]) -> int:
-        if next(failing):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return len(batches)
-
-    assert retry.run(window, compute) == 2  # the largest so far: cut in two
-    with pytest.raises(torch.OutOfMemoryError, match="only a window larger than all before it can run again"):
-        retry.run(window, compute)
+def test_of_several_ranks_no_window_runs_again_but_the_pieces_of_before_stay() -> None:
+    two = replace(SINGLE, world_size=2)
+    retry = OomRetry("split", nn.Linear(3, 3), Squares(), two, lambda text: None)
+    retry.load_state_dict({"pieces": 2})
+    assert retry.run(windows(), failing(4, len)) == [4, 4]
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        retry.run(windows(), failing(3, len))
+    assert (retry.pieces, "ranks" in retry.refusal) == (2, True)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, torch.OutOfMemoryError])
@@ -253,9 +215,9 @@ def test_a_model_with_batch_norm_is_refused_at_once_and_keeps_nothing_for_a_retr
     mends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies of all buffers in every step, for a second run that is always refused, took up to 9 % of a step."""
-    marks: list[StepSnapshot] = []
-    mark = StepSnapshot.mark
-    monkeypatch.setattr(StepSnapshot, "mark", lambda start: (marks.append(start), mark(start))[1])
+    marks: list[BufferCopies] = []
+    mark = BufferCopies.mark
+    monkeypatch.setattr(BufferCopies, "mark", lambda start: (marks.append(start), mark(start))[1])
     retry = OomRetry("split", NORM, Squares(), SINGLE, lambda text: None, mends=mends)
     for _ in range(3):
         assert retry.run(windows(), failing(8, len)) == [8]
@@ -338,12 +300,12 @@ def test_what_cannot_be_cut_is_said(data: Any, message: str) -> None:
 def test_the_averages_of_batch_norm_are_put_back() -> None:
     """Torch writes into them without a new version."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    start = StepSnapshot(model, torch.device("cpu"))
+    start = BufferCopies(model)
     for _ in range(3):
         start.mark()
         before = [buffer.clone() for buffer in model.buffers()]
         model(torch.randn(4, 3))
-    assert restore(start) == ""
+    assert start.restore() == ""
     assert all(torch.equal(now, then) for now, then in zip(model.buffers(), before, strict=True))
 
 

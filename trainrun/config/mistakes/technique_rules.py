@@ -15,30 +15,6 @@ VAE_TASK, VAE_HEALTH = "trainrun.task.vae.Vae", "trainrun.hook.vae_health.VaeHea
 CLASSIFICATION = "trainrun.task.classification.Classification"
 
 
-def without_effect(config: RunConfig, typed: set[str]) -> dict[str, str]:
-    """By key a line for each typed value that changes nothing, because another setting is not there.
-
-    typed: all keys of the command line. Where that other one is typed too, as a value of a sweep, nothing is wrong.
-    """
-    trainer, data, node = config.trainer, config.data, config.scheduler or {}
-    needs = {  # its value, its default, whether it counts, and what would make it
-        "trainer.gradient_clip_algorithm": (
-            trainer.gradient_clip_algorithm, "norm", trainer.gradient_clip_val, "trainer.gradient_clip_val=1.0"),
-        "trainer.max_rollbacks": (
-            trainer.max_rollbacks, 3, trainer.nan_policy == "rollback", "trainer.nan_policy=rollback"),
-        "data.max_skipped_fraction": (
-            data.max_skipped_fraction, 0.01, data.on_error == "skip", "data.on_error=skip"),
-        "scheduler.base_batch_size": (
-            node.get("base_batch_size"), 256, node.get("lr_scaling", "none") != "none", "scheduler.lr_scaling=linear"),
-    }  # fmt: skip
-    found = {key: needs[key] for key in sorted(typed & needs.keys())}
-    return {
-        key: f"{key}={value}: does nothing without {needed}; add that, or leave it out"
-        for key, (value, default, counts, needed) in found.items()
-        if value != default and not counts and needed.partition("=")[0] not in typed
-    }
-
-
 def networks(config: RunConfig) -> Rules:
     """Networks that only their own task can train, and a hook that looks at one of them."""
     model, task = config.model or {}, config.task or {}

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from inspect import isgeneratorfunction
-from itertools import islice
 from typing import Any
 
 from trainrun.data.bad_samples import Skips
 from trainrun.data.batch import Preparation
 from trainrun.data.engines.batch_reader import AT_ONCE, COLLATE_KEY, BatchReader, Recipe
 from trainrun.data.engines.choice import choose, describe_workers
-from trainrun.data.engines.generators import GENERATORS, seed_globals
 from trainrun.data.engines.in_memory import ResidentBatches
-from trainrun.data.engines.iterable import Alike, InStep, StreamReader, has_parts, keeps_place
+from trainrun.data.engines.iterable import Alike, InStep, StreamReader, has_parts
 from trainrun.data.engines.loader import LoaderBatches
 from trainrun.data.engines.stream import ReadBy
 from trainrun.data.engines.threads import ThreadBatches
-from trainrun.data.look import digest_of, in_child, reading_recipe
+from trainrun.data.look import reading_recipe
 from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.same_samples import refuse_divided
 from trainrun.data.stream_options import (
@@ -30,7 +26,7 @@ from trainrun.data.stream_options import (
     new_plan,
     plan_of,
 )
-from trainrun.errors import ANY_FAULT, DataError
+from trainrun.errors import DataError
 from trainrun.interfaces import Batches
 
 SequencePlanner = Callable[[Plan], Any]  # a `SequencePlan`, or None
@@ -134,11 +130,14 @@ def open_iterable(
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     if divided:
         reason += f"; each of {parts} readers has a part of its own"
-    told = f"\n{options.key}: {CHANGES}" if _changes(source, options) else ""
     if length is most is None and not options.training:
         reason += f" of unknown length; {limit_key(options)} ends one that is endless"
-    line = f"{describe_workers(number)} ({reason}){told}"
-    return _fed(on_host, options), collate, ReadBy("workers", number), line
+    return (
+        _fed(on_host, options),
+        collate,
+        ReadBy("workers", number),
+        f"{describe_workers(number)} ({reason})",
+    )
 
 
 def _number_for_iterable(options: StreamOptions) -> int:
@@ -147,30 +146,6 @@ def _number_for_iterable(options: StreamOptions) -> int:
         return options.num_workers
     beside = options.beside
     return int(beside is not None and beside.engine == "workers" and beside.number > 0)
-
-
-def _changes(source: Any, options: StreamOptions) -> bool:
-    """Return whether a pass over a source that keeps a generator draws on from where the one before left off.
-
-    No other iterable source is read before the training: what it gave would be lost if it came from a pipe.
-    """
-    own = any(isinstance(value, GENERATORS) for value in getattr(source, "__dict__", {}).values())
-    anew = isgeneratorfunction(type(source).__iter__) and not keeps_place(source)
-    if not own or not anew or hasattr(source, "set_epoch"):
-        return False
-    try:
-        return in_child(partial(_differs_in_passes, source), options)
-    except ANY_FAULT:  # which is raised when its turn comes
-        return False
-
-
-def _differs_in_passes(source: Any) -> bool:
-    """Return whether the first samples of two passes differ."""
-    digests = []
-    for _ in range(2):
-        seed_globals(0)
-        digests.append([digest_of(sample) for sample in islice(source, 1)])
-    return digests[0] != digests[1]
 
 
 def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:

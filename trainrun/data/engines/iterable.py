@@ -9,6 +9,7 @@ stands, and a resume goes on from there; of every other the samples before are r
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -31,8 +32,11 @@ from trainrun.data.order.sampler import Plan, batch_too_large, behind_the_end, s
 from trainrun.data.same_samples import check_same, digest_of
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
+from trainrun.runtime.child_process import run_in_child
+from trainrun.runtime.held_state import changed, first_names, values_of
 from trainrun.user_code import line_of
 
+PASS_SECONDS = 10.0  # for the first sample of a pass in a child process
 SHUFFLE = 3  # of the numbers that the order inside a block is drawn from
 Keep = Callable[[int, Any], None]
 
@@ -142,7 +146,9 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         if spare is not None:  # other readers, or ranks, may go on
             yield self._reading([spare], [mine], False)
         elif not self.readers and not position:
-            raise DataError(f"{self.recipe.key}: {self._name(mine)} gave no batch in epoch {self.epoch}")
+            raise DataError(
+                f"{self.recipe.key}: {self._name(mine)} gave no batch in epoch {self.epoch}{self._exhausted}"
+            )
         elif not self.readers:
             all_of_them = position // size if plan.drop_last else -(-position // size)
             raise behind_the_end(start, all_of_them if most is None else min(most, all_of_them))
@@ -208,6 +214,10 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         part = f" (part {mine} of {self.parts})" if self.parts > 1 else ""
         return f"{type(self.dataset).__name__}{part}"
 
+    @property
+    def _exhausted(self) -> str:
+        return "; each call of its __iter__ must begin anew" if self.epoch else ""
+
     def in_turns(self, items: Iterator[Reading], keep: Keep) -> Iterator[Reading]:
         """From `start` on: a batch of each reader in its turn, until none has more.
 
@@ -237,6 +247,56 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             yield spare
         elif given <= before and self.plan.world_size == 1 and self.readers:
             raise DataError(f"{self.recipe.key}: {self._name(0)} gave no batch in epoch {self.epoch}")
+
+
+class PassComparison:
+    """Whether a source that the main process reads goes on from one pass to the next, as no loader worker does.
+
+    is_done: nothing is left to be compared. A source that says its place is put back to its begin by every pass, and
+    one with `set_epoch` is told which pass it is.
+    """
+
+    def __init__(self, source: Any, key: str) -> None:
+        self._source, self._key = source, key
+        self._held: dict[str, str] | None = None
+        self.is_done = keeps_place(source) or hasattr(source, "set_epoch")
+
+    def compare(self) -> str:
+        """Compare what the source holds after the first batches of two passes; return a line if samples depend on it.
+
+        Called in each pass. Where attributes differ, a child process reads the first sample of two passes.
+        """
+        held, before = values_of(self._source, set()), self._held
+        self._held, self.is_done = held, before is not None
+        names = [] if before is None else changed(before, held)
+        if not names or not differs_in_passes(self._source):
+            return ""
+        return (
+            f"{self._key}: {first_names(names)} of {type(self._source).__name__} goes on from one epoch to the next in "
+            "the main process, and its samples depend on it. A loader worker, or a resume, begins with the initial "
+            "value: set it in __iter__, or give the class state_dict() and load_state_dict(state)"
+        )
+
+
+def differs_in_passes(source: Any) -> bool:
+    """Return whether the first samples of two passes differ that begin with the same random states.
+
+    Read in a child process; false where it cannot read them.
+    """
+    if sys.platform != "linux":
+        return False
+
+    def first_samples() -> bool:
+        digests = []
+        for _ in range(2):
+            seed_globals(0)
+            digests.append(digest_of(list(islice(source, 1))))
+        return digests[0] != digests[1]
+
+    try:
+        return run_in_child(first_samples, PASS_SECONDS, computes=False)
+    except ANY_FAULT:  # the run reads it too, and reports what is wrong
+        return False
 
 
 class Alike(Around):

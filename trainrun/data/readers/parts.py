@@ -1,7 +1,7 @@
 """Which files, and which rows of them, are `train`, `val` and `test`: one rule for all formats.
 
-Folders and files that are called train, val, valid, validation, dev or test say it by their names, at any depth below
-`data.path`, also as shards (`train-00000-of-00002.parquet`). A file of validation or test data never trains.
+Folders and files that are called like one of `NAMES` say their split, at any depth below `data.path`, also
+as shards (`train-00000-of-00002.parquet`). A file of validation or test data never trains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 SPLITS = ("train", "val", "test")
 NAMES = {
     "train": ("train", "training"),
-    "val": ("val", "validation", "valid", "dev"),
+    "val": ("val", "validation", "valid", "dev", "validate", "eval", "holdout"),
     "test": ("test", "testing"),
 }
 SPLIT_OF_WORD = {word: split for split, words in NAMES.items() for word in words}

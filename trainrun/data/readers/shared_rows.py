@@ -1,6 +1,8 @@
 """Rows of validation or test data that are training samples too: found in a sample of the rows, told in one line.
 
-Only rows in memory or mapped, and files of this package's readers, are compared: nothing of a user's own is read here.
+what: rows in memory or mapped and files of pictures are compared where they lie. Of every other source that can be
+    indexed, a child process that is thrown away reads samples and compares their hashes, for half a second at most.
+when not: a source that no child process can read. Samples drawn at random are never equal.
 """
 
 from __future__ import annotations
@@ -8,7 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +21,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
+from trainrun.data.engines.batch_reader import BatchReader
+from trainrun.data.look import digest_of, forks, reading_recipe
+from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Column, Columns, columns_of, is_mapped, rows_in_memory
+from trainrun.errors import DataError
+from trainrun.runtime.child_process import ChildError, run_in_child
 
 MOST_ROWS, MOST_TRAINING_ROWS = 1024, 2**16
 MOST_MAPPED_ROWS = 4096  # each may be a page to fetch from the disk
 MOST_FILES = 5000
+MOST_SAMPLES, READ_SECONDS = 4096, 0.5  # of each of two sources, and of both together
+CHILD_SECONDS = 10.0  # for a sample that stands still
 KEY_NUMBERS = 32  # of a row, spread over it; rows with equal keys are compared as a whole
 MOST_EQUAL_KEYS = 8
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -28,42 +40,44 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 class SharedRows(NamedTuple):
     """How many of the compared rows are in the training data. repeated: the share of training rows that are there
-    more than once."""
+    more than once. is_whole: all training rows were compared."""
 
     shared: int
     compared: int
     repeated: float = 0.0
+    is_whole: bool = True
 
 
-def describe_shared_rows(sources: Mapping[str, Any]) -> list[str]:
+def describe_shared_rows(sources: Mapping[str, Any], options: Mapping[str, StreamOptions]) -> list[str]:
     """Return a line for each validation or test set with rows that are training samples too.
 
-    A line is left out where training rows repeat as often: then the rows have few different values.
+    A line is left out where training rows repeat as often: then the rows have few different values. options: how each
+    split is read.
     """
     lines = []
     for split, source in sources.items():
-        found = None if split == "train" else count_shared_rows(sources["train"], source)
+        if split == "train" or split not in options or options[split].rank:
+            continue
+        found = count_shared_rows(sources["train"], source)
+        if found is None:
+            found = count_shared_samples(sources["train"], source, options["train"], options[split])
         if found is None or found.shared == 0:
             continue
         is_all = found.shared == found.compared
         if not is_all and found.shared <= 1.25 * found.repeated * found.compared:
             continue
-        rows = f"{found.shared:,} of {found.compared:,} rows that were compared are"
-        key, name = f"data.{split.replace('/', '.')}", split.partition("/")[0]
+        count = f"{'' if found.is_whole else 'at least '}{found.shared:,} of {found.compared:,} rows"
+        key, name = options[split].key, split.partition("/")[0]
         lines.append(
-            f"{key}: {rows} in data.train too, so {name}/ metrics are partly measured on training samples"
+            f"{key}: {count} that were compared are in data.train too, so {name}/ metrics are partly measured on "
+            "training samples"
         )
     return lines
 
 
 def count_shared_rows(train: Any, other: Any) -> SharedRows | None:
-    """Count the rows of another split that are in the training data; None if they cannot be compared."""
-    if (
-        train is None
-        or other is None
-        or isinstance(train, IterableDataset)
-        or isinstance(other, IterableDataset)
-    ):
+    """Count the rows of another split that are in the training data; None if no row can be compared where it lies."""
+    if isinstance(train, IterableDataset) or isinstance(other, IterableDataset):
         return None
     numbers = shared_numbers(train, other)
     if numbers is not None:
@@ -72,6 +86,61 @@ def count_shared_rows(train: Any, other: Any) -> SharedRows | None:
         return shared_files(train, other)
     columns = columns_in(train), columns_in(other)
     return None if columns[0] is None or columns[1] is None else shared_in_columns(columns[0], columns[1])
+
+
+def count_shared_samples(
+    train: Any, other: Any, train_options: StreamOptions, other_options: StreamOptions
+) -> SharedRows | None:
+    """Count the samples of another split that are training samples, as a child process reads both.
+
+    The two have different seeds, so that samples drawn at random are not equal. None: no child process can read them.
+    """
+    readers = []
+    for place, (source, options) in enumerate(((train, train_options), (other, other_options))):
+        if isinstance(source, IterableDataset) or not forks(options):
+            return None
+        columns = columns_of(source, options.key)
+        recipe = reading_recipe(replace(options, seed=options.seed + place))
+        readers.append(BatchReader(source if columns is None else columns, recipe))
+    try:
+        return run_in_child(partial(shared_samples, *readers), CHILD_SECONDS, computes=False)
+    except (ChildError, DataError):  # the training reads them too, and reports what is wrong
+        return None
+
+
+def shared_samples(train: BatchReader, other: BatchReader) -> SharedRows:
+    """Compare hashes of samples. They are read in turns, so that few of a slow source are as many of each."""
+    known: dict[bytes, int] = {}
+    digests = []
+    rows, other_rows = likely_rows(train.number), likely_rows(other.number)
+    end = perf_counter() + READ_SECONDS
+    for place in range(max(len(rows), len(other_rows))):
+        if place < len(rows):
+            digest = digest_of(train.read_sample(0, rows[place]))
+            known[digest] = known.get(digest, 0) + 1
+        if place < len(other_rows):
+            digests.append(digest_of(other.read_sample(0, other_rows[place])))
+        if perf_counter() > end:
+            break
+    shared = sum(digest in known for digest in digests)
+    once = sum(count == 1 for count in known.values())
+    number = sum(known.values())
+    return SharedRows(shared, len(digests), 1 - once / number, number == train.number)
+
+
+def likely_rows(number: int) -> list[int]:
+    """Return row numbers at which two sources are likely to agree if one is a part of the other.
+
+    The first and the last rows, and rows drawn alike for sources of one length, take turns.
+    """
+    if number <= MOST_SAMPLES:
+        drawn = np.random.default_rng(0).permutation(number)
+    else:
+        drawn = np.random.default_rng(0).integers(0, number, MOST_SAMPLES)
+    first = np.arange(len(drawn))
+    turns = np.stack([first, number - 1 - first, drawn], axis=1)
+    rows: list[int] = list(dict.fromkeys(turns.reshape(-1).tolist()))
+    return rows[:MOST_SAMPLES]
 
 
 def has_method(source: Any, name: str) -> bool:
@@ -112,9 +181,9 @@ def shared_files(train: Any, other: Any) -> SharedRows:
     sizes = {path: size_of(path) for path in paths}
     wanted = {size for size in sizes.values() if size}
     candidates = [train.sample_file(int(row)) for row in spread(len(train), MOST_FILES)]
-    known = {digest_of(path) for path in candidates if size_of(path) in wanted}
-    shared = sum(digest_of(path) in known for path in paths if sizes[path]) if known else 0
-    return SharedRows(shared, len(paths))
+    known = {digest_of_file(path) for path in candidates if size_of(path) in wanted}
+    shared = sum(digest_of_file(path) in known for path in paths if sizes[path]) if known else 0
+    return SharedRows(shared, len(paths), is_whole=len(candidates) == len(train))
 
 
 def size_of(path: str) -> int:
@@ -125,7 +194,7 @@ def size_of(path: str) -> int:
         return 0
 
 
-def digest_of(path: str) -> bytes:
+def digest_of_file(path: str) -> bytes:
     try:
         return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).digest()
     except OSError:
@@ -152,7 +221,7 @@ def shared_in_columns(train: Columns, other: Columns) -> SharedRows | None:
         shared += any(is_same_row(train, int(train_rows[place]), other, int(row)) for place in equal)
     counts = np.unique(keys, return_counts=True)[1]
     repeated = 1 - int((counts == 1).sum()) / len(keys)
-    return SharedRows(shared, len(other_rows), repeated)
+    return SharedRows(shared, len(other_rows), repeated, len(train_rows) == len(train))
 
 
 def spread(number: int, most: int) -> Numbers:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainrun.config.saved_config import translated
 from trainrun.errors import ConfigError
 from trainrun.runs import resume
 from trainrun.runs.lock import only_writer
-from trainrun.runs.run import LaunchSpec, execute
-from trainrun.runs.run_folder import RunDir, named_folder, write_text
+from trainrun.runs.run import execute
+from trainrun.runs.run_folder import LaunchSpec, RunDir, named_folder, typed_settings, write_text
 
 
 def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
@@ -38,7 +39,8 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
         return resume.stay_finished(told)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
-        return execute(run, config, LaunchSpec(resume=True, paths=paths))
+        typed = typed_settings(translated(overrides).overrides)
+        return execute(run, config, LaunchSpec(resume=True, paths=paths, typed=typed))
     finally:
         resume.restore_config(run)
 

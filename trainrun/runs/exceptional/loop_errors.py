@@ -6,8 +6,7 @@ import re
 
 from trainrun.errors import DataError, PluginError, TrainingError, TrainrunError
 from trainrun.training.components import Components
-from trainrun.training.recovery.oom import no_memory
-from trainrun.training.recovery.smaller_pieces import ONE_SAMPLE
+from trainrun.training.recovery.oom import ONE_SAMPLE, no_memory
 from trainrun.training.state import TrainState
 
 # of a loss with another shape than its gradient

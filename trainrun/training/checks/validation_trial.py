@@ -2,11 +2,12 @@
 
 what: the first batch of the first validation set, evaluated as a trial that leaves no trace. It shows metrics that
     settings name and no validation has, metrics under reserved names, data that cannot be read, and code that fails
-    where torch records no gradients. A failure that a step of training may mend (what the task makes in its first step)
-    is tried again after one, in a child process of its own. What a task computes at the end of a validation is not
-    tried: of one batch it may not exist.
+    where torch records no gradients. A failure that training may mend (what the task makes in its first step, or at the
+    end of an epoch) is tried again after a step that ends an epoch, in a child process of its own. What a task computes
+    at the end of a validation is not tried: of one batch it may not exist.
 when: every run with a validation and a model, task or data of the user's own, or a setting that names a metric.
-when not: compiled models, whose compiling could take longer than the mistake; a trial that takes more than a minute.
+when not: compiled models, whose compiling could take longer than the mistake; an iterable source, whose first batch
+    would be missing in the validation if it came from a pipe; a trial that takes more than a minute.
 source: Lightning's `num_sanity_val_steps`
 gain: no epoch is lost. Cost: one batch.
 """
@@ -38,6 +39,8 @@ def try_validation(run: Components, state: TrainState) -> None:
     metrics = named_metrics(run.config)
     compiles = run.config.trainer.compile.scope in ("model", "regional")
     if run.val is None or compiles or not (metrics or has_users_code(run)):
+        return
+    if not getattr(run.val, "may_be_read_before", True):
         return
     names: list[str] = []
     owners = (run.model, run.task, run.optimizer, *run.hooks.by_key.values())
@@ -120,13 +123,16 @@ def retry_after_step(run: Components, state: TrainState, error: Exception) -> No
 
 
 def fault_after_step(run: Components, state: TrainState) -> str:
-    """Make one step of training, then evaluate a batch; return why that fails. It belongs into a child process."""
+    """Train for an epoch of one step, then evaluate a batch; return why that fails. It belongs into a child process."""
     silent: Any = run.monitors
     silent.note = lambda text: None
     window = next(windows_from(run, state))
     run.hooks.before_step(run, state)
     run.task_calls.before_step(state)
     state.advance(window, run.step(run, window))
+    state.batches = 0  # the epoch is over: a first validation stands behind the end of an epoch
+    run.task_calls.after_step(state, log=False)
+    run.hooks.after_step(run, state)
     try:
         metric_names(run)
     except Exception as error:

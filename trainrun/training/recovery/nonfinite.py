@@ -30,8 +30,8 @@ from trainrun.errors import TrainingError
 from trainrun.interfaces import IGNORED, Batches, Parallel, Precision
 from trainrun.output import counted
 from trainrun.runs.run_folder import write_json
+from trainrun.training.recovery.buffer_copies import numbers_in
 from trainrun.training.recovery.oom import OomRetry
-from trainrun.training.recovery.step_snapshot import numbers_in
 from trainrun.training.state import BadStep, RollBack, TrainState
 
 MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look

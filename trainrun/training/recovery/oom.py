@@ -1,7 +1,21 @@
-"""A window that ran out of memory runs again, from the same data, in smaller micro-batches: see `smaller_pieces.py`."""
+"""A window that ran out of memory runs again, from the same data, in smaller micro-batches.
+
+what: forward and backward of a window are thrown away where memory ends, torch's random state and buffers are put
+    back, and the same samples run in half as many at a time, again and again if needed. Losses are sums
+    that are divided once, by the count of the whole window, so the gradient is the same up to rounding.
+    The choice holds for the rest of the run and for its resumes.
+when: always on; `trainer.out_of_memory=stop` ends the run instead, and after a resume starts with whole batches.
+when not: several ranks, where the others exchange gradients already; models with BatchNorm, whose statistics would be
+    those of fewer samples (`split-batchnorm` allows it); losses that couple samples of a batch, which a trial with two
+    samples finds; memory that ends in the update, where nothing may be repeated. Random draws (dropout) are others than
+    in one large batch.
+source: Composer's automatic micro-batching (docs.mosaicml.com, "auto microbatching").
+gain: the run goes on. Cost while nothing fails: 1 us a window on a CPU; nothing where it is refused beforehand.
+"""
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,8 +23,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from trainrun.interfaces import MicroBatch, Parallel, Task
-from trainrun.training.recovery.step_snapshot import StepSnapshot
+from trainrun.data.split_batch import cut, num_rows, rows_of
+from trainrun.errors import PluginError
+from trainrun.interfaces import KeepsState, MicroBatch, Parallel, Task, counts_before
+from trainrun.output import counted
+from trainrun.seeding import evaluating
+from trainrun.training.recovery.buffer_copies import BufferCopies
 
 T = TypeVar("T")
 Compute = Callable[[list[MicroBatch]], T]
@@ -21,14 +39,18 @@ CUDNN_MARKS = ("unable to find an engine to execute this computation", "FIND was
                "CUDNN_STATUS_INTERNAL_ERROR")  # fmt: skip
 FULL = 0.05  # of a GPU's memory: with less than this free, such an error is one of memory
 PREFIX = re.compile(r"\[enforce fail at [^\]]*\] [^.]*\. ")  # the line of torch's source
+ONE_SAMPLE = "one sample at a time does not fit either"
+RANKS = "with several ranks the others exchange the gradients of this step already"
+COUPLED = 0.02  # of the loss: far above rounding, also of bfloat16
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class OomRetry:
-    """mode: split, split-batchnorm, stop. note: told once of each choice.
+    """Runs windows, again in smaller micro-batches where memory ends.
 
-    mends: whether `mend_buffers` will be asked, also where nothing runs again.
-    acts: whether `run` does more than to compute.
-    pieces: in how many parts every micro-batch is cut. refusal: why nothing runs again here, "" if it does.
+    mode: split, split-batchnorm, stop. note: receives a line for each choice. mends: whether `mend_buffers` will be
+    called. acts: whether `run` does more than to compute. pieces: in how many parts every micro-batch is cut.
+    refusal: why nothing runs again here, "" if it does.
     """
 
     def __init__(
@@ -40,53 +62,41 @@ class OomRetry:
         note: Callable[[str], None],
         mends: bool = False,
     ) -> None:
-        self.pieces = 1
+        self.pieces, self._val_pieces = 1, 1
         self.mode, self.model, self.task, self.parallel, self.note = mode, model, task, parallel, note
-        self._start = StepSnapshot(model, parallel.device)
-        self._together = parallel.world_size > 1 and mode != "stop"
-        ranks: Any = parallel  # every backend of several fills `smaller_pieces.DeferredSync`
-        self.refusal: str = ranks.cannot_wait if self._together else ""
-        self._off = mode == "stop" or bool(self.refusal)
-        self._marked = self._looked = False
-        self._mends = mends
-        self.largest, self._val_pieces = 0, 1
-        self.acts = not self._off or mends
+        self.refusal = RANKS if parallel.world_size > 1 and mode != "stop" else ""
+        self._buffers = BufferCopies(model)
+        self._generators = [torch.default_generator]
+        if parallel.device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[parallel.device.index or 0])
+        self.acts = mode != "stop" or mends
+        self._mends, self._began = mends, False
+        self._runs_again = self._marks = False
 
     def run(self, window: list[MicroBatch], compute: Compute[T]) -> T:
         """`compute(window)`, or the same in smaller micro-batches. torch.OutOfMemoryError: neither fits."""
-        if not self.acts:
-            return compute(window)
-        if not self._looked:
-            self._look_at_model()
-            return self.run(window, compute)
-        if self._start.watches:
-            self._start.mark()
-        self._marked = True
-        if self._off:
-            return compute(window)
-        if self._together:
-            from trainrun.training.recovery.smaller_pieces import run_together
-
-            return run_together(self, window, compute)
-        found, fault = self.attempt(window, compute)
+        if not self._began:
+            self._begin()
+        if self._marks and self._buffers.watches:
+            self._buffers.mark()
+        if not self._runs_again:
+            return compute(self._cut(window))
+        states = [generator.get_state() for generator in self._generators]
+        result, fault = self._attempt(window, compute)
         if not fault:
-            return found  # type: ignore[return-value]
+            return result  # type: ignore[return-value]
         while fault:
             last = fault
-            self.split(window, fault, failed_here=True)
-            found, fault = self.attempt(window, compute)
-        self.tell(window, last)
-        return found  # type: ignore[return-value]
-
-    def _look_at_model(self) -> None:
-        """Before the first window: models with batch norm run no window again, so nothing is kept for it."""
-        self._looked = True
-        if self._off or self.mode == "split-batchnorm" or self.pieces > 1:
-            return
-        from trainrun.training.recovery.smaller_pieces import batch_norm_in, of_batch_norm
-
-        if name := batch_norm_in(self.model):
-            self.refusal, self._off, self.acts = of_batch_norm(name), True, self._mends
+            self._split(window, fault)
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            result, fault = self._attempt(window, compute)
+        self.note(
+            f"out of memory ({last}): from here on every micro-batch is cut in {self.pieces}, "
+            f"{counted(-(-most_rows(window) // self.pieces), 'sample')} at a time, with the same global batch and the "
+            "same gradient (trainer.out_of_memory)"
+        )
+        return result  # type: ignore[return-value]
 
     def in_pieces(self, batch: MicroBatch, compute: Callable[[MicroBatch], T]) -> list[T]:
         """`compute` of a batch of a validation, or of its parts, where memory does not suffice for the whole.
@@ -100,10 +110,8 @@ class OomRetry:
                 if self.mode == "stop" or not (fault := no_memory(error)):
                     raise
             # the error is gone now, and what its frames held
-            from trainrun.training.recovery.smaller_pieces import free, whole_only
-
-            free(self.parallel.device)
-            if reason := whole_only(self, batch, self._val_pieces):
+            free_memory(self.parallel.device)
+            if reason := self._why_not_cut([batch], self._val_pieces):
                 raise torch.OutOfMemoryError(f"{fault}; a batch of the validation is not cut: {reason}")
             self._val_pieces *= 2
             self.note(
@@ -111,22 +119,10 @@ class OomRetry:
                 "data.val_batch_size sets their size"
             )
 
-    def _parts_of(self, batch: MicroBatch) -> list[MicroBatch]:
-        if self._val_pieces == 1:
-            return [batch]
-        from trainrun.data.split_batch import cut
-
-        try:
-            return cut(batch, self._val_pieces)
-        except ValueError:  # an earlier one could be cut; this one may fit whole
-            return [batch]
-
     def mend_buffers(self) -> str:
-        """After a step that was not finite: buffers with such values (averages of batch norm) become what they were
-        before it. Says what cannot be put back."""
-        from trainrun.training.recovery.put_back import mend_buffers
-
-        return mend_buffers(self._start, self._marked)
+        """After a step that was not finite: put buffers with such values (averages of batch norm) back as they were
+        before it. Return what cannot be put back."""
+        return self._buffers.mend_buffers()
 
     def state_dict(self) -> dict[str, Any]:
         return {"pieces": self.pieces} | ({"val_pieces": self._val_pieces} if self._val_pieces > 1 else {})
@@ -135,39 +131,123 @@ class OomRetry:
         if self.mode != "stop":
             self.pieces, self._val_pieces = state["pieces"], state.get("val_pieces", 1)
 
-    def attempt(self, window: list[MicroBatch], compute: Compute[T]) -> tuple[T | None, str]:
+    def _begin(self) -> None:
+        """Decide before the first window whether any runs again; where none does, nothing is taken for it."""
+        self._began = True
+        if not self.refusal and self.mode == "split" and (name := batch_norm_in(self.model)):
+            self.refusal = (
+                f"the model has batch norm ({name}), whose statistics would be those of fewer samples; "
+                "trainer.out_of_memory=split-batchnorm allows it"
+            )
+        self._runs_again = self.mode != "stop" and not self.refusal
+        self._marks = self._runs_again or self._mends
+
+    def _cut(self, window: list[MicroBatch]) -> list[MicroBatch]:
+        if self.pieces == 1:
+            return window
+        return [piece for batch in window for piece in cut(batch, self.pieces)]
+
+    def _parts_of(self, batch: MicroBatch) -> list[MicroBatch]:
+        if self._val_pieces == 1:
+            return [batch]
+        try:
+            return cut(batch, self._val_pieces)
+        except ValueError:  # an earlier one could be cut; this one may fit whole
+            return [batch]
+
+    def _attempt(self, window: list[MicroBatch], compute: Compute[T]) -> tuple[T | None, str]:
         """The result, or in a few words why memory did not suffice.
 
         When this returns, the error and its frames are gone, and what they held of the memory with them.
         """
         try:
-            if self.pieces > 1:
-                from trainrun.data.split_batch import cut
-
-                window = [piece for batch in window for piece in cut(batch, self.pieces)]
-            return compute(window), ""
+            return compute(self._cut(window)), ""
         except (MemoryError, RuntimeError) as error:
             if not (fault := no_memory(error)):
                 raise
             return None, fault
 
-    def split(self, window: list[MicroBatch], fault: str, failed_here: bool) -> None:
-        """All as at the start of the window, and twice the pieces; torch.OutOfMemoryError: it cannot be."""
+    def _split(self, window: list[MicroBatch], fault: str) -> None:
+        """Put buffers back, and double the pieces. torch.OutOfMemoryError: this window cannot run in smaller ones."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        from trainrun.training.recovery.put_back import restore
-        from trainrun.training.recovery.smaller_pieces import free, obstacle
-
-        free(self.parallel.device)
-        reasons = self.parallel.gather(restore(self._start) or obstacle(self, window, failed_here))
-        if reason := next(filter(None, reasons), ""):
+        free_memory(self.parallel.device)
+        if reason := self._buffers.restore() or self._why_not_split(window):
             raise torch.OutOfMemoryError(f"{fault}; not run again in smaller micro-batches: {reason}")
         self.pieces *= 2
 
-    def tell(self, window: list[MicroBatch], fault: str) -> None:
-        from trainrun.training.recovery.smaller_pieces import told
+    def _why_not_split(self, window: list[MicroBatch]) -> str:
+        """Why smaller micro-batches would compute something else, or cannot be had; "" if they can."""
+        if isinstance(self.task, KeepsState) and self.task.state_dict():
+            return "the task keeps state, which the attempt that failed may have changed"
+        if (
+            self.mode == "split-batchnorm"
+            and 4 * self.pieces > most_rows(window)
+            and batch_norm_in(self.model)
+        ):
+            return "batch norm needs at least two samples"
+        return self._why_not_cut(window, self.pieces)
 
-        self.note(told(window, self.pieces, fault))
+    def _why_not_cut(self, batches: list[MicroBatch], pieces: int) -> str:
+        """Why batches that are cut in `pieces` cannot be cut further; "" if they can."""
+        try:
+            if pieces >= most_rows(batches):
+                return ONE_SAMPLE
+            return "" if pieces > 1 else coupled(self.model, self.task, batches)
+        except ValueError as error:
+            return str(error)
+
+
+def most_rows(batches: list[MicroBatch]) -> int:
+    """Return the samples of the largest batch. ValueError: one has no tensor that could be cut."""
+    return max(num_rows(batch.data) for batch in batches)
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def coupled(model: nn.Module, task: Task, batches: list[MicroBatch]) -> str:
+    """Why the parts of these batches would not add up to them; "" if they do. ValueError: they have no parts."""
+    for batch in batches:
+        pieces = cut(batch, num_rows(batch.data))
+        if not counts_before(task):
+            break  # the outputs of the pieces say their counts
+        whole, parts = (sum(task.count(one.data) for one in some) for some in ([batch], pieces))
+        if whole != parts:
+            return f"task.count says {whole} for a batch and {parts} for its samples one by one"
+    largest = max(batches, key=lambda batch: num_rows(batch.data))
+    return coupling(model, task, largest.data) if num_rows(largest.data) > 1 else ""
+
+
+def batch_norm_in(model: nn.Module) -> str:
+    """The first module that normalises by its batch, "" if there is none."""
+    for name, module in model.named_modules():
+        if isinstance(module, BATCH_NORMS) and module.training:
+            return name or type(module).__name__
+    return ""
+
+
+def coupling(model: nn.Module, task: Task, data: Any) -> str:
+    """Whether the loss of two samples is another than their two losses: a contrastive one, for instance."""
+    count = num_rows(data)
+    try:
+        with evaluating(model):
+            one, other, both, again = (
+                float(task.step(model, rows_of(data, *rows, count)).loss_sum)
+                for rows in ((0, 1), (1, 2), (0, 2), (0, 2))
+            )
+    except (PluginError, MemoryError, RuntimeError) as error:
+        return f"the task cannot compute single samples: {str(error).partition(chr(10))[0]}"
+    tolerance = COUPLED * (abs(one) + abs(other) + abs(both))
+    if abs(both - again) > tolerance or abs(both - one - other) <= tolerance:
+        return ""  # drawn at random, so that nothing can be compared; or the sum that it should be
+    return (
+        f"the task's loss of two samples ({both:.4g}) is not the sum of their losses ({one:.4g} and {other:.4g}), "
+        "so it depends on which samples come together"
+    )
 
 
 def no_memory(error: Exception, free: Callable[[], float] | None = None) -> str:

@@ -1,7 +1,7 @@
 """`data=image_folder`: JPEG and PNG files, a folder for each class; or all in one, with a table of labels.
 
 pictures/cat/1.jpg  pictures/dog/2.png                     a part of it is held out (val_fraction)
-pictures/train/cat/1.jpg  pictures/val/cat/9.jpg           the folders train, val (or valid, validation, dev) and test
+pictures/train/cat/1.jpg  pictures/val/cat/9.jpg           the folders train, val (or validation, ...) and test
 pictures/1.jpg  pictures/2.png  pictures/labels.csv        data.train.labels=labels.csv
 """
 

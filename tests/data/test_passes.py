@@ -1,0 +1,124 @@
+"""A source that goes on from one pass to the next is told once, since loader workers and resumes begin anew."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
+
+
+class Cursor(IterableDataset[Any]):
+    """Never begins anew."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.at += 1
+            yield torch.tensor([self.at])
+
+
+class NestedCursor(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.parts = [{"at": SimpleNamespace(n=0)}, [0]]
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.parts[1][0] += 1
+            yield torch.tensor(self.parts[1])
+
+
+class OneIterator(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.samples = iter([torch.tensor([n]) for n in range(100)])
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.samples
+
+
+class OpenFile(IterableDataset[Any]):
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("rb")
+
+    def __iter__(self) -> Iterator[Any]:
+        while line := self.file.readline():
+            yield torch.tensor([float(line)])
+
+
+class OwnGenerator(IterableDataset[Any]):
+    def __init__(self, seed: int | None = None) -> None:
+        self.rng, self.seed = random.Random(0), seed
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.seed is not None:
+            self.rng.seed(self.seed)
+        yield from ([self.rng.random()] for _ in range(12))
+
+
+class Counted(IterableDataset[Any]):
+    """Begins anew; what it counts no sample depends on."""
+
+    def __init__(self) -> None:
+        self.given, self.at, self.order = 0, 0, torch.arange(1)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.order = torch.randperm(12)
+        for self.at in range(12):
+            self.given += 1
+            yield self.order[self.at]
+
+
+class WithEpoch(Cursor):
+    def set_epoch(self, epoch: int) -> None:
+        self.at = 100 * epoch
+
+
+class SaysItsPlace(Cursor):
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def lines_of(source: IterableDataset[Any], **changes: Any) -> list[str]:
+    lines: list[str] = []
+    fields = {"key": "data.train", "training": True, "batch_size": 2, "seed": 1, "num_workers": 0, "limit": 3}
+    stream = open_batches(source, StreamOptions(**fields | {"report": lines.append} | changes))[0]
+    for epoch in range(4):
+        assert len(list(stream.epoch(epoch))) == 3
+    stream.close()
+    return lines
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [Cursor, NestedCursor, OneIterator, OwnGenerator])
+def test_a_source_that_goes_on_is_told_once(kind: type, training: bool) -> None:
+    assert len(lines_of(kind(), training=training)) == 1
+
+
+def test_the_position_of_an_open_file_counts(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("".join(f"{number}\n" for number in range(100)))
+    source = OpenFile(tmp_path / "a")
+    assert len(lines_of(source)) == 1
+    source.file.close()
+
+
+@pytest.mark.parametrize("source", [OwnGenerator(seed=1), Counted(), WithEpoch(), SaysItsPlace()])
+def test_a_source_that_begins_anew_is_not_told(source: IterableDataset[Any]) -> None:
+    assert lines_of(source) == []
+
+
+@pytest.mark.process
+def test_a_worker_begins_anew() -> None:
+    assert lines_of(Cursor(), num_workers=1) == []

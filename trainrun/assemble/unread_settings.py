@@ -1,0 +1,105 @@
+"""A setting that was typed and that no code has read is an error.
+
+`instantiate.BUILT` has the nodes that were built, and `schema.READ` the settings that were read, from the start of a
+run until its first batch is there. Nothing is recorded in the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainrun.assemble.data_pipeline import key_of
+from trainrun.config.schema import READ, RunConfig, settings, value_of
+from trainrun.data.tensor_dataset import parts_of
+from trainrun.errors import ConfigError
+from trainrun.instantiate import BUILT, is_node, named_nodes
+from trainrun.interfaces import Parallel
+
+# A node below one of these is read when it is built.
+ROOTS = ("data.train", "data.val", "data.test", "data.transform", "data.val_transform", "data.test_transform",
+         "data.collate_fn", "data.augment", "hook", "transform", "model", "task")  # fmt: skip
+TRAINING = "data.train."
+
+
+def check_settings_are_read(typed: Iterable[str], config: RunConfig, parallel: Parallel) -> None:
+    """Raise ConfigError with every plain setting that was typed, asks for something, and that no rank has read.
+
+    Settings of a section whose switch was typed too, as in a sweep, may be idle.
+    """
+    read = set().union(*parallel.gather(sorted(READ)))
+    known, typed_keys = settings(), set(typed)
+    faults = []
+    for key in sorted(typed_keys & known.keys() - read):
+        setting, section = known[key], known.get(key.rpartition(".")[0])
+        waits = section is not None and f"{section.key}.{section.short}" in typed_keys
+        is_plain = setting.section is None and not setting.opens and not setting.read_by
+        if is_plain and not waits and value_of(config, key) != setting.default:
+            about = f"{key}={value_of(config, key)}"
+            faults.append(f"{about}: no code reads it in this run ({setting.help}); leave it out")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def check_nodes_are_read(typed: Iterable[str], config: RunConfig, sources: Mapping[str, Any]) -> None:
+    """Raise ConfigError with every setting of a node that was typed and that no code has read.
+
+    sources: the data sets by split; one of this package says in its attribute `unused_arguments` which of its
+    arguments it had no use for, each with the reason.
+    """
+    unused = {
+        key_of(name): unused_arguments(source) for name, source in sources.items() if source is not None
+    }
+    faults = []
+    for key in dict.fromkeys(typed):
+        node = node_above(key, config)
+        is_of_folds = config.data.folds is not None and str(node).startswith("data.val")  # a line names it
+        if node is not None and node not in BUILT and not is_of_folds:
+            faults.append(f"{key}: no code reads it, since this run does not use {node}; leave it out")
+        elif reason := unused_reason(key, config, unused):
+            faults.append(f"{key}: no code reads it: {reason}; leave it out")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def node_above(key: str, config: RunConfig) -> str | None:
+    """Return the key of the node that a setting is part of; None for other settings, and for a node that is off."""
+    root = next((root for root in ROOTS if key == root or key.startswith(f"{root}.")), None)
+    if root is None:
+        return None
+    value = value_of(config, root)
+    name = key.removeprefix(root).lstrip(".").partition(".")[0]
+    if name in named_nodes(value):  # of several data sets below one key
+        return f"{root}.{name}"
+    return root if is_node(value) else None
+
+
+def unused_arguments(source: Any) -> dict[str, str]:
+    """Return the arguments that no part of a source had a use for."""
+    each = [getattr(part, "unused_arguments", None) or {} for part in parts_of(source)]
+    return {name: reason for name, reason in each[0].items() if all(name in others for others in each)}
+
+
+def unused_reason(key: str, config: RunConfig, unused: Mapping[str, Mapping[str, str]]) -> str:
+    """Return why an argument has no use; "" if it has one, or is off. The other sets take those of training too."""
+    above, _, name = key.rpartition(".")
+    if not above.startswith("data.") or above.startswith(TRAINING):
+        return ""
+    value = node_of(above, config).get(name)
+    if not value or value == "auto":  # it asks for nothing
+        return ""
+    if f"{above}." == TRAINING:
+        takers = [one for one in unused if name in node_of(one, config)]
+    else:
+        takers = [one for one in unused if one == above]
+    reasons = [unused[one].get(name, "") for one in takers]
+    return reasons[0] if reasons and all(reasons) else ""
+
+
+def node_of(key: str, config: RunConfig) -> Mapping[str, Any]:
+    """Return the node of a data set; folds validate on what `data.train` gives."""
+    root = ".".join(key.split(".")[:2])
+    node = value_of(config, root)
+    rest = key.removeprefix(root).lstrip(".")
+    node = node.get(rest) if rest and isinstance(node, dict) else node
+    return node if isinstance(node, dict) else {}

@@ -1,0 +1,156 @@
+"""What an object holds in its attributes, as texts that can be compared: plain values, tensors, and generators.
+
+what: `values_of` at two moments, and `changed`. Iterators and open files count by their position.
+when not: objects that hold more than 10,000 entries, and what has no content that can be read. Their text is empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import operator
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainrun.interfaces import KeepsState
+from trainrun.user_code import is_users_class
+
+DEEPEST = 6
+MOST_ENTRIES = 10_000  # of an attribute, with all that it holds
+MOST_NUMBERS = 1 << 20  # of one tensor; of a larger one a sample is compared
+MOST_NAMES = 6  # in a message
+OF_MODULES = frozenset(vars(nn.Module()))
+PLAIN = (bool, int, float, complex, str, bytes)
+EMPTY: tuple[Iterable[Any], ...] = ([], (), "", b"", {}, set(), range(0), {}.values(), {}.items())
+ITERATORS = tuple(type(iter(one)) for one in EMPTY)
+
+
+def attributes_of(owner: Any) -> dict[str, Any]:
+    """Return the attributes of an object; of a module those that its state_dict leaves out."""
+    held = getattr(owner, "__dict__", {})
+    if not isinstance(owner, nn.Module):
+        return dict(held)
+    unsaved = {name: owner._buffers[name] for name in owner._non_persistent_buffers_set}
+    return {name: value for name, value in held.items() if name not in OF_MODULES} | unsaved
+
+
+def values_of(owner: Any, known: set[int]) -> dict[str, str]:
+    """Return the attributes of an object that can be compared, as texts."""
+    texts = {name: state_text(value, known) for name, value in attributes_of(owner).items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Return the names that both have, with other texts."""
+    return sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
+
+
+def first_names(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def shape_of(text: str) -> str:
+    return text.partition("|")[0]
+
+
+def state_text(value: Any, known: set[int]) -> str:
+    """Return `shape|digest`, equal for equal contents; empty for what holds no state that can be compared.
+
+    known: ids of objects that are left out.
+    """
+    texts = list(islice(leaf_texts(value, known), 2 * MOST_ENTRIES + 1))  # names and values
+    if len(texts) > 2 * MOST_ENTRIES or (texts and not any(texts)):
+        return ""
+    if isinstance(value, Tensor | np.ndarray):
+        shape = str(tuple(value.shape))
+    else:
+        shape = f"{type(value).__name__} {len(texts)}"
+    return f"{shape}|{digest(repr(texts).encode())}"
+
+
+def leaf_texts(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iterator[str]:
+    """Yield the names and values of a tree as texts; an empty one for what cannot be compared."""
+    if id(value) in known or id(value) in above or len(above) == DEEPEST:
+        yield ""
+        return
+    children = children_of(value)
+    if children is None:
+        yield leaf_text(value)
+        return
+    for name, child in children:
+        yield repr(name)
+        yield from leaf_texts(child, known, (*above, id(value)))
+
+
+def children_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return what a value holds, by name; None for one that is compared as a whole."""
+    if value is None or isinstance(value, (*PLAIN, Tensor, type)):
+        return None
+    if isinstance(value, nn.Module):
+        return [*value.named_parameters(), *value.named_buffers()]
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, list | tuple | deque):
+        return enumerate(value)
+    if isinstance(value, set | frozenset):
+        return [(name, None) for name in sorted(map(repr, islice(value, MOST_ENTRIES + 1)))]
+    if isinstance(value, KeepsState):  # optimizers and torch's schedulers
+        return list(value.state_dict().items())
+    if is_users_class(type(value)) and hasattr(value, "__dict__"):
+        return list(vars(value).items())
+    return None
+
+
+def leaf_text(value: Any) -> str:
+    """Return the text of a value that holds no others."""
+    if value is None or isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return tensor_text(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return digest(value.tobytes()) if value.dtype != object else ""
+    if isinstance(value, torch.Generator):
+        return digest(value.get_state().numpy().tobytes())
+    if isinstance(value, random.Random):
+        return digest(repr(value.getstate()).encode())
+    if isinstance(value, np.random.Generator):
+        return digest(repr(value.bit_generator.state).encode())
+    if isinstance(value, np.random.RandomState):
+        return digest(repr(value.get_state()).encode())
+    if isinstance(value, ITERATORS):
+        return f"{operator.length_hint(value)} to come"
+    return position_of(value) if isinstance(value, io.IOBase) else ""
+
+
+def position_of(file: io.IOBase) -> str:
+    """Return the position in an open file; empty if it has none, as a pipe."""
+    try:
+        return str(file.tell())
+    except (OSError, ValueError):  # a text file that is read line by line says none, but its bytes do
+        below = getattr(file, "buffer", None)
+        return "" if below is None else position_of(below)
+
+
+def tensor_text(tensor: Tensor) -> str:
+    """Return a digest of a tensor's numbers, for which the host waits; empty for one of a graph or without memory."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and not is_lazy(tensor) and tensor.grad_fn is None
+    if not is_plain or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return ""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.numel() > MOST_NUMBERS:
+        tensor = tensor.flatten()[:: tensor.numel() // MOST_NUMBERS | 1]  # odd: no column of a table alone
+    numbers = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tuple(tensor.shape)} {digest(numbers.numpy().tobytes())}"
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=12).hexdigest()
