@@ -14,7 +14,7 @@ from trainrun.output import counted, quantity, say
 def main(argv: list[str]) -> int:
     parser = Parser(
         prog="trainrun cache", allow_abbrev=False,
-        description="Lists the caches that data.cache=disk:... and data=text made: size, last use, path, source. "
+        description="Lists the caches that data.cache=disk:..., tables and texts made: size, last use, path, source. "
         f"The least recently used go first where all would take more than {LIMIT} gigabytes (a tenth of the disk).",
     )  # fmt: skip
     parser.add_argument(

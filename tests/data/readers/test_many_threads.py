@@ -24,9 +24,10 @@ from PIL import Image
 from trainrun.data.cache.cached import cached
 from trainrun.data.map_style import thread_safe
 from trainrun.data.readers.arrays import hdf5
-from trainrun.data.readers.arrays.numpy_files import MappedReader, open_mapped
+from trainrun.data.readers.mapped_files import open_mapped
+from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.pictures import image_folder
-from trainrun.data.readers.reader_protocol import ReaderDataset
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset
 from trainrun.data.readers.records import lmdb_file, tfrecord, webdataset
 from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
 from trainrun.data.readers.records.tfrecord import encode_example
@@ -101,7 +102,7 @@ def text_blocks(folder):
 def picked_rows(folder):
     np.save(folder / "x.npy", np.concatenate([ROWS, ROWS]))
     return ReaderDataset(
-        MappedReader([open_mapped(str(folder / "x.npy"))], [folder / "x.npy"]), np.arange(0, 2 * N, 2)
+        MappedRows([open_mapped(str(folder / "x.npy"))], Info((folder / "x.npy",))), np.arange(0, 2 * N, 2)
     )
 
 

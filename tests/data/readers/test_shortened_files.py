@@ -12,6 +12,8 @@ import pytest
 
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files
+from trainrun.data.readers.mapped_rows import MappedRows
+from trainrun.data.readers.reader_protocol import Info
 from trainrun.data.readers.text.text import load as load_text
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
@@ -29,7 +31,7 @@ def arrays(folder: Path) -> tuple[Any, Path]:
 def part_of_arrays(folder: Path) -> tuple[Any, Path]:
     np.save(folder / "x_train.npy", np.ones((ROWS, WIDTH)))
     source = numpy_files.load(str(folder), "train", target=None)
-    reader = numpy_files.MappedReader(source.tensors, [folder / "x_train.npy"])
+    reader = MappedRows(source.tensors, Info((folder / "x_train.npy",)))
     return numpy_files.ReaderDataset(reader, np.arange(0, ROWS, 2)), folder / "x_train.npy"
 
 

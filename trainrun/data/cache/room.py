@@ -1,8 +1,9 @@
 """Caches on disks: which there are, how much room they may take, and which go first.
 
-A cache is a file `<key>.cache` (see `disk`) or a folder with a file `tokens` (of a text). Who reads one holds a shared
-lock of it, which ends with its process: one in use by a living process is never removed. Folders that hold caches are
-noted in `<cache home>/folders`. The limit is for all of them on one disk together.
+A cache is a file `<key>.cache` (see `disk`) or a folder with a file `tokens` (of a text) or `meta.json` (columns). Who
+reads a file of one holds a shared lock of it, which ends with its process: a cache in use by a living process is never
+removed. Folders that hold caches are noted in `<cache home>/folders`. The limit is for all of them on one disk
+together.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from trainrun.output import quantity
 LIMIT = "TRAINRUN_CACHE_GB"
 SHARE = 0.1  # of the disk, where the limit is not set
 HEADER_BYTES = 4096  # of a .cache file: JSON
-TOKENS, SOURCE = "tokens", "source"
+TOKENS, META, SOURCE = "tokens", "meta.json", "source"  # files of a folder
 LOST_SECONDS = 24 * 3600  # an unfinished folder that nobody has written to for so long is left over
 
 Say = Callable[[str], None]
@@ -38,16 +39,12 @@ class DiskCache(NamedTuple):
     used: float
     source: str
 
-    @property
-    def lock_file(self) -> Path:
-        return self.path / TOKENS if self.path.is_dir() else self.path
-
     def is_in_use(self) -> bool:
-        return not _with_lock(self.lock_file, lambda: None)
+        return not _with_lock(self.path, lambda: None)
 
     def remove(self) -> bool:
         """Whether it could be removed: not while a living process reads it."""
-        return _with_lock(self.lock_file, lambda: _delete(self.path))
+        return _with_lock(self.path, lambda: _delete(self.path))
 
 
 def cache_home() -> Path:
@@ -66,7 +63,7 @@ def note_folder(folder: Path) -> None:
 
 def known_folders() -> list[Path]:
     """Return the folders that hold caches, and still exist."""
-    found = {cache_home() / "text"}
+    found = {cache_home() / "text", cache_home() / "columns"}
     for note in (cache_home() / "folders").glob("*"):
         with suppress(OSError, UnicodeDecodeError):
             found.add(Path(note.read_text(encoding="utf-8")))
@@ -86,9 +83,11 @@ def _caches_in(folder: Path) -> Iterator[DiskCache]:
                 if path.suffix == ".cache" and path.is_file():
                     about = path.stat()
                     yield DiskCache(path, about.st_size, about.st_atime, _source_of(path))
-                elif (path / TOKENS).is_file() and path.name[0] != ".":
-                    files = [part.stat() for part in path.iterdir()]
-                    size, used = sum(about.st_size for about in files), (path / TOKENS).stat().st_atime
+                elif path.name[0] != "." and (markers := [*path.glob(TOKENS), *path.glob(META)]):
+                    size, used = (
+                        sum(part.stat().st_size for part in path.iterdir()),
+                        markers[0].stat().st_atime,
+                    )
                     source = path / SOURCE
                     yield DiskCache(path, size, used, source.read_text() if source.is_file() else "a text")
 
@@ -185,19 +184,18 @@ def make_room(folder: Path, needed: int, where: str, say: Say) -> None:
 
 
 def _with_lock(path: Path, action: Callable[[], None]) -> bool:
-    """Lock the file and run the action. Return False without running it if another process holds the lock."""
+    """Lock a file, or a folder with all its files, and run the action. Return False without running it if another
+    process holds one of the locks."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        with ExitStack() as locks:
+            for file in (path, *path.iterdir()) if path.is_dir() else (path,):
+                descriptor = os.open(file, os.O_RDONLY)
+                locks.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            action()
+            return True
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        action()
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def _delete(path: Path) -> None:

@@ -10,12 +10,53 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from trainrun.data.cache.room import hold
 from trainrun.errors import DataError
+
+if TYPE_CHECKING:
+    Memmap = np.memmap[Any, Any]
+else:
+    Memmap = np.memmap
+
+
+class Mapped(Memmap):
+    """A mapped .npy file that is opened again where it is unpickled.
+
+    A subclass, because NumPy sends the whole content of a memmap: every loader worker would get a copy.
+    """
+
+    def __reduce__(self) -> Any:
+        if type(self.base) is np.memmap:  # the whole array, not a part of it
+            return open_mapped, (str(self.filename),)
+        return np.asarray(self).__reduce__()
+
+
+def open_mapped(file: str) -> Mapped:
+    """Its memory can be written to, which changes no file: torch takes it without a copy."""
+    array: Mapped = np.load(file, mmap_mode="c", allow_pickle=False).view(Mapped)
+    return array
+
+
+def map_array(path: Path) -> np.ndarray[Any, Any]:
+    """Map a .npy file of a cache, held so that nobody removes it. DataError: it is damaged or cut short."""
+    try:
+        descriptor = hold(path)
+        if descriptor is None:
+            raise FileNotFoundError("removed")
+        with open(descriptor, "rb") as opened:  # the map keeps a copy of the descriptor, and with it the lock
+            np.lib.format.read_magic(opened)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(opened)
+            if 0 in shape:
+                return np.empty(shape, dtype)
+            array = np.memmap(opened, dtype, "c", opened.tell(), shape)
+        array.filename = str(path)
+        return array.view(Mapped)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read, or shorter than it was ({error})") from error
 
 
 class MappedFile(NamedTuple):

@@ -6,17 +6,18 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from trainrun.data.batch import as_tensor
 from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import LISTED, check_split
 from trainrun.data.readers.free_space import check_memory, in_memory
-from trainrun.data.readers.mapped_files import check_lengths, mappings_of
+from trainrun.data.readers.mapped_files import open_mapped
+from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.parts import (
     NAMES,
     SPLITS,
@@ -29,33 +30,9 @@ from trainrun.data.readers.parts import (
 from trainrun.data.readers.paths import plain_file
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset
 from trainrun.data.tensor_dataset import Arrays
-from trainrun.data.tensor_dataset import rows as gathered
 from trainrun.errors import DataError
 from trainrun.limits import Auto, BelowOne, HeldOutBy
 from trainrun.seeding import derive_seed
-
-if TYPE_CHECKING:
-    Memmap = np.memmap[Any, Any]
-else:
-    Memmap = np.memmap
-
-
-class Mapped(Memmap):
-    """A mapped .npy file that is opened again where it is unpickled.
-
-    A subclass, because NumPy sends the whole content of a memmap: every loader worker would get a copy.
-    """
-
-    def __reduce__(self) -> Any:
-        if type(self.base) is np.memmap:  # the whole array, not a part of it
-            return open_mapped, (str(self.filename),)
-        return np.asarray(self).__reduce__()
-
-
-def open_mapped(file: str) -> Mapped:
-    """Its memory can be written to, which changes no file: torch takes it without a copy."""
-    array: Mapped = np.load(file, mmap_mode="c", allow_pickle=False).view(Mapped)
-    return array
 
 
 def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_fraction: BelowOne = 0.0,
@@ -95,6 +72,7 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
         raise DataError(f"data.path={path}: its arrays need one row for each sample in each; found {shapes}")
     files = [place / f"{name}.npy" for name in names]
+    info = Info(tuple(files), where=partial(describe_row, files))
     on_disk = all(isinstance(array, np.memmap) for array in arrays)
     number, held = len(arrays[0]), round(val_fraction * len(arrays[0]))
     group_cells = None
@@ -114,7 +92,8 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         part = RandomRows(rows, 0, held) if split == "val" else RandomRows(rows, held, number - held)
         labels = arrays[-1] if len(arrays) > 1 and arrays[-1].dtype.kind in "iu" else None
         largest = -1 if labels is None else int(labels.max())
-        return ReaderDataset(MappedReader(arrays, files, largest + 1 if largest >= 0 else None), part)
+        info = replace(info, num_classes=largest + 1 if largest >= 0 else None)
+        return ReaderDataset(MappedRows(arrays, info), part)
     by_class = bool(stratify) and len(arrays) > 1 and arrays[-1].dtype.kind in "biu"
     labels = np.asarray(arrays[-1]) if by_class else np.zeros(number)
     held_part = Part(
@@ -124,7 +103,7 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     assert chosen is not None
     row_groups = None if group_cells is None else group_numbers(group_cells)[chosen]
     if on_disk and not in_memory(sum(a.nbytes // len(a) * len(chosen) for a in arrays), "auto"):
-        return ReaderDataset(MappedReader(arrays, files), chosen)
+        return ReaderDataset(MappedRows(arrays, info), chosen)
     copies = tuple(np.asarray(array)[chosen] for array in arrays)
     return Arrays(copies, describe=partial(_row, path, names[-1], chosen), groups=row_groups)
 
@@ -151,41 +130,8 @@ def arrays_there(place: Path) -> set[str]:
     return there
 
 
-class MappedReader:
-    """Rows of one array, or tuples of rows of several, too large to copy: read when they are asked for."""
-
-    def __init__(
-        self, arrays: Sequence[np.ndarray[Any, Any]], files: Sequence[Path], num_classes: int | None = None
-    ) -> None:
-        self._arrays = tuple(arrays)
-        self._names = " and ".join(map(str, files))
-        self.info = Info(
-            tuple(files),
-            num_classes=num_classes,
-            where=self._where,
-            batch=self._batch,
-            thread_safe=True,
-            arrays=self._arrays,
-        )
-
-    def __len__(self) -> int:
-        return len(self._arrays[0])
-
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        """Array by array, in the order of the rows on the disk."""
-        check_lengths(mappings_of(self._arrays))
-        rows, inverse = np.unique(np.asarray(indices, np.int64), return_inverse=True)
-        read = [np.array(array[rows]) for array in self._arrays]
-        samples = [tuple(np.asarray(values[i]) for values in read) for i in inverse]
-        return samples if len(read) > 1 else [sample[0] for sample in samples]
-
-    def _batch(self, indices: list[int]) -> Any:
-        check_lengths(mappings_of(self._arrays))
-        read = tuple(as_tensor(gathered(array, indices)) for array in self._arrays)
-        return read if len(read) > 1 else read[0]
-
-    def _where(self, index: int) -> str:
-        return f"{self._names}, row {index}"
+def describe_row(files: Sequence[Path], index: int) -> str:
+    return f"{' and '.join(map(str, files))}, row {index}"
 
 
 def _row(path: str, name: str, rows: Any, index: int) -> str:

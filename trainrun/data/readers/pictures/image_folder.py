@@ -22,7 +22,7 @@ from torch import Tensor
 from trainrun.data.readers.parts import SplitRequest, group_numbers, is_inside, rows_of
 from trainrun.data.readers.paths import existing_folder, fingerprint_of, folders_below
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of, has_16_bits
-from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_cells
+from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_words
 from trainrun.data.readers.targets import Coding, coding_of, named_columns
 from trainrun.data.scale import Scale
 from trainrun.errors import DataError
@@ -224,8 +224,8 @@ def _groups_in_table(table: Path, groups: str, names: Sequence[str]) -> list[str
     dialect = Dialect()
     columns = columns_in(table, dialect)
     named_columns(groups, columns, "data.train.groups")
-    cells = read_cells([table], dialect, (), (columns[0], groups), np.dtype(np.float32), None)
-    group_of = dict(zip(cells.words[columns[0]], cells.words[groups], strict=True))
+    files, cells, _ = read_words(table, dialect, (columns[0], groups))
+    group_of = dict(zip(files, cells, strict=True))
     return [group_of[name] for name in names]
 
 
@@ -238,11 +238,10 @@ def _from_table(folder: Path, table: Path) -> tuple[list[str], list[str], Any]:
         raise DataError(f"{table}: needs two columns, the file and its label")
     if (folder / columns[0]).is_file():
         raise DataError(f"{table}: its first line must name the columns, as file,label")
-    cells = read_cells([table], dialect, (), columns[:2], np.dtype(np.float32), None)
-    names, words = (cells.words[name] for name in columns[:2])
-    for row, (name, word) in enumerate(zip(names, words, strict=True)):
+    names, words, lines = read_words(table, dialect, columns[:2])
+    for name, word, line in zip(names, words, lines, strict=True):
         if not word.strip():
-            raise DataError(f"{cells.place(row)}: the label is missing")
+            raise DataError(f"{table} line {line}: the label is missing")
         if not (folder / name).is_file():
-            raise DataError(f"{cells.place(row)}: there is no file {folder / name}")
-    return names, words, lambda row: f"{cells.place(row)}: the label"
+            raise DataError(f"{table} line {line}: there is no file {folder / name}")
+    return names, words, lambda row: f"{table} line {lines[row]}: the label"

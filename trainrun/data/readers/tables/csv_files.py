@@ -1,6 +1,7 @@
-"""`data=csv`: tables as text (https://www.rfc-editor.org/rfc/rfc4180), by Python's own parser, plain or gzip.
+"""`data=csv`: tables as text (https://www.rfc-editor.org/rfc/rfc4180), cut by Python's own parser, plain or gzip.
 
-Numbers are read into memory once.
+A table is parsed into columns, and those of a large table stay in the column store. The parser is Python's and not that
+of pyarrow: it needs no package, and it knows on which line a row ends. It is slower, but a large table is parsed once.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from trainrun.data.readers.free_space import check_memory
-from trainrun.data.readers.parts import SplitRequest, group_numbers, rows_of
+from trainrun.data.readers.column_store import ColumnWriter, StoredColumns, load_columns
+from trainrun.data.readers.free_space import check_memory, unpacked_bytes
+from trainrun.data.readers.mapped_rows import MappedRows
+from trainrun.data.readers.parts import Part, SplitRequest, group_numbers, rows_of
+from trainrun.data.readers.paths import fingerprint_of
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset
 from trainrun.data.readers.targets import (
     Coding,
     chosen_inputs,
@@ -38,11 +42,13 @@ from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, HeldOutBy, NumberType, TargetType
 
+VERSION = 1  # of the columns in the store
 ENDINGS = (".csv", ".csv.gz", ".tsv")
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
 MAX_LINE_CHARACTERS = 2**26
+COPIED_BYTES = 2**26  # of columns in the store; more are mapped
 WORD_BYTES = 64  # about that much each takes in memory
-FEWER = "name fewer columns by data.train.inputs, or write the table as Parquet, which is read on demand"
+FEWER = "name fewer columns by data.train.inputs, or write the table as Parquet"
 MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
 FLAGS = {"true": "1", "false": "0"}
 WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
@@ -52,7 +58,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
          fill: float | None = None, delimiter: str | None = None, header: bool = True, groups: str | None = None,
-         val_by: HeldOutBy = "auto") -> Arrays | None:  # fmt: skip
+         val_by: HeldOutBy = "auto") -> Arrays | ReaderDataset | None:  # fmt: skip
     """`train`, `val` or `test`: the inputs (N, K), or (N, *shape), of `dtype`, and the target. None: no test data.
 
     inputs: names of columns of numbers, or of True and False (1 and 0); null is all but the target. target: a name
@@ -74,39 +80,185 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     own = set(columns_in(files[0], dialect))
     if missing := [name for name in (*names, *goal) if name not in own]:
         raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
-    grouped = (groups,) if groups is not None and not part.is_own else ()
-    words = (*goal, *grouped)
-    cells = read_cells(files, dialect, names, words, np.dtype(dtype), fill, alike=inputs is None)
-    group_cells = _complete(cells, grouped[0]) if grouped else None
-    known = cells
+    if shape is not None and math.prod(shape) != len(names):
+        raise DataError(
+            f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs are "
+            f"{len(names)} columns"
+        )
+    group = groups if groups is not None and not part.is_own else None
+    choice = ColumnChoice(dialect, names, goal, group, dtype, target_dtype, fill, inputs is None)
+    coding = None
     if files != training and len(goal) == 1:
-        known = read_cells(training, dialect, (), goal, np.dtype(np.float32), None)
-    values, (encoded, coding) = torch.from_numpy(cells.numbers), _targets(cells, known, goal, target_dtype)
+        coding = read_table(training, ColumnChoice(dialect, (), goal, target_dtype=target_dtype)).coding
+    return split_of(read_table(files, choice, coding), part, choice, shape)
+
+
+class ColumnChoice(NamedTuple):
+    """What is read of a table. same_columns: the other columns must be the same in all files too."""
+
+    dialect: Dialect
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    group: str | None = None
+    dtype: str = "float32"
+    target_dtype: str = "auto"
+    fill: float | None = None
+    same_columns: bool = False
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """The columns of a table: `inputs` (N, K), `lines` (N,) on which each row ends in its file, and where they are
+    asked for `target` and `groups` (N,)."""
+
+    files: tuple[Path, ...]
+    columns: StoredColumns
+
+    @property
+    def coding(self) -> Coding:
+        kind, names, num_classes = self.columns.facts["coding"]
+        return Coding(kind, tuple(names), num_classes)
+
+    def place(self, row: int) -> str:
+        return line_in(self.files, self.columns.facts["file_ends"], row, self.columns.arrays["lines"][row])
+
+
+def line_in(files: Sequence[Path], file_ends: Sequence[int], row: int, line: int) -> str:
+    return f"{files[bisect_right(file_ends, row)]} line {line}"
+
+
+def read_table(files: Sequence[Path], choice: ColumnChoice, coding: Coding | None = None) -> TextTable:
+    """Return the columns of files, which a large table keeps in the store. coding: of the target in other files."""
+    key = fingerprint_of(files, "csv", VERSION, choice, coding)
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    build = partial(write_columns, tuple(files), choice, coding)
+    return TextTable(tuple(files), load_columns(key, f"{files[0]}{more}", unpacked_bytes(files), build))
+
+
+def write_columns(
+    files: Sequence[Path], choice: ColumnChoice, coding: Coding | None, writer: ColumnWriter
+) -> dict[str, Any]:
+    """Parse files into a writer. DataError: names the file, line and column of what is wrong."""
+    words = (*choice.targets, *([] if choice.group is None else [choice.group]))
+    texts = {name: WordColumn() for name in words}
+    lines, file_ends = array("q"), [0] * len(files)
+    row_bytes = len(choice.inputs) * np.dtype(choice.dtype).itemsize + len(words) * WORD_BYTES
+    for block in blocks_of(files, choice, words):
+        writer.add("inputs", block.numbers)
+        lines.extend(block.lines)
+        for name, column in texts.items():
+            column.extend(map(str.strip, block.words[name]))
+        if writer.folder is None:
+            what = f"{files[block.file]}: after {len(lines)} rows the table"
+            check_memory(len(lines) * row_bytes, what, FEWER)
+        writer.report_progress(len(lines))
+        file_ends[block.file :] = [len(lines)] * (len(files) - block.file)
+    if not lines:
+        after = " after the header" if choice.dialect.header else ""
+        raise DataError(f"{files[0]}: no rows{after}")
+    writer.add("lines", np.frombuffer(lines, np.int64))
+
+    def name_cell(column: str, row: int) -> str:
+        return f"{line_in(files, file_ends, row, lines[row])}: column {column!r}"
+
+    for name, column in texts.items():
+        column.check_complete(partial(name_cell, name))
+    if coding is None and len(choice.targets) == 1:
+        coding = coding_of(texts[choice.targets[0]].words, choice.target_dtype)
+    if coding is None:
+        coding = Coding("float64" if choice.target_dtype == "float64" else "float32")
+    targets = [texts[name].encode(coding, partial(name_cell, name)) for name in choice.targets]
+    if targets:
+        writer.add("target", np.concatenate(targets, 1) if len(targets) > 1 else targets[0])
+    if choice.group is not None:
+        column = texts[choice.group]
+        writer.add("groups", group_numbers(column.words)[column.codes])
+    return {"coding": [coding.kind, coding.names, coding.num_classes], "file_ends": file_ends}
+
+
+class WordColumn:
+    """A column of words: the different ones in the order in which they appear, and (N,) which of them each row has."""
+
+    def __init__(self) -> None:
+        self._code_of: dict[str, int] = {}
+        self._codes = array("q")
+
+    def extend(self, words: Iterable[str]) -> None:
+        code_of = self._code_of
+        self._codes.extend(code_of.setdefault(word, len(code_of)) for word in words)
+
+    @property
+    def words(self) -> list[str]:
+        return list(self._code_of)
+
+    @property
+    def codes(self) -> np.ndarray[Any, Any]:
+        return np.frombuffer(self._codes, np.int64)
+
+    def check_complete(self, where: Callable[[int], str]) -> None:
+        """Raise DataError if a word is missing; among numbers, also `NA` and the like."""
+        missing = {word for word in self._code_of if is_missing(word)}
+        present = [word for word in self._code_of if word not in missing]
+        if not present or numbers_in(present) is None:
+            missing = {word for word in missing if not word}
+        if missing:
+            word = next(word for word in self._code_of if word in missing)
+            raise DataError(f"{where(self.first_row(self._code_of[word]))} is missing ({word!r})")
+
+    def encode(self, coding: Coding, where: Callable[[int], str]) -> np.ndarray[Any, Any]:
+        """Return the targets that the words become, (N,) or (N, 1)."""
+        encoded = coding.encode(self.words, lambda code: where(self.first_row(code)))
+        return np.asarray(encoded.numpy()[self.codes])
+
+    def first_row(self, code: int) -> int:
+        return int((self.codes == code).argmax())
+
+
+def split_of(
+    table: TextTable, part: Part, choice: ColumnChoice, shape: Sequence[int] | None
+) -> Arrays | ReaderDataset:
+    """Return the rows of a table that belong to a split: in memory, or mapped if they are many."""
+    columns, coding = table.columns.arrays, table.coding
+    inputs, target = columns["inputs"], columns.get("target")
     if shape is not None:
-        if math.prod(shape) != len(names):
-            raise DataError(
-                f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs are "
-                f"{len(names)} columns"
-            )
-        values = values.view(-1, *shape)
-    rows = part.rows(values if encoded is None else encoded, group_cells)
-    tensors = (values,) if encoded is None else (values, encoded)
-    chosen = tensors if rows is None else tuple(tensor[torch.from_numpy(rows)] for tensor in tensors)
-    describe = partial(cells.name, goal[0], rows) if goal else None
-    column = partial(_column, files, dialect, rows)
+        inputs = inputs.reshape(-1, *shape)
+    rows = part.rows(inputs if target is None else target, columns.get("groups"))
+    groups = columns.get("groups")
+    arrays = (inputs,) if target is None else (inputs, target)
+    describe = partial(describe_target, table, choice.targets[0], rows) if choice.targets else None
+    input_columns = dict.fromkeys(choice.inputs, "numbers")
+    if table.columns.is_mapped and sum(array.nbytes for array in arrays) > COPIED_BYTES:
+        info = Info(
+            table.files, choice, target, coding.names, coding.num_classes, table.place,
+            column=partial(read_numbers, table.files, choice.dialect, None), input_columns=input_columns,
+        )  # fmt: skip
+        dataset = ReaderDataset(
+            MappedRows(arrays, info, torch.from_numpy), rows, part.notice, part.unused_arguments
+        )
+        dataset.groups = None if groups is None else rows_of(groups, rows)
+        return dataset
+    chosen = tuple(torch.from_numpy(np.array(rows_of(array, rows))) for array in arrays)
     return Arrays(
-        chosen, coding.names, coding.num_classes, describe=describe, column=column, notice=part.notice,
-        input_columns=dict.fromkeys(names, "numbers"), unused_arguments=part.unused_arguments,
-        groups=None if group_cells is None else rows_of(group_numbers(group_cells), rows),
+        chosen, coding.names, coding.num_classes, describe=describe,
+        column=partial(read_numbers, table.files, choice.dialect, rows), notice=part.notice,
+        input_columns=input_columns, unused_arguments=part.unused_arguments,
+        groups=None if groups is None else rows_of(groups, rows),
     )  # fmt: skip
 
 
-def _column(files: Sequence[Path], dialect: Dialect, rows: Any, name: str) -> np.ndarray[Any, Any] | None:
-    """A column of numbers that was not read yet."""
+def describe_target(table: TextTable, column: str, rows: Any, index: int) -> str:
+    """Return file, line and column of a sample. rows: the chosen ones; None is all."""
+    return f"{table.place(index if rows is None else int(rows[index]))}: column {column!r}"
+
+
+def read_numbers(
+    files: Sequence[Path], dialect: Dialect, rows: Any, name: str
+) -> np.ndarray[Any, Any] | None:
+    """Return a column of numbers that was not read yet; None if there is none of that name."""
     if name not in columns_in(files[0], dialect):
         return None
-    numbers = read_cells(files, dialect, (name,), (), np.dtype(np.float64), None).numbers[:, 0]
-    return numbers if rows is None else numbers[rows]
+    table = read_table(files, ColumnChoice(dialect, (name,), (), dtype="float64"))
+    return np.asarray(rows_of(table.columns.arrays["inputs"][:, 0], rows))
 
 
 def usual_delimiter(file: Path) -> str:
@@ -137,27 +289,6 @@ class Dialect:
         return WORDS.get(self.delimiter, self.delimiter)
 
 
-@dataclass(frozen=True)
-class Cells:
-    """What was read: numbers (N, K), and N words of each text column.
-
-    ends: the row behind the last one of each file. lines: (N,), on which each row ends in its file.
-    """
-
-    files: tuple[Path, ...]
-    numbers: np.ndarray[Any, Any]
-    words: dict[str, list[str]]
-    ends: list[int]
-    lines: np.ndarray[Any, Any]
-
-    def place(self, row: int) -> str:
-        return f"{self.files[bisect_right(self.ends, row)]} line {self.lines[row]}"
-
-    def name(self, column: str, rows: Any, index: int) -> str:
-        """File, line and column of a sample. rows: the chosen ones; None is all."""
-        return f"{self.place(index if rows is None else int(rows[index]))}: column {column!r}"
-
-
 def columns_in(file: Path, dialect: Dialect) -> tuple[str, ...]:
     """The names in the first line; without a header "0", "1", ..."""
     with _opened(file, dialect) as reader:
@@ -173,44 +304,59 @@ def columns_in(file: Path, dialect: Dialect) -> tuple[str, ...]:
     return names
 
 
-def read_cells(files: Sequence[Path], dialect: Dialect, numbers: Sequence[str], words: Sequence[str],
-               dtype: np.dtype[Any], fill: float | None, alike: bool = False) -> Cells:  # fmt: skip
-    """The named columns of all files. alike: the other columns must be the same in all of them too.
+class CellBlock(NamedTuple):
+    """Some rows of a file: numbers (n, K), (n) words of each text column, and the lines on which the rows end."""
+
+    file: int
+    numbers: np.ndarray[Any, Any]
+    words: dict[str, list[str]]
+    lines: list[int]
+
+
+def blocks_of(files: Sequence[Path], choice: ColumnChoice, words: Sequence[str]) -> Iterator[CellBlock]:
+    """Yield the chosen columns of all files. words: the text columns among them.
 
     DataError: names the file, line and column of what is wrong.
     """
-    blocks: list[np.ndarray[Any, Any]] = []
-    texts: dict[str, list[str]] = {name: [] for name in words}
-    ends, lines = [], array("q")
-    flags: set[str] = set()
-    columns = columns_in(files[0], dialect)
-    for file in files:
-        own = columns_in(file, dialect)
-        if differing := set(own) ^ set(columns) if alike else {*numbers, *words} - set(own):
+    dtype = np.dtype(choice.dtype)
+    flags: set[str] | None = None  # columns of True and False, as the first block shows
+    columns = columns_in(files[0], choice.dialect)
+    for number, file in enumerate(files):
+        own = columns_in(file, choice.dialect)
+        needed = {*choice.inputs, *words}
+        if differing := set(own) ^ set(columns) if choice.same_columns else needed - set(own):
             raise DataError(
                 f"{file}: its columns are not those of {files[0]}: {', '.join(sorted(differing))}"
             )
-        place_of = {name: place for place, name in enumerate(own)}
-        for rows, places in _blocks(file, dialect, len(own)):
+        position_of = {name: position for position, name in enumerate(own)}
+        for rows, lines in _blocks(file, choice.dialect, len(own)):
             by_column = list(zip(*rows, strict=True))
-            block = np.empty((len(rows), len(numbers)), dtype)
-            for k, name in enumerate(numbers):
-                where = partial(_where, file, places, name)
-                cells = by_column[place_of[name]]
-                if name in flags or (not lines and _are_flags(cells)):
-                    flags.add(name)
+            cells_of = {name: by_column[position_of[name]] for name in needed}
+            if flags is None:
+                flags = {name for name in choice.inputs if _are_flags(cells_of[name])}
+            block = np.empty((len(rows), len(choice.inputs)), dtype)
+            for k, name in enumerate(choice.inputs):
+                where = partial(_where, file, lines, name)
+                cells = cells_of[name]
+                if name in flags:
                     cells = tuple(_flag(cell, partial(where, row)) for row, cell in enumerate(cells))
-                block[:, k] = _parsed(cells, dtype, fill, where)
-            blocks.append(block)
-            for name in words:
-                texts[name] += map(str.strip, by_column[place_of[name]])
-            lines.extend(places)
-            needed = len(lines) * (len(numbers) * dtype.itemsize + len(words) * WORD_BYTES)
-            check_memory(needed, f"{file}: after {len(lines)} rows the table", FEWER)
-        ends.append(len(lines))
+                block[:, k] = _parsed(cells, dtype, choice.fill, where)
+            yield CellBlock(number, block, {name: list(cells_of[name]) for name in words}, lines)
+
+
+def read_words(
+    file: Path, dialect: Dialect, columns: Sequence[str]
+) -> tuple[list[str], list[str], list[int]]:
+    """Return the words of two columns, and the lines on which the rows end. DataError: there is no row."""
+    words: dict[str, list[str]] = {name: [] for name in columns}
+    lines: list[int] = []
+    for block in blocks_of([file], ColumnChoice(dialect, (), ()), columns):
+        lines += block.lines
+        for name, cells in words.items():
+            cells += map(str.strip, block.words[name])
     if not lines:
-        raise DataError(f"{files[0]}: no rows" + (" after the header" if dialect.header else ""))
-    return Cells(tuple(files), np.concatenate(blocks), texts, ends, np.asarray(lines))
+        raise DataError(f"{file}: no rows after the header")
+    return words[columns[0]], words[columns[1]], lines
 
 
 def _where(file: Path, lines: Sequence[int], column: str, row: int) -> str:
@@ -261,13 +407,13 @@ def _lines(text: IO[str]) -> Iterator[str]:
 
 def _are_flags(texts: Sequence[str]) -> bool:
     """Whether all that is not missing is True or False, as pandas writes bools."""
-    present = (text.strip().lower() for text in texts if not _is_missing(text))
+    present = (text.strip().lower() for text in texts if not is_missing(text))
     return next(present, None) in FLAGS and all(text in FLAGS for text in present)
 
 
 def _flag(text: str, where: Callable[[], str]) -> str:
     number = FLAGS.get(text.strip().lower(), text)
-    if number is text and not _is_missing(text):
+    if number is text and not is_missing(text):
         raise DataError(
             f"{where()} is {text!r}, but the column begins with True and False; write one or the other"
         )
@@ -284,7 +430,7 @@ def _parsed(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, wher
 
 
 def _number(text: str, whole: bool, fill: float | None, where: Callable[[], str]) -> float:
-    if _is_missing(text):
+    if is_missing(text):
         if fill is None:
             raise DataError(
                 f"{where()} is missing ({text!r}); correct it, leave the column out (data.train.inputs), or "
@@ -301,30 +447,5 @@ def _number(text: str, whole: bool, fill: float | None, where: Callable[[], str]
     return value[0]  # type: ignore[no-any-return]
 
 
-def _is_missing(text: str) -> bool:
+def is_missing(text: str) -> bool:
     return text.strip().lower() in MISSING
-
-
-def _targets(cells: Cells, known: Cells, goal: Sequence[str], dtype: str) -> tuple[Tensor | None, Coding]:
-    """The targets, in the coding of the training data (known)."""
-    if not goal:
-        return None, Coding("float32")
-    if len(goal) == 1:
-        coding = coding_of(_complete(known, goal[0]), dtype)
-    else:
-        coding = Coding("float64" if dtype == "float64" else "float32")
-    columns = [coding.encode(_complete(cells, name), partial(cells.name, name, None)) for name in goal]
-    return (torch.cat(columns, 1) if len(goal) > 1 else columns[0]), coding
-
-
-def _complete(cells: Cells, name: str) -> list[str]:
-    """The words of a column. DataError: one is missing; among numbers, also `NA` and the like."""
-    words = cells.words[name]
-    different = set(words)
-    missing = {word for word in different if _is_missing(word)}
-    if not different - missing or numbers_in(list(different - missing)) is None:
-        missing = {word for word in missing if not word.strip()}
-    if missing:
-        row = next(row for row, word in enumerate(words) if word in missing)
-        raise DataError(f"{cells.name(name, None, row)} is missing ({words[row]!r})")
-    return words
