@@ -49,5 +49,5 @@ def test_the_top_level_holds_what_belongs_there() -> None:
         pytest.skip(told.stderr)  # of another user's checkout, for instance
     names = {line.partition("/")[0] for line in told.stdout.splitlines()}
     assert {name for name in names if name[:1] != "."} == {
-        "CHANGELOG.md", "LICENSE", "README.md", "conf", "pyproject.toml", "scripts", "tests", "trainrun",
+        "CHANGELOG.md", "LICENSE", "README.md", "conf", "mkdocs.yml", "pyproject.toml", "scripts", "tests", "trainrun",
     }  # fmt: skip

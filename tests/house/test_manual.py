@@ -47,6 +47,11 @@ def test_the_readme_leads_to_every_topic() -> None:
     assert linked == set(topics())
 
 
+def test_the_site_has_every_topic() -> None:
+    pages = re.findall(r": (\w+)\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(pages) == sorted(topics())
+
+
 def test_the_tables_of_settings_are_those_of_the_config() -> None:
     text = runpy.run_path(str(ROOT / "scripts" / "manual_settings.py"))["settings_text"]()
     assert topics()["settings"] == text, "write it again: python scripts/manual_settings.py"

@@ -1,7 +1,8 @@
 """Every command and code block of README and manual is run in a user's folder, with the limits of a short run added.
 
 The word behind a fence says what its block is: `bash` and `python` are run, `yaml` is a file that a command chooses,
-`text` is output, which holds no command.
+`output` is the real output of the command or code before it, which is run as it stands and compared; `text` is any
+other output, which holds no command.
 
 Commands of long measurements (`autotune`, the benches) are checked without being run: their settings compose, and their
 scripts know their flags. tests/benchmark, tests/verify and tests/scripts run these. A line marked `# on a cluster` or
@@ -17,6 +18,7 @@ import shlex
 import sys
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow
 import pytest
@@ -53,8 +55,13 @@ LONG = ("diagnose", "verify", "autotune")
 ELSEWHERE = (
     "on a cluster",
     "on a GPU",
-    *(f"needs {name}" for name in ("transformers", "timm") if lacks(name)),
+    *(f"needs {name}" for name in ("transformers", "timm", "lightning") if lacks(name)),
 )
+WHOLE = (
+    "first_run",
+    "from_lightning",
+    "reference",
+)  # pages that are run from top to bottom, without added limits
 ALIKE = ("trainrun parallel=ddp  ",)  # another page runs the like
 
 
@@ -76,13 +83,14 @@ def fences_of(text: str) -> list[tuple[str, str]]:
 
 def name_of(body: str) -> str:
     """The file that a block is, by its first line; "" for code that is run as it stands."""
-    named = re.match(r"# ([\w/.]+\.(?:py|yaml))\n", body)
+    named = re.match(r"# ([\w/.]+\.(?:py|yaml))(?:: needs \w+)?\n", body)
     return named.group(1) if named else ""
 
 
 def files_of(text: str) -> dict[str, str]:
     """The files that a page tells a user to write: their first line is their name."""
-    return dict(re.findall(r"^```\w+\n# ([\w/.]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    fences = re.findall(r"^```\w+\n# ([\w/.]+)(?:: needs \w+)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return dict(fences)
 
 
 @pytest.fixture
@@ -155,12 +163,14 @@ def is_run(line: str) -> list[str] | None:
 
 FIRST: dict[str, str] = {}  # the page that runs a command which other pages have too
 for name, text in PAGES.items():
-    for line in lines_of(text):
+    for line in () if name in WHOLE else lines_of(text):
         if "runs/" not in line:  # or it stands alone
             FIRST.setdefault(" ".join(is_run(line) or ()), name)
 
 
-@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if any(map(is_run, lines_of(text)))])
+@pytest.mark.parametrize(
+    "page", [name for name, text in PAGES.items() if name not in WHOLE and any(map(is_run, lines_of(text)))]
+)
 def test_the_commands_of_a_page_run(page: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = project / "RUN_DIR"
     if "RUN_DIR" in PAGES[page]:
@@ -206,19 +216,19 @@ def test_every_block_is_run_or_marked_as_output(page: str) -> None:
     blocks = fences_of(text)
     assert 2 * len(blocks) == len(re.findall(r"^ *```", text, re.MULTILINE)), "a fence is not closed"
     for word, body in blocks:
-        assert word in ("bash", "python", "yaml", "text"), body
+        assert word in ("bash", "python", "yaml", "output", "text"), body
         lines = [line for line in body.splitlines() if line.strip()]
         if word == "bash":  # the shell's own words are not the project's
             known = lines_of(f"```bash\n{body}```\n")
             assert [line for line in lines if line not in known and not line.startswith("export ")] == []
-        elif word == "text":
+        elif word in ("output", "text"):
             assert [
                 line for line in lines if re.match(r"(\$ *)?(trainrun|python|bash|srun|torchrun)\b", line)
             ] == []
         elif word == "yaml":
             file = Path(name_of(body))
             assert f"{file.parent.name}={file.stem}" in commands, f"no command takes {file}"
-        elif name_of(body):
+        elif name_of(body) and ": needs " not in body.partition("\n")[0]:
             assert Path(name_of(body)).stem in commands, f"no command names {name_of(body)}"
 
 
@@ -227,7 +237,9 @@ BATCH = {"tokens": torch.zeros(2, 3, dtype=torch.long), "attention_mask": torch.
 GIVEN = {"data": {"batch": BATCH}, "tasks": {"torch": torch}}
 
 
-@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if "```python" in text])
+@pytest.mark.parametrize(
+    "page", [name for name, text in PAGES.items() if "```python" in text and name not in WHOLE]
+)
 def test_python_of_a_page_runs(page: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import trainrun
 
@@ -240,6 +252,97 @@ def test_python_of_a_page_runs(page: str, project: Path, monkeypatch: pytest.Mon
             runpy.run_path(str(project / file))
         elif word == "python":
             exec(compile(re.sub(r'"trainer\.max_epochs=\d+", ', "", body), f"{page}.md", "exec"), names)
+
+
+class Part(NamedTuple):
+    """A command or a block of code of a page, and the output that the page shows for it ("" if it shows none)."""
+
+    kind: str  # command, python
+    text: str
+    output: str = ""
+
+
+def parts_of(page: str) -> list[Part]:
+    """The commands and code blocks of a page in their order, each with its output."""
+    parts: list[Part] = []
+    for word, body, command in re.findall(
+        r"^```(\w+)\n(.*?)^```|^ {4}(\S[^\n]*)$", page, re.MULTILINE | re.DOTALL
+    ):
+        if word == "output":
+            parts[-1] = parts[-1]._replace(output=body)
+        elif word == "python":
+            parts.append(Part("python", body))
+        else:
+            lines = body if word == "bash" else command
+            parts += [
+                Part("command", line) for line in lines.splitlines() if re.match(r"trainrun|python", line)
+            ]
+    return parts
+
+
+def wanted_parts(page: str) -> list[Part]:
+    """The parts with an output, and those that they depend on: scripts, code, and runs in the same folder."""
+    parts, wanted = parts_of(PAGES[page]), []
+    for number, part in enumerate(parts):
+        folder = re.search(r"output_dir=(\S+)", part.text)
+        later = [after.text for after in parts[number + 1 :] if after.output]
+        makes = folder is not None and any(folder.group(1) in text for text in later)
+        makes = (makes and part.kind == "command") or part.text.startswith("python ")
+        if part.output or makes or page in WHOLE:
+            wanted.append(part)
+    return [part for part in wanted if not any(mark in part.text for mark in ELSEWHERE)]
+
+
+def masked(text: str, folder: Path) -> list[str]:
+    """Lines without what differs from run to run: numbers, units of time, folders, and the parts of the wall clock."""
+    text = text.replace(str(folder), "/home/you")
+    text = re.sub(r"-?\d[\d.,:]*(?:e[-+]?\d+)?[kMGT]?(?: ?(?:ms|s|min)\b)?", "#", text)
+    text = re.sub(r"(?:[a-z][a-z -]* # %(?:, )?)+", "shares", text)
+    text = re.sub(r"  # (?:samples|tokens)/s", "", text)
+    lines = [re.sub(r" +", " ", line).strip() for line in text.splitlines()]
+    return [line for line in lines if line not in ("", "...")]
+
+
+def missing_lines(shown: list[str], real: list[str]) -> list[str]:
+    """The lines of a page that the real output does not have, in this order."""
+    rest = iter(real)
+    return [line for line in shown if line not in rest]
+
+
+def run_part(part: Part, project: Path, names: dict[str, object]) -> None:
+    """Run a command or a block of code in the folder of the user, as it stands."""
+    if part.kind == "python":
+        if not name_of(part.text):
+            exec(compile(part.text, "page.md", "exec"), names)
+        return
+    words = shlex.split(part.text, comments=True)
+    if words[0] == "python" and not words[1].startswith("scripts/"):
+        runpy.run_path(str(project / words[1]), run_name="__main__")
+    elif words[0] == "trainrun" and words[1] not in LONG:
+        assert main(words[1:]) == 0
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if "```output" in text])
+def test_outputs_of_a_page_are_real(page: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for part in wanted_parts(page):
+        capsys.readouterr()
+        run_part(part, project, names)
+        captured = capsys.readouterr()
+        real = masked(captured.err + captured.out, project)  # notes are printed first
+        assert missing_lines(masked(part.output, project), real) == [], (
+            f"{part.text}\n{captured.out}{captured.err}"
+        )
+
+
+def test_a_line_that_is_not_in_the_real_output_is_missing() -> None:
+    real = masked(
+        "epoch 1/2  val/acc 0.5  3k samples/s\nwall clock 3 s: a 3 %, b 4 %\n/tmp/x/run\n", Path("/tmp/x")
+    )
+    assert missing_lines(masked("epoch 1/2  val/acc 0.7\n...\n/home/you/run\n", Path("/none")), real) == []
+    assert missing_lines(masked("wall clock 9 s: b 1 %\n", Path("/none")), real) == []
+    assert missing_lines(masked("epoch 1/2  val/loss 0.7\n", Path("/none")), real) == ["epoch #/# val/loss #"]
+    assert missing_lines(["b", "a"], ["a", "b"]) == ["a"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -271,7 +374,8 @@ OF_OTHERS = {"trainer.fast_dev_run", "trainer.overfit_batches"}  # words that ar
 @pytest.mark.parametrize("page", [name for name in PAGES if name != "settings"])
 def test_every_setting_of_a_section_exists(page: str) -> None:
     known = set(re.findall(rf"`((?:{CLOSED})(?:\.\w+)+)`", PAGES["settings"])) | OF_OTHERS
-    named = set(re.findall(rf"(?<![\w./-])((?:{CLOSED})(?:\.[a-z_]\w*)+)(?![\w/(])", PAGES[page]))
+    text = re.sub(r"^```python\n# \S+: needs .*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(rf"(?<![\w./-])((?:{CLOSED})(?:\.[a-z_]\w*)+)(?![\w/(])", text))
     sections = {key.rpartition(".")[0] for key in known}
     assert sorted(named - known - sections) == []
 

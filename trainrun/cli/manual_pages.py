@@ -14,6 +14,7 @@ from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import say
 
 MOST_SECTIONS, MOST_NAMES = 2, 8  # that are printed, or named
+FIRST = ("first_run", "from_lightning")  # pages that a newcomer reads first
 FOLDER = Path(__file__).resolve().parents[1] / "manual"
 
 
@@ -31,8 +32,9 @@ def main(argv: list[str]) -> int:
 
 
 def topics() -> dict[str, str]:
-    """The text of each file of the manual by its name."""
-    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
+    """Return the text of each page of the manual by its name, the pages for newcomers first."""
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
+    return {name: pages[name] for name in sorted(pages, key=lambda name: (name not in FIRST, name))}
 
 
 def slug(heading: str) -> str:
