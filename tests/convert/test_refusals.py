@@ -15,7 +15,7 @@ from trainrun.convert import conversion
 
 def test_an_apostrophe_in_the_settings_of_the_test_data_is_read_as_it_is() -> None:
     path = "it's a (1), x"
-    word = f"data.test.path={conversion._quoted(path)}"
+    word = f"data.test.path={conversion.quote_for_hydra(path)}"
     assert OverridesParser.create().parse_override(word).value() == path
 
 
@@ -41,7 +41,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["a.npz", "--to", "npy", "data.shape=[3]"], "DEST is missing before data.shape=[3]"),
         (["a.npz", "out", "--to", "npy", "trainer.max_steps=3"], "trainer.max_steps=3: means nothing to a conversion"),
         (["a.npz", "out", "--to", "npy", "data.batch_size=3"], "data.batch_size=3: means nothing"),
-        (["a.npz", "out", "--to", "npy", "--shard-size", "3"], "--shard-size 3: --to npy has one file a part"),
+        (["a.npz", "out", "--to", "npy", "--shard-size", "3"], "--shard-size 3: --to npy has one file a split"),
         (["a.npz", "out", "--to", "parquet", "--shard-size", "0"], "--shard-size 0: must be 1 or more"),
         (["a.npz", "out", "--to", "parquet", "--num-workers", "-1"], "--num-workers -1: must be 0 or more"),
         (["a.npz", "a.bin", "--to", "npy"], "a.bin: this is a file; DEST is a folder that does not exist"),
@@ -77,11 +77,11 @@ def test_words_that_are_refused(
 @pytest.mark.parametrize(
     ("target", "to", "message"),
     [
-        ("Triples", "npy", "--to npy holds an array (or a dict of arrays) and a target: 3 parts"),
-        ("Triples", "parquet", "--to parquet holds an array (or a dict of arrays) and a target: 3 parts"),
-        ("Dicts", "npy", "its samples are dicts, which --to npy cannot keep"),
-        ("Dicts", "parquet", "deep of shape (2, 2) in a dict does not fit into a column"),
-        ("BFloat", "npy", "x is a Tensor, not an array of numbers"),
+        ("Triples", "npy", "data.train: sample 0"),
+        ("Triples", "parquet", "data.train: sample 0"),
+        ("Dicts", "npy", "data.train"),
+        ("Dicts", "parquet", "deep of shape (2, 2)"),
+        ("BFloat", "npy", "data.train: sample 0"),
     ],
 )
 def test_samples_that_do_not_fit(
@@ -107,7 +107,7 @@ def test_other_words_or_another_source(workdir: Path, capsys: pytest.CaptureFixt
     kept = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     assert convert(source, *words, "--num-workers", "1") == 0, "the same words again find it complete"
     assert "24 samples" not in capsys.readouterr().err
-    assert "holds a finished conversion with other words" in refusal(capsys, source, *words, "data.val=null")
+    assert "out: holds a finished conversion" in refusal(capsys, source, *words, "data.val=null")
     assert "--shard-size=5" in refusal(capsys, source, "out", "--to", "parquet", *settings)
     state = os.stat("t.csv")
     os.utime("t.csv", ns=(state.st_atime_ns, state.st_mtime_ns + 10**9))

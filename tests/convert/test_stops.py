@@ -13,8 +13,7 @@ import pytest
 from convert_kit import FORMATS, convert, sources_of, use_of
 from faults.forks import ForkedCommand
 
-from trainrun.convert import array_files, record_files
-from trainrun.convert.folder import whole_file
+from trainrun.convert import output_formats, split_samples
 from trainrun.errors import ConfigError
 
 pytestmark = pytest.mark.process
@@ -32,7 +31,8 @@ def some_units_done(to: str, dest: str) -> bool:
     if to == "lmdb":
         return Path(dest, ".train.lmdb.tmp").is_file()
     if to == "npy":
-        return len(list(Path(dest).glob(".train-*.done"))) >= 3
+        part = Path(dest, ".x_train.npy.tmp")
+        return part.is_file() and part.stat().st_size >= 128 + 30 * 32  # the header and 30 of 108 samples
     return len(list(Path(dest).glob("train/train-*"))) >= 3
 
 
@@ -52,10 +52,8 @@ def test_stopped_and_run_again_gives_the_same_bytes(
 ):
     shards = ["--shard-size", "10"] if to not in ("npy", "hdf5", "lmdb") else []
     words = ["custom", "out", "--to", to, "--num-workers", "2", *shards, *SLOW, "data.train.delay=0.02"]
-    monkeypatch.setattr(
-        array_files, "RANGE_BYTES", 320
-    )  # units of few samples: it can be stopped between them
-    monkeypatch.setattr(record_files, "UNIT_BYTES", 320)
+    monkeypatch.setattr(split_samples, "MAX_BLOCK", 5)
+    monkeypatch.setattr(output_formats, "BATCH_SAMPLES", 5)
     Path("slow").touch()
     process = ForkedCommand("convert", *words)
     deadline = time.monotonic() + 300
@@ -67,7 +65,7 @@ def test_stopped_and_run_again_gives_the_same_bytes(
     _, err = process.communicate(timeout=30)
     assert process.returncode == (-how if how == signal.SIGKILL else 130), err
     if how == signal.SIGINT:
-        assert "the same words go on where it stopped" in err
+        assert "run the same command again" in err
     while not group_is_gone(process.pid):  # no worker outlives its parent
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -84,7 +82,6 @@ def test_stopped_and_run_again_gives_the_same_bytes(
 @pytest.mark.parametrize(("to", "workers"), [*((to, "2") for to in FORMATS), ("parquet", "0")])
 def test_a_full_disk(to: str, workers: str, workdir: Path, capsys: pytest.CaptureFixture[str],
                      monkeypatch: pytest.MonkeyPatch):  # fmt: skip
-    monkeypatch.setattr(array_files, "RANGE_BYTES", 2**18)
     np.savez("a.npz", x_train=np.random.default_rng(0).standard_normal((400, 500)), x_val=np.zeros((4, 500)))
     shards = ["--shard-size", "100"] if to not in ("npy", "hdf5", "lmdb") else []
     words = ["a.npz", "out", "--to", to, "--num-workers", workers, *shards, "data.train.target=null"]
@@ -97,7 +94,6 @@ def test_a_full_disk(to: str, workers: str, workdir: Path, capsys: pytest.Captur
     err = capsys.readouterr().err
     assert code == 2
     assert err.startswith("trainrun: out: no room is left ("), err
-    assert err.endswith("it goes on where it stopped\n")
     assert {path.name for path in Path("out").rglob("*") if path.is_file()} <= {"convert.json"}
     assert convert(*words) == 0
     after = sources_of(use_of(capsys.readouterr().out))["train"]
@@ -107,8 +103,6 @@ def test_a_full_disk(to: str, workers: str, workdir: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(("to", "workers"), [("npy", "2"), ("parquet", "0"), ("webdataset", "2")])
 def test_a_broken_sample_is_named(to: str, workers: str, workdir: Path, capsys: pytest.CaptureFixture[str],
                                   monkeypatch: pytest.MonkeyPatch):  # fmt: skip
-    monkeypatch.setattr(array_files, "RANGE_BYTES", 320)
-    monkeypatch.setattr(record_files, "UNIT_BYTES", 320)
     shards = ["--shard-size", "10"] if to not in ("npy", "hdf5", "lmdb") else []
     words = [*SLOW, "data.train.bad=77"]
     assert convert("custom", "out", "--to", to, "--num-workers", workers, *shards, *words) == 2
@@ -139,17 +133,6 @@ def test_a_source_that_draws_is_found_out(workdir: Path, capsys: pytest.CaptureF
     assert '"complete": false' in Path("out/convert.json").read_text()
 
 
-def test_a_whole_file_or_none(tmp_path: Path):
-    path = tmp_path / "a"
-    with pytest.raises(TypeError), whole_file(path) as file:
-        file.writelines([b"half", "no bytes"])
-    assert list(tmp_path.iterdir()) == []
-    with whole_file(path) as file:
-        file.write(b"all")
-        assert not path.exists()
-    assert path.read_bytes() == b"all"
-
-
 def wait_for(path: Path, process: ForkedCommand) -> None:
     deadline = time.monotonic() + 300
     while not path.exists():
@@ -174,7 +157,7 @@ def test_the_second_is_told_and_the_first_ends_well(workdir: Path, capsys: pytes
     assert "out: another conversion writes to it; wait until it is done" in err
     out, err = first.communicate(timeout=300)
     assert first.returncode == 0, err
-    assert "read back are the same" in out
+    assert "use it with: " in out
     assert convert(*words) == 0  # finished: the same words say so
 
 

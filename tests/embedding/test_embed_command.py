@@ -14,8 +14,7 @@ from test_parameter_groups import QUIET
 
 import trainrun as package
 from trainrun.cli.main import main
-from trainrun.convert.array_files import ArrayFiles
-from trainrun.convert.write import Target
+from trainrun.convert import output_formats
 from trainrun.embedding import embed_command
 from trainrun.errors import ConfigError
 
@@ -69,26 +68,25 @@ def test_a_run_trains_on_what_was_written_of_the_right_layer(
     )
 
 
-@pytest.mark.parametrize("ending", ["npy", "parquet"])
+@pytest.mark.parametrize(("ending", "num_written"), [("npy", 600), ("parquet", 900)])
 def test_a_stopped_one_goes_on_and_gives_the_same_bytes(
-    run: str, monkeypatch: pytest.MonkeyPatch, ending: str
+    run: str, monkeypatch: pytest.MonkeyPatch, ending: str, num_written: int
 ) -> None:
     assert main(["embed", run, "--which=last", "--out", f"whole.{ending}"]) == 0
-    from trainrun.convert import parquet_shards
+    monkeypatch.setattr(output_formats, "BATCH_SAMPLES", 300)
+    format_class: Any = output_formats.Npy if ending == "npy" else output_formats.Parquet
+    encode, numbers = format_class.encode, []
 
-    kind: Any = ArrayFiles if ending == "npy" else parquet_shards.Tables
-    write, calls = kind.write, []
-
-    def stopping(self: Target, *arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
+    def stopping(self: Any, number: int, sample: Any) -> Any:
+        numbers.append(number)
+        if len(numbers) == 1000:
             raise KeyboardInterrupt
-        write(self, *arguments)
+        return encode(self, number, sample)
 
-    monkeypatch.setattr(kind, "write", stopping)
+    monkeypatch.setattr(format_class, "encode", stopping)
     assert main(["embed", run, "--which=last", "--out", f"emb.{ending}"]) == 130
     assert main(["embed", run, "--which=last", "--out", f"emb.{ending}"]) == 0
-    assert len(calls) == 3 + (5 + 2) - 2  # two of the five and two parts were there
+    assert numbers[1000] == num_written  # of 1,000: whole batches of rows, or whole shards
     for file in Path(f"whole.{ending}").rglob("*"):
         if file.is_file() and file.name != "convert.json":
             assert (
@@ -101,7 +99,7 @@ def test_another_run_layer_or_data_is_refused(run: str, capsys: pytest.CaptureFi
     assert main(words) == 0
     for more in (["--layer=layers.1"], ["data.val=null"]):
         assert main([*words, *more]) == 2
-        assert "other words" in capsys.readouterr().err
+        assert "holds a finished conversion" in capsys.readouterr().err
     assert main(["resume", run, "trainer.max_steps=14"]) == 0
     assert main(words) == 2
     assert "step-00000012" in capsys.readouterr().err

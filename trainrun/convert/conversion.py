@@ -1,175 +1,287 @@
-"""From the parts of a source to a folder that is complete and checked."""
+"""From the splits of a source to a folder that is complete and checked."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import shlex
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import DataConfig
-from trainrun.convert.folder import Journal, check_folder, locked, writing_to
-from trainrun.convert.part_samples import Samples, leaves_of
+from trainrun.convert.folder import Journal, check_folder, locked, publish, temporary_of, writing_to
+from trainrun.convert.output_formats import FORMATS, Format, Npy, encoded_facts
 from trainrun.convert.source import DEST, filled
-from trainrun.convert.usage import EXACT, node_of, paths_in, target_of
-from trainrun.convert.write import write_parts
+from trainrun.convert.split_samples import Samples, iterate_encoded, leaves_of
 from trainrun.data.cache.fingerprint import own_fingerprint
+from trainrun.data.readers.records.record import META_NAME
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import bind_faults, build
+from trainrun.runtime.signals import StopFlag, catch_stops
 
 SPLITS = ("train", "val", "test")
-PLAIN = re.compile(r"[\w./{}-]*")
+SHARD_BYTES = 128 * 2**20
+HELD_OUT_SETTINGS = (
+    "val_path",
+    "val_fraction",
+    "val_by",
+)  # a split with a file of its own has no use for them
+UNQUOTED = re.compile(r"[\w./{}-]*")
 
 
 def convert(
-    to: str, dest: Path, parts_of: Callable[[], tuple[str, dict[str, Samples]]], arguments: list[str],
-    size: int | None, num_workers: int, say: Callable[[str], None], source: str = "the source is",
+    to: str, dest: Path, read_source: Callable[[], tuple[str, dict[str, Samples]]], arguments: list[str],
+    shard_size: int | None, num_workers: int, say: Callable[[str], None], source: str = "the source is",
 ) -> None:  # fmt: skip
     """Write DEST or what is missing of it, check it, and say how it is used.
 
-    parts_of: what tells the parts from others, and the parts. arguments: those that change DEST. size: samples a file.
+    read_source: returns the identity of the source and its splits. arguments: those that change DEST.
+    shard_size: samples a file.
     """
     check_folder(dest, arguments)
     with locked(dest):
         journal = check_folder(dest, arguments)
-        identity, parts = parts_of()
+        identity, splits = read_source()
         if journal is not None and journal.identity != identity:
             fault = f"{source} not what it was when this conversion began"
             raise ConfigError(f"{dest}: {fault}; delete {dest} and write it again, or name another folder")
-        found = {name: target_of(to, dest, name, samples, size) for name, samples in parts.items()}
-        targets = {name: target for name, (target, _) in found.items()}
+        formats: dict[str, Format] = {name: FORMATS[to](samples) for name, samples in splits.items()}
+        group = "arrays" if to == "npy" else to
         use = [
-            f"data={'arrays' if to == 'npy' else to}",
-            *paths_in(to, list(parts)),
-            *next(iter(found.values()))[1],
+            f"data={group}",
+            *path_settings(to, list(splits)),
+            *next(iter(formats.values())).settings(),
         ]
         if journal is None:
             with writing_to(dest):
                 Journal(arguments, identity, use=use).write(dest)
-        write_parts(dest, targets, parts, num_workers, Console(highlight=False), say)
-        test, count = _checked(to, dest, parts, use)
-        files = [file for target in targets.values() for file in target.files]
+        files = [
+            file
+            for name, samples in splits.items()
+            for file in write_split(dest, name, samples, formats[name], shard_size, num_workers, say)
+        ]
+        use_test, count = check_written(to, dest, splits, use)
         sizes = {str(file.relative_to(dest)): file.stat().st_size for file in files}
         with writing_to(dest):
-            Journal(arguments, identity, True, use, test, sizes).write(dest)
+            Journal(arguments, identity, True, use, use_test, sizes).write(dest)
     total = sum(sizes.values()) / 1e6
-    say(f"{dest}: {len(sizes)} files, {total:,.1f} MB; {count} samples read back are the same")
+    say(f"{dest}: wrote {len(sizes)} files ({total:,.1f} MB); checked {count} samples: identical")
     say(f"use it with: {shlex.join(filled(use, dest))}")
-    if test:
-        say(f"with test data: {shlex.join(filled(test, dest))}")
+    if use_test:
+        say(f"with test data: {shlex.join(filled(use_test, dest))}")
 
 
-def parts_of(config: DataConfig) -> tuple[str, dict[str, Samples]]:
-    """The parts of the source, and what tells them from others: files by size and time of change, or the content."""
+def write_split(
+    dest: Path, name: str, samples: Samples, output: Format, shard_size: int | None, num_workers: int,
+    say: Callable[[str], None],
+) -> list[Path]:  # fmt: skip
+    """Write the files of a split that are missing, and return all of them. Each gets its name when it is whole."""
+    started = time.monotonic()
+    shards = plan_shards(dest, name, samples, output, shard_size)
+    missing = [shard for shard in shards if not all(path.exists() for path in shard.paths)]
+    ranges = [range(shard.begin + num_written(output, shard), shard.end) for shard in missing]
+    num_missing = sum(map(len, ranges))
+    as_files = output.as_files and samples.has_files
+    items = iterate_encoded(samples, output.encode, as_files, ranges, num_workers)
+    flag = StopFlag(training=False)  # Ctrl-C raises KeyboardInterrupt
+    items = with_progress(items, name, len(samples), len(samples) - num_missing, flag)
+    facts = dest / name / META_NAME
+    with catch_stops(flag.handle), writing_to(dest):
+        for shard in missing:
+            shard.paths[0].parent.mkdir(exist_ok=True)
+            write_files(shard, output, items)
+        if output.has_facts and not facts.exists():
+            temporary_of(facts).write_bytes(encoded_facts(samples) + b"\n")
+            publish(temporary_of(facts), facts)
+    were_there = len(samples) - num_missing
+    before = f", {were_there:,} of them were there already" if were_there else ""
+    say(f"{name}: {len(samples):,} samples{before} ({time.monotonic() - started:.1f} s)")
+    return [path for shard in shards for path in shard.paths] + [facts] * output.has_facts
+
+
+class Shard(NamedTuple):
+    """Samples `begin` to `end`, in one file, or in one file an array."""
+
+    paths: list[Path]
+    begin: int
+    end: int
+
+    @property
+    def temporary(self) -> list[Path]:
+        return [temporary_of(path) for path in self.paths]
+
+
+def plan_shards(
+    dest: Path, name: str, samples: Samples, output: Format, shard_size: int | None
+) -> list[Shard]:
+    length = len(samples)
+    if not output.is_sharded:
+        names = [f"{array}_{name}" for array in output.names] if isinstance(output, Npy) else [name]
+        return [Shard([dest / f"{file}{output.ending}" for file in names], 0, length)]
+    size = shard_size or max(1, SHARD_BYTES // samples.sample_bytes)
+    begins = range(0, length, size)
+    paths = [dest / name / f"{name}-{i:05d}-of-{len(begins):05d}{output.ending}" for i in range(len(begins))]
+    return [
+        Shard([path], begin, min(begin + size, length)) for path, begin in zip(paths, begins, strict=True)
+    ]
+
+
+def num_written(output: Format, shard: Shard) -> int:
+    """Return the samples of a file that was begun and can be continued."""
+    return output.num_written(shard.temporary) if isinstance(output, Npy) else 0
+
+
+def write_files(shard: Shard, output: Format, items: Iterator[Any]) -> None:
+    """Write the files of a shard under temporary names, then give them their names. Drop what cannot be continued."""
+    try:
+        num_items = shard.end - shard.begin - num_written(output, shard)
+        output.write(shard.temporary, islice(items, num_items), shard.end - shard.begin)
+    except BaseException as error:
+        if not isinstance(output, Npy) or isinstance(error, OSError):
+            for path in shard.temporary:
+                path.unlink(missing_ok=True)
+        raise
+    for temporary, path in zip(shard.temporary, shard.paths, strict=True):
+        publish(temporary, path)
+
+
+def with_progress(
+    items: Iterator[Any], name: str, total: int, completed: int, flag: StopFlag
+) -> Iterator[Any]:
+    """Yield the items until a stop signal comes; on a terminal a bar shows how many have passed."""
+    console = Console(highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=total, completed=completed)
+        for item in items:
+            if flag.request:
+                raise KeyboardInterrupt
+            yield item
+            progress.advance(task)
+
+
+def read_splits(config: DataConfig) -> tuple[str, dict[str, Samples]]:
+    """Return the identity of the source (files by size and time of change, or their content), and its splits."""
     nodes = {name: node for name in SPLITS if (node := getattr(config, name))}
     errors = [error for name, node in nodes.items() for error in bind_faults(node, f"data.{name}")]
     if errors:
         raise ConfigError(*errors)
-    digest, parts = hashlib.sha256(), {}
+    digest, splits = hashlib.sha256(), {}
     for name, node in nodes.items():
         source = build(node, f"data.{name}")
         if source is None:  # there is no test data
             continue
         digest.update(f"{name} {node} {own_fingerprint(source)}".encode())
-        parts[name] = samples = Samples(source, f"data.{name}")
+        splits[name] = samples = Samples(source, f"data.{name}")
         digest.update(f"{len(samples)} {samples.class_names}".encode())
         for path, leaf in (leaf for sample in samples.probes for leaf in leaves_of(sample)):
             content = leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode()
             digest.update(f"{path} {getattr(leaf, 'dtype', '')} {len(content)} ".encode() + content)
-    return digest.hexdigest(), parts
+    return digest.hexdigest(), splits
 
 
-def _checked(to: str, dest: Path, parts: dict[str, Samples], use: list[str]) -> tuple[list[str], int]:
-    """The settings of the test data, and how many samples a run reads as the source gives them.
+def path_settings(to: str, splits: list[str]) -> list[str]:
+    """Return the settings that name the splits."""
+    if to == "npy":
+        return [f"data.path={DEST}", *([] if "val" in splits else ["data.val=null"])]
+    no_validation = ["data.val=null", "data.train.val_fraction=0"]
+    validation = [f"data.train.val_path={split_path(to, DEST, 'val')}"] if "val" in splits else no_validation
+    return [f"data.path={split_path(to, DEST, 'train')}", *validation]
 
-    DataError: one is another one.
+
+def split_path(to: str, dest: str, split: str) -> str:
+    return f"{dest}/{split}{'' if FORMATS[to].is_sharded else FORMATS[to].ending}"
+
+
+def split_node(to: str, train: Mapping[str, Any], dest: str, split: str) -> dict[str, Any]:
+    """Return the node of a split other than `train`. train: the node data.train of the printed settings."""
+    if to == "npy":
+        return {**train, "split": split}
+    settings = {name: value for name, value in train.items() if name not in HELD_OUT_SETTINGS}
+    return {**settings, "split": split, f"{split}_path": split_path(to, dest, split)}
+
+
+def check_written(to: str, dest: Path, splits: dict[str, Samples], use: list[str]) -> tuple[list[str], int]:
+    """Return the settings of the test data, and how many samples a run reads as the source gives them.
+
+    DataError: a sample is another one.
     """
     config, count = compose_run(filled(use, dest)).config.data, 0
-    test = node_of(to, config.train, DEST, "test")
-    for split, samples in parts.items():
+    test = split_node(to, config.train, DEST, "test")
+    for split, samples in splits.items():
         node = config.val if split == "val" else config.train
         if to == "npy" or split == "test":
-            node = node_of(to, config.train, str(dest), split)
+            node = split_node(to, config.train, str(dest), split)
         try:
             written = Samples(build(node, f"data.{split}"), f"data.{split}")
         except DataError as error:
             raise DataError(f"{dest}: cannot be read back: {error}") from error
-        count += _compare(samples, written, to in EXACT)
-    settings = [f"data.test.{key}={_quoted(value)}" for key, value in test.items() if value is not None]
-    return settings if "test" in parts else [], count
+        count += compare_samples(samples, written)
+    settings = [
+        f"data.test.{key}={quote_for_hydra(value)}" for key, value in test.items() if value is not None
+    ]
+    return settings if "test" in splits else [], count
 
 
-def _quoted(value: Any) -> str:
-    """A value as Hydra reads it."""
+def quote_for_hydra(value: Any) -> str:
+    """Return the text from which Hydra reads the value."""
     if isinstance(value, list):
-        return f"[{','.join(map(_quoted, value))}]"
+        return f"[{','.join(map(quote_for_hydra, value))}]"
     if not isinstance(value, str):
         return str(value).lower() if isinstance(value, bool) else str(value)
     escaped = value.replace("'", "\\'")
-    return value if PLAIN.fullmatch(value) else f"'{escaped}'"
+    return value if UNQUOTED.fullmatch(value) else f"'{escaped}'"
 
 
-def _compare(source: Samples, written: Samples, exact: bool) -> int:
-    """The number of samples compared: the first, the last, and some between. exact: in the same containers too."""
+def compare_samples(source: Samples, written: Samples) -> int:
+    """Return the number of samples compared: the first, the last, and some between. DataError: one is another one."""
     if len(written) != len(source):
         raise DataError(f"{source.key}: {len(source)} samples, but {len(written)} are read back")
-    between = np.random.default_rng(len(source)).permutation(np.arange(1, len(source) - 1))[
-        : source.num_probes - 2
-    ]
-    numbers = sorted({0, len(source) - 1, *between.tolist()})
+    between = np.random.default_rng(len(source)).permutation(np.arange(1, len(source) - 1))
+    numbers = sorted({0, len(source) - 1, *between[: source.num_probes - 2].tolist()})
     if source.sequential:
         numbers = list(range(len(numbers)))
-    for number, sample, found in zip(numbers, source.chosen(numbers), written.chosen(numbers), strict=True):
-        error = _difference(sample, found, exact, source.tolerance)
-        if not error:
+    samples = source.read_single(numbers)
+    for number, sample, other in zip(numbers, samples, written.read_single(numbers), strict=True):
+        if is_same_sample(sample, other, source.tolerance):
             continue
-        if not source.sequential and _difference(sample, source.chosen([number])[0], True, source.tolerance):
+        if not source.sequential and not is_same_sample(
+            sample, source.read_single([number])[0], source.tolerance
+        ):
             raise DataError(
                 f"{source.describe(number)}: is another one whenever it is read; convert needs a source that "
                 "gives the same each time: what is random belongs into data.transform or data.augment"
             )
         raise DataError(
-            f"{source.describe(number)}: {error} when it is read back ({written.describe(number)}); another "
+            f"{source.describe(number)}: other values are read back ({written.describe(number)}); another "
             "format may keep it, lmdb keeps every sample"
         )
     return len(numbers)
 
 
-def _difference(sample: Any, found: Any, exact: bool, tolerance: float) -> str:
-    """What is not the same; "" if all is. Another type that holds the same values is equal, and (1,) is like ()."""
-    if exact and _container(sample) != _container(found):
-        return f"{_container(sample)} becomes {_container(found)}"
-    leaves, others = ([leaf for _, leaf in leaves_of(one)] for one in (sample, found))
-    if len(leaves) != len(others):
-        return f"{len(leaves)} arrays become {len(others)}"
-    wrong = (
-        number for number, pair in enumerate(zip(leaves, others, strict=True)) if not _same(*pair, tolerance)
-    )
-    number = next(wrong, None)
-    return "" if number is None else f"array {number} becomes another"
+def is_same_sample(sample: Any, other: Any, tolerance: float) -> bool:
+    """Compare the values in their order. Another type that holds the same values is equal, and (1,) is like ()."""
+    values, others = ([leaf for _, leaf in leaves_of(part)] for part in (sample, other))
+    pairs = zip(values, others, strict=False)
+    return len(values) == len(others) and all(is_same_value(*pair, tolerance) for pair in pairs)
 
 
-def _container(sample: Any) -> str:
-    if isinstance(sample, dict):
-        return f"dict({', '.join(map(str, sample))})"
-    return type(sample).__name__ if isinstance(sample, tuple | list) else "array"
-
-
-def _same(one: Any, other: Any, tolerance: float) -> bool:
-    if not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
-        if type(one) is type(other) and hasattr(one, "equal"):  # bfloat16
-            return bool(one.dtype == other.dtype and one.equal(other))
-        return bool(type(one) is type(other) and one == other)
-    if one.shape != other.shape and {one.shape, other.shape} != {(), (1,)}:
+def is_same_value(value: Any, other: Any, tolerance: float) -> bool:
+    if not isinstance(value, np.ndarray) or not isinstance(other, np.ndarray):
+        is_equal = value.equal(other) if hasattr(value, "equal") else value == other  # equal: of bfloat16
+        return type(value) is type(other) and bool(is_equal)
+    if value.shape != other.shape and {value.shape, other.shape} != {(), (1,)}:
         return False
-    if tolerance and one.dtype.kind == "f":  # computed again, perhaps by other threads
-        near = tolerance * float(np.abs(one).max(initial=1))
-        return np.allclose(one, other.reshape(one.shape), rtol=0, atol=near, equal_nan=True)
-    cast = one.astype(other.dtype)
-    return cast.tobytes() == other.tobytes() and cast.astype(one.dtype).tobytes() == one.tobytes()
+    if tolerance and value.dtype.kind == "f":  # computed again, perhaps by other threads
+        limit = tolerance * float(np.abs(value).max(initial=1))
+        return np.allclose(value, other.reshape(value.shape), rtol=0, atol=limit, equal_nan=True)
+    cast = value.astype(other.dtype)
+    return cast.tobytes() == other.tobytes() and cast.astype(value.dtype).tobytes() == value.tobytes()

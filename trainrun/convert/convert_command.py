@@ -16,33 +16,36 @@ FORMATS = ("npy", "parquet", "lmdb", "tfrecord", "hdf5", "webdataset")
 SHARDED = ("parquet", "tfrecord", "webdataset")
 SPLITS = ("train", "val", "test")
 NODES = tuple(f"data.{split}" for split in SPLITS)
+INTERRUPTED = (
+    "trainrun: interrupted; run the same command again: it continues after the files that are written"
+)
 KEYS = ("data.shape", "data.num_classes", "data.name", "data.path")
 
 
 def main(argv: list[str]) -> int:
     """Write DEST, check a sample of it, and print the settings with which a run uses it."""
-    asked = _checked(parse(convert_parser(), argv))
+    options_given = check_arguments(parse(convert_parser(), argv))
     from trainrun.convert.source import source_of
 
-    dest = Path(asked.dest).expanduser()
+    dest = Path(options_given.dest).expanduser()
     groups = options("data", [*user_conf_dirs([], Path.cwd()), conf_dir()])
-    group, source = source_of(asked.source, asked.data, dest, groups)
-    config = compose_run([*source, *asked.overrides]).config.data
-    is_place = asked.data is not None or asked.source != group
-    place = str(Path(asked.source).expanduser().absolute()) if is_place else asked.source
-    arguments = [place, f"--to={asked.to}", f"--data={group}"]
-    arguments += [f"--shard-size={asked.shard_size}"] if asked.shard_size else []
-    from trainrun.convert.conversion import convert, parts_of
+    group, settings = source_of(options_given.source, options_given.data, dest, groups)
+    config = compose_run([*settings, *options_given.overrides]).config.data
+    is_path = options_given.data is not None or options_given.source != group
+    source = str(Path(options_given.source).expanduser().absolute()) if is_path else options_given.source
+    arguments = [source, f"--to={options_given.to}", f"--data={group}"]
+    arguments += [f"--shard-size={options_given.shard_size}"] if options_given.shard_size else []
+    arguments += options_given.overrides
+    from trainrun.convert.conversion import convert, read_splits
     from trainrun.runtime.machine import usable_cores
 
-    num_workers = min(usable_cores(), 8) if asked.num_workers is None else asked.num_workers
+    num_workers = options_given.num_workers
+    num_workers = min(usable_cores(), 8) if num_workers is None else num_workers
+    shard_size = options_given.shard_size
     try:
-        convert(
-            asked.to, dest, lambda: parts_of(config), arguments + asked.overrides,
-            asked.shard_size, num_workers, say,
-        )  # fmt: skip
+        convert(options_given.to, dest, lambda: read_splits(config), arguments, shard_size, num_workers, say)
     except KeyboardInterrupt:
-        say("trainrun: interrupted; the same words go on where it stopped", file=sys.stderr)
+        say(INTERRUPTED, file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_DONE
 
@@ -50,8 +53,8 @@ def main(argv: list[str]) -> int:
 def convert_parser() -> Parser:
     parser = Parser(
         prog="trainrun convert", allow_abbrev=False,
-        description="Converts data that a run can read into another format, with all its parts (data.val=null leaves "
-        "one out). Run again with the same words, it goes on where it was stopped.",
+        description="Converts data that a run can read into another format, with all its splits (data.val=null leaves "
+        "one out). Files of pictures stay as they are. If it was stopped, run the same command again.",
     )  # fmt: skip
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a file or folder, or a data group as digits or custom")
@@ -64,19 +67,19 @@ def convert_parser() -> Parser:
         type=int,
         help=f"samples a file (default: about 128 MiB); {', '.join(SHARDED)}",
     )
-    add("--num-workers", metavar="N", type=int, help="processes (default: one a core, up to 8)")
+    add("--num-workers", metavar="N", type=int, help="processes that read (default: one a core, up to 8)")
     settings = "settings of the source, as data.train.dtype=uint8"
     add("overrides", metavar="key=value", nargs="*", default=[], help=settings)
     return parser
 
 
-def _checked(asked: Namespace) -> Namespace:
-    """ConfigError: all arguments that cannot mean anything here."""
+def check_arguments(options: Namespace) -> Namespace:
+    """Raise ConfigError with all arguments that mean nothing to a conversion."""
     errors = []
-    for name, place in (("SOURCE", asked.source), ("DEST", asked.dest)):
-        if "=" in place and not Path(place).expanduser().exists():
-            errors.append(f"convert: {name} is missing before {place}; see trainrun convert --help")
-    for setting in asked.overrides:
+    for name, path in (("SOURCE", options.source), ("DEST", options.dest)):
+        if "=" in path and not Path(path).expanduser().exists():
+            errors.append(f"convert: {name} is missing before {path}; see trainrun convert --help")
+    for setting in options.overrides:
         key, equals, _ = setting.lstrip("+~").partition("=")
         if not equals or not (key in (*KEYS, *NODES) or key.startswith(tuple(f"{node}." for node in NODES))):
             errors.append(
@@ -84,13 +87,15 @@ def _checked(asked: Namespace) -> Namespace:
                 f"their settings, {', '.join(KEYS)}"
             )
     for flag, value, least in (
-        ("--shard-size", asked.shard_size, 1),
-        ("--num-workers", asked.num_workers, 0),
+        ("--shard-size", options.shard_size, 1),
+        ("--num-workers", options.num_workers, 0),
     ):
         if value is not None and value < least:
             errors.append(f"{flag} {value}: must be {least} or more")
-    if asked.shard_size is not None and asked.to not in SHARDED:
-        errors.append(f"--shard-size {asked.shard_size}: --to {asked.to} has one file a part; leave it out")
+    if options.shard_size is not None and options.to not in SHARDED:
+        errors.append(
+            f"--shard-size {options.shard_size}: --to {options.to} has one file a split; leave it out"
+        )
     if errors:
         raise ConfigError(*errors)
-    return asked
+    return options

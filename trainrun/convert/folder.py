@@ -1,4 +1,4 @@
-"""The folder that a conversion writes: whole files or none, its `convert.json`, and one writer at a time."""
+"""The folder that a conversion writes: whole files, its `convert.json`, and one writer at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
 
 from trainrun.errors import ConfigError, DataError
 from trainrun.runs.run_folder import read_json, sync_path, write_json
@@ -19,7 +18,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Journal:
-    """`convert.json`. arguments: those that change what is written. identity: of the source.
+    """The content of `convert.json`. arguments: those that change what is written. identity: of the source.
 
     use: the settings of a run, with {dest} in them; use_test: those of its test data.
     files: name below the folder and size; complete ones only.
@@ -37,7 +36,7 @@ class Journal:
 
 
 def read_journal(dest: Path) -> Journal | None:
-    """The journal of a folder, if it has one. ConfigError: it cannot be read."""
+    """Return the journal of a folder, if it has one. ConfigError: it cannot be read."""
     try:
         return Journal(**read_json(dest / NAME))
     except FileNotFoundError:
@@ -48,7 +47,7 @@ def read_journal(dest: Path) -> Journal | None:
 
 
 def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
-    """The journal to continue. ConfigError: the place is taken, or by a conversion with other arguments."""
+    """Return the journal to continue. ConfigError: the folder is in use for something else."""
     if not dest.exists():
         return None
     if not dest.is_dir():
@@ -64,8 +63,8 @@ def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
     elif journal.arguments != arguments:
         state = "a finished" if journal.complete else "an unfinished"
         raise ConfigError(
-            f"{dest}: holds {state} conversion with other words: {' '.join(journal.arguments)}; use those, name "
-            "another folder, or delete it"
+            f"{dest}: holds {state} conversion with other arguments: {' '.join(journal.arguments)}; use those, "
+            "name another folder, or delete it"
         )
     return journal
 
@@ -97,32 +96,15 @@ def locked(dest: Path) -> Iterator[None]:
 
 
 def temporary_of(path: Path) -> Path:
-    """A hidden name, so that no reader takes the file for data."""
+    """Return a hidden name, so that no reader takes the file for data."""
     return path.with_name(f".{path.name}{ENDING}")
 
 
-@contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that gets its name when all of it is on the disk; a failure leaves nothing."""
-    try:
-        with temporary_of(path).open("wb") as file:
-            yield file
-        publish(temporary_of(path), path)
-    finally:
-        temporary_of(path).unlink(missing_ok=True)
-
-
-def publish(place: Path, path: Path) -> None:
+def publish(temporary: Path, path: Path) -> None:
     """Give a file its final name, when its content is on the disk."""
-    sync_path(place)
-    os.replace(place, path)
+    sync_path(temporary)
+    os.replace(temporary, path)
     sync_path(path.parent)
-
-
-def remove_temporary(folder: Path) -> None:
-    """Remove what a conversion that was stopped has left half-written."""
-    for path in folder.rglob(f".*{ENDING}"):
-        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -133,8 +115,8 @@ def writing_to(dest: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in DISK_FULL:
             raise DataError(
-                f"{dest}: no room is left ({os.strerror(error.errno or 0)}); what is finished there stays. "
-                "Make room and run the same words again: it goes on where it stopped"
+                f"{dest}: no room is left ({os.strerror(error.errno or 0)}). Make room and run the same "
+                "command again: it continues after the files that are written"
             ) from error
-        place = f" ({error.filename})" if error.filename else ""
-        raise DataError(f"{dest}: cannot write there: {error.strerror or error}{place}") from error
+        name = f" ({error.filename})" if error.filename else ""
+        raise DataError(f"{dest}: cannot write there: {error.strerror or error}{name}") from error

@@ -23,7 +23,7 @@ DEST = "{dest}"
 
 
 def source_of(source: str, data: str | None, dest: Path, groups: list[str]) -> tuple[str, list[str]]:
-    """The data group and the settings that read SOURCE. data: what --data says."""
+    """Return the data group and the settings that read SOURCE. data: the value of --data."""
     if data is not None and data not in groups:
         raise ConfigError(f"--data {data}: no such data group; allowed: {', '.join(groups)}")
     place = Path(source).expanduser()
@@ -34,7 +34,7 @@ def source_of(source: str, data: str | None, dest: Path, groups: list[str]) -> t
     if data is None and place.is_dir() and (journal := read_journal(place)) is not None:
         if not journal.complete:
             raise ConfigError(
-                f"{place}: is a conversion that is not finished; finish it first with its own words"
+                f"{place}: is a conversion that is not finished; run its own command again first"
             )
         return "converted", filled([*journal.use, *journal.use_test], place)
     group = data or _group_of(source, place, groups)
@@ -44,7 +44,7 @@ def source_of(source: str, data: str | None, dest: Path, groups: list[str]) -> t
 
 
 def filled(settings: list[str], dest: Path) -> list[str]:
-    """Settings of a journal with the folder in its place."""
+    """Return settings of a journal with the name of the folder in place of {dest}."""
     return [setting.replace(DEST, str(dest)) for setting in settings]
 
 

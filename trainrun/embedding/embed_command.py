@@ -54,7 +54,10 @@ def main(argv: list[str]) -> int:
             -(-PART // size) * size, 0, say, "the run, or its data, is",
         )  # fmt: skip
     except KeyboardInterrupt:
-        say("trainrun: interrupted; the same words go on where it stopped", file=sys.stderr)
+        say(
+            "trainrun: interrupted; run the same command again: it continues after what is written",
+            file=sys.stderr,
+        )
         return EXIT_INTERRUPTED
     return EXIT_DONE
 
@@ -97,7 +100,7 @@ def _parts(
     """What tells these embeddings from others, and the splits that are written."""
     from trainrun.assemble.data_pipeline import build_sources, stream_options
     from trainrun.checkpoint.save import MANIFEST
-    from trainrun.convert.part_samples import Samples
+    from trainrun.convert.split_samples import Samples
     from trainrun.data.cache.fingerprint import own_fingerprint
     from trainrun.data.facts import facts_of
     from trainrun.data.pipeline import open_batches, with_look

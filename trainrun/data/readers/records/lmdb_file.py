@@ -2,8 +2,8 @@
 
 Keys: the number of the sample, eight digits or more (`00000042`), and `__meta__` for what is known of
 all samples (`Facts`); `trainrun convert` writes this. Without `__meta__`, or where it has no length,
-all keys count, in their order. A value is a sample as `record` writes it, or the bytes of a picture or
-of a .npy array; pickled objects are never read.
+all keys count, in their order. A value is a sample as `record` writes it (where the file of a picture comes
+first, it is decoded), or the bytes of a picture or of a .npy array; pickled objects are never read.
 The environment is opened read-only and without its lock file: nothing may write to it meanwhile. LMDB
 itself trusts the pages of a file; what is held against the file here is its length.
 """
@@ -22,7 +22,7 @@ from trainrun.data.readers.paths import plain_file
 from trainrun.data.readers.pictures.decode import Form, form_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
-from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value
+from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value, picture
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
@@ -84,7 +84,11 @@ class LmdbReader:
         if content is None:
             raise ValueError("there is no such record")
         if is_sample(content):
-            return decode_sample(content)
+            sample = decode_sample(content)
+            is_picture = isinstance(sample, tuple) and isinstance(sample[0], bytes)
+            if is_picture and sample[0].startswith(PICTURE_MAGICS):
+                return (picture(sample[0], self._form), *sample[1:])
+            return sample
         if content.startswith((*PICTURE_MAGICS, NPY_MAGIC)):
             return guessed_value(content, self._form)
         raise ValueError(
