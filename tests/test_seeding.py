@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from trainrun import seeding
 from trainrun.seeding import (
+    NUMPY_GENERATOR,
+    PYTHON_GENERATOR,
+    GlobalGenerator,
     derive_seed,
     evaluating,
     kept_random_state,
@@ -115,3 +119,59 @@ def test_an_evaluation_calls_train_of_the_model_and_keeps_the_mode_of_each_modul
         assert model[0].merged
         assert not torch.is_grad_enabled()
     assert (model[0].merged, model[0].training, model[1].training) == (False, True, False)
+
+
+def half_of_a_pair() -> None:
+    """Draw the second number of a pair, for which neither generator makes new words."""
+    random.gauss(0, 1)
+    numpy.random.randn()
+
+
+@pytest.mark.parametrize("reads_memory", [True, False])
+def test_marks_differ_after_each_draw(reads_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "memory_tells_of_draws", lambda: reads_memory)
+    draws = {
+        PYTHON_GENERATOR: (random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1)),
+        NUMPY_GENERATOR: (numpy.random.rand, numpy.random.randn, numpy.random.randn, numpy.random.rand),
+    }
+    seed_everything(3)
+    for generator, functions in draws.items():
+        seen = [generator.mark()]
+        for draw_one in functions:
+            assert generator.mark() == seen[-1]
+            draw_one()
+            seen.append(generator.mark())
+        assert all(one != other for number, one in enumerate(seen) for other in seen[:number])
+
+
+def test_half_of_a_pair_that_was_put_back_is_drawn_again() -> None:
+    """The words of the generators are the same with and without it."""
+    seed_everything(4)
+    half_of_a_pair()
+    with_half = random.getstate(), numpy.random.get_state()
+    expected = random.gauss(0, 1), float(numpy.random.randn())
+    with kept_random_state():
+        random.seed(1)
+        numpy.random.seed(1)
+    random.setstate(with_half[0])
+    numpy.random.set_state(with_half[1])
+    with kept_random_state():
+        random.seed(1)
+        numpy.random.seed(1)
+    assert (random.gauss(0, 1), float(numpy.random.randn())) == expected
+
+
+def test_state_is_read_and_written_only_after_a_draw() -> None:
+    calls: list[str] = []
+    memory = [0]
+    generator = GlobalGenerator(
+        lambda: calls.append("read") or tuple(memory),  # type: ignore[func-returns-value]
+        lambda state: calls.append("write") or memory.__setitem__(0, state[0]),  # type: ignore[func-returns-value]
+        lambda: tuple(memory),
+    )
+    state = generator.state()
+    generator.put_back(generator.state())
+    assert calls == ["read"]
+    memory[0] = 1
+    generator.put_back(state)
+    assert (memory, calls[-1]) == ([0], "write")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainrun.errors import PluginError
-from trainrun.interfaces import Parallel, Summarizes, Sums
+from trainrun.interfaces import Parallel, Sums
 
 LOSS = "loss"  # the name of the sum that is the loss itself
 OWN = "\0"  # before a name: the count of a sum that is over other items than the loss
@@ -54,7 +54,8 @@ def _wide(value: Any, name: str, task: Any) -> Tensor:
         if value.requires_grad:
             value = value.detach()
         dtype = torch.float64 if value.device.type != "mps" else torch.float32
-        wide: Tensor = value.to(dtype, copy=True)  # the task may write its next sum into the same tensor
+        # a copy, since the task may write its next sum into the same tensor; `to(copy=True)` takes 10 us in place of 6
+        wide: Tensor = value.clone() if value.dtype is dtype else value.to(dtype)
         return wide
     try:
         return torch.as_tensor(value, dtype=torch.float64)
@@ -152,7 +153,8 @@ def metrics_of(
         for name in names
         if sums[name].numel() == 1
     }
-    if not isinstance(task, Summarizes):
+    summarize = getattr(task, "summarize", None)
+    if summarize is None:
         if several := [name for name in names if name not in found]:
             raise PluginError(
                 f'task: {type(task).__name__}.step() gave sums["{several[0]}"] of shape '
@@ -161,7 +163,7 @@ def metrics_of(
             )
         return _named(found, task)
     pairs = {name: (sums[name], sums[OWN + name]) if OWN + name in sums else sums[name] for name in names}
-    summary = _numbers(task.summarize({**pairs, **rows}, count), task)
+    summary = _numbers(summarize({**pairs, **rows}, count), task)
     check_names(summary, task)
     return _named(found | summary, task)
 

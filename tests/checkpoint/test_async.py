@@ -237,3 +237,95 @@ def test_an_error_in_the_trainings_own_thread_leaves_no_half_save(make_run: Make
     assert run.go(1)
     run.keep.close()
     assert run.steps() == [1]
+
+
+def test_new_bests_in_quick_succession_are_written_once(make_run: MakeRun) -> None:
+    run = make_run(async_save=True)
+    run.go(1, acc=0.1)
+    run.keep.finish_save(run.state)
+    assert run.steps() == [1]
+    run.go(2, acc=0.2)
+    run.go(3, acc=0.3)
+    run.parts.weight.fill_(99)
+    assert (run.state.saved_step, run.keep.time_request(), run.steps()) == (3, SAVE_NONE, [1])
+    run.keep.close()
+    assert (run.steps(), run.keep.best) == ([1, 3], (3, 0.3))
+    assert torch.equal(weights(run, 3), torch.full((2, 3), 3.0))
+
+
+def test_new_best_is_written_when_the_seconds_are_over(make_run: MakeRun) -> None:
+    run = make_run(async_save=True)
+    run.go(1, acc=0.1)
+    run.go(2, acc=0.2)
+    assert not run.go(3)
+    run.now = 6.0
+    assert run.go(4)
+    run.keep.close()
+    assert run.steps() == [1, 2]
+
+
+def test_new_best_in_memory_is_written_before_another_save(make_run: MakeRun) -> None:
+    run = make_run(async_save=True, every_n_train_steps=10, keep_last=1)
+    run.go(1, acc=0.1)
+    run.go(2, acc=0.2)
+    run.go(10)
+    run.keep.close()
+    assert run.steps() == [2, 10]
+
+
+def test_second_best_is_written_too_where_two_stay(make_run: MakeRun) -> None:
+    run = make_run(async_save=True, save_top_k=2, keep_last=1)
+    for step, acc in enumerate([0.1, 0.2, 0.3, 0.4], start=1):
+        run.go(step, acc=acc)
+    run.keep.close()
+    assert run.steps() == [3, 4]
+
+
+def test_several_ranks_write_each_new_best(make_run: MakeRun, ranks: Ranks) -> None:
+    def work(parallel: Any) -> list[int]:
+        run = make_run(parallel=parallel, async_save=True, keep_last=3)
+        for step in (1, 2, 3):
+            run.go(step, acc=step / 10)
+        run.keep.close()
+        steps: list[int] = run.steps()
+        return steps
+
+    assert ranks(2, work) == [[1, 2, 3], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("operation", ["mkdir", "open"])
+def test_fault_of_a_best_in_memory_is_raised_and_nothing_counts_as_saved(
+    make_run: MakeRun, operation: str
+) -> None:
+    faulty = False
+
+    def disk(name: str, path: Path) -> None:
+        if faulty and name == operation:
+            raise disk_full()
+
+    run = make_run(faults=disk, async_save=True)
+    run.go(1, acc=0.1)
+    run.keep.finish_save(run.state)
+    run.go(2, acc=0.2)
+    faulty = True
+    with pytest.raises(SaveError):
+        run.keep.finish_save(run.state)
+    assert (run.state.saved_step, run.steps()) == (1, [1])
+
+
+@pytest.mark.parametrize("operation", ["mkdir", "open", ""])
+def test_failing_run_writes_the_best_in_memory(make_run: MakeRun, operation: str) -> None:
+    faulty = False
+
+    def disk(name: str, path: Path) -> None:
+        if faulty and name == operation:
+            raise disk_full()
+
+    run = make_run(faults=disk, async_save=True)
+    run.go(1, acc=0.1)
+    run.keep.finish_save(run.state)
+    run.go(2, acc=0.2)
+    faulty = True
+    run.keep.leave()
+    assert run.steps() == ([1] if operation else [1, 2])
+    assert bool(run.notes) == bool(operation)

@@ -37,7 +37,7 @@ class PacedTriggers:
         over = state.step >= self._end or (state.step > self._begin and time.monotonic() >= self._until)
         state.stop_reason = "all steps done" if over else ""
         self.log = bool(self._triggers.log_due(state.step + 1))
-        self.sums = self.log or bool(self._triggers.sample_due(state.step + 1))
+        self.sums = bool(self._triggers.sample_due(state.step + 1))
         return Due(self.validation_due(state), over, self.log)
 
     def validation_due(self, state: TrainState) -> bool:

@@ -6,6 +6,9 @@ run is saved only if the run was stopped from outside.
 
 With `async_save` the training continues as soon as the state is copied in memory. A thread writes the copy. A fault of
 that thread is raised at the next step. Only one save is under way at a time: the next save waits for it.
+
+A new best within 5 seconds of the write before stays in memory until these are over, or until another save comes. A
+better one replaces it there: it is never written if it would be deleted at once. Several ranks write each at once.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ LEFTOVER_NAME = re.compile(r"\.(tmp|trash|before)-(step-\d{8}|best)-[0-9a-f]{8}"
 LONG_WAIT_SECONDS = 1.0  # a longer wait for the save before is reported
 LEAVE_SECONDS = 5.0  # how long a failing run of several ranks waits for its save under way
 LOWER_PRIORITY_BY = 5  # of the thread that writes
+BEST_SECONDS = 5.0  # between the writes of two new bests
 
 Note = Callable[[str], None]
 
@@ -98,6 +102,10 @@ class Ranking:
         if self.admits(entry):
             self.entries = self._with(entry)
 
+    def contains(self, step: int, beside: Entry) -> bool:
+        """Return whether a step is still among the best once another entry is added."""
+        return any(entry.step == step for entry in self._with(beside))
+
     def remove(self, step: int) -> None:
         self.entries = [entry for entry in self.entries if entry.step != step]
 
@@ -113,16 +121,21 @@ class HasState(Protocol):
 
 @dataclass
 class SaveInProgress:
-    """One save of one rank. temporary: its folder; None if a sound checkpoint of the step is there already.
+    """One save of one rank.
 
-    replaces: the checkpoint of the same step, if there is one.
+    saved_before: the step of the save before. num_bytes: of all ranks. replaces: the checkpoint of the same step, if
+    there is one. is_held: it is in memory alone, and nothing writes it yet. temporary: its folder; None before it is
+    written, and if a sound checkpoint of the step is there already.
     """
 
     manifest: Manifest
     part: StatePart
-    temporary: Path | None
-    ranked: list[Entry]
+    saved_before: int
+    num_bytes: int
     replaces: bool = False
+    is_held: bool = False
+    temporary: Path | None = None
+    ranked: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     written: Future[dict[str, Written]] = field(default_factory=Future)
 
@@ -152,7 +165,7 @@ class CheckpointManager:
         self._best_by_other_metrics: set[int] = set()  # these steps stay too
         self._copies, self._reported_no_room = CopyMemory(free_memory), False
         self._in_progress: SaveInProgress | None = None
-        self._saved_before, self._last_save = -1, clock()
+        self._last_save, self._last_write = clock(), -math.inf
         self._prepare_from: tuple[HasState, int] | None = (
             None  # the state has its full size from this step on
         )
@@ -169,7 +182,7 @@ class CheckpointManager:
 
     def time_request(self) -> int:
         """Return how this rank's save under way stands, or whether the clock of rank 0 asks for a save."""
-        if self._in_progress is not None:
+        if self._in_progress is not None and not self._in_progress.is_held:
             written = self._in_progress.written
             if not written.done():
                 return SAVE_BUSY
@@ -188,17 +201,28 @@ class CheckpointManager:
         if self._prepare_from is not None and state.step >= self._prepare_from[1]:
             self._copies.prepare(self._build_part(self._prepare_from[0], state).tensors)
             self._prepare_from = None
-        is_written = self._in_progress is not None and state.save_request in (SAVE_NONE, SAVE_FAILED)
-        return is_written or self._reason_to_save(state) is not None
+        save = self._in_progress
+        if save is not None and save.is_held:
+            can_go_on = not self._is_soon_after_write()
+        else:
+            can_go_on = save is not None and state.save_request in (SAVE_NONE, SAVE_FAILED)
+        return can_go_on or self._reason_to_save(state) is not None
 
     def save(self, run: HasState, state: TrainState) -> None:
-        """Finish the save under way, and save the state if that is due. Raise SaveError on every rank."""
+        """Go on with the save under way, and save the state if that is due. Raise SaveError on every rank."""
+        reason, save = self._reason_to_save(state), self._in_progress
+        if save is not None and save.is_held and reason is None:
+            self._start_writing(save, state, has_low_priority=True)
+            return
+        saved_before = state.saved_step
+        if save is not None and reason == "best" and self._is_superseded(save, state):
+            saved_before, self._in_progress = save.saved_before, None
+            self._copies.give_back(save.part.tensors)
         self.finish_save(state)
-        reason = self._reason_to_save(state)
         if reason == "measured":
             self._add_metric(state)
         elif reason is not None:
-            self._start_save(run, state, reason)
+            self._start_save(run, state, reason, saved_before)
 
     def close(self) -> None:
         """Finish the save under way. Raise SaveError on every rank."""
@@ -206,9 +230,13 @@ class CheckpointManager:
 
     def leave(self) -> None:
         """Finish the save under way after a failure, when the ranks exchange nothing more. Raise nothing."""
-        save, self._in_progress = self._in_progress, None
+        save = self._in_progress
         if save is None:
             return
+        if save.is_held:
+            with suppress(Exception):  # it is the fault of `save.written`
+                self._start_writing(save, None, has_low_priority=False)
+        self._in_progress = None
         wait([save.written], None if self._parallel.world_size == 1 else LEAVE_SECONDS)
         fault: object = "the ranks did not agree that all of them had written it"
         if not save.written.done():
@@ -280,7 +308,7 @@ class CheckpointManager:
             state.saved_step = before
         return build_part(self._parallel.rank, shared_tree, rank_tree)
 
-    def _start_save(self, run: HasState, state: TrainState, kind: str) -> None:
+    def _start_save(self, run: HasState, state: TrainState, kind: str, saved_before: int) -> None:
         metric = self._metric_of(state)
         manifest = Manifest(
             self._run_id,
@@ -301,33 +329,56 @@ class CheckpointManager:
             self._report_no_room(part, state)
         # hooks have changed the weights in `on_end`
         replaces = state.saved_step < 0 and state.ended_step == state.step
-        temporary = self._make_temporary_folder(state.step, sum(size for size, _ in answers), replaces)
+        save = SaveInProgress(manifest, part, saved_before, sum(size for size, _ in answers), replaces)
+        save.is_held = kind == "best" and in_background and self._is_soon_after_write()
         if replaces:
             self._ranking.remove(state.step)
         if metric is not None:
             self._ranking.add(Entry(state.step, metric.value))
         if in_background:
             copy = self._copies.take(part.tensors)
-            part = StatePart(part.text, copy.tensors, copy.events, is_copy=True)
-        save = SaveInProgress(manifest, part, temporary, self._ranking.entries, replaces)
-        self._in_progress = save
-        self._saved_before, state.saved_step = state.saved_step, state.step
+            save.part = StatePart(part.text, copy.tensors, copy.events, is_copy=True)
+        self._in_progress, state.saved_step = save, state.step
         self._last_save = self._clock()
-        has_low_priority = in_background and not state.stop_reason
-        threading.Thread(
-            target=self._write, args=(save, has_low_priority), name="trainrun checkpoint", daemon=True
-        ).start()
+        if not save.is_held:
+            self._start_writing(save, state, has_low_priority=in_background and not state.stop_reason)
         if not in_background:
             self.finish_save(state)
 
-    def _make_temporary_folder(self, step: int, needed_bytes: int, replaces: bool) -> Path | None:
+    def _start_writing(self, save: SaveInProgress, state: TrainState | None, has_low_priority: bool) -> None:
+        save.is_held, self._last_write = False, self._clock()
+        try:
+            save.temporary = self._make_temporary_folder(save)
+        except Exception as error:
+            save.written.set_exception(error)
+            self._abandon(save, state)
+            raise
+        save.ranked = self._ranking.entries
+        threading.Thread(
+            target=self._write, args=(save, has_low_priority), name="trainrun checkpoint", daemon=True
+        ).start()
+
+    def _is_soon_after_write(self) -> bool:
+        """Return whether a new best is held: no rank knows the clock of another, so a single one alone does that."""
+        is_soon = self._clock() - self._last_write < BEST_SECONDS
+        return is_soon and self._parallel.world_size == 1
+
+    def _is_superseded(self, save: SaveInProgress, state: TrainState) -> bool:
+        """Return whether a save is held that is none of the best any more beside this state."""
+        metric = self._metric_of(state)
+        if metric is None or not save.is_held:
+            return False
+        return not self._ranking.contains(save.manifest.step, beside=Entry(state.step, metric.value))
+
+    def _make_temporary_folder(self, save: SaveInProgress) -> Path | None:
         """Return the folder that all ranks write into; None if a sound checkpoint of the step is there and stays."""
+        step, needed_bytes = save.manifest.step, save.num_bytes
         target = self.folder / folder_name(step)
         failure = f"cannot save checkpoint {target}"
 
         def make() -> str | None:
             with file_faults(failure, self.folder, needed_bytes):
-                is_saved = not replaces and os.path.lexists(target) and is_sound(target, self._run_id)
+                is_saved = not save.replaces and os.path.lexists(target) and is_sound(target, self._run_id)
                 place = self.folder if self.folder.is_dir() else self.folder.parent
                 if not is_saved and free_bytes(place) < needed_bytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -366,9 +417,12 @@ class CheckpointManager:
 
         Raise SaveError on every rank if the save failed on one rank. `state.saved_step` is then the step before.
         """
-        save, self._in_progress = self._in_progress, None
+        save = self._in_progress
         if save is None:
             return None
+        if save.is_held:
+            self._start_writing(save, state, has_low_priority=False)
+        self._in_progress = None
         step, began = save.manifest.step, time.monotonic()
         try:
             parts = on_every_rank(self._parallel, save.written.result)
@@ -376,12 +430,7 @@ class CheckpointManager:
                 written = {name: Written(*entry) for part in parts for name, entry in part.items()}
                 on_rank_zero(self._parallel, lambda: self._commit(save, written))
         except Exception:
-            self._ranking.remove(step)
-            if state is not None and state.saved_step == step:
-                state.saved_step = self._saved_before
-            if self._parallel.rank == 0 and save.temporary is not None:
-                with suppress(OSError):  # a later start of the run removes what cannot be removed now
-                    self._files.remove_tree(save.temporary)
+            self._abandon(save, state)
             raise
         for text in save.notes:
             self._note(text)
@@ -391,6 +440,16 @@ class CheckpointManager:
         if seconds >= LONG_WAIT_SECONDS and state is not None and step < state.step:
             self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")
         return step
+
+    def _abandon(self, save: SaveInProgress, state: TrainState | None) -> None:
+        """Undo what a save that failed has changed."""
+        self._in_progress = None
+        self._ranking.remove(save.manifest.step)
+        if state is not None and state.saved_step == save.manifest.step:
+            state.saved_step = save.saved_before
+        if self._parallel.rank == 0 and save.temporary is not None:
+            with suppress(OSError):  # a later start of the run removes what cannot be removed now
+                self._files.remove_tree(save.temporary)
 
     def _add_metric(self, state: TrainState) -> None:
         """Add the metric to the committed checkpoint of this very step, which is one of the best now."""

@@ -154,12 +154,12 @@ class Console:
             )
 
     def _print(self, line: str) -> None:
-        line, self._last_line = plain(line), time.monotonic()
+        self._last_line = time.monotonic()
         if self._closed:
             return
         try:
             if self._live is not None:
-                self._live.console.print(line, markup=False, emoji=False, soft_wrap=True)
+                self._live.console.print(plain(line), markup=False, emoji=False, soft_wrap=True)
             else:
                 say(line, file=self._stream, flush=True)
         except OSError:  # a closed terminal or pipe ends no training; run.log has the same lines

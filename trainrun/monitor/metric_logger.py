@@ -141,7 +141,7 @@ class MetricLogger:
             before = state.sums.get(name)
             if before is not None and before.shape != value.shape:
                 raise PluginError(shape_fault(self._task, name, value, before))
-            state.sums[name] = value if before is None else before + value
+            state.sums[name] = value if before is None else before.add_(value)
             state.sum_items[name] = state.sum_items.get(name, 0) + report.items
 
     def _read_sums(self, state: TrainState, numbers: list[float]) -> tuple[dict[str, Tensor], list[float]]:

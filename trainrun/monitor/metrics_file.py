@@ -48,11 +48,10 @@ class MetricsFile:
 
     def sync(self) -> None:
         """Write what was held back, and return when the disk has it."""
-        with self._lock:
-            self._flush()
-            if self._path.exists():
-                sync_path(self._path)
-                sync_path(self._path.parent)
+        self.flush()
+        if self._path.exists():
+            sync_path(self._path)
+            sync_path(self._path.parent)
 
     def _flush(self) -> None:
         if self._lines:

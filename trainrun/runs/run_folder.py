@@ -124,7 +124,7 @@ class RunDir:
 
 def is_there(run: RunDir) -> bool:
     """Whether this is still the folder that a run made."""
-    return any(os.path.lexists(path) for path in (run.identity, run.identity_copy))
+    return os.path.lexists(run.identity) or os.path.lexists(run.identity_copy)
 
 
 def check_there(run: RunDir) -> None:

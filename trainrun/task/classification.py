@@ -196,7 +196,7 @@ class Classification:
         right = logits.argmax(1) == target
         if target.ndim > 1 and self.ignore_index is not None:
             right &= target != self.ignore_index
-        return right.sum()
+        return torch.count_nonzero(right)
 
     def _check(self, logits: Tensor, target: Tensor) -> None:
         """Check the first batch only, as it waits for the device, and move the loss to the model's device."""

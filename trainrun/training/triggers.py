@@ -130,8 +130,12 @@ class Intervals:
         return step % every == 0 or step == total or begins
 
     def sample_due(self, step: int) -> bool:
-        """Whether the metrics of a training step are wanted."""
-        return self.log_every is not None and step % self.sample_every == 0
+        """Whether the metrics of a training step are wanted: of every k-th, and at the end of a row without a k-th."""
+        every, distance = self.log_every, self.sample_every
+        if every is None:
+            return False
+        steps_in_row = (step - 1) % every + 1
+        return step % distance == 0 or (steps_in_row < distance and self.log_due(step))
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class Triggers:
     """Answers of the kind "is it due?" from the state alone, so that a resume answers the same.
 
     log: whether the step at hand ends in a log point, for which its gradient norm is computed.
-    sums: whether the task's sums of the step at hand are wanted: at log points, and every `sample_every` steps.
+    sums: whether the task's sums of the step at hand are wanted, see `Intervals.sample_due`.
     """
 
     def __init__(
@@ -251,7 +255,7 @@ class Triggers:
         elif state.early_stop:
             state.stop_reason = state.early_stop
         self.log = self.rhythm.log_due(state.step + 1)
-        self.sums = self.log or self.rhythm.sample_due(state.step + 1)
+        self.sums = self.rhythm.sample_due(state.step + 1)
         if state.stop_reason:  # the end is validated too
             return Due(self.validation_due(state), True, self.log)
         return Due(validate, False, self.log)

@@ -38,7 +38,7 @@ from trainrun.data.cache.store import (
 )
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.engines.choice import MAX_AUTO_WORKERS
-from trainrun.data.engines.generators import seed_globals, states
+from trainrun.data.engines.generators import marks, seed_globals
 from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.look import in_child
 from trainrun.data.map_style import describe, name_of, thread_safe
@@ -141,18 +141,18 @@ class Chunks:
     seeds_itself: bool = False
 
     def __getitem__(self, indices: range) -> list[Any]:
-        before = states()
+        before = marks()
         samples = self._at_once(list(indices)) or [self._tried(index) for index in indices]
-        if self.seeds_itself or states() == before:
+        if self.seeds_itself or marks() == before:
             return samples
         seed_globals(0)
-        before = states()
+        before = marks()
         for place, index in enumerate(indices):  # one of them drew
             with suppress(Exception):  # it is tried again when it is asked for
                 if why := random_because(partial(self._one, index), index):
                     samples[place] = NotRead(why)
         whole = not any(isinstance(sample, NotRead) for sample in samples)
-        self.seeds_itself = whole and states() != before
+        self.seeds_itself = whole and marks() != before
         return samples
 
     def _at_once(self, indices: list[int]) -> list[Any]:

@@ -14,7 +14,7 @@ from trainrun.data.cache.room import HEADER_BYTES
 from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, take_apart
 from trainrun.data.cache.store import ALIGNMENT, Layout, kind_of, record_of
 from trainrun.data.engines.batch_reader import has_epochs
-from trainrun.data.engines.generators import states, takes
+from trainrun.data.engines.generators import marks, takes
 from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import DataError
 from trainrun.runtime.child_process import send_sign
@@ -122,10 +122,10 @@ def random_because(read: Callable[[], Any], row: int, look: SampleDigest | None 
     The first, whose look this is, may draw: to prepare something once, or because it seeds the generators itself.
     """
     look = _look(read()) if look is None else look
-    before = states()
+    before = marks()
     if _look(read()).digest != look.digest:
         return f"sample {row} is another one each time it is read"
-    return "" if states() == before else f"random numbers are drawn while sample {row} is read"
+    return "" if marks() == before else f"random numbers are drawn while sample {row} is read"
 
 
 def random_refused(source: Any, why: str, where: str) -> DataError:

@@ -8,11 +8,9 @@ are seeded before each call. A thread beside the training must not: its sources 
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import perf_counter, process_time
 from typing import Any, Protocol
 
@@ -20,12 +18,11 @@ import numpy as np
 import psutil
 import torch
 
-from trainrun.seeding import cuda_states, derive_seed, set_cuda_states
+from trainrun.seeding import NUMPY_GENERATOR, PYTHON_GENERATOR, derive_seed
 
 PYTHON, NUMPY, TORCH = "random", "numpy.random", "torch"
 GLOBAL_GENERATORS = (PYTHON, NUMPY, TORCH)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-MT19937_BYTES = 624 * 4 + 4  # its key and the position in it
 
 
 def takes(function: Any, name: str) -> bool:
@@ -113,12 +110,12 @@ class RecordDraws:
         self.moved: dict[str, set[str]] = {}
         self.seconds = self.busy_seconds = 0.0
         self.pauses = self._began_pauses = 0
-        self._before: dict[str, Any] = {}
+        self._before: list[Any] = []
         self._began = self._began_busy = 0.0
 
     def before(self, what: str, *parts: int) -> None:
         seed_globals(*parts)
-        self._before = states()
+        self._before = marks()
         self._began_pauses = _pauses()
         self._began, self._began_busy = perf_counter(), process_time()
 
@@ -126,7 +123,8 @@ class RecordDraws:
         self.seconds += perf_counter() - self._began
         self.busy_seconds += process_time() - self._began_busy
         self.pauses += _pauses() - self._began_pauses
-        changed = {name for name, state in states().items() if state != self._before[name]}
+        pairs = zip(GLOBAL_GENERATORS, self._before, marks(), strict=True)
+        changed = {name for name, before, after in pairs if after != before}
         if changed:
             self.moved.setdefault(what, set()).update(changed)
 
@@ -136,54 +134,13 @@ def _pauses() -> int:
     return psutil.Process().num_ctx_switches().voluntary
 
 
-def states() -> dict[str, Any]:
-    """Return where the global generators of this process stand, to be compared."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        PYTHON: random.getstate(),
-        NUMPY: (name, keys.tobytes(), *rest),  # type: ignore[union-attr]
-        TORCH: torch.default_generator.get_state().numpy().tobytes(),
-    }
-
-
-def marks(names: tuple[str, ...]) -> list[Any]:
-    """Return values that differ once one of these generators has been drawn from, quicker than `states`."""
-    return [MARKS[name]() for name in names]
-
-
-def _mark_of_numpy() -> Any:
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # its types lack it
-    if type(generator) is np.random.MT19937:  # 1 us in place of 40
-        return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
-    return states()[NUMPY]
-
-
-def _mark_of_torch() -> bytes:
-    return torch.default_generator.get_state().numpy().tobytes()
-
-
 MARKS: dict[str, Callable[[], Any]] = {
-    PYTHON: random.getstate, NUMPY: _mark_of_numpy, TORCH: _mark_of_torch,
-}  # fmt: skip
+    PYTHON: PYTHON_GENERATOR.mark,
+    NUMPY: NUMPY_GENERATOR.mark,
+    TORCH: lambda: torch.default_generator.get_state().numpy().tobytes(),
+}
 
 
-@contextmanager
-def apart_from_training() -> Iterator[None]:
-    """Put the global generators back where they were, after a batch that the training's process reads.
-
-    As `trainrun.seeding.kept_random_state`, but NumPy's state is written only if it was moved (40 us in each batch).
-    """
-    python, cpu, cuda = random.getstate(), torch.get_rng_state(), cuda_states()
-    numpy_state: Any = np.random.get_state(legacy=True)
-    has_gauss = numpy_state[3]
-    if has_gauss:  # a normal number that waits would be given out, and no mark would tell
-        np.random.set_state((*numpy_state[:3], 0, 0.0))
-    before = _mark_of_numpy()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        set_cuda_states(cuda)
-        if has_gauss or _mark_of_numpy() != before:
-            np.random.set_state(numpy_state)
+def marks(names: tuple[str, ...] = GLOBAL_GENERATORS) -> list[Any]:
+    """Return values that differ once one of these generators has been drawn from."""
+    return [MARKS[name]() for name in names]

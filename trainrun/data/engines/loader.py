@@ -10,13 +10,13 @@ from typing import Any
 from trainrun.data.bad_samples import Skips
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading, WorkerFailure
 from trainrun.data.engines.device_feed import pinned
-from trainrun.data.engines.generators import apart_from_training
 from trainrun.data.engines.iterable import PassComparison, StreamReader, with_last
 from trainrun.data.engines.workers import LoaderWorkers, WorkerDied, WorkerLate
 from trainrun.data.order.sampler import StreamPlan
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
+from trainrun.seeding import kept_random_state
 
 MOST_RESTARTS = 3  # of one stream
 MOST_NAMED = 32
@@ -160,7 +160,7 @@ class LoaderBatches:
         """In the main process the global generators stay put."""
         end = object()
         while True:
-            with apart_from_training():
+            with kept_random_state():
                 item: Any = next(items, end)
             if item is end:
                 return
