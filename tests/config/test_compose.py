@@ -512,7 +512,7 @@ def test_names_that_our_networks_do_not_know_are_found_before_anything_starts(mo
         ::-1
     ]
     assert faults[0].startswith("model.norm=bacth: must be one of none, batch, layer. Did you mean batch?")
-    assert faults[1].startswith("model.init=zero: must be one of default, he, xavier, zero-gamma")
+    assert faults[1].startswith("model.init=zero: must be one of default, he, xavier")
     assert faults[2] == "model.dropout=1: must be a number, 0 or more and below 1"
     assert compose_run(["model=own.Net", "+model.norm=rms"]).config.model["norm"] == "rms"
 

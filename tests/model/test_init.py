@@ -7,7 +7,6 @@ from torch.nn.utils import parametrizations
 
 from trainrun.model.cnn import Cnn
 from trainrun.model.layers import Residual, initialize
-from trainrun.transform.residual_ends import last_norms, zero_gammas
 
 
 def wide_layers() -> nn.Sequential:
@@ -57,45 +56,7 @@ def test_zero_init_makes_every_residual_block_the_identity(norm: str, scheme: st
     assert not torch.equal(block(x), x)
 
 
-class Block(nn.Module):
-    """As torchvision writes it; plain: without the shortcut, where zeros would end all learning."""
-
-    def __init__(self, plain: bool = False, grows: bool = False) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)) if grows else None
-        self.plain = plain
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
-        if self.plain:
-            return out
-        out += x if self.downsample is None else self.downsample(x)
-        return out.relu()
-
-
-class Positions(nn.Module):
-    """Adds to a norm what is no shortcut around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.positions = nn.LayerNorm(4), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) + self.positions if x.sum() > 0 else self.norm(x) + self.positions[: len(x)]
-
-
-def test_zero_gamma_is_for_norms_at_the_end_of_a_residual_branch_alone() -> None:
-    model = nn.Sequential(Block(), Block(grows=True), Block(plain=True), Positions())
-    assert last_norms(model) == {"0.bn2", "1.bn2"}
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    zero_gammas(model)
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {"0.bn2.weight", "1.bn2.weight"}
-    assert not model.state_dict()["0.bn2.weight"].any()
-    with pytest.raises(ValueError, match="model.init=zero-gamma: Block has no residual branch"):
-        zero_gammas(Block(plain=True))
+def test_he_counts_the_outputs_of_a_transposed_convolution() -> None:
     transposed = nn.ConvTranspose2d(16, 64, 3)
     initialize(transposed, "he")
     assert transposed.weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)

@@ -51,12 +51,7 @@ def build_model(
             with told_of_a_setting(ValueError):
                 give_sizes(model, facts.shape)
         make_dense(model)
-        if said.get("init") == "zero-gamma":
-            from trainrun.transform.residual_ends import zero_gammas
-
-            with told_of_a_setting(ValueError):
-                zero_gammas(model)
-        elif "init" in said:
+        if "init" in said:
             from trainrun.model.layers import initialize
 
             initialize(model, said["init"])
@@ -94,11 +89,8 @@ def split_words(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The node of a model without our words, and those; an argument of its class by such a name is the class's."""
     if not (names := WORDS.keys() & node):
         return dict(node), {}
-    ours = (
-        str(node[TARGET]).startswith("trainrun.") and node.get("init") == "zero-gamma"
-    )  # beside its own scheme
     own = {item.name for item in parameters_of(locate(node[TARGET], "model")) or ()}
-    said = {name: node[name] for name in WORDS if name in names - own or (ours and name == "init")}
+    said = {name: node[name] for name in WORDS if name in names - own}
     return {name: value for name, value in node.items() if name not in said}, said
 
 

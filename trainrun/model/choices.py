@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 Activation = Literal["relu", "gelu", "silu", "tanh"]
 Norm = Literal["none", "batch", "layer"]
-Scheme = Literal["default", "he", "xavier", "zero-gamma"]
+Scheme = Literal["default", "he", "xavier"]
 # keys of `model` for any network, unless its class takes such an argument itself
 WORDS = {"init": Scheme, "freeze": str | list[str] | None, "freeze_norm": bool, "unfreeze_at": object}
 ResnetSize = Literal[18, 34, 50]
@@ -17,4 +17,4 @@ Positions = Literal["rotary", "learned"]
 Kernel = Literal["auto", "flash", "fp32", "plain", "math"]
 Outputs = Literal["each", "last"]
 
-SCHEMES, KERNELS = get_args(Scheme)[:3], get_args(Kernel)
+SCHEMES, KERNELS = get_args(Scheme), get_args(Kernel)
