@@ -190,7 +190,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     config = with_text(with_accumulation(config, parallel.world_size), site, notes)
     sources, drawn = build_sources(config, notes, site.trained)
     splits = look_at_splits(config, site, sources, drawn)
-    facts = facts_of_all(sources, splits["train"])
+    facts = with_trained_classes(facts_of_all(sources, splits["train"]), site.trained)
     notes += describe_sources(config, facts, sources, splits, site.is_new)
     task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
     streams: dict[str, Any] = open_streams(config, site, sources, splits, task, tally, notes, places)
@@ -283,6 +283,14 @@ def prepare_task(
         from trainrun.assemble.resumption import teach
 
         notes.append(teach(config, site.parallel, task, model, source, rhythm))
+
+
+def with_trained_classes(facts: DataFacts, trained: TrainingNames | None) -> DataFacts:
+    """Return facts with the classes that a checkpoint names, where the data names none: it may have no targets."""
+    if trained is None or not trained.classes or facts.class_names:
+        return facts
+    number = facts.num_classes or len(trained.classes)
+    return replace(facts, class_names=tuple(trained.classes), num_classes=number)
 
 
 def look_at_splits(

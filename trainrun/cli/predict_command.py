@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from trainrun.training.components import Components
 
 FORMATS = (".csv", ".parquet")
+NUMBERS_OF_CLASSES = ("prediction", "target")  # columns
 
 
 def main(argv: list[str]) -> int:
@@ -52,35 +54,46 @@ def main(argv: list[str]) -> int:
 def predictions(
     run_dir: RunDir, which: str, split: str, overrides: list[str], trust: bool = False
 ) -> dict[str, list[Any]]:
-    """Columns of equal length: `index`, the number of the sample in the data; `piece`, of split ones; the task's."""
+    """Columns of equal length: `index`, the number of the sample in the data; `piece`, of split ones; the task's.
+
+    Behind numbers of classes that have names stands a column with these, as `prediction_name`.
+    """
     run, _ = with_all_samples(run_dir, which, split, overrides, trust)
     if split not in run.splits():
         raise no_split(run.splits(), split)
     columns: dict[str, list[Any]] = {}
+    class_names = run.data_facts.class_names
     for name, tensor in predict_split(run, split).items():
         flat = tensor.reshape(len(tensor), -1)
         if flat.shape[1] == 1:
             columns[name] = flat[:, 0].tolist()
+            if name in NUMBERS_OF_CLASSES and names_fit(columns[name], class_names):
+                columns[f"{name}_name"] = [class_names[number] for number in columns[name]]
         else:
             columns |= {f"{name}_{i}": flat[:, i].tolist() for i in range(flat.shape[1])}
     count = len(next(iter(columns.values())))
     return {"index": list(range(count))} | columns
 
 
+def names_fit(numbers: list[Any], class_names: Sequence[str]) -> bool:
+    """Return whether each of the numbers is that of a class."""
+    return all(type(number) is int and 0 <= number < len(class_names) for number in numbers)
+
+
 def with_all_samples(
-    run_dir: RunDir, which: str, split: str, words: list[str], trust: bool
+    run_dir: RunDir, which: str, split: str, words: list[str], trust: bool, is_held_out: bool = False
 ) -> tuple[Components, Path]:
     """As `parts_of`, with every sample: a limit is of the run's validations. It stays where it is typed here, and where
-    the data says no length, for it may have no end."""
+    the data says no length, for it may have no end. is_held_out: see `parts_of`."""
     from trainrun.runs.restore_config import parts_of
 
     asked = split.partition("/")[0]
     limits = [limit for limit in ("limit_val_batches", "limit_test_batches") if asked in limit.split("_")]
     lifted = [f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words)]
-    run, folder = parts_of(run_dir, which, [*words, *lifted], trust, split)
+    run, folder = parts_of(run_dir, which, [*words, *lifted], trust, split, is_held_out)
     sets = [stream for name, stream in run.splits().items() if split in (name, name.partition("/")[0])]
     if any(stream.num_samples is None for stream in sets):
-        return parts_of(run_dir, which, words, trust, split)
+        return parts_of(run_dir, which, words, trust, split, is_held_out)
     return run, folder
 
 
@@ -185,13 +198,16 @@ def evaluate(argv: list[str]) -> int:
     from trainrun.training import evaluate as evaluation
 
     which = checkpoint_of(run_dir, words.which)
-    run, folder = with_all_samples(run_dir, which, words.split, words.overrides, words.trust)
+    run, folder = with_all_samples(run_dir, which, words.split, words.overrides, words.trust, True)
     splits = [name for name in run.splits() if name == words.split or name.startswith(f"{words.split}/")]
     if not splits:
         raise no_split(run.splits(), words.split)
     found = {name: value for split in splits for name, value in evaluation.evaluate(run, split).items()}
     metrics = {name: value for name, value in found.items() if not name.endswith("/seconds")}
-    say(f"{folder.name} ({which}): " + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items()))
+    number = sum(run.splits()[split].num_samples or 0 for split in splits)
+    of_samples = f"  ({counted(number, 'sample')})" if number else ""
+    values = "  ".join(f"{name} {value:.5g}" for name, value in metrics.items())
+    say(f"{folder.name} ({which}): {values}{of_samples}")
     place = run_dir.root / f"evaluation-{words.split.replace('/', '-')}.json"
     try:
         write_json(place, {"checkpoint": folder.name, **metrics})

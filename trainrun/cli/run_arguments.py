@@ -17,6 +17,7 @@ from trainrun.output import say
 from trainrun.runs.run_folder import RunDir
 
 LEAST_SECONDS = 5.0
+SPLITS = ("val", "test")  # that a command may be about
 FOLDER_FLAGS = ("--config-dir", "-cd")
 
 
@@ -74,9 +75,11 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
         return ConfigError(f"--split train: is not for training data; there are {', '.join(there) or 'none'}")
     name = f"data.{split.replace('/', '.')}"
     sets = [one for one in there if one.startswith(f"{split}/")]
-    way = f"use --split {sets[0]}" if sets else f"name it with {name}._target_=..."
+    way = f"; use --split {sets[0]}" if sets else f"; name it with {name}._target_=..."
+    if near := "" if sets or split in SPLITS else nearest(split, [*there, *SPLITS]):
+        way = f".{near}"
     return ConfigError(
-        f"--split {split}: this run has no {name}; there are {', '.join(there) or 'none'}; {way}"
+        f"--split {split}: this run has no {name}; there are {', '.join(there) or 'none'}{way}"
     )
 
 

@@ -106,10 +106,15 @@ def option_of(target: str) -> dict[str, Any]:
     return {}
 
 
-def follow_path(config: RunConfig, before: str | None) -> RunConfig:
-    """The config with `data.path` wherever the sets of a saved run have the one of `before` as a path."""
+def follow_path(config: RunConfig, before: str | None, given: set[str]) -> RunConfig:
+    """The config with `data.path` wherever the sets of a saved run have the one of `before` as a path.
+
+    given: keys that were typed, which stay, as do those of other sets that follow them.
+    """
 
     def follow(key: str, value: Any) -> Any:
+        if not given.isdisjoint((key, f"data.train.{key.rpartition('.')[2]}")):
+            return value
         as_path = key.endswith(".path") if before is None else may_be_path(key, before)
         return config.data.path if value == before and as_path else value
 
@@ -120,7 +125,8 @@ def follow_path(config: RunConfig, before: str | None) -> RunConfig:
 def unreached(data: DataConfig, given: set[str], measured: str) -> Iterator[str]:
     """A line for each set that a new `data.path` does not reach, as it has a path of its own.
 
-    measured: the split that a command is about; empty for one that trains, to whose user it is only told.
+    measured: the split that a command is about, which reads the new path where a reader of ours takes one; empty for a
+    command that trains, to whose user it is only told.
     """
     for split, node in {**validation_nodes(data), "test": data.test}.items():
         asked, key = measured or "val", f"data.{split.replace('/', '.')}"
@@ -130,7 +136,7 @@ def unreached(data: DataConfig, given: set[str], measured: str) -> Iterator[str]
         own = node.get(name)
         source = f"data.train.{name}" if own == (data.train or {}).get(name) else f"{key}.{name}"
         line = ""
-        if own not in (None, data.path) and source not in given:
+        if own not in (None, data.path) and source not in given and not measured:
             line = f"{key} reads {source}={own}; for other samples there set {source}={data.path}"
         elif own is None and measured and all(value != data.path for _, value in leaves_of(node)):
             line = f"{key} reads other data; name its samples by what {key}.{TARGET} takes"
@@ -254,7 +260,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
     before = OmegaConf.select(saved, "data.path")
     has_moved = "data.path" in changed and config.data.path != before
-    config = follow_path(config, before) if has_moved else config
+    config = follow_path(config, before, changed) if has_moved else config
     config = placed(config, Path.cwd()) if places else config
     faults += check(config)
     faults += untold(idle_settings(config, words.overrides), faults)

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from trainrun.assemble.assemble import RunContext, build_components
-from trainrun.assemble.data_pipeline import TrainingNames
+from trainrun.assemble.data_pipeline import TrainingNames, build_sources, open_split
 from trainrun.assemble.resumption import load_weights, network_of
 from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
 from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.saved_config import translated
 from trainrun.config.schema import RunConfig, with_values
+from trainrun.errors import DataError
 from trainrun.instantiate import BUILT, is_node
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
@@ -28,6 +29,13 @@ from trainrun.training.recovery.restore import check_classes, load_task_state
 from trainrun.training.state import TrainState
 from trainrun.training.task_calls import TaskCalls
 
+HOLDS_OUT = (
+    "val_fraction",
+    "val_by",
+    "groups",
+    "seed",
+)  # settings of `data.train` of the part that is held out
+
 
 def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
     """The network alone, with its averaged weights where the run kept them; nothing else is built."""
@@ -37,11 +45,17 @@ def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
 
 
 def parts_of(
-    run_dir: RunDir, which: str, overrides: list[str], trust: bool = False, measured: str = ""
+    run_dir: RunDir,
+    which: str,
+    overrides: list[str],
+    trust: bool = False,
+    measured: str = "",
+    is_held_out: bool = False,
 ) -> tuple[Components, Path]:
     """Everything of a saved run on one device, with the weights of a checkpoint in it, and where that lies.
 
-    measured: as in `with_overrides`.
+    measured: the split that the command is about; a `data.path` among the overrides names its samples. All of them are
+    read, but for an evaluation (`is_held_out`) on what the run was trained on: there the part that was held out.
     """
     config = trusted_config(run_dir, overrides, trust, measured)
     check_modules(run_dir, config)
@@ -58,6 +72,14 @@ def parts_of(
         config = without_gpu(config)
     identity, folder = read_identity(run_dir), resolve(run_dir.checkpoints, which)
     loaded = read_checkpoint(folder)
+    if names_samples(config, typed, measured):
+        if is_held_out and is_training_data(config, device, loaded):
+            tell(
+                f"data.path={config.data.path} has as many samples as the run was trained on, so the part that was "
+                f"held out is read; data.train.{measured}_path={config.data.path} reads all of it"
+            )
+        else:
+            config = reading_whole_path(config, measured)
     site = RunContext(
         run_dir,
         identity["run_id"],
@@ -91,6 +113,44 @@ def validating_new_data(config: RunConfig, typed: set[str]) -> RunConfig:
     if "data.train.val_path" in typed and is_node(node) and not is_node(data.val):
         config = with_values(config, {"data.val": {**node, "split": "val"}})
     return config
+
+
+def names_samples(config: RunConfig, typed: set[str], split: str) -> bool:
+    """Return whether a typed `data.path` names all samples of a split, which a format of ours reads.
+
+    Settings of a path of its own, or of what is held out, say something else.
+    """
+    node, key = config.data.train, f"{split}_path"
+    others = {f"data.train.{name}" for name in (key, *HOLDS_OUT)}
+    is_said = bool(typed & others) or any(one.startswith(f"data.{split}.") for one in typed)
+    return "data.path" in typed and not is_said and is_node(node) and key in node
+
+
+def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) -> bool:
+    """Return whether `data.path` holds what the run was trained on, as far as the number of training samples says."""
+    try:
+        sources, drawn = build_sources(config, [], names_in(loaded))
+        stream = open_split(config, Single(device), "train", sources["train"], [], lambda text: None, drawn)
+    except DataError:
+        return False
+    number = None if stream is None else stream.num_samples
+    if stream is not None:
+        stream.close()
+    return number is not None and number == loaded.shared.get("stream", {}).get("num_samples")
+
+
+def reading_whole_path(config: RunConfig, split: str) -> RunConfig:
+    """Return the config with all samples of `data.path` in a split, or those that are called like it there."""
+    data, key = config.data, f"{split}_path"
+    own = getattr(data, split)
+    node = own if is_node(own) else {**(data.train or {}), "split": split}
+    changes: dict[str, Any] = {
+        "data.train": {**(data.train or {}), key: data.path},
+        f"data.{split}": {**node, "path": data.path, key: data.path},
+    }
+    if split == "val":
+        changes |= {"data.folds": None, "data.fold": None, "data.stratified": False}
+    return with_values(config, changes)
 
 
 def names_in(loaded: Loaded) -> TrainingNames:

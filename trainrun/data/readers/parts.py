@@ -66,7 +66,8 @@ class RandomRows:
 class SplitRequest:
     """What a node of `data.train`, `data.val` or `data.test` asks for.
 
-    path: of the training data. val_path, test_path: data of their own; null: what the names below `path` say.
+    path: of the training data. val_path, test_path: data of their own; null: what the names below `path` say; the path
+    itself: the same, and all of it where they say nothing.
     val_fraction: where there is no validation data of its own, the part of the training data that is held out.
     groups: a column; rows with the same cell are held out together. val_by: which rows are held out, see `held_rows`.
     """
@@ -102,7 +103,7 @@ class SplitRequest:
                 ("val", self.val_path, "data.train.val_path"),
                 ("test", self.test_path, "data.train.test_path"),
             )
-            if path is not None
+            if path is not None and not (path == self.path and by_name[name])
         }
         training, notice = by_name["train"], described(self.path, found, by_name)
         held = {identity_of(file) for files in typed.values() for file in files}
@@ -124,6 +125,9 @@ class SplitRequest:
             "train": inside.get("train") or self.path,
             "val": self.val_path or inside.get("val"),
             "test": self.test_path or inside.get("test"),
+        }
+        found |= {
+            name: inside[name] for name in ("val", "test") if name in inside and found[name] == self.path
         }
         paths = {name: [Path(path).expanduser()] if path else [] for name, path in found.items()}
         names = [name for name, path in found.items() if path and path == inside.get(name)]
