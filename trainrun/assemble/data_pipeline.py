@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from trainrun.config.schema import SAME, RunConfig, validation_nodes
+from trainrun.config.schema import SAME, DataConfig, RunConfig, validation_nodes
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.facts import (
     PLAUSIBLE_CLASSES,
@@ -71,9 +71,18 @@ def build_sources(
         return sources, None
     from trainrun.data.order.training_set import Asked, training_set
 
-    asked = Asked(data.sampling, data.weights, data.mix, data.folds, data.fold, data.stratified)
+    asked = Asked(
+        data.sampling, data.weights, data.mix, data.folds, data.fold, data.stratified, fold_groups(data)
+    )
     parts, drawn = training_set({name[6:]: sources.pop(name) for name in named}, asked, notes)
     return {**parts, **sources}, drawn
+
+
+def fold_groups(data: DataConfig) -> str | None:
+    """Return the attribute whose values folds keep together: as typed, or what our formats make of `groups`."""
+    node = data.train or {}
+    is_ours = str(node.get("_target_")).startswith("trainrun.data.")
+    return "groups" if data.fold_groups is None and is_ours and node.get("groups") else data.fold_groups
 
 
 def describe_sources(

@@ -227,7 +227,7 @@ def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
 def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str, Any]:
     """What decides which training sample comes when in an epoch, by the keys as they are typed."""
     data, train = config.data, config.data.train or {}
-    names = ["shuffle", "shuffle_buffer", "sampling", "mix", "folds", "fold", "stratified"]
+    names = ["shuffle", "shuffle_buffer", "sampling", "mix", "folds", "fold", "stratified", "fold_groups"]
     if data.padding in LENGTHS_DECIDE or data.truncate in ("drop", "split"):
         names += ["padding", "max_tokens", "truncate", "max_sequence_length", "pad_multiple"]
     found = {"seed": config.seed, **{f"data.{name}": getattr(data, name) for name in names}}

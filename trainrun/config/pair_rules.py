@@ -20,7 +20,7 @@ def pair_faults(config: RunConfig) -> Iterator[str]:
     """Every pair of settings that is refused, whatever the device is."""
     yield from (line for applies, line in _general(config) if applies)
     trainer, data = config.trainer, config.data
-    asked = (data.weights, data.mix, data.shuffle_buffer, data.folds, data.fold)
+    asked = (data.weights, data.mix, data.shuffle_buffer, data.folds, data.fold, data.fold_groups)
     if data.sampling != "none" or data.stratified or any(value is not None for value in asked):
         from trainrun.config.mistakes.sampling_rules import sampling
 

@@ -99,6 +99,9 @@ class DataConfig:
     folds: int | None = setting(None, "divide data.train in so many parts for cross-validation", at_least=2)
     fold: int | None = setting(None, "the part that validates, from 0; all as a sweep: range(5)", at_least=0)
     stratified: bool = setting(False, "each class in proportion in every fold")
+    fold_groups: str | None = setting(
+        None, "an attribute of data.train: samples with one value of it stay in one fold"
+    )
     drop_last: bool = setting(False, "leave out the last batch of an epoch where it is short")
     engine: str = choice("auto", "resident", "workers", "threads", help="what reads the samples")
     num_workers: Any = setting(

@@ -35,6 +35,7 @@ HOLDS_OUT = (
     "groups",
     "seed",
 )  # settings of `data.train` of the part that is held out
+NO_FOLDS = {"data.folds": None, "data.fold": None, "data.stratified": False, "data.fold_groups": None}
 
 
 def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
@@ -109,7 +110,7 @@ def validating_new_data(config: RunConfig, typed: set[str]) -> RunConfig:
     if not any(key == "data.train.val_path" or key.startswith("data.val.") for key in typed):
         return config
     if data.folds is not None:
-        config = with_values(config, {"data.folds": None, "data.fold": None, "data.stratified": False})
+        config = with_values(config, NO_FOLDS)
     if "data.train.val_path" in typed and is_node(node) and not is_node(data.val):
         config = with_values(config, {"data.val": {**node, "split": "val"}})
     return config
@@ -149,7 +150,7 @@ def reading_whole_path(config: RunConfig, split: str) -> RunConfig:
         f"data.{split}": {**node, "path": data.path, key: data.path},
     }
     if split == "val":
-        changes |= {"data.folds": None, "data.fold": None, "data.stratified": False}
+        changes |= NO_FOLDS
     return with_values(config, changes)
 
 

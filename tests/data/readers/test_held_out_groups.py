@@ -134,10 +134,37 @@ def test_folds_keep_groups_together(load: Callable[..., Any]):
     mine = Arrays((torch.arange(len(groups)),), groups=groups)
     seen = []
     for fold in range(5):
-        inside, held, _ = fold_of(mine, 5, fold, False)
+        inside, held, _ = fold_of(mine, 5, fold, False, "groups")
         assert not set(groups[inside]) & set(groups[held])
         seen += held.tolist()
     assert sorted(seen) == list(range(len(groups)))
+
+
+class Patients(torch.utils.data.Dataset[int]):
+    """A user's class with attributes that it has for reasons of its own."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __init__(self) -> None:
+        self.groups = [number // 10 for number in range(20)]
+        self.patients = np.array([f"id{number % 5}" for number in range(20)])
+        self.short = ["a"]
+
+
+def test_folds_keep_together_what_the_setting_names():
+    mine = Patients()
+    for fold in range(4):
+        held = fold_of(mine, 4, fold, False)[1]
+        assert len(held) == 5, "an attribute that is merely there changes nothing"
+        inside, held, _ = fold_of(mine, 4, fold, False, "patients")
+        assert not set(mine.patients[inside]) & set(mine.patients[held])
+    for name in ("short", "missing", "__getitem__"):
+        with pytest.raises(DataError, match=f"data.fold_groups={name}"):
+            fold_of(mine, 4, 0, False, name)
 
 
 def test_groups_of_unequal_size_come_near_the_fraction():

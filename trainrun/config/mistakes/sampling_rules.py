@@ -40,6 +40,10 @@ def sampling(config: RunConfig) -> Rules:
                                      ("truncate", "split", "right"), ("truncate", "drop", "right"))),
         (data.folds is None and data.fold is not None, f"data.fold={data.fold}: of how many? Say data.folds=5"),
         (data.folds is None and data.stratified, "data.stratified=true: has no effect without data.folds"),
+        (data.folds is None and data.fold_groups is not None,
+         f"data.fold_groups={data.fold_groups}: has no effect without data.folds"),
+        (data.fold_groups is not None and data.stratified,
+         "data.stratified=true: the samples of a group stay in one fold; leave it or data.fold_groups out"),
         (data.folds is not None and data.fold is None,
          f"{folds}: which of them validates? data.fold=0, or all as a sweep: trainrun --multirun {folds} "
          f"'data.fold=range({data.folds})'"),

@@ -29,6 +29,7 @@ class Asked:
     folds: int | None = None
     fold: int | None = None
     stratified: bool = False
+    groups: str | None = None
 
 
 def training_set(
@@ -38,7 +39,7 @@ def training_set(
     source = named[""] if "" in named else joined(named, "data.train")
     found, train = {"train": source}, None
     if asked.folds is not None:
-        train, held, told = fold_of(source, asked.folds, asked.fold or 0, asked.stratified)
+        train, held, told = fold_of(source, asked.folds, asked.fold or 0, asked.stratified, asked.groups)
         notes.append(told)
         found = {name: taken(source, of, "data.train") for name, of in (("train", train), ("val", held))}
     drawn = None
@@ -54,11 +55,13 @@ def training_set(
     return found, drawn
 
 
-def fold_of(source: Any, folds: int, fold: int, stratified: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
+def fold_of(
+    source: Any, folds: int, fold: int, stratified: bool, groups: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor, str]:
     """The samples that train, those that validate, both by number, and a line about it.
 
     The same parts whatever the seed, so that the runs of a sweep divide the data alike. Sizes differ by one sample at
-    most; stratified, so do those of each class.
+    most; stratified, so do those of each class. groups: an attribute of the source; equal values stay together.
     """
     number = sized(source, "data.train", f"data.folds={folds}")
     if folds > number:
@@ -66,9 +69,8 @@ def fold_of(source: Any, folds: int, fold: int, stratified: bool) -> tuple[torch
             f"data.folds={folds}: data.train has {number} samples; at most so many folds are possible"
         )
     order = epoch_order(number, 0, 0, True).numpy()
-    groups = said(source, "groups")
-    if groups is not None and len(groups) == number:
-        return fold_of_groups(np.asarray(groups), folds, fold, stratified)
+    if groups is not None:
+        return fold_of_groups(values_of_groups(source, groups, number), folds, fold, stratified)
     if stratified:
         labels = labels_of(source)
         if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
@@ -83,6 +85,18 @@ def fold_of(source: Any, folds: int, fold: int, stratified: bool) -> tuple[torch
     told = (f"data.fold={fold} of {folds}{' (stratified)' if stratified else ''}: {len(inside):,} samples of "
             f"data.train train, {len(held):,} validate; data.val is not read")  # fmt: skip
     return inside, held, told
+
+
+def values_of_groups(source: Any, name: str, number: int) -> np.ndarray[Any, Any]:
+    """Return the attribute of a source as an array. DataError: it has no value for each sample."""
+    values = said(source, name)
+    groups = np.asarray([] if values is None or callable(values) else values)
+    if groups.ndim != 1 or len(groups) != number:
+        raise DataError(
+            f"data.fold_groups={name}: data.train has no attribute `{name}` with one number or word for each of its "
+            f"{number} samples"
+        )
+    return groups
 
 
 def fold_of_groups(
