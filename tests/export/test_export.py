@@ -76,7 +76,6 @@ def test_the_graph_begins_with_bytes_and_takes_any_batch(
     about = json.loads(Path("out/huggingface/config.json").read_text())
     assert about["input_dtype"] == "uint8"
     assert about["input_scaling"]["normalize"]["std"] == [1, 2, 3]
-    assert "| val/acc |" in Path("out/huggingface/README.md").read_text()
     assert (
         main([*words, "trainer.max_steps=0", "monitor=none", "init_from=out/huggingface", "output_dir=b"])
         == 0
@@ -364,24 +363,6 @@ def test_a_folder_of_others_is_not_followed(workdir: Path, capsys: pytest.Captur
     assert "--trust" in capsys.readouterr().err
 
 
-def test_the_card_has_the_metrics_of_its_checkpoint(workdir: Path) -> None:
-    words = [
-        "trainer.val_check_interval=2",
-        "checkpoint.every_n_train_steps=2",
-        "checkpoint.save_top_k=0",
-        "optimizer.lr=0.01",
-        "output_dir=run",
-    ]
-    assert main([*words, "trainer.max_steps=6", "monitor.plots=false"]) == 0
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    losses = {row["step"]: row["val/loss"] for row in rows if row["kind"] == "eval"}
-    assert len(losses) == 3
-    for step in (4, 6):
-        which = f"step-{step:08}"
-        assert main(["export", "run", "--to", "huggingface", "--which", which]) == 0
-        assert f"| val/loss | {losses[step]:.5g} |" in Path("run-export/huggingface/README.md").read_text()
-
-
 def test_an_output_object_gives_its_logits() -> None:
     logits = torch.zeros(2, 3)
     assert outputs_of(SimpleNamespace(logits=logits, hidden=torch.ones(2))) is logits
@@ -404,4 +385,3 @@ def test_what_the_users_functions_do_before_the_network_is_told(
     assert capsys.readouterr().out.count("data.val_transform") == 1
     told = json.loads(Path("run-export/huggingface/config.json").read_text())["before_network"]
     assert told["data.val_transform"]["by"] == 3
-    assert "my_way.doubled" in Path("run-export/huggingface/README.md").read_text()

@@ -18,8 +18,8 @@ from trainrun.checkpoint.weights import BASE
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.config.mistakes.value_words import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
-from trainrun.export.card import about_network, card_text
 from trainrun.export.formats import FORMATS, Order, Runner
+from trainrun.export.network_facts import describe_network
 from trainrun.export.served import (
     CPU,
     Call,
@@ -80,11 +80,11 @@ def main(argv: list[str]) -> int:
             raise
         samples = RealSamples(Served(model, Call()), [], [], " ".join(str(error).split())[:300])
     outside = changes_outside(config, words.split)
-    about = about_network(run, config, model, samples) | ({"before_network": outside} if outside else {})
+    about = describe_network(run, config, model, samples) | ({"before_network": outside} if outside else {})
     shared = loaded.shared if config.checkpoint.adapter_only else {}
     about |= {BASE: shared[BASE]} if BASE in shared else {}
     adapter = frozenset(shared["model"]) if BASE in shared and not words.merge else None
-    order = Order(samples, words.dynamic == "batch", about, card_text(run, which, about), adapter)
+    order = Order(samples, words.dynamic == "batch", about, adapter)
     tolerance = words.tolerance
     if tolerance is None:
         tolerance = TOLERANCE_OF_BYTES if rounds_inputs(model) else TOLERANCE

@@ -35,7 +35,6 @@ class Order:
     samples: RealSamples
     dynamic: bool
     about: dict[str, Any]
-    card: str
     adapter: frozenset[str] | None = None
 
 
@@ -56,12 +55,11 @@ def to_safetensors(order: Order, path: Path) -> tuple[Path, Runner]:
 
 
 def to_huggingface(order: Order, folder: Path) -> tuple[Path, Runner]:
-    """A folder in the layout of the Hugging Face hub: `config.json`, `model.safetensors`, and a card."""
+    """A folder in the layout of the Hugging Face hub: `config.json` and `model.safetensors`."""
     folder.mkdir(exist_ok=True)
     weights = folder / "model.safetensors"
     save_model(order.samples.served.model, str(weights), metadata={"format": "pt"})
     write_json(folder / "config.json", order.about)
-    (folder / "README.md").write_text(order.card, encoding="utf-8")
     return folder, _with_weights(order, weights)
 
 

@@ -47,15 +47,14 @@ def measured(run: Components, state: TrainState, run_dir: RunDir, session: Sessi
 
 
 def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float]:
-    """The FLOP/s of one rank, as the others do as much at the same time. No MFU where the peak is not steady."""
+    """Return the FLOP/s of one rank, as the others do as much at the same time, and MFU on a GPU that is known."""
     if work is None:
         return {}
-    done, peak = work.flops * items_per_second, max(work.peaks)
-    facts = {"flops_per_item": work.flops, "flops_per_second": done}
-    facts |= {"peak_flops_per_second": peak, "lowest_peak_flops_per_second": min(work.peaks)}
+    rate = work.flops * items_per_second
+    facts = {"flops_per_item": work.flops, "flops_per_second": rate}
     if work.data_sheet:
-        facts |= {"data_sheet_flops_per_second": work.data_sheet}
-    return facts | ({"mfu": done / peak} if work.is_steady and done <= peak else {})
+        facts |= {"data_sheet_flops_per_second": work.data_sheet, "mfu": rate / work.data_sheet}
+    return facts
 
 
 def limit_facts(found: ThroughputLimits, world_size: int) -> dict[str, Any]:

@@ -1,10 +1,8 @@
-"""How many floating-point operations a run asked for, and how many this machine could do.
+"""How many floating-point operations a run asked for, and which share of its GPU's data sheet that is.
 
-what: one forward and backward under torch's FlopCounterMode, after the training, as a trial that leaves no trace;
-    and the fastest matrix product of this device in the type of the run, in several rounds. MFU is the first over the
-    second; the share of the data sheet stands next to it where the GPU is known. Recomputation would count too, and
-    causal attention counts as the full square. Where the rounds differ, as on a machine that
-    others use, there is no MFU.
+what: one forward and backward under torch's FlopCounterMode, after the training, as a trial that leaves no trace.
+    MFU is that rate over the one of the data sheet, where the GPU is known. Recomputation would count too, and
+    causal attention counts as the full square.
 when: at the end of a run that was long enough to pay for it (MIN_SECONDS); nothing of the run is moved.
 when not: where no trial can be made, loops and layers of a kind that cannot be repeated: then there is no figure.
 source: https://arxiv.org/abs/2204.02311, appendix B (MFU); torch/utils/flop_counter.py
@@ -18,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -36,36 +33,23 @@ from trainrun.training.components import Components
 
 MIN_SECONDS = 10.0  # of training
 MIN_STEPS = 50  # counting takes about one
-PEAK_ROUNDS = 4
-PEAK_SECONDS = 0.06  # of matrix products in a round, after one that warms up
-LEAST_PRODUCTS = 2  # in a round; the fastest counts: other processes take turns with this one
 # Products of half precision without sparsity, by NVIDIA's data sheets: what others state MFU against.
 DATA_SHEETS = {
     "H200": 989e12, "H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
     "A10": 125e12, "V100-SXM2": 125e12, "T4": 65e12,
 }  # fmt: skip
 FLOAT16_ALONE = ("V100-SXM2", "T4")
-STEADY = 1.25  # the fastest round over the slowest, at most
-PEAK_SIZES = {"cpu": 1024, "cuda": 8192}
-FIRST_SIZE = 256
-MOST_SECONDS = 0.1  # that one product may take, as the one of half its size says
 
 Shape = Sequence[int]
 
 
 class Work(NamedTuple):
-    """flops: of forward and backward, for one item (what the loss is averaged over). peaks: a second, on one
-    device, as each round measured it. data_sheet: a second, by the data sheet of this device; 0 if it is not known.
+    """Operations of a run. flops: of forward and backward, for one item (what the loss is averaged over).
+    data_sheet: a second, by the data sheet of this device; 0 if it is not known.
     """
 
     flops: float
-    peaks: Sequence[float]
     data_sheet: float = 0.0
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether the rounds agree."""
-        return max(self.peaks) <= STEADY * min(self.peaks)
 
 
 def measured_work(run: Components) -> Work | None:
@@ -79,12 +63,11 @@ def measured_work(run: Components) -> Work | None:
         with kept_random_state():
             flops = flops_per_item(run)
             device, dtype = run.parallel.device, dtype_of(run)
-            peaks = peak_rounds(device, dtype)
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     # Whatever the user's model does in its copy, a finished run is not lost to a figure.
     except Exception:
         return None
-    return Work(flops, peaks, data_sheet_flops(name, dtype)) if flops else None
+    return Work(flops, data_sheet_flops(name, dtype)) if flops else None
 
 
 def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
@@ -159,40 +142,3 @@ def dtype_of(run: Components) -> torch.dtype:
     if mode in mixed:
         return mixed[mode]
     return next((p.dtype for p in run.model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def peak_rounds(device: torch.device, dtype: torch.dtype) -> list[float]:
-    """The same of each round.
-
-    As large as PEAK_SIZES says where that is quick; a type that the device only emulates takes up to 100 times as long.
-    """
-    size, largest = FIRST_SIZE, PEAK_SIZES.get(device.type, 2048)
-    product = square_product(device, dtype, size)
-    while size < largest and 8 * min(product(), product()) <= MOST_SECONDS:
-        size *= 2
-        product = square_product(device, dtype, size)
-    product()
-    return [2 * size**3 / fastest(product) for _ in range(PEAK_ROUNDS)]
-
-
-def fastest(product: Callable[[], float]) -> float:
-    """Seconds of the fastest product of one round."""
-    seconds = [product()]
-    while len(seconds) < LEAST_PRODUCTS or sum(seconds) < PEAK_SECONDS:
-        seconds.append(product())
-    return min(seconds)
-
-
-def square_product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], float]:
-    """What computes it once, and returns the seconds."""
-    a = torch.randn(size, size, device=device).to(dtype)
-    out = torch.empty_like(a)
-
-    def product() -> float:
-        began = perf_counter()
-        torch.mm(a, a, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return perf_counter() - began
-
-    return product
