@@ -33,10 +33,32 @@ def seed_everything(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def memory_of(value: Any) -> bytes:
-    """Return the memory of an object behind its type and its reference count. CPython alone."""
+def memory_of(value: Any) -> Callable[[], bytes]:
+    """Return a function that copies the memory of an object behind its type and its reference count. CPython alone."""
     size_of_head = object.__basicsize__
-    return ctypes.string_at(id(value) + size_of_head, type(value).__basicsize__ - size_of_head)
+    return partial(ctypes.string_at, id(value) + size_of_head, type(value).__basicsize__ - size_of_head)
+
+
+def memory_of_python(generator: random.Random) -> Callable[[], Any]:
+    """Return a function whose value differs after each draw from one of Python's generators."""
+    words = memory_of(generator)
+    return lambda: (words(), getattr(generator, "gauss_next", None))
+
+
+def memory_of_numpy(generator: Any, find_bits: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the same of a RandomState. Half of a gaussian pair lies in it, all else in its bit generator.
+
+    The value is None for a bit generator that is no Mersenne Twister.
+    """
+    half_of_pair = memory_of(generator)
+
+    def read() -> Any:
+        bits = find_bits()
+        if type(bits) is not numpy.random.MT19937:
+            return None
+        return half_of_pair(), ctypes.string_at(bits.ctypes.state_address, MT19937_BYTES)
+
+    return read
 
 
 @cache
@@ -44,24 +66,20 @@ def memory_tells_of_draws() -> bool:
     """Return whether each draw changes the memory that `GlobalGenerator` compares; a test on new generators."""
     if sys.implementation.name != "cpython":
         return False
-    mine, of_numpy = random.Random(0), numpy.random.RandomState(0)
-    draws = [(mine, mine.random), (mine, mine.random), (of_numpy, of_numpy.randn), (of_numpy, of_numpy.randn)]
-    for generator, draw in draws:
-        before = _memory_of_python(mine), _memory_of_numpy(of_numpy, of_numpy._bit_generator)
+    of_python, of_numpy = random.Random(0), numpy.random.RandomState(0)
+    memory = memory_of_python(of_python), memory_of_numpy(of_numpy, lambda: of_numpy._bit_generator)
+    for generator, draw in (
+        (0, of_python.random),
+        (0, of_python.random),
+        (1, of_numpy.randn),
+        (1, of_numpy.randn),
+    ):
+        before = [read() for read in memory]
         draw()
-        after = _memory_of_python(mine), _memory_of_numpy(of_numpy, of_numpy._bit_generator)
-        if (before[0] != after[0], before[1] != after[1]) != (generator is mine, generator is of_numpy):
+        changed = [read() != value for read, value in zip(memory, before, strict=True)]
+        if changed != [generator == 0, generator == 1]:
             return False
     return True
-
-
-def _memory_of_python(generator: random.Random) -> Any:
-    return memory_of(generator), getattr(generator, "gauss_next", None)
-
-
-def _memory_of_numpy(generator: Any, bits: Any) -> Any:
-    """Half of a gaussian pair lies in the generator, all else in its bit generator."""
-    return memory_of(generator), ctypes.string_at(bits.ctypes.state_address, MT19937_BYTES)
 
 
 class GlobalGenerator:
@@ -90,21 +108,23 @@ class GlobalGenerator:
 
     def put_back(self, state: Any) -> None:
         """Go on from a state that `state` returned."""
-        if self.state() is not state:
+        mark, newest = self._newest
+        if newest is not state or self.mark() != mark:
             self._write(state)
             self._newest = self.mark(), state
 
 
-def _memory_of_global_numpy() -> Any:
-    bits = numpy.random.get_bit_generator()  # type: ignore[attr-defined]  # its types lack it
-    return _memory_of_numpy(NUMPYS_OWN, bits) if type(bits) is numpy.random.MT19937 else None
-
-
-PYTHONS_OWN: Any = random.getstate.__self__  # type: ignore[attr-defined]
 NUMPYS_OWN: Any = numpy.random.get_state.__self__  # type: ignore[attr-defined]
-PYTHON_GENERATOR = GlobalGenerator(random.getstate, random.setstate, partial(_memory_of_python, PYTHONS_OWN))
+FIND_BITS: Callable[[], Any] = numpy.random.get_bit_generator  # type: ignore[attr-defined]  # its types lack it
+PYTHON_GENERATOR = GlobalGenerator(
+    random.getstate,
+    random.setstate,
+    memory_of_python(random.getstate.__self__),  # type: ignore[attr-defined]
+)
 NUMPY_GENERATOR = GlobalGenerator(
-    partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _memory_of_global_numpy
+    partial(numpy.random.get_state, legacy=False),
+    numpy.random.set_state,
+    memory_of_numpy(NUMPYS_OWN, FIND_BITS),
 )
 
 

@@ -23,6 +23,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -237,15 +238,23 @@ def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
 
 def as_they_are(samples: list[Any]) -> Any:
     """Samples of one shape in the user's containers; tuples stay tuples, unlike torch's own collate."""
+    columns = plain_columns(samples)
+    if columns:
+        return tuple([joined(column) for column in columns])
     first = samples[0]
-    if not all(map(_is_plain, samples)):
-        samples = [map_leaves(sample, arrays_to_tensors, of_numbers) for sample in samples]
+    samples = [map_leaves(sample, arrays_to_tensors, of_numbers) for sample in samples]
     return with_tuples(first, joined(samples))
 
 
-def _is_plain(sample: Any) -> bool:
-    """Return whether torch collates a sample as it is: a tuple of tensors, numbers and texts (2 us a sample less)."""
-    return type(sample) is tuple and PLAIN_PARTS.issuperset(map(type, sample))
+def plain_columns(samples: list[Any]) -> list[tuple[Any, ...]]:
+    """Return the columns of samples that are tuples of as many tensors, numbers and texts; empty for any others.
+
+    Torch collates these as they are. Looking at whole columns takes 0.3 us a sample, at each sample 4.
+    """
+    if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) > 1:
+        return []
+    columns = list(zip(*samples, strict=True))
+    return columns if all(PLAIN_PARTS.issuperset(map(type, column)) for column in columns) else []
 
 
 def with_tuples(sample: Any, batch: Any) -> Any:
@@ -265,7 +274,7 @@ def with_tuples(sample: Any, batch: Any) -> Any:
 
 def joined(values: Sequence[Any]) -> Any:
     """As torch's `default_collate`, but of tensors of several number types, which loader workers cast to the first."""
-    return collate(values, collate_fn_map={**default_collate_fn_map, Tensor: _stacked})
+    return collate(values, collate_fn_map=COLLATE_BY_TYPE)
 
 
 def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any) -> Any:
@@ -274,6 +283,10 @@ def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any) -> Any:
 
 def one_type(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors, all of the narrowest number type that holds those of each."""
-    types = dict.fromkeys(tensor.dtype for tensor in tensors)
+    types = dict.fromkeys(map(DTYPE, tensors))
     wide = reduce(torch.promote_types, types)
     return [tensor.to(wide) for tensor in tensors] if len(types) > 1 else list(tensors)
+
+
+DTYPE = attrgetter("dtype")
+COLLATE_BY_TYPE = {**default_collate_fn_map, Tensor: _stacked}
