@@ -23,7 +23,7 @@ QUIET = [
 ]  # fmt: skip
 EMA = ["ema=true", "ema.decay=0.9"]
 GAN = [
-    "model=my_gan.Gan", "task=my_gan.Game", "step._target_=my_gan.step", "optimizer=custom",
+    "model=my_gan.Gan", "task=my_gan.GanTask", "step._target_=my_gan.step", "optimizer=custom",
     "optimizer.generator._target_=torch.optim.Adam", "optimizer.generator.lr=0.001",
     "optimizer.generator.params=generator.*", "optimizer.discriminator._target_=torch.optim.SGD",
     "optimizer.discriminator.lr=0.01", "optimizer.discriminator.momentum=0.9",
@@ -251,7 +251,7 @@ def test_lbfgs_with_a_line_search_ends_where_torch_alone_does(own: Path) -> None
         (given(TIED, "optimizer.b.params=b.*"), "optimizer.b.params: b.weight is in optimizer.a already"),
         ([*GAN, "trainer.compile=step"], "a step of your own is not traced"),
         (["step._target_=my_series.Waves"], "must be a function (run, micro_batches) -> StepReport"),
-        (["step._target_=my_gan.told_apart"], "step.fake: my_gan.told_apart needs it"),
+        (["step._target_=my_gan.discriminator_loss"], "step.fake: my_gan.discriminator_loss needs it"),
         (["step._target_=my_gan.step", "step.latent=3"], "step.latent"),
         (given(GAN, "step._target_=my_lbfgs.step"), 'there are several optimizers (generator, discriminator); call'),
         (["step=my_lbfgs.step", "precision=16-mixed"], "computes several gradients, which float16"),
