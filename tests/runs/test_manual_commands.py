@@ -104,6 +104,7 @@ def project(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (workdir / name).write_text(body, encoding="utf-8")
     rows = "\n".join(f"{i % 7},{i % 5},{i % 3}" for i in range(80))
     (workdir / "table.csv").write_text(f"a,b,price\n{rows}\n", encoding="utf-8")
+    (workdir / "new.csv").write_text("a,b\n1,2\n3,4\n", encoding="utf-8")
     (workdir / "book.txt").write_text("In the beginning was the word.\n" * 3000, encoding="utf-8")
     for kind in ("cat", "dog"):
         (workdir / "photos" / kind).mkdir(parents=True)
