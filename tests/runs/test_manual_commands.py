@@ -324,12 +324,12 @@ def run_part(part: Part, project: Path, names: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("page", [name for name, text in PAGES.items() if "```output" in text])
-def test_outputs_of_a_page_are_real(page: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_of_a_page_are_real(page: str, project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     for part in wanted_parts(page):
-        capsys.readouterr()
+        capfd.readouterr()
         run_part(part, project, names)
-        captured = capsys.readouterr()
+        captured = capfd.readouterr()
         real = masked(captured.err + captured.out, project)  # notes are printed first
         assert missing_lines(masked(part.output, project), real) == [], (
             f"{part.text}\n{captured.out}{captured.err}"
