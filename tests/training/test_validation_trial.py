@@ -16,6 +16,10 @@ from trainrun.training import without_trace
 from trainrun.training.checks import validation_trial
 
 CODE = """
+import os
+import signal
+import time
+
 import torch
 from torch import nn
 from trainrun.interfaces import StepOutput
@@ -62,6 +66,20 @@ class GuardedForces(Forces):
 class FailsInEval(Task):
     def sums(self, model, batch):
         return {} if model.training else {"f": {}["missing"]}
+
+class Waits(Task):
+    # In a child process it waits, and before that it may interrupt the run.
+    owner, interrupts = os.getpid(), False
+
+    def sums(self, model, batch):
+        if os.getpid() != self.owner:
+            if self.interrupts:
+                os.kill(self.owner, signal.SIGINT)
+            time.sleep(600)
+        return {}
+
+class Interrupts(Waits):
+    interrupts = True
 
 class NeedsOneStep(Task):
     def sums(self, model, batch):
@@ -120,6 +138,18 @@ def test_a_fault_is_found_before_the_first_step(
 def test_an_unknown_metric_is_found_before_the_first_step() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.monitor=val/f1: no such metric"):
         train("Task", "output_dir=run", "checkpoint.monitor=val/f1", "checkpoint.mode=max")
+    assert steps_made("run") == []
+
+
+def test_a_trial_that_is_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation_trial, "LIMIT_SECONDS", 0.3)
+    assert train("Waits", "trainer.check_task=false").status["step"] == 10
+
+
+def test_an_interrupt_ends_a_trial_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train("Interrupts", "output_dir=run", "trainer.check_task=false")
+    assert package.load_run("run").status["state"] == "stopped"
     assert steps_made("run") == []
 
 

@@ -118,9 +118,6 @@ def train_once(
                 module.train(module.training)
         facts = replace(facts, choices=(*facts.choices, *choose_memory(run)))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
-        if flag.raised:  # and swallowed by foreign code
-            raise KeyboardInterrupt
-        flag.training = True
         state = first_state(run, run_dir, config, resume, back)
         if listeners is not None:
             if run_dir.config_before.exists():  # there are words of a resume
@@ -148,6 +145,9 @@ def train_once(
             run.task_calls.watch(run)
         if not config.loop:
             try_validation(run, state)
+        if flag.raised:  # and swallowed by foreign code
+            raise KeyboardInterrupt
+        flag.training = True
         state = run_loop(run, state)
         if state.ended_step != state.step:  # a signal stopped it, or the loop is the user's own
             run.hooks.on_end(run, state)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.interfaces import Batches, MicroBatch
-from trainrun.runtime.child_process import can_fork, run_in_child
+from trainrun.runtime.child_process import LIMIT_SECONDS, can_fork, run_in_child
 from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
 
@@ -73,14 +73,16 @@ def endless(batches: Batches, place: list[int]) -> Generator[MicroBatch]:
         place[:] = epoch + 1, 0
 
 
-def run_trial(work: Callable[[], T], device: torch.device, *owners: Any) -> T:
+def run_trial(
+    work: Callable[[], T], device: torch.device, *owners: Any, limit_seconds: float = LIMIT_SECONDS
+) -> T:
     """Return what `work` returns, plain values; model, task, hooks and random states are as before afterwards.
 
-    owners: the objects that the work may change, where it cannot run in a child process. Raises what the work raises,
-    ChildError for a child that died, and NoTrial.
+    owners: the objects that the work may change, where it cannot run in a child process. limit_seconds: of a child.
+    Raises what the work raises, ChildError for a child that died or is late, and NoTrial.
     """
     if device.type == "cpu" and can_fork():
-        return run_in_child(functools.partial(_without_ranks, work))
+        return run_in_child(functools.partial(_without_ranks, work), limit_seconds)
     with put_back(owners, device):
         return work()
 

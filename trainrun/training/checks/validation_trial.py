@@ -21,7 +21,7 @@ from trainrun.config.mistakes.value_words import nearest
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, DataError, LaunchError, PluginError, TrainrunError
 from trainrun.instantiate import named_nodes
-from trainrun.runtime.child_process import can_fork, run_in_child
+from trainrun.runtime.child_process import ChildLate, can_fork, run_in_child
 from trainrun.sums import ReservedName, metrics_of
 from trainrun.training.components import Components
 from trainrun.training.evaluate import sums_of
@@ -45,9 +45,13 @@ def try_validation(run: Components, state: TrainState) -> None:
     names: list[str] = []
     owners = (run.model, run.task, run.optimizer, *run.hooks.by_key.values())
     try:
-        names = run_trial(lambda: metric_names(run), run.parallel.device, *owners)
+        names = run_trial(
+            lambda: metric_names(run), run.parallel.device, *owners, limit_seconds=LIMIT_SECONDS
+        )
     except OF_USERS:
         raise
+    except ChildLate:  # it is made when it is due
+        pass
     except Exception as error:
         retry_after_step(run, state, error)
     # a rank may have no share of the first batch, and a trial may not be possible on one of them
