@@ -401,7 +401,7 @@ def test_a_new_path_is_put_in_where_the_old_one_was_a_path(folder: str, tmp_path
     assert [data.val[name] for name in ("path", "split", "target")] == ["val", "val", "y"]
 
 
-def test_a_new_path_that_is_not_the_one_of_the_validation_is_told_and_refused_where_that_is_measured(
+def test_training_tells_of_a_validation_that_a_new_path_does_not_reach(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
@@ -411,9 +411,8 @@ def test_a_new_path_that_is_not_the_one_of_the_validation_is_told_and_refused_wh
 
     path.write_text(format_config(compose_run(["data=csv", "data.path=a", "data.train.val_path=b"]).config))
     line = "data.val reads data.train.val_path=b; for other samples there set data.train.val_path=new"
-    with pytest.raises(ConfigError, match=f"data.path=new: {line}"):
-        load()
     assert load("data.train.val_path=c").val["val_path"] == "c"
+    assert capsys.readouterr().err == ""  # a command that measures says itself what it reads
     assert load_config(path, ["data.path=new"]).data.val["val_path"] == "b"
     assert f"note: data.path=new: of training; {line}" in capsys.readouterr().err
     path.write_text(format_config(compose_run([*OWN, "data.train.file=${data.path}", "data.path=a"]).config))
