@@ -170,18 +170,14 @@ def set_cuda_states(states: list[torch.Tensor]) -> None:
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Whatever draws random numbers inside, the generators outside go on as if it had not."""
-    python, of_numpy, cpu, cuda = (
-        PYTHON_GENERATOR.state(),
-        NUMPY_GENERATOR.state(),
-        torch.get_rng_state(),
-        cuda_states(),
-    )
+    python, of_numpy = PYTHON_GENERATOR.state(), NUMPY_GENERATOR.state()
+    cpu, cuda = torch.default_generator.get_state(), cuda_states()
     try:
         yield
     finally:
         PYTHON_GENERATOR.put_back(python)
         NUMPY_GENERATOR.put_back(of_numpy)
-        torch.set_rng_state(cpu)
+        torch.default_generator.set_state(cpu)
         set_cuda_states(cuda)
 
 

@@ -8,6 +8,7 @@ are seeded before each call. A thread beside the training must not: its sources 
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import random
 from collections.abc import Callable
@@ -134,10 +135,15 @@ def _pauses() -> int:
     return psutil.Process().num_ctx_switches().voluntary
 
 
+def mark_of_torch() -> bytes:
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())  # `.numpy().tobytes()` takes 4 us more
+
+
 MARKS: dict[str, Callable[[], Any]] = {
     PYTHON: PYTHON_GENERATOR.mark,
     NUMPY: NUMPY_GENERATOR.mark,
-    TORCH: lambda: torch.default_generator.get_state().numpy().tobytes(),
+    TORCH: mark_of_torch,
 }
 
 
