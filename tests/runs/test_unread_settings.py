@@ -80,6 +80,7 @@ def test_new_validation_data_beside_named_sets():
         (["data.train.val_path=new.csv", "data.train.val_fraction=0.3"], "data.train.val_fraction"),
         (["data.path=named", "data.train.val_fraction=0.3"], "data.train.val_fraction"),
         (["data.path=named", "data.train.seed=3"], "data.train.seed"),
+        (["data.val=null", "data.train.val_fraction=0", "data.train.seed=3"], "data.train.seed"),
         (["data.val=null", "data.val_transform._target_=torch.nn.Identity"], "data.val_transform._target_"),
         (["data.test_transform._target_=torch.nn.Identity"], "data.test_transform._target_"),
     ],

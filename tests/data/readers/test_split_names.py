@@ -196,3 +196,24 @@ def test_pictures_in_a_folder_of_validation_data_are_no_class(tmp_path: Path):
 def test_which_files_train(tmp_path: Path, names: str, train: str):
     files = [tmp_path / name for name in names.split()]
     assert files_by_split(files)["train"] == tuple(tmp_path / name for name in train.split())
+
+
+def test_arguments_that_a_format_has_no_use_for_are_named(tmp_path: Path):
+    """What is typed of them is then an error of the run."""
+    write_parquet(tmp_path / "a.parquet", numbers_of("train"))
+    write_text(tmp_path / "a.txt", numbers_of("train"))
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((4, 2)), y_train=np.zeros(4, np.int64))
+    (tmp_path / "pictures/cat").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "pictures/cat/1.png")
+    sources = {
+        "fit row_groups": parquet.load(str(tmp_path / "a.parquet"), "train"),
+        "fit": parquet.load(str(tmp_path / "a.parquet"), "train", in_memory=False),
+        "block_size": text.load(str(tmp_path / "a.txt"), "train", kind="lines"),
+        "seed stratify": numpy_files.load(str(tmp_path / "a.npz"), "train"),
+        "fit seed": image_folder.load(str(tmp_path / "pictures"), "train", val_fraction=0.0),
+    }
+    for names, source in sources.items():
+        assert source.unused_arguments.keys() >= set(names.split())
+    used = image_folder.load(str(tmp_path / "pictures"), "train", val_fraction=0.0, shape=[3, 2, 2])
+    assert "fit" not in used.unused_arguments
+    assert "block_size" not in text.load(str(tmp_path / "a.txt"), "train", block_size=2).unused_arguments

@@ -34,6 +34,7 @@ SEPARATORS = re.compile(r"[-._ ]+")
 # A word of a file name that only counts shards, as in `train-00000-of-00001-a09b74b3.parquet`.
 SHARD_PART = re.compile(r"\d+|of|part|shard|(?=.*\d)[0-9a-f]{8,}")
 SOURCE_CODE = (".py",)  # a module is called test after what it does
+HOLDS_NOTHING_OUT = "data.train.val_fraction=0 holds nothing out"
 ListFiles = Callable[[str | None, str, Sequence[str]], tuple[Path, ...]]
 
 
@@ -191,7 +192,7 @@ class Part:
             reason = "there is separate validation data, so nothing is held out"
             unused |= {"val_fraction": reason, "seed": reason, "val_by": reason}
         elif self.split == "train" and self.val_fraction == 0:
-            unused["val_by"] = "data.train.val_fraction=0 holds nothing out"
+            unused |= dict.fromkeys(("val_by", "seed"), HOLDS_NOTHING_OUT)
         elif self.val_by == "last":
             unused["seed"] = "data.train.val_by=last draws nothing"
         leaves_files_out = self.split == "train" and self.notice

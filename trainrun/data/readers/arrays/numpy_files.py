@@ -19,6 +19,7 @@ from trainrun.data.readers.free_space import check_memory, in_memory
 from trainrun.data.readers.mapped_files import open_mapped
 from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.parts import (
+    HOLDS_NOTHING_OUT,
     NAMES,
     SPLITS,
     Part,
@@ -65,8 +66,7 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     else:
         raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
     if not parted:
-        reason = "data.train.val_fraction=0 holds nothing out"
-        unused = {"groups": reason, "val_by": reason}
+        unused = dict.fromkeys(("groups", "val_by", "seed", "stratify"), HOLDS_NOTHING_OUT)
         return Arrays(arrays, describe=partial(_row, path, names[-1], None), unused_arguments=unused)
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))

@@ -155,7 +155,10 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     told = others and (part.is_own or split == "train")
     notices = [f"{len(others)} pictures are no JPEG or PNG and are left out, as {others[0]}"] if told else []
     notices += [part.notice] if part.notice else []
-    dataset = ImageFolder(root, names, targets, coding, form, "; ".join(notices), part.unused_arguments)
+    unused = {} if shape else {"fit": "without data.shape pictures keep their size"}
+    dataset = ImageFolder(
+        root, names, targets, coding, form, "; ".join(notices), part.unused_arguments | unused
+    )
     dataset.groups = None if group_cells is None else rows_of(group_numbers(group_cells), rows)
     return dataset
 

@@ -82,11 +82,16 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     dataset = dataset_of(reader, part, group_cells)
     fits = stays_in_memory(len(dataset) * 8 * sum(kind.size for kind in kinds), in_memory)
     plain = all(kind.name == "number" for kind in kinds) or [kind.name for kind in kinds] == ["fixed"]
+    unused = {**part.unused_arguments}
+    if not any(kind.name == "picture" for kind in kinds):
+        unused["fit"] = "no input is a picture"
     if not (plain and not own_target and fits):
+        dataset.unused_arguments = unused
         return dataset
+    unused["row_groups"] = "all rows are in memory"
     return Arrays(reader.whole(dataset.rows), coding.names, coding.num_classes, describe=dataset.describe,
                   column=dataset.column, notice=part.notice, input_columns=dataset.input_columns,
-                  unused_arguments=part.unused_arguments, groups=dataset.groups)  # fmt: skip
+                  unused_arguments=unused, groups=dataset.groups)  # fmt: skip
 
 
 class ParquetReader:

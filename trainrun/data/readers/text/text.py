@@ -171,7 +171,8 @@ def load(path: str | None, split: str, kind: Literal["blocks", "lines", "documen
             f"(val_fraction={val_fraction:g}): it needs at least {needed}; choose {smaller}another "
             "data.train.val_fraction"
         )
-    return TextSamples(tokens, text, begins, ends, part.notice, part.unused_arguments)
+    unused = {} if kind == "blocks" else {"block_size": f"data.train.kind={kind} has no blocks"}
+    return TextSamples(tokens, text, begins, ends, part.notice, part.unused_arguments | unused)
 
 
 def tokenizer_file(node: Mapping[str, Any]) -> str:
