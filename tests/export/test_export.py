@@ -16,7 +16,7 @@ from trainrun import load_run
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.export import export_command, formats
-from trainrun.export.served import outputs_of
+from trainrun.export.served import output_tensors
 
 SHORT = ["trainer.max_steps=2", "monitor=none", "output_dir=run"]
 NORMALIZE = "+data.augment.normalize={_target_: trainrun.data.augment.normalize.Normalize, mean: [0.5, 0.4, 0.3], std: [1, 2, 3]}"  # noqa: E501
@@ -133,7 +133,7 @@ def test_a_file_that_computes_something_else_is_an_error(
     assert main(SHORT) == 0
     file, write = formats.FORMATS["safetensors"]
 
-    def wrong(order: formats.Order, path: Path) -> tuple[Path, formats.Runner]:
+    def wrong(order: formats.ExportRequest, path: Path) -> tuple[Path, formats.Runner]:
         path, run = write(order, path)
         return path, lambda inputs: tuple(1.01 * one for one in run(inputs))
 
@@ -224,14 +224,16 @@ def test_a_full_disk_is_told_and_what_was_there_stays(
 def test_what_is_not_a_number_is_the_largest_difference(order: tuple[int, int]) -> None:
     expected = [torch.tensor([1.0, float("-inf")]), torch.tensor([2.0, 1.0])]
     found = [expected[0].clone(), torch.tensor([2.0, float("nan")])]
-    assert export_command.difference(expected, expected) == 0
-    assert export_command.difference([found[i] for i in order], [expected[i] for i in order]) == float("inf")
+    assert export_command.relative_difference(expected, expected) == 0
+    assert export_command.relative_difference(
+        [found[i] for i in order], [expected[i] for i in order]
+    ) == float("inf")
 
 
 def test_an_output_that_is_nearly_zero_is_measured_beside_the_others() -> None:
     logits, zero = torch.tensor([1.0, 0.5]), torch.tensor([1e-8, 0.0])
-    assert export_command.difference([logits, zero + 1e-7], [logits, zero]) < 1e-5
-    assert export_command.difference([logits, zero + 1e-3], [logits, zero]) > 1e-3
+    assert export_command.relative_difference([logits, zero + 1e-7], [logits, zero]) < 1e-5
+    assert export_command.relative_difference([logits, zero + 1e-3], [logits, zero]) > 1e-3
 
 
 TASKS = """
@@ -365,10 +367,10 @@ def test_a_folder_of_others_is_not_followed(workdir: Path, capsys: pytest.Captur
 
 def test_an_output_object_gives_its_logits() -> None:
     logits = torch.zeros(2, 3)
-    assert outputs_of(SimpleNamespace(logits=logits, hidden=torch.ones(2))) is logits
-    assert len(outputs_of({"a": logits, "b": (logits, [logits])})) == 3
+    assert output_tensors(SimpleNamespace(logits=logits, hidden=torch.ones(2))) is logits
+    assert len(output_tensors({"a": logits, "b": (logits, [logits])})) == 3
     with pytest.raises(ConfigError, match="without tensors"):
-        outputs_of(SimpleNamespace(other=logits))
+        output_tensors(SimpleNamespace(other=logits))
 
 
 def test_what_the_users_functions_do_before_the_network_is_told(

@@ -17,8 +17,8 @@ from trainrun.checkpoint import manager
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.smaller import channels, new_run
-from trainrun.smaller.int8 import MODES, Int8Layer, in_floating_point, int8, measuring
-from trainrun.smaller.prune import Mask, masked, narrowed, unmasked, without_channels
+from trainrun.smaller.int8 import MODES, Int8Layer, compute_in_floats, int8, record_ranges
+from trainrun.smaller.prune import Mask, explain_unmasked, mask_weights, narrow_layers, remove_channels
 
 SHORT = ["trainer.max_steps=20", "monitor=none", "output_dir=run"]
 
@@ -46,7 +46,7 @@ def test_bytes_say_nearly_the_same_with_and_without_kernels(mode: str, x: torch.
     expected = picture_net()(x)
     model = int8(picture_net(), mode).eval()  # type: ignore[arg-type]
     if mode == "int8-static":
-        with measuring(model):
+        with record_ranges(model):
             model(x)
     found = model(x)
     assert (found - expected).abs().max() < 0.05 * expected.abs().max()
@@ -55,7 +55,7 @@ def test_bytes_say_nearly_the_same_with_and_without_kernels(mode: str, x: torch.
         is torch.int8
     )
     torch.testing.assert_close(
-        in_floating_point(model)(x), found, atol=0.02 * float(expected.abs().max()), rtol=0
+        compute_in_floats(model)(x), found, atol=0.02 * float(expected.abs().max()), rtol=0
     )
     again = int8(picture_net(), mode).eval()  # type: ignore[arg-type]
     again(x)  # packs what it began with
@@ -88,17 +88,17 @@ def test_table_shows_milliseconds_a_sample_and_samples_a_second(monkeypatch: pyt
     monkeypatch.setattr(new_run, "SECONDS", 60.0)
     monkeypatch.setattr(new_run, "turn_of", turn_of_fixed_seconds)
     monkeypatch.setattr(new_run, "first_batches", lambda stream: [X])
-    monkeypatch.setattr(new_run, "call_of", lambda *_: ([X], None))
-    nets = [new_run.CostAndWorth({}, 1, picture_net()) for _ in range(2)]
+    monkeypatch.setattr(new_run, "record_call", lambda *_: ([X], None))
+    nets = [new_run.Measurement({}, 1, picture_net()) for _ in range(2)]
     parts = SimpleNamespace(val=[X], train=None, task=None)
-    latency, throughput = new_run.speeds(*nets, parts)  # type: ignore[arg-type]
+    latency, throughput = new_run.measure_speeds(*nets, parts)  # type: ignore[arg-type]
     assert latency[:3] == ("latency of 1", "4.000 ms", "2.000 ms")
     assert throughput[:3] == ("throughput", "4k a second", "8k a second")
     assert latency[3].startswith("2.00x as fast")
     assert "SLOWER" not in latency[3]
     seconds["after"] = 0.008
     sides = iter(["before", "after"] * 2)
-    assert all("SLOWER" in row[3] for row in new_run.speeds(*nets, parts))  # type: ignore[arg-type]
+    assert all("SLOWER" in row[3] for row in new_run.measure_speeds(*nets, parts))  # type: ignore[arg-type]
 
 
 class Streams(nn.Module):
@@ -138,19 +138,23 @@ def test_channels_that_are_zero_can_go_without_a_trace() -> None:
     model.flat.requires_grad_(False)
     with pytest.MonkeyPatch.context() as patch:  # the norm counts what it gets: those channels stay here
         patch.setattr(channels, "NORMS", (nn.BatchNorm2d,))
-        found, sizes, left = without_channels(model, [X], {}, 0.5)
+        found, sizes, left = remove_channels(model, [X], {}, 0.5)
     torch.testing.assert_close(found(X), expected)
-    assert left == {"flat": "goes into layer_norm", "gate": "goes into layer_norm", "head": "is given out"}
+    assert left == {
+        "flat": "goes into layer_norm",
+        "gate": "goes into layer_norm",
+        "head": "is a model output",
+    }
     assert not found.flat.weight.requires_grad
     assert {name: outputs for name, outputs, _ in sizes} == {n: c // 2 for n, c in ZEROS.items()} | {
         "flat": 10
     }
-    again = narrowed(streams(), sizes).eval()
+    again = narrow_layers(streams(), sizes).eval()
     again.load_state_dict(found.state_dict())
     assert torch.equal(again(X), found(X))
     assert found.alone.groups == 6
 
-    found, sizes, left = without_channels(model, [X], {}, 0.5)
+    found, sizes, left = remove_channels(model, [X], {}, 0.5)
     assert ["norm", 5, 0] in sizes
     assert ["flat", 5, 36] in sizes
     assert ["gate", 5, 5] in sizes
@@ -185,30 +189,30 @@ class Twice(Fixed):
 @pytest.mark.parametrize(
     ("net", "told"),
     [
-        (Added, {"b": "goes into add", "c": "is given out"}),
-        (Beside, {"a": "goes into cat", "c": "is given out"}),
+        (Added, {"b": "goes into add", "c": "is a model output"}),
+        (Beside, {"a": "goes into cat", "c": "is a model output"}),
         (Fixed, {"b": "has a size that the code of the model fixes", "c": "goes into add"}),
     ],
 )
 def test_channels_that_others_need_stay(net: type[Fixed], told: dict[str, str]) -> None:
-    _, sizes, left = without_channels(net(), [torch.ones(3, 4)], {}, 0.5)
+    _, sizes, left = remove_channels(net(), [torch.ones(3, 4)], {}, 0.5)
     assert left == told
     assert ["b" if net is Beside else "a", 2, 4] in sizes
 
 
 @pytest.mark.parametrize(
     ("net", "told"),
-    [(nn.Linear(4, 4), "the model .is given out"), (Twice(), "a .has a weight that others use too")],
+    [(nn.Linear(4, 4), "the model .is a model output"), (Twice(), "a .shares its weight with another layer")],
 )
 def test_no_channel_can_go(net: nn.Module, told: str) -> None:
-    with pytest.raises(ValueError, match=f"no channel can be taken: {told}"):
-        without_channels(net, [torch.ones(2, 4)], {}, 0.5)
+    with pytest.raises(ValueError, match=f"no channel can be removed: {told}"):
+        remove_channels(net, [torch.ones(2, 4)], {}, 0.5)
     with pytest.raises(ValueError, match=r"the model has no torch\.nn\.Linear or Conv2d"):
-        without_channels(nn.Tanh(), [torch.ones(2, 4)], {}, 0.5)
+        remove_channels(nn.Tanh(), [torch.ones(2, 4)], {}, 0.5)
 
 
 def test_masked_weights_stay_zero() -> None:
-    model = masked(picture_net(), 0.75).train()
+    model = mask_weights(picture_net(), 0.75).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     model(X).square().sum().backward()
     optimizer.step()
@@ -220,7 +224,7 @@ def test_masked_weights_stay_zero() -> None:
 
 @torch.no_grad()
 def test_masked_weights_become_bytes_and_stay_zero() -> None:
-    model = masked(picture_net(), 0.75)
+    model = mask_weights(picture_net(), 0.75)
     expected = model(X)
     found = int8(copy.deepcopy(model), "int8-weight-only").eval()
     assert (found(X) - expected).abs().max() < 0.02 * expected.abs().max()
@@ -236,12 +240,12 @@ def test_layers_without_masks_are_named() -> None:
         [nn.Embedding(4, 2), nn.LSTM(2, 3), nn.Conv1d(3, 2, 3, padding="same"), nn.Linear(3, 2),
          nn.utils.spectral_norm(nn.Linear(3, 2))]
     )  # fmt: skip
-    assert unmasked(net) == {
+    assert explain_unmasked(net) == {
         "0": "no mask for this Embedding",
         "1": "no mask for this LSTM",
         "4": "no mask for this Linear, whose weight is computed",
     }
-    assert [layer for layer in masked(net).modules() if isinstance(layer, Mask)] == [
+    assert [layer for layer in mask_weights(net).modules() if isinstance(layer, Mask)] == [
         net[number].parametrizations.weight[0] for number in (2, 3)
     ]
 

@@ -18,17 +18,17 @@ from trainrun.checkpoint.weights import BASE
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.config.mistakes.value_words import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
-from trainrun.export.formats import FORMATS, Order, Runner
+from trainrun.export.formats import FORMATS, ExportRequest, Runner
 from trainrun.export.network_facts import describe_network
 from trainrun.export.served import (
     CPU,
-    Call,
+    ModelCall,
     RealSamples,
-    Served,
+    ServedModel,
     as_tuple,
     changes_outside,
-    half,
-    served_samples,
+    half_batch,
+    load_real_samples,
 )
 from trainrun.output import say
 from trainrun.parallel.single import Single
@@ -44,7 +44,7 @@ GRAPHS = ("onnx", "torch.export")  # the others hold weights for the same code
 
 
 def main(argv: list[str]) -> int:
-    """Write every format that `--to` names, and compare what it computes with the network itself."""
+    """Write every format that `--to` names, and compare its outputs with those of the network."""
     parser = run_parser(
         "export", "The trained network in other formats, each tried on samples of the run's data."
     )
@@ -56,11 +56,11 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--out", help="a folder (default: RUN_DIR-export, beside the run)")
     parser.add_argument(
-        "--tolerance", type=tolerance_of, help=f"of the largest output (default: {TOLERANCE:g}, or "
+        "--tolerance", type=parse_tolerance, help=f"of the largest output (default: {TOLERANCE:g}, or "
         f"{TOLERANCE_OF_BYTES:g} where inputs of layers are rounded to bytes)",
     )  # fmt: skip
     words = parse(parser, argv)
-    formats = chosen_formats(words.to)
+    formats = parse_formats(words.to)
     run = open_run(words.run_dir)
     out = Path(words.out).expanduser() if words.out else run.root.with_name(f"{run.root.name}-export")
     if run.root in (out.resolve(), *out.resolve().parents):
@@ -74,37 +74,37 @@ def main(argv: list[str]) -> int:
     try:
         own = "bpe:" in str(config.data.train)
         read = with_tokenizer(config, run, Single(CPU), []) if own else config
-        samples = served_samples(read, model, words.split, loaded)
+        samples = load_real_samples(read, model, words.split, loaded)
     except Exception as error:  # of the data, the task or the model; weights alone are there all the same
         if set(formats) & set(GRAPHS) or words.split != "val":
             raise
-        samples = RealSamples(Served(model, Call()), [], [], " ".join(str(error).split())[:300])
+        samples = RealSamples(ServedModel(model, ModelCall()), [], [], " ".join(str(error).split())[:300])
     outside = changes_outside(config, words.split)
     about = describe_network(run, config, model, samples) | ({"before_network": outside} if outside else {})
     shared = loaded.shared if config.checkpoint.adapter_only else {}
     about |= {BASE: shared[BASE]} if BASE in shared else {}
     adapter = frozenset(shared["model"]) if BASE in shared and not words.merge else None
-    order = Order(samples, words.dynamic == "batch", about, adapter)
+    request = ExportRequest(samples, words.dynamic == "batch", about, adapter)
     tolerance = words.tolerance
     if tolerance is None:
-        tolerance = TOLERANCE_OF_BYTES if rounds_inputs(model) else TOLERANCE
+        tolerance = TOLERANCE_OF_BYTES if has_rounded_inputs(model) else TOLERANCE
     for name in formats:
-        write_checked(name, order, out, tolerance)
+        write_checked(name, request, out, tolerance)
     for key in outside:
         say(f"note: {key} is not in the exported network; samples must go through it before")
     return EXIT_DONE
 
 
-def write_checked(name: str, order: Order, out: Path, tolerance: float) -> None:
-    """One format, which gets its name when it was checked; a failure leaves nothing of it."""
+def write_checked(name: str, request: ExportRequest, out: Path, tolerance: float) -> None:
+    """Write one format under a temporary name, check it, and rename it. Leave no file after an error."""
     file, write = FORMATS[name]
     try:
         out.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".unchecked-", dir=out) as folder:
-            path, runner = write(order, Path(folder) / file)
+            path, runner = write(request, Path(folder) / file)
             final = out / path.name
-            told = check(name, final, runner, order, tolerance)
-            size = size_of(path)
+            result = check_export(name, final, runner, request, tolerance)
+            size = format_size(path)
             if path.is_dir() and final.is_dir():  # with whatever else is there, as the `.git` of a hub
                 for part in path.iterdir():
                     part.replace(final / part.name)
@@ -113,10 +113,10 @@ def write_checked(name: str, order: Order, out: Path, tolerance: float) -> None:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--out {out}: cannot write there ({reason}); name another folder") from error
-    say(f"{name}: {final} ({size}), {told}")
+    say(f"{name}: {final} ({size}), {result}")
 
 
-def tolerance_of(text: str) -> float:
+def parse_tolerance(text: str) -> float:
     try:
         found = float(text)
     except ValueError:
@@ -126,13 +126,13 @@ def tolerance_of(text: str) -> float:
     return found
 
 
-def rounds_inputs(model: nn.Module) -> bool:
+def has_rounded_inputs(model: nn.Module) -> bool:
     from trainrun.smaller.int8 import Int8Layer
 
     return any(isinstance(layer, Int8Layer) and layer.mode != "int8-weight-only" for layer in model.modules())
 
 
-def chosen_formats(text: str) -> list[str]:
+def parse_formats(text: str) -> list[str]:
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in FORMATS:
@@ -143,7 +143,7 @@ def chosen_formats(text: str) -> list[str]:
 
 
 def exported_model(model: nn.Module, merge: bool) -> nn.Module:
-    """In numbers that every runtime has, without adapters where that is asked for."""
+    """Return the network in float32 or float64, with LoRA merged if `merge` is set."""
     if merge:
         from trainrun.transform.lora import LoraLinear, merge_lora
 
@@ -153,20 +153,23 @@ def exported_model(model: nn.Module, merge: bool) -> nn.Module:
     if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters()):
         model = model.float()  # its inputs are rounded as before, and then made floats too
         model.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True)
-    from trainrun.smaller.int8 import in_floating_point
+    from trainrun.smaller.int8 import compute_in_floats
 
-    return in_floating_point(model).eval()
+    return compute_in_floats(model).eval()
 
 
 @torch.no_grad()
-def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float) -> str:
-    """Run what was written on real samples; what was found. Raises TrainingError where it computes something else."""
-    samples = order.samples
+def check_export(name: str, path: Path, runner: Runner, request: ExportRequest, tolerance: float) -> str:
+    """Run an exported file on real samples and return a line about it. Raise TrainingError if the outputs differ."""
+    samples = request.samples
     if samples.untried:
         return f"not tried on samples ({samples.untried})"
-    pairs = [*zip(samples.inputs, samples.expected, strict=True), *([half(samples)] if order.dynamic else [])]
+    pairs = [
+        *zip(samples.inputs, samples.expected, strict=True),
+        *([half_batch(samples)] if request.dynamic else []),
+    ]
     try:
-        worst = max(difference(runner(inputs), expected) for inputs, expected in pairs)
+        worst = max(relative_difference(runner(inputs), expected) for inputs, expected in pairs)
     except TrainingError:
         raise
     except Exception as error:
@@ -174,7 +177,7 @@ def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float)
     count = sum(len(inputs[0]) for inputs in samples.inputs)
     if not worst <= tolerance:
         again = as_tuple(samples.served(*samples.inputs[0]))
-        if not difference(again, samples.expected[0]) <= tolerance:
+        if not relative_difference(again, samples.expected[0]) <= tolerance:
             raise TrainingError(
                 f"{path}: was not kept: the network itself gives something else each time for the same samples; "
                 "something in its forward is random, or counts, in evaluation too"
@@ -186,29 +189,32 @@ def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float)
     return f"largest difference {worst:.2g} of the largest output, on {count} samples"
 
 
-def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference, as a part of the largest expected number of its output, or of LEAST of that of all where
-    an output is nearly zero; infinite where shapes or NaNs differ."""
+def relative_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest difference, relative to the largest expected number of the same output.
+
+    For an output near zero it is relative to LEAST times the largest number of all outputs. It is infinite if shapes or
+    NaNs differ.
+    """
     if [one.shape for one in found] != [one.shape for one in expected]:
         return float("inf")
-    worst, floor = 0.0, LEAST * max(map(largest, expected))
+    worst, floor = 0.0, LEAST * max(map(largest_number, expected))
     for here, there in zip(found, expected, strict=True):
         here, there = here.double(), there.double()
         same = (here == there) | (here.isnan() & there.isnan())  # infinities too
         if not same.all():
             gap = float((here - there)[~same].abs().nan_to_num(nan=float("inf")).max())
-            worst = max(worst, gap / max(largest(there), floor, 1e-12))
+            worst = max(worst, gap / max(largest_number(there), floor, 1e-12))
     return worst
 
 
-def largest(output: Tensor) -> float:
-    """What a difference is a part of; infinities do not count."""
+def largest_number(output: Tensor) -> float:
+    """Return the largest finite absolute value; 0 if there is none."""
     finite = output[output.isfinite()].abs()
     return float(finite.max()) if len(finite) else 0.0
 
 
-def size_of(path: Path) -> str:
-    """The bytes of a file, or of all in a folder, as people read them."""
+def format_size(path: Path) -> str:
+    """Return the size of a file or folder as text, such as `0.14 MB`."""
     files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
     num_bytes = sum(one.stat().st_size for one in files)
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"

@@ -1,4 +1,4 @@
-"""The formats of an export: each writes the network and gives back a function that runs what was written."""
+"""The formats of an export. Each writes the network and returns a function that runs the written file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_model, save_file, save_model
 from torch import Tensor
 
 from trainrun.errors import ConfigError
-from trainrun.export.served import RealSamples, as_tuple, of_samples, quietly
+from trainrun.export.served import RealSamples, as_tuple, is_per_sample, suppress_output
 from trainrun.runs.run_folder import write_json
 
 Runner = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -28,9 +28,9 @@ FIXED_BATCH = (
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to export. dynamic: any number of samples in a batch. adapter: the tensors of one, where weights alone are
-    written; None for all."""
+class ExportRequest:
+    """What to export. dynamic: allow any batch size. about: facts for the metadata. adapter: the names of the tensors
+    of an adapter, to export these alone; None for all."""
 
     samples: RealSamples
     dynamic: bool
@@ -38,34 +38,34 @@ class Order:
     adapter: frozenset[str] | None = None
 
 
-def to_safetensors(order: Order, path: Path) -> tuple[Path, Runner]:
-    """The weights alone, tied ones once; how inputs are scaled stands in the file's metadata, and an adapter's base."""
-    model, metadata = order.samples.served.model, {"trainrun": json.dumps(order.about)}
-    if order.adapter is None:
+def to_safetensors(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
+    """Write the weights, tied ones once. The metadata has the scaling of inputs, and the base of an adapter."""
+    model, metadata = request.samples.served.model, {"trainrun": json.dumps(request.about)}
+    if request.adapter is None:
         save_model(model, str(path), metadata=metadata)
-        return path, _with_weights(order, path)
+        return path, _with_weights(request, path)
     path = path.with_name("adapter.safetensors")
     state = model.state_dict()
     save_file(
-        {name: state[name].clone(memory_format=torch.contiguous_format) for name in order.adapter},
+        {name: state[name].clone(memory_format=torch.contiguous_format) for name in request.adapter},
         path,
         metadata=metadata,
     )
-    return path, _with_weights(order, path, order.adapter)
+    return path, _with_weights(request, path, request.adapter)
 
 
-def to_huggingface(order: Order, folder: Path) -> tuple[Path, Runner]:
-    """A folder in the layout of the Hugging Face hub: `config.json` and `model.safetensors`."""
+def to_huggingface(request: ExportRequest, folder: Path) -> tuple[Path, Runner]:
+    """Write a folder in the layout of the Hugging Face hub: `config.json` and `model.safetensors`."""
     folder.mkdir(exist_ok=True)
     weights = folder / "model.safetensors"
-    save_model(order.samples.served.model, str(weights), metadata={"format": "pt"})
-    write_json(folder / "config.json", order.about)
-    return folder, _with_weights(order, weights)
+    save_model(request.samples.served.model, str(weights), metadata={"format": "pt"})
+    write_json(folder / "config.json", request.about)
+    return folder, _with_weights(request, weights)
 
 
-def _with_weights(order: Order, path: Path, names: Collection[str] | None = None) -> Runner:
-    """The same network with the weights of the file, which are all that it has, or those."""
-    fresh = copy.deepcopy(order.samples.served)
+def _with_weights(request: ExportRequest, path: Path, names: Collection[str] | None = None) -> Runner:
+    """Return a runner of a copy of the network whose weights (all, or those of `names`) come from the file."""
+    fresh = copy.deepcopy(request.samples.served)
     for name, tensor in fresh.model.state_dict().items():
         if names is None or name in names:
             tensor.zero_()
@@ -73,11 +73,11 @@ def _with_weights(order: Order, path: Path, names: Collection[str] | None = None
     return lambda inputs: as_tuple(fresh(*inputs))
 
 
-def to_torch_export(order: Order, path: Path) -> tuple[Path, Runner]:
-    """A graph that `torch.export.load` reads without this package or the model's code."""
-    samples = order.samples
-    with told("torch.export"):
-        program = torch.export.export(samples.served, samples.inputs[0], dynamic_shapes=_shapes(order))
+def to_torch_export(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
+    """Write a graph that `torch.export.load` reads without this package and without the code of the model."""
+    samples = request.samples
+    with exporter_errors("torch.export"):
+        program = torch.export.export(samples.served, samples.inputs[0], dynamic_shapes=_shapes(request))
         data = io.BytesIO()  # on a full disk torch's own writer ends the process
         torch.export.save(program, data)
         path.write_bytes(data.getbuffer())
@@ -85,9 +85,9 @@ def to_torch_export(order: Order, path: Path) -> tuple[Path, Runner]:
     return path, lambda inputs: as_tuple(module(*inputs))
 
 
-def to_onnx(order: Order, path: Path) -> tuple[Path, Runner]:
-    """A graph for onnxruntime and others."""
-    samples = order.samples
+def to_onnx(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
+    """Write a graph for onnxruntime. Raise ConfigError if a package is missing or the batch size is fixed."""
+    samples = request.samples
     for name in ("onnx", "onnxscript", "onnxruntime"):
         try:
             __import__(name)
@@ -97,19 +97,19 @@ def to_onnx(order: Order, path: Path) -> tuple[Path, Runner]:
 
     num_outputs = len(samples.expected[0])
     outputs = ["output", *(f"output{i}" for i in range(1, num_outputs))]
-    with told("onnx"):
+    with exporter_errors("onnx"):
         program = torch.onnx.export(
             samples.served, samples.inputs[0], dynamo=True, verbose=False, external_data=False,
-            dynamic_shapes=_shapes(order), input_names=samples.names, output_names=outputs,
+            dynamic_shapes=_shapes(request), input_names=samples.names, output_names=outputs,
         )  # fmt: skip
         assert program is not None
-        program.model.metadata_props["trainrun"] = json.dumps(order.about)
+        program.model.metadata_props["trainrun"] = json.dumps(request.about)
         program.save(str(path))
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    if order.dynamic and not any(
+    if request.dynamic and not any(
         isinstance(size, str) for one in session.get_inputs() for size in one.shape[:1]
     ):
         raise ConfigError(f"--to onnx: {FIXED_BATCH}")
@@ -122,7 +122,7 @@ def to_onnx(order: Order, path: Path) -> tuple[Path, Runner]:
     return path, run
 
 
-FORMATS: dict[str, tuple[str, Callable[[Order, Path], tuple[Path, Runner]]]] = {
+FORMATS: dict[str, tuple[str, Callable[[ExportRequest, Path], tuple[Path, Runner]]]] = {
     "safetensors": ("model.safetensors", to_safetensors),
     "onnx": ("model.onnx", to_onnx),
     "torch.export": ("model.pt2", to_torch_export),
@@ -130,18 +130,20 @@ FORMATS: dict[str, tuple[str, Callable[[Order, Path], tuple[Path, Runner]]]] = {
 }
 
 
-def _shapes(order: Order) -> Any:
-    if not order.dynamic:
+def _shapes(request: ExportRequest) -> Any:
+    if not request.dynamic:
         return None
     batch = torch.export.Dim("batch")
-    return {"inputs": tuple({0: batch} if many else None for many in of_samples(order.samples.inputs[0]))}
+    return {
+        "inputs": tuple({0: batch} if many else None for many in is_per_sample(request.samples.inputs[0]))
+    }
 
 
 @contextlib.contextmanager
-def told(name: str) -> Iterator[None]:
-    """What the exporter prints is kept back; what it cannot do is one line."""
+def exporter_errors(name: str) -> Iterator[None]:
+    """Suppress the output of the exporter, and turn its errors into a ConfigError of one line."""
     try:
-        with quietly():
+        with suppress_output():
             yield
     except (ConfigError, OSError):
         raise

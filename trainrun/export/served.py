@@ -1,4 +1,4 @@
-"""The network as it is served: from the data as it lies in memory on, with real samples of the run."""
+"""The network as it is exported: with scaling and normalisation of its inputs, and real samples of the run."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ CONSTANTS = bool | int | float | str | None  # of a call: they become a part of 
 
 
 @dataclass(frozen=True)
-class Call:
-    """How a task calls the network: numbers, flags and texts as they are, `...` in the place of each tensor."""
+class ModelCall:
+    """The arguments of a call of the network, with `...` in place of each tensor."""
 
     args: tuple[Any, ...] = (...,)
     named: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self, tensors: Iterable[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """All arguments, with the tensors in their places."""
+        """Return all arguments, with the tensors filled in."""
         rest = iter(tensors)
         args = [next(rest) if value is ... else value for value in self.args]
         return args, {name: next(rest) if value is ... else value for name, value in self.named.items()}
 
 
-class Served(nn.Module):
-    """What the run does to its inputs on the device, and the network behind it, called as the task calls it.
+class ServedModel(nn.Module):
+    """The network with the changes of its inputs on the device, called as the task calls it.
 
-    scale: of bytes; changes: augmentations that belong to evaluation too (normalisation).
+    scale: of bytes. changes: augmentations that apply in evaluation too (normalisation).
     """
 
     def __init__(
-        self, model: nn.Module, call: Call, scale: Scale | None = None, changes: Sequence[NamedAugmentation] = (),
+        self, model: nn.Module, call: ModelCall, scale: Scale | None = None, changes: Sequence[NamedAugmentation] = (),
         dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -76,11 +76,11 @@ class Served(nn.Module):
         for key, change, _ in self.changes:
             first = change((first,), self.draws.named(key))[0]
         args, named = self.call.filled([first, *rest])
-        return outputs_of(self.model(*args, **named))
+        return output_tensors(self.model(*args, **named))
 
 
-def outputs_of(found: Any) -> Any:
-    """The tensors of an output: itself, or a tuple of those in tuples, dictionaries or an output object."""
+def output_tensors(found: Any) -> Any:
+    """Return the output tensor, or a tuple of the tensors in a tuple, dictionary or output object."""
     if isinstance(found, Tensor):
         return found
     if isinstance(getattr(found, "logits", None), Tensor):  # what the task takes
@@ -93,10 +93,13 @@ def outputs_of(found: Any) -> Any:
 
 @dataclass(frozen=True)
 class RealSamples:
-    """served: the network to export. inputs: batches of real samples as they lie in memory; expected: what the run's
-    own pipeline and the network alone make of them. untried: why there are none, where weights alone are written."""
+    """Real samples to check an export.
 
-    served: Served
+    served: the network to export. inputs: batches as they are in memory. expected: the outputs of the run's own
+    pipeline and network. untried: why there are no samples, if weights alone are written.
+    """
+
+    served: ServedModel
     inputs: list[tuple[Tensor, ...]]
     expected: list[tuple[Tensor, ...]]
     untried: str = ""
@@ -117,13 +120,14 @@ def changes_outside(config: RunConfig, split: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Loaded) -> RealSamples:
-    """Calls the network as the task does, on samples as the run reads them. loaded: for the state of the task.
+def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: Loaded) -> RealSamples:
+    """Return real samples of a split with the outputs of the network. loaded: has the state of the task.
 
-    Raises ConfigError."""
-    half = config.precision.mode in ("bf16-true", "16-true")
+    Raise ConfigError if there are no samples, or if the call of the network cannot be exported.
+    """
+    is_16_bit = config.precision.mode in ("bf16-true", "16-true")
     config = with_values(config, {
-        "data.val_batch_size": BATCH, "data.num_workers": 0, **({"precision.mode": "32-true"} if half else {}),
+        "data.val_batch_size": BATCH, "data.num_workers": 0, **({"precision.mode": "32-true"} if is_16_bit else {}),
     })  # fmt: skip
     dtype = torch.float64 if config.precision.mode == "64-true" else torch.float32
     alone, (sources, _) = Single(CPU), build_sources(config, [])
@@ -146,13 +150,13 @@ def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Load
     batches, _ = open_batches(raw, replace(options, augment=()))
     scaled = open_split(config, alone, split, again, [], lambda line: None)
     assert scaled is not None
-    found: list[tuple[Served, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+    found: list[tuple[ServedModel, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     for untouched, batch in islice(zip(batches.epoch(0), scaled.epoch(0), strict=False), BATCHES):
-        tensors, call = call_of(model, task, batch.data)
-        served = Served(model, call, scale, changes, dtype)
-        first = first_of(untouched.data) if scale is not None or changes else tensors[0]
+        tensors, call = record_call(model, task, batch.data)
+        served = ServedModel(model, call, scale, changes, dtype)
+        first = first_tensor(untouched.data) if scale is not None or changes else tensors[0]
         args, named = call.filled(tensors)
-        expected = outputs_of(model(*args, **named))
+        expected = output_tensors(model(*args, **named))
         # constants of augmentations are made at their first call: not while it is traced
         served(first, *tensors[1:])
         found.append((served, (first, *tensors[1:]), as_tuple(expected)))
@@ -166,9 +170,12 @@ def served_samples(config: RunConfig, model: nn.Module, split: str, loaded: Load
 
 
 @torch.no_grad()  # a task that teaches looks its answers up where gradients are wanted
-def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], Call]:
-    """The tensors that the task gives the network, and how it does; flags about what comes out keep their defaults:
-    true, false or null by a name that begins with `return_` or `output_`."""
+def record_call(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], ModelCall]:
+    """Record the tensors and arguments with which the task calls the network.
+
+    Flags about the output (`return_...`, `output_...`) are left at their defaults. Raise ConfigError if the task does
+    not call the network, or passes values that cannot be exported.
+    """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -192,15 +199,17 @@ def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], Call
         raise ConfigError(
             "model: the task gives it something else than tensors, numbers and flags, which cannot be exported"
         )
-    return tensors, Call(tuple(map(_place, args)), {name: _place(value) for name, value in named.items()})
+    return tensors, ModelCall(
+        tuple(map(_place, args)), {name: _place(value) for name, value in named.items()}
+    )
 
 
 def _place(value: Any) -> Any:
     return ... if isinstance(value, Tensor) else value
 
 
-def first_of(batch: Any) -> Tensor:
-    """The inputs of a batch: itself, or what is first in it."""
+def first_tensor(batch: Any) -> Tensor:
+    """Return the first tensor of a batch, which is its input."""
     if tensors := tensors_in(batch):
         return tensors[0]
     raise ConfigError(
@@ -214,8 +223,8 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """What torch's tracer and exporters print, log and warn of is kept back."""
+def suppress_output() -> Iterator[None]:
+    """Suppress prints, logs and warnings of torch's tracer and exporters."""
     before, nowhere = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.ERROR)
     try:
@@ -230,14 +239,16 @@ def quietly() -> Iterator[None]:
         logging.disable(before)
 
 
-def half(samples: RealSamples) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The first batch cut to half: a dynamic batch takes that too."""
+def half_batch(samples: RealSamples) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return half of the first batch with its outputs, to check another batch size."""
     inputs = samples.inputs[0]
     size = max(1, len(inputs[0]) // 2)
-    inputs = tuple(one[:size] if many else one for one, many in zip(inputs, of_samples(inputs), strict=True))
+    inputs = tuple(
+        one[:size] if many else one for one, many in zip(inputs, is_per_sample(inputs), strict=True)
+    )
     return inputs, as_tuple(samples.served(*inputs))
 
 
-def of_samples(inputs: tuple[Tensor, ...]) -> list[bool]:
-    """Which of them hold a row a sample, as a temperature or a mask for all does not."""
+def is_per_sample(inputs: tuple[Tensor, ...]) -> list[bool]:
+    """Return for each input whether it has a row per sample; a temperature or a shared mask has not."""
     return [one.ndim > 0 and len(one) == len(inputs[0]) for one in inputs]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainrun.export.served import quietly
-from trainrun.smaller.int8 import owning
+from trainrun.export.served import suppress_output
+from trainrun.smaller.int8 import untied_layers
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm, nn.RMSNorm)
 # operations of a graph that keep every channel by itself
@@ -56,10 +56,10 @@ class Channels:
 Place = tuple[Channels, int, int]  # the group; the dimension of its channels; how many numbers stand for each
 
 
-def groups_of(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[Channels]:
+def find_channel_groups(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[Channels]:
     """The groups of all layers that can be cut. Raises ValueError if the network cannot be traced."""
     try:
-        with quietly():
+        with suppress_output():
             program = torch.export.export(model, tuple(args), named or None)
     except Exception as error:
         text = " ".join(str(error).split())[:200]
@@ -76,7 +76,7 @@ class _Reading:
 
     def __init__(self, model: nn.Module, program: Any) -> None:
         self._parameters = program.graph_signature.inputs_to_parameters
-        self._layers, self._alone = dict(model.named_modules()), owning(model)
+        self._layers, self._alone = dict(model.named_modules()), untied_layers(model)
         owners = [self._owner(node) for node in program.graph.nodes]
         self._shared = {name for name in owners if name is not None and owners.count(name) > 1}
         self._places: dict[Any, Place] = {}
@@ -84,7 +84,7 @@ class _Reading:
 
     def read(self, node: Any) -> None:
         if node.op == "output":
-            self._fix(node, "is given out")
+            self._fix(node, "is a model output")
         if node.op != "call_function":
             return
         name, kind = self._owner(node), _kind(node)
@@ -124,7 +124,7 @@ class _Reading:
         if place is not None:
             self._fix(node, f"goes into {name}")
         why = (
-            "has a weight that others use too" if not own
+            "shares its weight with another layer" if not own
             else f"is a {type(layer).__name__}" if not able
             else "is a convolution in groups" if groups != 1 else ""
         )  # fmt: skip
@@ -151,7 +151,7 @@ class _Reading:
             kept = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
             return group, dim if kept else dim - sum(one < dim for one in gone), block
         if kind in SHAPES:
-            found = same_channels(node.args[0].meta["val"].shape, node.meta["val"].shape, dim)
+            found = channel_dimension(node.args[0].meta["val"].shape, node.meta["val"].shape, dim)
             return None if found is None else (group, found[0], block * found[1])
         if kind in ("permute", "transpose"):
             order = list(range(dims))
@@ -203,7 +203,7 @@ class _Reading:
         return None
 
 
-def same_channels(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[int, int] | None:
+def channel_dimension(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[int, int] | None:
     """The dimension of the channels in another shape of the same numbers, and how many numbers became one channel's."""
     for place, size in enumerate(after):
         if math.prod(after[:place]) == math.prod(before[:dim]) and size % before[dim] == 0 and size > 1:
@@ -221,7 +221,7 @@ def _dims(node: Any) -> int:
     return int(node.meta["val"].ndim)
 
 
-def by_reason(left: dict[str, str]) -> str:
+def format_reasons(left: dict[str, str]) -> str:
     """Names of layers beside each reason, at most four names of each."""
     lines = []
     for why in dict.fromkeys(left.values()):

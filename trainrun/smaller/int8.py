@@ -51,7 +51,7 @@ class Int8Layer(nn.Module):
         self.mode, self.plain, self.seen = mode, False, False
         self.conv: Any = None
         if isinstance(layer, nn.Conv2d):
-            self.conv = (layer.stride, padding_of(layer), layer.dilation, layer.groups)
+            self.conv = (layer.stride, numeric_padding(layer), layer.dilation, layer.groups)
             if (
                 mode == "int8-dynamic"
             ):  # torch's kernel loses what is below 0: it rounds to the steps of the inputs
@@ -104,9 +104,9 @@ class Int8Layer(nn.Module):
 
     def _in_floating_point(self, x: Tensor) -> Tensor:
         if self.mode == "int8-dynamic":
-            return self._product(rounded(x, x.min(), x.max(), INPUT_LEVELS))
-        out = self._product(rounded(x, self.input_range[0], self.input_range[1], INPUT_LEVELS))
-        return rounded(out, self.output_range[0], self.output_range[1], OUTPUT_LEVELS)
+            return self._product(round_to_steps(x, x.min(), x.max(), INPUT_LEVELS))
+        out = self._product(round_to_steps(x, self.input_range[0], self.input_range[1], INPUT_LEVELS))
+        return round_to_steps(out, self.output_range[0], self.output_range[1], OUTPUT_LEVELS)
 
     def _pack(self) -> bool:
         """Whether the kernels are here; their order of the weights is made at the first call."""
@@ -134,7 +134,11 @@ class Int8Layer(nn.Module):
             packed = torch.ops.quantized.conv2d_prepack(weight, bias, stride, padding, dilation, groups)
         if self.mode == "int8-dynamic":
             return packed, None, None
-        return packed, steps_of(self.input_range, INPUT_LEVELS), steps_of(self.output_range, OUTPUT_LEVELS)
+        return (
+            packed,
+            scale_and_zero_point(self.input_range, INPUT_LEVELS),
+            scale_and_zero_point(self.output_range, OUTPUT_LEVELS),
+        )
 
     def _by_kernel(self, x: Tensor) -> Tensor:
         packed, before, after = self._packed
@@ -149,16 +153,16 @@ class Int8Layer(nn.Module):
         return kernel(given, packed, *after).dequantize()  # type: ignore[no-any-return]
 
 
-def rounded(x: Tensor, low: Tensor, high: Tensor, levels: int) -> Tensor:
-    """The nearest of `levels` + 1 even steps from low to high, of which 0 is one."""
+def round_to_steps(x: Tensor, low: Tensor, high: Tensor, levels: int) -> Tensor:
+    """Round to the nearest of `levels` + 1 even steps from low to high. 0 is one of the steps."""
     low, high = low.clamp(max=0), high.clamp(min=0)
     step = ((high - low) / levels).clamp(min=SMALLEST)
     zero = (-low / step).round()
     return ((x / step + zero).round().clamp(0, levels) - zero) * step
 
 
-def steps_of(both: Tensor, levels: int) -> tuple[float, int]:
-    """The step and the zero of a range."""
+def scale_and_zero_point(both: Tensor, levels: int) -> tuple[float, int]:
+    """Return step size and zero point of a range. both: its lower and upper end."""
     low, high = min(float(both[0]), 0.0), max(float(both[1]), 0.0)
     step = max((high - low) / levels, SMALLEST)
     return step, round(-low / step)
@@ -167,13 +171,13 @@ def steps_of(both: Tensor, levels: int) -> tuple[float, int]:
 def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
     """Replace linear layers and 2-D convolutions that have weights of their own.
 
-    Subclasses stay, and layers whose weights stand under several names. Raises ValueError.
+    Subclasses and tied layers are left unchanged. Raise ValueError if no layer can be replaced.
     """
     if to not in MODES:
         raise ValueError(f"to={to}: must be one of {', '.join(MODES)}")
     for layer in [one for one in model.modules() if parametrize.is_parametrized(one)]:
         _with_plain_weights(layer)
-    new = {name: Int8Layer(layer, to) for name, layer in fitting(model).items()}
+    new = {name: Int8Layer(layer, to) for name, layer in replaceable_layers(model).items()}
     if not new:
         raise ValueError(f"to={to}: the model has no torch.nn.Linear or Conv2d with weights of its own")
     for name, layer in new.items():
@@ -192,18 +196,18 @@ def _with_plain_weights(layer: Any) -> None:
         layer.register_parameter(name, nn.Parameter(value))
 
 
-def fitting(model: nn.Module) -> dict[str, Any]:
-    """The linear layers and convolutions that can be replaced, by name."""
+def replaceable_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the linear layers and convolutions that can be replaced, by name."""
     return {
         name: layer
-        for name, layer in owning(model).items()
+        for name, layer in untied_layers(model).items()
         if type(layer) is nn.Linear
-        or (type(layer) is nn.Conv2d and layer.padding_mode == "zeros" and padding_of(layer) is not None)
+        or (type(layer) is nn.Conv2d and layer.padding_mode == "zeros" and numeric_padding(layer) is not None)
     }
 
 
-def padding_of(layer: nn.Conv2d) -> tuple[int, ...] | None:
-    """In numbers, as the kernels want it; None if `same` has another one on each side."""
+def numeric_padding(layer: nn.Conv2d) -> tuple[int, ...] | None:
+    """Return the padding as numbers, for the kernels; None if `same` pads the two sides differently."""
     if not isinstance(layer.padding, str):
         return layer.padding
     both = [
@@ -213,8 +217,8 @@ def padding_of(layer: nn.Conv2d) -> tuple[int, ...] | None:
     return None if any(one % 2 for one in both) else tuple(one // 2 for one in both)
 
 
-def owning(model: nn.Module) -> dict[str, Any]:
-    """The layers with matrices that stand under no other name."""
+def untied_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers with matrices whose parameters are not shared with another layer, by name."""
     counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     found = {}
     for name, layer in model.named_modules():
@@ -224,26 +228,27 @@ def owning(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def computed(layer: nn.Module) -> bool:
-    """Whether the weight is made at each call, by torch's old weight_norm or spectral_norm."""
+def has_computed_weight(layer: nn.Module) -> bool:
+    """Return whether the weight is computed at each call, by torch's old weight_norm or spectral_norm."""
     return not isinstance(getattr(layer, "weight", None), nn.Parameter | None)
 
 
-def in_floats(model: nn.Module, what: str = "bytes") -> dict[str, str]:
-    """The layers whose matrices are no bytes, and why."""
-    alone = owning(model)
+def explain_float_layers(model: nn.Module, what: str = "bytes") -> dict[str, str]:
+    """Return the layers whose matrices stay in floating point, with reasons. what: as in `no bytes for this`."""
+    alone = untied_layers(model)
     return {
-        name: "a weight under several names"
+        name: "shares its weight with another layer"
         if name not in alone
-        else f"no {what} for this {type(layer).__name__}" + ", whose weight is computed" * computed(layer)
+        else f"no {what} for this {type(layer).__name__}"
+        + ", whose weight is computed" * has_computed_weight(layer)
         for name, layer in model.named_modules()
         if any(one.ndim > 1 and one.is_floating_point() for one in layer.parameters(recurse=False))
     }
 
 
 @contextmanager
-def measuring(model: nn.Module) -> Iterator[None]:
-    """Inside, layers of `int8-static` note the ranges of what goes through them."""
+def record_ranges(model: nn.Module) -> Iterator[None]:
+    """In this context, layers of `int8-static` record the ranges of their inputs and outputs."""
     layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer)]
     for layer in layers:
         layer.seen = True
@@ -254,8 +259,8 @@ def measuring(model: nn.Module) -> Iterator[None]:
             layer.seen, layer._packed = False, None
 
 
-def in_floating_point(model: nn.Module) -> nn.Module:
-    """The same numbers without the kernels, for a graph that others run."""
+def compute_in_floats(model: nn.Module) -> nn.Module:
+    """Make 8-bit layers compute the same numbers without their kernels, for an exported graph."""
     for layer in model.modules():
         if isinstance(layer, Int8Layer):
             layer.plain = True

@@ -1,4 +1,4 @@
-"""A new run folder at step 0 with given weights, and what it gains beside the run that it was made from."""
+"""Write a new run folder at step 0 with changed weights, and compare it with the run that it was made from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.config.compose import Composition
 from trainrun.config.schema import InitConfig, RunConfig, with_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
-from trainrun.export.served import call_of, outputs_of
+from trainrun.export.served import output_tensors, record_call
 from trainrun.output import quantity, say
 from trainrun.parallel.single import Single
 from trainrun.plots.compare import text_table
@@ -49,20 +49,20 @@ from trainrun.training.without_trace import first_batches
 
 SECONDS = 3.0  # of each comparison of speeds
 BATCH = 64
-AS_IT_IS = ["trainer.compile.scope=off"]  # the network, whose layers are changed and timed
-GIVEN: dict[str, Tensor] = {}
-GIVE = "trainrun-weights"  # of the transform that is there while the folder is written
+UNCOMPILED = ["trainer.compile.scope=off"]  # the network, whose layers are changed and timed
+PENDING_WEIGHTS: dict[str, Tensor] = {}
+PENDING_TRANSFORM = "trainrun-weights"  # the name of this transform
 
 
-def given_weights(model: nn.Module) -> nn.Module:
-    """The last transform while the folder is written: averages and optimizers are then built from these weights."""
-    fit_buffers(model, GIVEN, torch.device("cpu"))
-    model.load_state_dict(GIVEN)
+def load_pending_weights(model: nn.Module) -> nn.Module:
+    """Load `PENDING_WEIGHTS`. The last transform while the folder is written, so averages start from these weights."""
+    fit_buffers(model, PENDING_WEIGHTS, torch.device("cpu"))
+    model.load_state_dict(PENDING_WEIGHTS)
     return model
 
 
-def new_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
-    """Where the new run goes. Raises ConfigError if something is there."""
+def choose_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
+    """Return the folder of the new run. Raise ConfigError if it is not empty."""
     folder = named_folder(text) if text else source.root.with_name(f"{source.root.name}-{ending}")
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
         raise ConfigError(f"--out {folder}: something is there already; name another folder")
@@ -74,9 +74,11 @@ def new_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
 
 
 @contextmanager
-def whole(run: RunDir) -> Iterator[RunDir]:
-    """Yields the folder that is written, and moved to `run` at the end: without its weights, a run that was cut off
-    would go on with random ones. A fault leaves nothing of it."""
+def atomic_folder(run: RunDir) -> Iterator[RunDir]:
+    """Yield a temporary folder that is renamed to `run` at the end, or removed after an error.
+
+    Without the rename, a resume of a half-written run would start from random weights.
+    """
     part = RunDir(run.root.with_name(f".{run.root.name}.{os.getpid()}.part"))
     part.create()
     try:
@@ -94,15 +96,16 @@ def whole(run: RunDir) -> Iterator[RunDir]:
 def write_run(
     run: RunDir, source: RunDir, checkpoint: Path, config: RunConfig, model: nn.Module, words: str
 ) -> None:
-    """A run at step 0 that begins with these weights, and with the state of the task and the tokenizer of `source`.
+    """Write a run at step 0 with the weights of `model`, and with task state and tokenizer of `source`.
 
-    checkpoint: of source. config: has the transforms that the weights fit."""
+    checkpoint: the one of `source` to read. config: its transforms fit the weights.
+    """
     weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     config = with_values(config, {
         "init_from": None, "init": InitConfig(), "ckpt_path": None, "checkpoint.adapter_only": False
     })  # fmt: skip
     told = read_identity(source)
-    with whole(run) as part, only_writer(part):
+    with atomic_folder(run) as part, only_writer(part):
         new_run(Composition(config, {}, [], {}), [f"# {words}"], part)
         if source.tokenizer.is_file():
             shutil.copyfile(source.tokenizer, part.tokenizer)
@@ -117,13 +120,16 @@ def write_run(
             [],
             chosen=chosen_before(identity),
         )
-        node = {"_target_": f"{__name__}.{given_weights.__name__}"}
-        GIVEN.update(weights)
+        node = {"_target_": f"{__name__}.{load_pending_weights.__name__}"}
+        PENDING_WEIGHTS.update(weights)
         try:
-            changes = {"transform": {**config.transform, GIVE: node}, "trainer.compile.scope": "off"}
+            changes = {
+                "transform": {**config.transform, PENDING_TRANSFORM: node},
+                "trainer.compile.scope": "off",
+            }
             parts, _ = build_components(with_values(without_gpu(config), changes), site)
         finally:
-            GIVEN.clear()
+            PENDING_WEIGHTS.clear()
         loaded = read_checkpoint(checkpoint)
         give_task_state(parts.task, parts.task_calls, loaded, parts.parallel.device)
         state = TrainState(stop_reason=words)
@@ -140,46 +146,47 @@ def write_run(
             part, config, state="stopped", exit_code=0, message="", reason=words, metrics=metrics,
             monitor=parts.triggers.best.metric, mode=parts.triggers.best.mode, value=state.best_metric,
         )  # fmt: skip
-        close(parts)
+        close_streams(parts)
 
 
-def close(parts: Components) -> None:
+def close_streams(parts: Components) -> None:
+    """Close the training stream and all validation and test streams."""
     for stream in (parts.train, *parts.splits().values()):
         stream.close()
 
 
 @dataclass(frozen=True)
-class CostAndWorth:
-    """What a network costs and gives."""
+class Measurement:
+    """Metrics of a network, and the size of its weights."""
 
     metrics: dict[str, float]
     num_bytes: int
     model: nn.Module
 
 
-def measured(parts: Components) -> CostAndWorth:
-    """The metrics of every validation set, and the bytes of the weights, each tensor once."""
+def measure_run(parts: Components) -> Measurement:
+    """Measure the metrics of every validation set, and the bytes of the weights; tied tensors count once."""
     found: dict[str, float] = {}
     for split in parts.validation:
         found |= evaluate(parts, split)
     metrics = {name: value for name, value in found.items() if not name.endswith("/seconds")}
     tensors = {id(tensor): tensor for tensor in parts.model.state_dict(keep_vars=True).values()}
-    return CostAndWorth(metrics, sum(tensor.nbytes for tensor in tensors.values()), parts.model.eval())
+    return Measurement(metrics, sum(tensor.nbytes for tensor in tensors.values()), parts.model.eval())
 
 
-def compare_with(run: RunDir, before: CostAndWorth, parts: Components) -> int:
-    """Load the new run, and say what it costs and gives beside the old one."""
-    again, _ = parts_of(run, checkpoint_of(run, None), AS_IT_IS, trust=True)
+def compare_runs(run: RunDir, before: Measurement, parts: Components) -> int:
+    """Load the new run, print both measurements, and return the exit code."""
+    again, _ = parts_of(run, checkpoint_of(run, None), UNCOMPILED, trust=True)
     # a loss that depends on the step is compared at the same one
     again.task_calls.start(parts.task_calls.place)
-    say_both(before, measured(again), parts)
-    close(parts)
-    close(again)
+    print_comparison(before, measure_run(again), parts)
+    close_streams(parts)
+    close_streams(again)
     return EXIT_DONE
 
 
-def say_both(before: CostAndWorth, after: CostAndWorth, parts: Components) -> None:
-    """The lines before and after: metrics, size, latency of one sample, throughput of a batch."""
+def print_comparison(before: Measurement, after: Measurement, parts: Components) -> None:
+    """Print a table of metrics, size, latency of one sample and throughput of a batch, before and after."""
     rows = [
         (name, f"{value:.5g}", f"{after.metrics[name]:.5g}", "") for name, value in before.metrics.items()
     ]
@@ -187,7 +194,7 @@ def say_both(before: CostAndWorth, after: CostAndWorth, parts: Components) -> No
     rows.append(("weights", f"{before.num_bytes / 1e3:,.1f} kB", f"{after.num_bytes / 1e3:,.1f} kB", share))
     untimed = ""
     try:
-        rows += speeds(before, after, parts)
+        rows += measure_speeds(before, after, parts)
     except Exception as error:  # of the task, or of the model, which may take no other batches than those
         untimed = " ".join(str(error).split())[:200]
     say(text_table(("", "before", "after", ""), rows))
@@ -196,17 +203,17 @@ def say_both(before: CostAndWorth, after: CostAndWorth, parts: Components) -> No
 
 
 @torch.no_grad()
-def speeds(
-    before: CostAndWorth, after: CostAndWorth, parts: Components
+def measure_speeds(
+    before: Measurement, after: Measurement, parts: Components
 ) -> Iterator[tuple[str, str, str, str]]:
     (batch,) = first_batches(parts.val or parts.train)
-    tensors, call = call_of(before.model, parts.task, batch)
+    tensors, call = record_call(before.model, parts.task, batch)
     for name, count in (("latency of 1", 1), ("throughput", BATCH)):
         given = [one[:count] if one.ndim else one for one in tensors]
 
         def run(model: nn.Module, given: Any = given) -> Any:
             args, named = call.filled(given)
-            return outputs_of(model(*args, **named))
+            return output_tensors(model(*args, **named))
 
         found = compare(
             turn_of(partial(run, before.model)), {"after": turn_of(partial(run, after.model))},

@@ -1,9 +1,9 @@
-"""Pruning: the weights of least magnitude are zero and stay so (`masked`), or whole channels are gone (`narrowed`).
+"""Prune a model: set the smallest weights to zero (`mask_weights`), or remove whole channels (`narrow_layers`).
 
-what: `masked` keeps a mask beside each weight: the size and the time stay as they were, the zeros are for kernels and
-    packers of others. `narrowed` makes layers smaller: file and time shrink.
-when: after a training, with a short one behind it (`--finetune`). Channels are only taken where all that they go
-    through is known (`channels.py`); those that are added to each other go together.
+what: `mask_weights` saves a mask beside each weight. Size and time stay the same; the zeros are for other kernels and
+    packers. `narrow_layers` makes layers smaller, so file and time shrink.
+when: after a training, followed by a short one (`--finetune`). Channels are removed only if all operations on them are
+    known (`channels.py`). Channels that are added to each other are removed together.
 source: Han et al. 2015, arXiv 1506.02626 (magnitudes); Li et al. 2017, arXiv 1608.08710 (filters by their L1 norm).
 """
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from trainrun.export.served import outputs_of
-from trainrun.smaller.channels import NORMS, Channels, by_reason, groups_of
-from trainrun.smaller.int8 import computed, in_floats, owning
+from trainrun.export.served import output_tensors
+from trainrun.smaller.channels import NORMS, Channels, find_channel_groups, format_reasons
+from trainrun.smaller.int8 import explain_float_layers, has_computed_weight, untied_layers
 
 CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
@@ -27,7 +27,7 @@ CONVOLUTIONS = (
 
 
 class Mask(nn.Module):
-    """A parametrization: what is masked is zero, whatever the optimizer does. mask: bool."""
+    """A parametrization that keeps masked weights at zero, whatever the optimizer does. mask: bool, False is zero."""
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class Mask(nn.Module):
         return weight * self.mask
 
 
-def masked(model: nn.Module, amount: float = 0.5) -> nn.Module:
-    """Mask this part of all weights of linear layers and convolutions together, the smallest."""
-    layers = maskable(model)
+def mask_weights(model: nn.Module, amount: float = 0.5) -> nn.Module:
+    """Mask the smallest weights. amount: the fraction of all weights of linear layers and convolutions together."""
+    layers = maskable_layers(model)
     if not layers:
         raise ValueError("the model has no torch.nn.Linear or convolution with weights of its own")
     sizes = torch.cat([layer.weight.detach().abs().flatten().float() for layer in layers.values()])
@@ -54,27 +54,32 @@ def masked(model: nn.Module, amount: float = 0.5) -> nn.Module:
     return model
 
 
-def maskable(model: nn.Module) -> dict[str, Any]:
+def maskable_layers(model: nn.Module) -> dict[str, Any]:
+    """Return linear layers and convolutions with weights of their own, by name."""
     kinds = (nn.Linear, *CONVOLUTIONS)
-    return {name: one for name, one in owning(model).items() if type(one) in kinds and not computed(one)}
+    return {
+        name: one
+        for name, one in untied_layers(model).items()
+        if type(one) in kinds and not has_computed_weight(one)
+    }
 
 
-def unmasked(model: nn.Module) -> dict[str, str]:
-    """The other layers with matrices, before `masked`, and why."""
-    able = maskable(model)
-    return {name: why for name, why in in_floats(model, "mask").items() if name not in able}
+def explain_unmasked(model: nn.Module) -> dict[str, str]:
+    """Return the layers with matrices that `mask_weights` leaves out, each with the reason."""
+    able = maskable_layers(model)
+    return {name: why for name, why in explain_float_layers(model, "mask").items() if name not in able}
 
 
-def narrowed(model: nn.Module, sizes: Sequence[Sequence[Any]]) -> nn.Module:
-    """Cut layers to their first channels. sizes: (name, outputs, inputs) of each; a norm has outputs alone."""
+def narrow_layers(model: nn.Module, sizes: Sequence[Sequence[Any]]) -> nn.Module:
+    """Shorten layers to their first channels. sizes: (name, outputs, inputs) of each; a norm has outputs alone."""
     for name, outputs, inputs in sizes:
-        cut(model.get_submodule(name), torch.arange(outputs), torch.arange(inputs))
+        narrow_layer(model.get_submodule(name), torch.arange(outputs), torch.arange(inputs))
     return model
 
 
 @torch.no_grad()
-def cut(layer: Any, outputs: Tensor, inputs: Tensor) -> None:
-    """Keep these outputs and inputs of a layer."""
+def narrow_layer(layer: Any, outputs: Tensor, inputs: Tensor) -> None:
+    """Keep the given outputs and inputs of a layer, by their indices."""
     for name in ("weight", "bias", "running_mean", "running_var"):
         if (old := getattr(layer, name, None)) is None:
             continue
@@ -96,22 +101,23 @@ def cut(layer: Any, outputs: Tensor, inputs: Tensor) -> None:
         layer.groups = number if alone else 1
 
 
-def without_channels(
+def remove_channels(
     model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor], amount: float
 ) -> tuple[nn.Module, list[list[Any]], dict[str, str]]:
-    """A copy without this part of the channels of each group that may go, the sizes of what changed, and why other
-    layers stayed. Raises ValueError where no channel can go.
+    """Return a copy without a part of its channels, the new sizes, and the layers that are kept, with reasons.
+
+    amount: the fraction of channels to remove from each group. Raise ValueError if no channel can be removed.
     """
-    groups = groups_of(model, args, named)
+    groups = find_channel_groups(model, args, named)
     if not groups:
         raise ValueError("the model has no torch.nn.Linear or Conv2d with weights of its own")
     left = {name: group.why for group in groups if group.why for name in group.writers}
     able = [group for group in groups if not group.why]
-    shapes = shapes_of(model, args, named)
+    shapes = output_shapes(model, args, named)
 
     def works(some: Sequence[Channels]) -> bool:
         try:
-            return shapes_of(cut_groups(model, some, amount)[0], args, named) == shapes
+            return output_shapes(narrow_groups(model, some, amount)[0], args, named) == shapes
         except Exception:  # of the model's own code, which knows some size
             return False
 
@@ -122,17 +128,19 @@ def without_channels(
                 able.append(group)
             else:
                 left |= dict.fromkeys(group.writers, "has a size that the code of the model fixes")
-    found, sizes = cut_groups(model, able, amount)
+    found, sizes = narrow_groups(model, able, amount)
     if not sizes:
-        raise ValueError(f"no channel can be taken{': ' * bool(left)}{by_reason(left)}; without --structured single "
-                         "weights are pruned")  # fmt: skip
+        reasons = f": {format_reasons(left)}" if left else ""
+        raise ValueError(
+            f"no channel can be removed{reasons}; without --structured single weights are pruned"
+        )
     return found, sizes, left
 
 
-def cut_groups(
+def narrow_groups(
     model: nn.Module, groups: Sequence[Channels], amount: float
 ) -> tuple[nn.Module, list[list[Any]]]:
-    """A copy whose groups keep the channels with the largest weights, each layer's counted by its own mean."""
+    """Return a copy whose groups keep the channels with the largest L1 norm, relative to the mean of each layer."""
     model = copy.deepcopy(model)
     layers: dict[str, Any] = dict(model.named_modules())
     keep: dict[str, list[Tensor]] = {}
@@ -153,11 +161,13 @@ def cut_groups(
         for name, block in group.readers:
             kept(name)[1] = (chosen[:, None] * block + torch.arange(block)).flatten()
     for name, (outputs, inputs) in keep.items():
-        cut(layers[name], outputs, inputs)
+        narrow_layer(layers[name], outputs, inputs)
     return model, [[name, len(outputs), len(inputs)] for name, (outputs, inputs) in keep.items()]
 
 
 @torch.no_grad()
-def shapes_of(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[torch.Size]:
-    found = outputs_of(model(*args, **named))
-    return [one.shape for one in ([found] if isinstance(found, Tensor) else found)]
+def output_shapes(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[torch.Size]:
+    """Return the shapes of all output tensors of a forward."""
+    output = output_tensors(model(*args, **named))
+    tensors = [output] if isinstance(output, Tensor) else output
+    return [tensor.shape for tensor in tensors]

@@ -9,15 +9,15 @@ from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.config.schema import with_values
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.export.served import call_of
+from trainrun.export.served import record_call
 from trainrun.limits import EPOCH, STEP, parse_duration
 from trainrun.output import counted, say
 from trainrun.runs.exceptional.go_on import open_run, resume_run
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.resume import trusted_config
-from trainrun.smaller.channels import by_reason
-from trainrun.smaller.new_run import AS_IT_IS, compare_with, measured, new_folder, write_run
-from trainrun.smaller.prune import Mask, masked, narrowed, unmasked, without_channels
+from trainrun.smaller.channels import format_reasons
+from trainrun.smaller.new_run import UNCOMPILED, choose_folder, compare_runs, measure_run, write_run
+from trainrun.smaller.prune import Mask, explain_unmasked, mask_weights, narrow_layers, remove_channels
 from trainrun.training.without_trace import first_batches
 from trainrun.transform.lora import LoraLinear
 
@@ -39,34 +39,32 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--amount {words.amount:g}: must be above 0 and below 1, as 0.5")
     limits = training_limits(words.finetune)
     source = open_run(words.run_dir)
-    run = new_folder(words.out, source, NAME)
+    run = choose_folder(words.out, source, NAME)
     which = checkpoint_of(source, words.which)
-    parts, checkpoint = parts_of(source, which, [*AS_IT_IS, *words.overrides], words.trust)
+    parts, checkpoint = parts_of(source, which, [*UNCOMPILED, *words.overrides], words.trust)
     config = trusted_config(source, words.overrides, words.trust)
     if NAME in config.transform or "int8" in config.transform:
         name = NAME if NAME in config.transform else "int8"
         raise ConfigError(f"{source.root}: has transform.{name} already; prune the run that it was made from")
-    before = measured(parts)
+    before = measure_run(parts)
     model = copy.deepcopy(parts.model).eval()
     node: dict[str, Any]
     try:
         if words.structured:
             (batch,) = first_batches(parts.val or parts.train)
-            tensors, call = call_of(model, parts.task, batch)
+            tensors, call = record_call(model, parts.task, batch)
             positional, named = call.filled(tensors)
-            model, sizes, left = without_channels(model, positional, named, words.amount)
-            node = {"_target_": f"{__package__}.prune.{narrowed.__name__}", "sizes": sizes}
-            what = f"{counted(len(sizes), 'layer')} of fewer channels" + (
-                f"; outputs stayed of {by_reason(left)}" if left else ""
-            )
+            model, sizes, left = remove_channels(model, positional, named, words.amount)
+            node = {"_target_": f"{__package__}.prune.{narrow_layers.__name__}", "sizes": sizes}
+            reasons = f"; not narrowed: {format_reasons(left)}" if left else ""
+            what = f"{counted(len(sizes), 'layer')} narrowed{reasons}"
         else:
-            left = unmasked(model)
-            masks = [one.mask for one in masked(model, words.amount).modules() if isinstance(one, Mask)]
-            node = {"_target_": f"{__package__}.prune.{masked.__name__}", "amount": words.amount}
+            left = explain_unmasked(model)
+            masks = [one.mask for one in mask_weights(model, words.amount).modules() if isinstance(one, Mask)]
+            node = {"_target_": f"{__package__}.prune.{mask_weights.__name__}", "amount": words.amount}
             zeros = sum(int((~mask).sum()) for mask in masks) / sum(p.numel() for p in model.parameters())
-            what = f"{counted(len(masks), 'layer')}, {zeros:.0%} of all numbers are zero and stay so" + (
-                f"; as they were: {by_reason(left)}" if left else ""
-            )
+            reasons = f"; not masked: {format_reasons(left)}" if left else ""
+            what = f"{counted(len(masks), 'layer')} masked, {zeros:.0%} of all weights stay zero{reasons}"
     except ValueError as error:
         adapted = any(isinstance(layer, LoraLinear) for layer in model.modules())
         way = f"; or merge LoRA first: trainrun export {words.run_dir} --to huggingface --merge, and init_from that"
@@ -78,7 +76,7 @@ def main(argv: list[str]) -> int:
     say(f"{run.root}: {what}")
     if words.finetune and (code := resume_run(run, [], add_import_paths([]), trust=True)) != EXIT_DONE:
         return code
-    return compare_with(run, before, parts)
+    return compare_runs(run, before, parts)
 
 
 def training_limits(text: str | None) -> dict[str, int | None]:

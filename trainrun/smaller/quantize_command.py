@@ -15,9 +15,9 @@ from trainrun.output import counted, say
 from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.resume import trusted_config
-from trainrun.smaller.channels import by_reason
-from trainrun.smaller.int8 import MODES, Int8Layer, in_floats, int8, measuring
-from trainrun.smaller.new_run import AS_IT_IS, compare_with, measured, new_folder, write_run
+from trainrun.smaller.channels import format_reasons
+from trainrun.smaller.int8 import MODES, Int8Layer, explain_float_layers, int8, record_ranges
+from trainrun.smaller.new_run import UNCOMPILED, choose_folder, compare_runs, measure_run, write_run
 
 STEP = "int8"  # its name in `transform`
 CALIBRATION_BATCHES = 16
@@ -31,25 +31,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", help="the folder of the new run (default: RUN_DIR-TO, beside it)")
     words = parse(parser, argv)
     source = open_run(words.run_dir)
-    run = new_folder(words.out, source, words.to)
+    run = choose_folder(words.out, source, words.to)
     which = checkpoint_of(source, words.which)
-    parts, checkpoint = parts_of(source, which, [*AS_IT_IS, *words.overrides], words.trust)
+    parts, checkpoint = parts_of(source, which, [*UNCOMPILED, *words.overrides], words.trust)
     config = trusted_config(source, words.overrides, words.trust)
     if STEP in config.transform:
         raise ConfigError(
             f"{source.root}: has transform.{STEP} already; quantize the run that it was made from"
         )
     device = parts.parallel.device
-    before = measured(parts)
+    before = measure_run(parts)
     model = copy.deepcopy(parts.model).eval()
     try:
         model = int8(model, words.to).to(device).eval()
     except ValueError as error:
         raise ConfigError(f"{source.root}: --{error}") from error
     layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer)]
-    left = in_floats(model)
+    left = explain_float_layers(model)
     if words.to == "int8-static":
-        with torch.no_grad(), measuring(model):
+        with torch.no_grad(), record_ranges(model):
             for batch in islice(parts.train.epoch(0), CALIBRATION_BATCHES):
                 parts.task.step(model, batch.data)
     config = with_values(config, {
@@ -61,6 +61,6 @@ def main(argv: list[str]) -> int:
     write_run(run, source, checkpoint, config, model, f"quantized: --to {words.to}, of {source.root.name}")
     in_bytes = sum(one.numel() for one in model.buffers() if one.dtype == torch.int8)
     share = in_bytes / sum(p.numel() for p in before.model.parameters())
-    stays = f"; in floating point: {by_reason(left)}" if left else ""
-    say(f"{run.root}: {counted(len(layers), 'layer')}, {share:.0%} of the numbers{stays}")
-    return compare_with(run, before, parts)
+    stays = f"; in floating point: {format_reasons(left)}" if left else ""
+    say(f"{run.root}: {counted(len(layers), 'layer')} in 8 bits, {share:.0%} of the weights{stays}")
+    return compare_runs(run, before, parts)
