@@ -1,6 +1,6 @@
-"""The contracts between the rooms: the one page that the author of a plug-in reads.
+"""The interfaces of tasks, steps, monitors and the parts of a run.
 
-A task of one's own is ten lines:
+A task of your own takes ten lines:
 
     class Pairs:
         def count(self, batch):
@@ -12,7 +12,7 @@ A task of one's own is ten lines:
             loss = torch.where(same, distance, (1 - distance).clamp(min=0))
             return StepOutput(loss.sum(), {"acc": lambda: ((distance < 0.5) == same).sum()})
 
-Without `count`, the step says what its loss is over: `StepOutput(loss_mean=loss.mean(), count=len(same))`.
+Without the method `count`, each output has the number of items: `StepOutput(loss_mean=loss.mean(), count=len(same))`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-# What inputs and targets of a batch, a sample or a table may be called; of several the first in this order is it.
+# Names of the fields for inputs and targets. If several are present, the first in this order is used.
 INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids",
               "pixel_values", "input_values", "input_features")  # fmt: skip
 TARGET_KEYS = ("target", "targets", "y", "label", "labels", "class")
-IGNORED = -100  # a target that counts nothing: torch's ignore_index
+IGNORED = -100  # a target that does not count: torch's ignore_index
 FIELDS_BESIDE = "_batch_fields"  # the attribute of a batch's first tensor that holds them
 
 
@@ -103,20 +103,21 @@ Sums = Mapping[str, "float | Tensor | tuple[float | Tensor, float | Tensor] | Ca
 
 
 class StepOutput:
-    """What a task makes of one micro-batch.
+    """The loss and the metric sums of one micro-batch. Raise PluginError for an incomplete combination.
 
-    loss_sum: 0-d, the loss *summed* over the items of the micro-batch; it is divided once, by the
+    loss_sum: 0-d, the loss *summed* over the items of the micro-batch. The runner divides it once, by the
         count over all micro-batches and all ranks of the step.
-    loss_mean: 0-d, in place of `loss_sum`: the loss averaged over `count` items. Of no items it may be NaN, but
+    loss_mean: 0-d, instead of `loss_sum`: the loss averaged over `count` items. With no items it may be NaN, but
         its gradient must not be.
-    sums: further sums over the same items (`acc`: how many were right), each a number, a tensor of a fixed
-        shape, a pair (sum, count) where it is over other items than the loss, or a function that makes one
-        of these, which is called only when somebody looks. Numbers are shown divided by their count; tensors
-        of more than one number are what the task's `summarize` makes metrics of.
-    count: the number of items, of a task that has no method `count`: an int, or a 0-d tensor, for which the
-        host waits once at the end of a step.
-    rows: what a metric needs of every item at once (the scores of an AUROC): tensors (N, ...), which an evaluation
-        keeps. `summarize` gets them among the sums, joined over batches and ranks. Training looks at none.
+    sums: metrics as sums over the same items, e.g. `acc`, the number of correct items. Each is a number, a tensor of
+        a fixed shape, a pair (sum, count) over other items than the loss, or a function that returns one of these.
+        A function is called only if the value is needed. Numbers are shown divided by their count. Tensors with more
+        than one number need a method `summarize` of the task.
+    count: the number of items, if the task has no method `count`: an int, or a 0-d tensor, for which the host waits
+        once at the end of a step.
+    rows: values of every item, tensors (N, ...), for metrics that need all items at once (the scores of an AUROC). An
+        evaluation keeps them. `summarize` receives them with the sums, joined over batches and ranks. Training
+        ignores them.
     """
 
     __slots__ = ("count", "loss_sum", "rows", "sums")
@@ -146,30 +147,30 @@ class StepOutput:
 class Task(Protocol):
     """Forward and loss for one kind of problem.
 
-    An attribute `unit = "tokens"` says that `count` counts tokens: throughput is then shown in those.
+    With an attribute `unit = "tokens"`, items are tokens, and throughput is shown in tokens per second.
 
-    Where `step` has a third argument `info`, it gets a `StepInfo`. Optional methods, called on every rank:
-    `on_epoch_start(model, info)` and `on_epoch_end(model, info)`; `on_validation_start(model, info)` and
-    `on_validation_end(model, info)`, without gradients; and on rank 0 `pictures(model, batch)`, of the first batch of
-    each validation: tensors by name, (C, H, W) or (B, C, H, W) in 0 to 1 or in bytes, for `report.html`.
+    If `step` has a third argument `info`, it receives a `StepInfo`. Optional methods, called on every rank:
+    `on_epoch_start(model, info)`, `on_epoch_end(model, info)`, and without gradients `on_validation_start(model, info)`
+    and `on_validation_end(model, info)`. On rank 0, `pictures(model, batch)` is called with the first batch of each
+    validation. It returns tensors by name for `report.html`: (C, H, W) or (B, C, H, W), in 0 to 1 or in bytes.
     """
 
     def count(self, batch: Any) -> int:
-        """How many items (samples, or target tokens) the loss of this batch is summed over.
+        """Return the number of items (samples, or target tokens) that the loss of this batch is summed over.
 
-        A task that knows it only after the forward leaves this method out: each `StepOutput` has `count=`.
+        If it is known only after the forward, leave this method out and give `count=` to each `StepOutput`.
         """
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Forward and loss of one batch that lies on the device already."""
+        """Compute forward and loss of one batch on the device."""
 
 
 class StepInfo(NamedTuple):
-    """Where a task is asked.
+    """The position of a run at a call of the task.
 
-    step: updates made so far. epoch: epochs finished so far. first: no batch of this epoch, or of this validation,
-    came before. training: False in a validation. generator: of this rank, on its device, seeded from the run's
-    seed and this place alone, so a resume draws the same numbers, and every validation the same as all others.
+    step: updates so far. epoch: finished epochs. first: this is the first batch of an epoch or validation. training:
+    False in a validation. generator: random numbers of this rank on its device. It is seeded by the seed of the run and
+    this position alone, so a resume draws the same numbers, and all validations draw the same numbers.
     """
 
     step: int
@@ -183,8 +184,8 @@ class StepInfo(NamedTuple):
 class KeepsState(Protocol):
     """A task with state of its own, saved with every checkpoint and restored at a resume.
 
-    The state is made of plain values, tensors, lists, tuples and dictionaries, as optimizers' state dicts are. Each
-    rank gets its own again; where their number changed, all get that of rank 0.
+    The state consists of plain values, tensors, lists, tuples and dictionaries, like the state of an optimizer. Each
+    rank gets its own state back. If the number of ranks has changed, all ranks get the state of rank 0.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -194,52 +195,56 @@ class KeepsState(Protocol):
 
 @runtime_checkable
 class Summarizes(Protocol):
-    """A task with metrics that are no mean over items (F1, perplexity), made once from sums over batches and ranks."""
+    """A task with metrics that are not means over items (F1, perplexity), computed from sums over batches and ranks."""
 
     def summarize(self, sums: dict[str, Any], count: float) -> Mapping[str, float | Tensor]:
-        """Metrics by name. sums: as the steps gave them (and `loss`), added up in float64 on the host; a pair stays a
-        pair; in an evaluation also the rows, joined on the host. count: of all items."""
+        """Return metrics by name.
+
+        sums: the sums of the steps and `loss`, added up in float64 on the host. A pair stays a pair. In an evaluation
+        they include the rows, joined on the host. count: the number of all items.
+        """
 
 
 @runtime_checkable
 class Predicts(Protocol):
-    """A task that can also say what the model predicts; without it, predictions are raw outputs."""
+    """A task that defines predictions; without this method, predictions are the raw outputs."""
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Named columns of B rows: `prediction`, and where there is one `target`, `confidence`."""
+        """Return named columns of B rows: `prediction`, and if available `target` and `confidence`."""
 
 
 @runtime_checkable
 class ChecksModel(Protocol):
-    """A task that knows before the first batch what it needs of a model."""
+    """A task that checks the model before the first batch."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Raises ConfigError if the model does not have it."""
+        """Raise ConfigError if the model does not fit the task."""
 
 
 @runtime_checkable
 class CountsSamples(Protocol):
-    """A task whose `count` reads values, for which the host would wait for a GPU in every step."""
+    """A task whose `count` reads values of the batch, which would make the host wait for a GPU in every step."""
 
     def sizes(self, batch: Any) -> Tensor | None:
-        """(B,) int64: the items of each row of a batch on the host; None if `count` reads no values of it."""
+        """Return the items of each row, (B,) int64, of a batch on the host; None if `count` reads no values."""
 
 
 def counts_before(task: Any) -> bool:
-    """Whether the items of a batch are known before its forward, because the task has a method `count`."""
+    """Return whether the items of a batch are known before its forward: whether the task has a method `count`."""
     return getattr(task, "count", None) is not None
 
 
 class MicroBatch(NamedTuple):
     """One batch of a stream, on the device.
 
-    real: False if this rank only keeps step with the others: the last samples of an epoch were
-        fewer than the ranks, so the data is another rank's and counts nothing.
-    last: no batch of this epoch comes after this one.
-    indices: (B,) int64 on the host, the numbers of its samples in the data set (of an iterable one, their
-        positions in the epoch): with seed and epoch they are what random augmentation is drawn from.
-    items: what `Task.count` says of it, where that was found on the host; else None.
-    whole: what ranks compare who each take a share of one batch; "" where there is nothing to compare.
+    data: the batch, with the structure of the samples.
+    real: False if this rank has no samples left at the end of an epoch. It then repeats the data of another rank, so
+        that all ranks make the same calls. Its loss and items must be multiplied by 0.
+    last: this is the last batch of its epoch.
+    indices: (B,) int64 on the host, the numbers of the samples in the data set; of an iterable data set their positions
+        in the epoch. Seed, epoch and index determine the random augmentation.
+    items: the result of `Task.count`, if it was computed on the host; else None.
+    whole: a text that ranks compare if each takes a share of one batch; else "".
     """
 
     data: Any
@@ -250,29 +255,29 @@ class MicroBatch(NamedTuple):
     whole: str = ""
 
     def counted_by(self, task: Task) -> int:
-        """The items of it; the task is asked where nobody has counted yet. 0 if its outputs will say, or not real."""
+        """Return the number of items. It is 0 if the batch is not real, or if only the task's output has the count."""
         if self.items is not None or not self.real:
             return (self.items or 0) * self.real
         return task.count(self.data) if counts_before(task) else 0
 
 
 def input_key(names: Iterable[Any]) -> str | None:
-    """Return which of the names is that of the inputs; None if none is."""
+    """Return the first of INPUT_KEYS that is among the names; None if there is none."""
     known = set(names)
     return next((key for key in INPUT_KEYS if key in known), None)
 
 
 def target_key(names: Iterable[Any]) -> str | None:
-    """Return which of the names is that of the target; None if none is."""
+    """Return the first of TARGET_KEYS that is among the names; None if there is none."""
     known = set(names)
     return next((key for key in TARGET_KEYS if key in known), None)
 
 
 def batch_fields(batch: Any) -> Mapping[str, Any]:
-    """Return the named fields of a batch; a task finds its mask here, whatever form the samples have.
+    """Return the named fields of a batch, such as its mask, for any structure of samples.
 
-    Of a dict they are its entries. Of a tensor, a pair or any other structure they are what padding and packing put
-    beside it (attention_mask, target_weight, segment_ids, position_ids), and the entries of inputs that are a dict.
+    For a dict these are its entries. For a tensor, a pair or another structure these are the fields that padding and
+    packing add (attention_mask, target_weight, segment_ids, position_ids), and the entries of inputs that are a dict.
     """
     if is_mapping(batch):
         return batch
@@ -283,7 +288,7 @@ def batch_fields(batch: Any) -> Mapping[str, Any]:
 
 
 def batch_by_name(batch: Any) -> dict[str, Any]:
-    """Return a tensor, a pair or a dict as a dict, with its fields: a pair has `inputs` and `target`."""
+    """Return a batch as a dict with its fields. A pair becomes `inputs` and `target`."""
     if isinstance(batch, Mapping):
         return dict(batch)
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
@@ -319,14 +324,14 @@ class Batches(Protocol):
 
     @property
     def num_batches(self) -> int | None:
-        """Micro-batches in an epoch, the same on every rank; None if the source cannot say."""
+        """Return the micro-batches in an epoch, the same on every rank; None if unknown."""
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in an epoch over all ranks; None if the source cannot say."""
+        """Return the samples in an epoch over all ranks; None if unknown."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        """The micro-batches of one epoch from position `start` on, found without reading those before."""
+        """Yield the micro-batches of one epoch from position `start` on, without reading earlier ones."""
 
     def close(self) -> None:
         """End worker processes; the stream can be opened again afterwards."""
@@ -334,11 +339,11 @@ class Batches(Protocol):
 
 @dataclass(slots=True)
 class GradReport:
-    """What became of one optimizer step.
+    """The result of one optimizer update.
 
-    norm: 0-d on the device, the total gradient norm before clipping; None if nobody asked.
+    norm: 0-d on the device, the norm of all gradients before clipping; None except at log points.
     skipped: True if the update was left out because a gradient was not finite.
-    learning_rates: those of the update, as the row of a log point names them; None if nobody asked.
+    learning_rates: the rates of this update by their names in a log row; None except at log points.
     """
 
     norm: Tensor | None
@@ -374,10 +379,10 @@ class Precision(Protocol):
 
 
 class Agreed(NamedTuple):
-    """What the ranks agreed on for one step.
+    """The result of the exchange between ranks for one step.
 
     items: the mean over ranks of the items of the step.
-    stop, save: the largest request of any rank. validate: whether one asks for a validation, by its clock.
+    stop, save: the largest request of any rank. validate: whether a rank requests a validation, by its clock.
     """
 
     items: float
@@ -479,9 +484,10 @@ class Counting(Protocol):
 class StepReport:
     """Facts of one optimizer step. Tensors stay on the device until a monitor asks.
 
-    losses: per micro-batch, 0-d and detached, or a float, summed over the items of this rank.
-    items: items of this rank; agreed: what all ranks agreed on, by `run.agree`; asked after the step if it did not.
-    sums: the task's sums over the step on this rank; empty unless `run.triggers.sums` asks for them.
+    losses: one per micro-batch, 0-d and detached, or a float: the loss summed over the items of this rank.
+    items: the items of this rank. agreed: the result of `run.agree`; the runner calls it after a step that did not.
+    sums: the task's metric sums of the step on this rank; empty unless `run.triggers.sums` is set.
+    grad: the result of the update.
     """
 
     losses: list[Tensor]
@@ -493,13 +499,12 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known when the ranks are built, for the first lines on the screen.
+    """Facts of a run before its first step, for monitors and the first lines on the screen.
 
-    sample_every: of so many training steps one is sampled for `train/acc` and its like; `train/loss` is over all.
-    max_seconds: of training in all sessions, which end the run; seconds_before, epochs_before: what earlier
-    sessions have done.
-    choices: what was chosen for the user, with the reason, one line each. update: optimizer, learning rate and
-    schedule in words. run_id: the same after a resume. config: as in `config.yaml`, without secrets.
+    sample_every: every such step counts for metrics of training; `train/loss` is over all steps. max_seconds: the limit
+    of training time over all sessions. seconds_before, epochs_before: training of earlier sessions. choices: automatic
+    choices with their reasons, one line each. update: optimizer, learning rate and schedule as text. run_id: kept by a
+    resume. config: as in `config.yaml`, without secrets.
     """
 
     name: str
@@ -556,9 +561,12 @@ class Monitor(Protocol):
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a data set says of itself, for models and tasks that ask: of one input without the batch, of integer
-    targets, of a text. class_counts: the training samples of each class, where their labels are in memory. inputs: the
-    input columns of a table, each with what it holds."""
+    """Facts about a data set, for models and tasks.
+
+    shape: of one input, without the batch dimension. num_classes, class_names: of integer targets. bytes_per_token: of
+    a text. class_counts: training samples of each class, if labels are in memory. inputs: the input columns of a
+    table, with their kinds.
+    """
 
     shape: tuple[int, ...] | None = None
     num_classes: int | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trainrun.cli.main import main
-from trainrun.plots.compare import same_until
+from trainrun.plots.compare import describe_loss_difference
 from trainrun.runs.exceptional import code_state
 
 SHORT = (
@@ -37,11 +37,11 @@ def test_again_is_the_same_training_in_another_folder(run: Path, capsys: pytest.
     assert Path("second/config.yaml").read_text() == Path("first/config.yaml").read_text()
     assert main(["compare", "first", "second"]) == 0
     told = capsys.readouterr().out
-    assert "train/loss: the same, bit for bit, at all 3 steps that all have logged" in told
+    assert "losses are equal, bit for bit, at all 3 common log points" in told
     assert "environment: nothing differs\n\ndata: nothing differs" in told
     assert main(["compare", "first", "third", "--out", "there"]) == 0
     told = capsys.readouterr().out
-    assert "train/loss: another from step 2 on" in told
+    assert "losses differ from step 2 on" in told
     assert "optimizer.lr" in told
     assert Path("there/compare.html").is_file()
 
@@ -63,9 +63,9 @@ def test_losses_are_compared_where_they_are_means_of_the_same_steps() -> None:
         return SimpleNamespace(of=lambda kind: rows)
 
     resumed = {"whole": history(s4=1.0, s8=2.0, s12=3.0), "resumed": history(s4=1.0, s5=1.1, s8=1.9, s12=3.0)}
-    assert "the same, bit for bit, at all 2 steps" in same_until(resumed)
+    assert "equal, bit for bit, at all 2 common log points" in describe_loss_difference(resumed)
     resumed["whole"] = history(s4=1.0, s8=2.0, s12=3.1)
-    assert same_until(resumed) == "train/loss: another from step 12 on"
+    assert describe_loss_difference(resumed) == "losses differ from step 12 on"
 
 
 @pytest.mark.parametrize(

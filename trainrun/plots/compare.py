@@ -50,11 +50,11 @@ def compare(runs: list[RunDir], out: Path) -> RunComparison:
         drawings["compare_metrics.png"] = compare_picture("Metrics (faint: training)", histories, names)
     files = [canvas.save(drawing, out / name) for name, drawing in drawings.items() if drawing is not None]
     title = f"{len(runs)} runs side by side"
-    same = same_until(histories)
+    same = describe_loss_difference(histories)
     parts = [page.heading(title, level=1), page.table(head, rows), page.paragraph(same), page.pictures(files)]
     texts = [same]
     for name, facts in {"environment": environment_of, "data": data_of}.items():
-        found = differences({run: flat(facts(history)) for run, history in histories.items()})
+        found = difference_table({run: flat(facts(history)) for run, history in histories.items()})
         parts += [page.heading(f"{name}: what differs"), page.table(*found)] if found[1] else []
         texts.append(f"{name}:\n{text_table(*found)}" if found[1] else f"{name}: nothing differs")
     write_text(out / "compare.html", page.page(title, parts))
@@ -63,7 +63,7 @@ def compare(runs: list[RunDir], out: Path) -> RunComparison:
 
 
 def environment_of(history: History) -> dict[str, Any]:
-    """Versions, machine, device and the state of the code."""
+    """Return versions, machine, device and the state of the code of a run."""
     found, run = read_environment(history.run), history.run
     found = {name: value for name, value in found.items() if name not in ("command", "folder", "working_dir")}
     with suppress(OSError):
@@ -72,7 +72,7 @@ def environment_of(history: History) -> dict[str, Any]:
 
 
 def data_of(history: History) -> dict[str, Any]:
-    """Sizes, shapes, and a mark of the files."""
+    """Return sizes, shapes, and a fingerprint of the data files of a run."""
     found = {name: history.facts.get(name) for name in ("num_train", "num_val")}
     with suppress(ConfigError):
         found |= read_identity(history.run).get("data", {})
@@ -82,8 +82,8 @@ def data_of(history: History) -> dict[str, Any]:
     return found
 
 
-def differences(facts: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """A table of the facts that are not the same, a row each, with a column for each run."""
+def difference_table(facts: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return a table of the facts that differ: one row per fact, one column per run."""
     keys = differing_keys(list(facts.values()))
     few = [
         key for key in keys if not key.startswith("packages.") or all(key in one for one in facts.values())
@@ -96,8 +96,8 @@ def differences(facts: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[
     ]
 
 
-def same_until(histories: dict[str, History]) -> str:
-    """How far the training losses are those of the first run, to the last bit."""
+def describe_loss_difference(histories: dict[str, History]) -> str:
+    """Return a line on the first step at which the training losses of the runs differ, compared bit for bit."""
     losses = []
     for history in histories.values():
         rows = history.of("train")
@@ -110,12 +110,12 @@ def same_until(histories: dict[str, History]) -> str:
         return ""
     other = [steps for steps in both if len({one[steps] for one in losses}) > 1]
     if not other:
-        return f"train/loss: the same, bit for bit, at all {len(both)} steps that all have logged"
-    return f"train/loss: another from step {other[0][1]:,} on"
+        return f"losses are equal, bit for bit, at all {len(both)} common log points"
+    return f"losses differ from step {other[0][1]:,} on"
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:
-    """The folders without the part that all have in common."""
+    """Return the run folders without their common parent."""
     roots = [run.root.absolute() for run in runs]
     common = Path(os.path.commonpath([root.parent for root in roots]))
     return [root.relative_to(common).as_posix() for root in roots]
