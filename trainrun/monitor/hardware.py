@@ -96,7 +96,7 @@ class Hardware:
 
 
 class Sampler:
-    """One reading after the other; CPU percent is since the last one (100 is one core).
+    """Reads CPU, memory, disks and GPUs. CPU percent is since the previous reading (100 is one core).
 
     advice: what to install to see more. GPU values appear once this process uses CUDA.
     """

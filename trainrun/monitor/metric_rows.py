@@ -43,7 +43,7 @@ def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
 
 
 def sound_rows(path: Path) -> tuple[list[str], int]:
-    """The lines that are sound, as they stand, and the number of those that are damaged."""
+    """Return the valid lines, unchanged, and the number of damaged lines."""
     lines: list[str] = []
     whole = path.read_bytes().split(b"\n")[:-1]
     for line in whole:

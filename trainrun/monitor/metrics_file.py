@@ -74,7 +74,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def mend_end(path: Path) -> None:
-    """Take away a last line that was cut off, before anything is appended to it. No file is fine."""
+    """Remove an incomplete last line before rows are appended. Do nothing if there is no file."""
     if not path.exists():
         return
     with path.open("rb+") as file:

@@ -35,7 +35,7 @@ polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
 
 
 def page(title: str, parts: Iterable[str], refresh: float | None = None) -> str:
-    """A whole page that needs no other file. refresh: seconds after which it reloads itself."""
+    """Return an HTML page that needs no other file. refresh: seconds after which it reloads itself."""
     again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh:g}">\n'
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -55,13 +55,13 @@ def paragraph(text: str) -> str:
 
 
 def banner(state: str, message: str, bad: bool = False) -> str:
-    """The state of a run in a box, with the message of what ended it."""
+    """Return a box with the state of a run and the message of what ended it."""
     told = f": {message}" if message else ""
     return f'<p class="banner{" bad" * bad}"><strong>{escape(state)}</strong>{escape(told)}</p>'
 
 
 def pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """A table of names and values; nothing where there are no rows."""
+    """Return a table of names and values; empty if there are no rows."""
     if not rows:
         return ""
     body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>\n" for name, value in rows)
@@ -69,7 +69,7 @@ def pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def beside(parts: Iterable[str]) -> str:
-    """Components next to each other where the window is wide enough."""
+    """Return components side by side, if the window is wide enough."""
     return '<div class="beside">' + "".join(f"<div>{part}</div>\n" for part in parts if part) + "</div>"
 
 
@@ -90,7 +90,7 @@ def listing(title: str, lines: Sequence[str]) -> str:
 
 
 def written(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Samples of text, the newest first; nothing where there are none."""
+    """Return samples of text, the newest first; empty if there are none."""
     if not rows:
         return ""
     body = "".join(
@@ -107,14 +107,14 @@ def _sample(row: Mapping[str, Any]) -> str:
 
 
 def folded(title: str, text: str) -> str:
-    """Long text that opens with a click."""
+    """Return long text that opens with a click."""
     if not text:
         return ""
     return f"<details>\n<summary>{escape(title)}</summary>\n<pre>{escape(text)}</pre>\n</details>"
 
 
 def pictures(paths: Iterable[Path]) -> str:
-    """PNG files, kept inside the page."""
+    """Return PNG files embedded in the page."""
     images = "\n".join(_image(path) for path in paths)
     return f'{heading("Pictures")}\n<div class="pictures">\n{images}\n</div>' if images else ""
 

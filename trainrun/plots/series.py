@@ -33,7 +33,7 @@ class Series:
 
 
 def series_of(rows: Iterable[Row], name: str) -> Series:
-    """The column `name` over steps, of the rows that have it."""
+    """Return the column `name` over steps, from the rows that have it."""
     points = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))]
     table = np.asarray(points, dtype=np.float64).reshape(-1, 2)
     order = np.argsort(table[:, 0], kind="stable")
@@ -41,7 +41,7 @@ def series_of(rows: Iterable[Row], name: str) -> Series:
 
 
 def names_in(rows: Iterable[Row]) -> list[str]:
-    """All columns of the rows, in the order of their first appearance."""
+    """Return the names of all columns of the rows, in the order of their first appearance."""
     names: dict[str, None] = {}
     for row in rows:
         names.update(dict.fromkeys(row))
@@ -94,7 +94,7 @@ def is_noisy(series: Series) -> bool:
 
 
 def window_steps(series: Series) -> Floats:
-    """The steps that each log point stands for: those since the one before."""
+    """Return the number of steps since the previous log point, for each log point."""
     return np.maximum(np.diff(series.steps, prepend=0.0), 1.0)
 
 
@@ -132,6 +132,6 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
 
 
 def wants_log_scale(curves: Sequence[Series]) -> bool:
-    """More than two decades between the smallest and the largest value, and none below zero."""
+    """Return whether values span more than two decades and none is below zero."""
     values = np.concatenate([np.empty(0), *(curve.values[np.isfinite(curve.values)] for curve in curves)])
     return bool(len(values) and values.min() > 0 and values.max() > 100 * values.min())

@@ -28,13 +28,13 @@ NAMES = {
 
 
 def sample_rows(run: Components, state: TrainState, run_dir: RunDir) -> list[dict[str, Any]]:
-    """Rows of what the finished model predicts on its validation data. All ranks call it together."""
+    """Return the row of the confusion matrix on validation data, if there is one. All ranks call this together."""
     row = confusion_row(run, run_dir)
     return [] if row is None else [row | {"step": state.step}]
 
 
 def measured(run: Components, state: TrainState, run_dir: RunDir, session: Session) -> dict[str, Any]:
-    """What the run computed, how fast it could have been, and what was wasted."""
+    """Measure FLOP/s, the bottleneck, and the share of padding of a finished run."""
     long = state.seconds >= MIN_SECONDS and state.step >= MIN_STEPS
     work = measured_work(run) if long else None
     facts: dict[str, Any] = compute_facts(work, state.items / max(state.seconds, 1e-9))
@@ -58,7 +58,7 @@ def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float
 
 
 def limit_facts(found: ThroughputLimits, world_size: int) -> dict[str, Any]:
-    """Items a second of all ranks."""
+    """Return the measured limits in items per second of all ranks."""
     load, train = found.load * world_size, found.train * world_size
     rates = {"load_per_second": load, "train_per_second": train}
     return rates | {"reached": found.reached, "limit": found.limit}

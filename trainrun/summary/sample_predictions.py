@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 def confusion_row(run: Components, run_dir: RunDir) -> dict[str, Any] | None:
-    """The row of the confusion matrix; None if there are no classes. Sample predictions are written on rank 0."""
+    """Return the row of the confusion matrix, and write sample predictions on rank 0. None if there are no classes."""
     if run.val is None or not isinstance(run.task, Predicts):
         return None
     own = _tried(run, lambda: _predictions(run))
@@ -64,7 +64,7 @@ def _row(
 
 
 def _class_pairs(columns: dict[str, Tensor]) -> Pairs | None:
-    """Targets and predictions of this rank, where both are one class a sample."""
+    """Return targets and predictions of this rank, if both are one class per sample."""
     if "target" not in columns or "prediction" not in columns:
         return None
     target, prediction = columns["target"], columns["prediction"]
@@ -96,7 +96,7 @@ def _predictions(run: Components) -> tuple[dict[str, Tensor], Tensor | None]:
 
 
 def _images(batch: Any) -> Tensor | None:
-    """What stands first in a batch, if it is pictures: (B, 1 or 3, H, W)."""
+    """Return the first tensor of a batch if it holds pictures, (B, 1 or 3, H, W); else None."""
     inputs = next(iter(tensors_in(batch)), None)
     if inputs is None or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
         return None

@@ -29,7 +29,10 @@ MOST_SHARE = 0.005  # of the time of all steps, for that
 
 
 class ThroughputLimits(NamedTuple):
-    """load, train: items a second of this rank, each alone. reached: share of the lower one that the run had."""
+    """Throughput of loading alone and training alone, in items per second of one rank.
+
+    reached: the throughput of the run, as a share of the lower one.
+    """
 
     load: float
     train: float
@@ -41,7 +44,7 @@ class ThroughputLimits(NamedTuple):
 
 
 def throughput_limits(run: Components, session: Session) -> ThroughputLimits | None:
-    """None if the run is too short, or if its account of time does not tell."""
+    """Return the limits; None if the run is too short, or if its account of time does not separate the two."""
     seconds, items = session.seconds, session.items
     if session.steps < MIN_STEPS or not items or not seconds.get("forward"):
         return None
@@ -53,7 +56,7 @@ def throughput_limits(run: Components, session: Session) -> ThroughputLimits | N
 
 
 def ahead(run: Components) -> int:
-    """Batches that are read while others are trained on; 0 if each is read when it is asked for."""
+    """Return how many batches are read ahead of the training; 0 if each is read between two steps."""
     number, factor = readers(run), run.config.data.prefetch_factor
     return num_ahead(number, factor) if number and engine_of(run) == "threads" else number * factor
 
@@ -63,7 +66,7 @@ def engine_of(run: Components) -> str:
 
 
 def readers(run: Components) -> int:
-    """Threads or worker processes besides the training."""
+    """Return the number of threads or worker processes that read beside the training."""
     if isinstance(run.train, OpenedStream):
         return run.train.read_by.number
     data = run.config.data
@@ -72,12 +75,12 @@ def readers(run: Components) -> int:
 
 
 def start_seconds(run: Components) -> float:
-    """What it may take until the readers read; threads begin at once."""
+    """Return the seconds until worker processes read; threads start at once."""
     return 0.0 if engine_of(run) == "threads" else WORKER_START * readers(run)
 
 
 def padding_fraction(run: Components, state: TrainState, session: Session) -> float:
-    """The share of padding in the next batches; 0 if they do not say it, or if reading some would take too long."""
+    """Return the share of padding in the next batches; 0 if it is unknown, or if reading takes too long."""
     if not session.steps:
         return 0.0
     inline = not ahead(run)
@@ -103,7 +106,7 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
 
 
 def real_positions(batch: Any) -> Tensor | None:
-    """(B, T), 0 at padding; None if nothing says so."""
+    """Return the mask (B, T) of a batch, 0 at padding; None if the batch has none."""
     fields = batch_fields(batch)
     found = fields.get("attention_mask", fields.get("segment_ids"))
     return found if isinstance(found, Tensor) else None

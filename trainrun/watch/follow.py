@@ -50,7 +50,7 @@ class Follower:
         self.last_row = 0.0  # on our own clock: those of two machines differ
 
     def read(self) -> None:
-        """All rows since the last call; a file that became shorter (a resume cut it) is read again."""
+        """Read all rows since the last call. A file that became shorter after a resume is read again."""
         with contextlib.suppress(OSError), self.run.metrics.open("rb") as file:
             if file.seek(0, os.SEEK_END) < self._position:
                 self._begin()
@@ -134,7 +134,7 @@ class Follower:
 
     @property
     def why(self) -> str:
-        """Why it ended, once `state` has said that it did."""
+        """Return why the run ended, once `state` says that it did."""
         return str(self.summary.get("reason") or self.status.get("message") or "") if self._over else ""
 
     def _nobody(self) -> bool:
@@ -150,7 +150,7 @@ class Follower:
 
 
 def somebody_in(run: RunDir) -> bool | None:
-    """Whether the process that wrote the lock is there; None: it is one of another machine."""
+    """Return whether the process that wrote the lock is alive; None if it is on another machine."""
     try:
         owner = json.loads(run.lock.read_text(encoding="utf-8"))
         return psutil.pid_exists(owner["pid"]) if owner["host"] == socket.gethostname() else None

@@ -22,7 +22,7 @@ ENDED = ("done", "stopped", "failed", "dead")
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """The newest values, a mean for each column; what is not finite is a blank."""
+    """Return the newest values as a curve of characters, a mean per column; values that are not finite are blank."""
     size = max(1, -(-len(values) // width))
     groups = [[v for v in values[i : i + size] if abs(v) < float("inf")] for i in range(0, len(values), size)]
     means = [sum(group) / len(group) if group else None for group in groups]
@@ -64,7 +64,7 @@ class RunView:
         return Group(*parts)
 
     def lines(self) -> Iterator[str]:
-        """What is new since the last call."""
+        """Return new lines since the last call."""
         told = self.follower
         if told.facts and not self._began:
             self._began = True
