@@ -17,8 +17,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from trainrun.data import look as look_module
 from trainrun.data.engines.generators import GLOBAL_GENERATORS, NUMPY, PYTHON, TORCH
 from trainrun.data.facts import facts_of
-from trainrun.data.look import digest_of, look_at
+from trainrun.data.look import look_at
 from trainrun.data.pipeline import open_batches
+from trainrun.data.same_samples import digest_of
 from trainrun.data.stream_options import FirstInput, Look, StreamOptions
 from trainrun.errors import DataError
 from trainrun.runtime import child_process
@@ -202,13 +203,13 @@ def test_the_generators_that_samples_depend_on(read: Any, drawn_from: tuple[str,
     ],
 )
 def test_samples_that_differ_have_other_digests(left: Any, right: Any) -> None:
-    assert digest_of(left) != digest_of(right)
-    assert digest_of(left) == digest_of(left)
+    assert digest_of([left]) != digest_of([right])
+    assert digest_of([left]) == digest_of([left])
 
 
 def test_what_holds_no_numbers_counts_by_its_type() -> None:
-    assert digest_of((object(), None)) == digest_of((object(), None))
-    assert digest_of(torch.tensor([float("nan")])) == digest_of(torch.tensor([float("nan")]))
+    assert digest_of([(object(), None)]) == digest_of([(object(), None)])
+    assert digest_of([torch.tensor([float("nan")])]) == digest_of([torch.tensor([float("nan")])])
 
 
 def draws_late(index: int) -> torch.Tensor:

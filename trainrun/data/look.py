@@ -11,7 +11,6 @@ when not: a fork is not safe. That is on systems without it, after CUDA was star
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +18,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import Preparation, is_integer, map_leaves, of_numbers
-from trainrun.data.cache.samples import NotKept, take_apart
 from trainrun.data.engines.batch_reader import (
     FILLERS_TRIED,
     BatchReader,
@@ -32,6 +29,7 @@ from trainrun.data.engines.batch_reader import (
     Recipe,
 )
 from trainrun.data.engines.generators import GLOBAL_GENERATORS, RecordDraws
+from trainrun.data.same_samples import digest_of
 from trainrun.data.scale import Scale
 from trainrun.data.sequences.lengths import (
     Measured,
@@ -255,32 +253,11 @@ class _SampleReads:
         return Look(first, "", seconds, busy, self._sample_bytes, drawn_from, moved, tuple(self._changes))
 
 
-def _digests(reader: BatchReader, row: int) -> tuple[bytes, bytes]:
+def _digests(reader: BatchReader, row: int) -> tuple[str, str]:
     """Read a sample. Returns digests of it as the data set and as the transform gives it."""
     sample = reader.read_sample(0, row)
-    raw = digest_of(sample)
-    return raw, digest_of(reader.transform_sample(sample, 0, row))
-
-
-def digest_of(sample: Any) -> bytes:
-    """Hash the numbers and texts of a sample; what holds neither counts by its type alone."""
-    digest = hashlib.blake2b(digest_size=16)
-
-    def add(leaf: Any) -> Any:
-        leaf = np.asarray(leaf) if hasattr(leaf, "__array_interface__") else leaf  # a picture, too
-        try:
-            _, kinds, buffers = take_apart(leaf)
-        except NotKept:
-            digest.update(repr(type(leaf)).encode())
-            return leaf
-        digest.update(repr(kinds).encode())
-        for buffer in buffers:
-            digest.update(buffer.data)
-        return leaf
-
-    with torch.no_grad():
-        map_leaves(sample, add)
-    return digest.digest()
+    raw = digest_of([sample])
+    return raw, digest_of([reader.transform_sample(sample, 0, row)])
 
 
 def _first_input(reader: BatchReader, skips: bool) -> tuple[FirstInput | None, str]:

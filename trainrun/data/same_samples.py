@@ -27,9 +27,10 @@ def digest_of(samples: Sequence[Any]) -> str:
     def add(leaf: Any) -> Any:
         digest.update(type(leaf).__qualname__.encode())
         try:
-            _, (about,), (buffer,) = take_apart(leaf)
-            digest.update(repr(about).encode())
-            digest.update(buffer.data)
+            _, kinds, buffers = take_apart(leaf)
+            digest.update(repr(kinds).encode())
+            for buffer in buffers:
+                digest.update(buffer.data)
         except NotKept:
             with suppress(Exception):  # what is called tobytes may be anything
                 objects = getattr(getattr(leaf, "dtype", None), "hasobject", False)

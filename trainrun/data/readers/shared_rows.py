@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from trainrun.data.engines.batch_reader import BatchReader
-from trainrun.data.look import digest_of, forks, reading_recipe
+from trainrun.data.look import forks, reading_recipe
+from trainrun.data.same_samples import digest_of
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Column, Columns, columns_of, is_mapped, rows_in_memory
 from trainrun.errors import DataError
@@ -110,16 +111,16 @@ def count_shared_samples(
 
 def shared_samples(train: BatchReader, other: BatchReader) -> SharedRows:
     """Compare hashes of samples. They are read in turns, so that few of a slow source are as many of each."""
-    known: dict[bytes, int] = {}
+    known: dict[str, int] = {}
     digests = []
     rows, other_rows = likely_rows(train.number), likely_rows(other.number)
     end = perf_counter() + READ_SECONDS
     for place in range(max(len(rows), len(other_rows))):
         if place < len(rows):
-            digest = digest_of(train.read_sample(0, rows[place]))
+            digest = digest_of([train.read_sample(0, rows[place])])
             known[digest] = known.get(digest, 0) + 1
         if place < len(other_rows):
-            digests.append(digest_of(other.read_sample(0, other_rows[place])))
+            digests.append(digest_of([other.read_sample(0, other_rows[place])]))
         if perf_counter() > end:
             break
     shared = sum(digest in known for digest in digests)
