@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from trainrun.data.readers import shared_rows
 from trainrun.data.readers.pictures import image_folder
 from trainrun.data.readers.records import webdataset
 from trainrun.data.readers.shared_rows import (
@@ -32,6 +33,13 @@ OPTIONS = {
 }
 X = torch.randn(200, 3, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(200) % 4
+
+
+@pytest.fixture(autouse=True)
+def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are read until all are compared, however long that takes."""
+    monkeypatch.setattr(shared_rows, "READ_SECONDS", 60.0)
+    monkeypatch.setattr(shared_rows, "CHILD_SECONDS", 60.0)
 
 
 def pair(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
