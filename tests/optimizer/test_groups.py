@@ -239,11 +239,6 @@ def above_by_prefix(model: nn.Module) -> dict[str, int]:
              "heads.1": 0, "places": 4},
         ),
         (
-            Stages(),
-            {"conv": 7, "layer1.0": 6, "layer1.1": 5, "layer2.0": 4, "layer2.1": 3, "layer2.2": 2, "layer3.0": 1,
-             "fc": 0},
-        ),
-        (
             Gpt(11, context=8, layers=2, width=8, heads=2),
             {"tokens": 3, "blocks.0": 2, "blocks.1": 1, "norm": 0},
         ),
@@ -269,8 +264,9 @@ def test_the_depth_of_every_part(model: nn.Module, wanted: dict[str, int]) -> No
          "two rows of layers, from text.blocks.0 and from image.blocks.0 on, so the depth is not clear"),
         (nn.ModuleDict({name: nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3)) for name in ("a", "b")}),
          "two rows of layers, from a.0 and from b.0 on"),
-        (nn.Linear(2, 2), "no torch.nn.ModuleList or torch.nn.Sequential of several layers"),
-        (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "no torch.nn.ModuleList or torch.nn.Sequential of several"),
+        (Stages(), "two rows of layers, from layer2.0 and from layer1.0 on"),
+        (nn.Linear(2, 2), "no blocks that are numbered"),
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "no blocks that are numbered"),
     ],
 )  # fmt: skip
 def test_where_the_depth_is_not_clear_it_is_refused(model: nn.Module, message: str) -> None:

@@ -1,123 +1,99 @@
-"""How deep in a model each parameter is: the stem, the blocks in their order, and the head."""
+"""How deep in a model each parameter is: what comes before its numbered blocks, the blocks in order, and the head."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
 from trainrun.errors import ConfigError
 
 SHOWN = 3
-
-
-class LayerRow(NamedTuple):
-    """Layers one after the other. parent: the prefix of what holds them; layers: by prefix."""
-
-    parent: str
-    layers: dict[str, nn.Module]
-
-    def stem(self) -> str:
-        """The name of what has the layers, without numbers: `layer` of `layer1` and `layer2`."""
-        inside = next(iter(self.layers)).removeprefix(f"{self.parent}.".lstrip("."))
-        return re.sub(r"\d", "", inside.partition(".")[0])
-
-    def kinds(self) -> set[type[nn.Module]]:
-        """Classes of the layers that have layers of their own."""
-        return {type(layer) for layer in self.layers.values() if is_composite(layer)}
+Row = dict[str, nn.Module]  # numbered layers beside each other, by their names in the model
 
 
 def layers_above(
     model: nn.Module, members: Collection[nn.Parameter], key: str
 ) -> tuple[dict[nn.Parameter, int], str]:
-    """How many layers stand above that of each member, and in words which were found.
+    """Return how many layers are above that of each member, and a text of the layers.
 
-    The layers are the blocks of the longest ModuleList or Sequential; those beside it with blocks of the same class,
-    and the same name but for a number (the stages of a ResNet), go on with the counting. What comes before the first
-    block is one layer, and so are embeddings; what comes after the last is another. Where no block is repeated, each
-    layer of a Sequential counts; a norm counts with the layer before it.
-    Raises ConfigError: there are no such layers, or two rows of them (encoder and decoder, two towers).
+    What comes before the first block is depth 0, and so are embeddings; what comes after the last block is one depth
+    more. A norm counts with the layer before it. Raise ConfigError if the model has no numbered blocks, or two rows.
     """
     own = set(members)
-    rows = [row for row in rows_of(model) if own.intersection(params_of(row.layers.values()))]
-    place = numbered(chosen_rows(rows, key))
-    num_layers = max(place.values())
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    embeddings = set(params_of(module for module in model.modules() if isinstance(module, kinds)))
+    blocks = block_classes(model)
+    rows = [
+        row
+        for row in numbered_rows(model, blocks)
+        if own & {param for layer in row.values() for param in layer.parameters()}
+    ]
+    depth_of_layer = number_layers(choose_row(rows, blocks, key))
+    num_layers = max(depth_of_layer.values())
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    embeddings = {param for table in tables for param in table.parameters()}
     depths: dict[nn.Parameter, int] = {}
     names: dict[int, list[str]] = {}
     latest = 0
     for name, param in model.named_parameters():
         if param not in own:
             continue
-        inside = next((place[prefix] for prefix in prefixes(name) if prefix in place), None)
-        if inside is not None:
-            depth = latest = inside
+        layer = next((layer for layer in depth_of_layer if name.startswith(f"{layer}.")), None)
+        if layer is not None:
+            depth = latest = depth_of_layer[layer]
         elif param in embeddings or not latest:
             depth = 0
         else:
             depth = latest if latest < num_layers else num_layers + 1
         depths[param] = depth
         names.setdefault(depth, []).append(name)
-    first, last = (next(prefix for prefix, depth in place.items() if depth == end) for end in (1, num_layers))
-    told = [f"depth 0 {brief(names[0])}"] if 0 in names else []
-    told.append(f"depths 1 to {num_layers} {first} ... {last}")
-    told += [f"depth {depth} {brief(names[depth])}" for depth in names if depth > num_layers]
-    top = max(depths.values())
-    return {param: top - depth for param, depth in depths.items()}, ", ".join(told)
+    layers = list(depth_of_layer)
+    parts = [f"depth 0 {brief(names[0])}"] if 0 in names else []
+    last = next(layer for layer in layers if depth_of_layer[layer] == num_layers)
+    parts.append(f"depths 1 to {num_layers} {layers[0]} ... {last}")
+    parts += [f"depth {depth} {brief(names[depth])}" for depth in names if depth > num_layers]
+    deepest = max(depths.values())
+    return {param: deepest - depth for param, depth in depths.items()}, ", ".join(parts)
 
 
-def rows_of(module: nn.Module, prefix: str = "", parent: str = "") -> Iterator[LayerRow]:
-    """Every row of layers, in order; none inside of a repeated block, whose own parts are no depth (experts, heads)."""
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        row = LayerRow(parent, dict(layers_of(module, prefix)))
+def block_classes(model: nn.Module) -> set[type[nn.Module]]:
+    """Return the classes, made of layers, of which the model has several under numbers."""
+    composite = [
+        type(module)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2].isdigit() and next(module.children(), None) is not None
+    ]
+    return {kind for kind, count in Counter(composite).items() if count > 1}
+
+
+def numbered_rows(module: nn.Module, blocks: set[type[nn.Module]], prefix: str = "") -> Iterator[Row]:
+    """Yield the layers of each module that are named by numbers; none inside blocks (experts, heads)."""
+    children = {f"{prefix}.{name}".lstrip("."): child for name, child in module.named_children()}
+    numbered = {name: child for name, child in children.items() if name.rpartition(".")[2].isdigit()}
+    row = {name: child for name, child in numbered.items() if next(child.parameters(), None) is not None}
+    if row:
         yield row
-        if is_repeated([row]):
-            return
-    for name, child in module.named_children():
-        yield from rows_of(child, f"{prefix}.{name}".lstrip("."), prefix)
+    for name, child in children.items():
+        if name not in row or type(child) not in blocks:
+            yield from numbered_rows(child, blocks, name)
 
 
-def layers_of(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Its children with parameters; in place of a Sequential of blocks those blocks."""
-    for name, child in container.named_children():
-        inner = f"{prefix}.{name}".lstrip(".")
-        if isinstance(child, nn.Sequential) and any(map(is_composite, child.children())):
-            yield from layers_of(child, inner)
-        elif next(child.parameters(), None) is not None:
-            yield inner, child
-
-
-def chosen_rows(rows: list[LayerRow], key: str) -> list[LayerRow]:
-    """The longest row, with those beside it that go on with it."""
-    beside = [[other for other in rows if other.parent == row.parent] for row in rows]
-    alike = [
-        [other for other in family if other.kinds() & row.kinds()]
-        for row, family in zip(rows, beside, strict=True)
-    ]
-    repeated = [family for family in alike if is_repeated(family)]
-    blocks = tuple(f"{prefix}." for family in repeated for row in family for prefix in row.layers)
-    families = [family for family in repeated if not is_inside(family, blocks)] or beside
-    lengths = [max(numbered(family).values(), default=0) for family in families]
-    if max(lengths, default=0) < 2:
+def choose_row(rows: list[Row], blocks: set[type[nn.Module]], key: str) -> Row:
+    """Return the longest row of blocks, or of layers if there is none. ConfigError: there are none, or several rows."""
+    candidates = [row for row in rows if blocks & set(map(type, row.values()))] or rows
+    length = max((number_of_layers(row) for row in candidates), default=0)
+    if length < 2:
         raise ConfigError(
-            f"{key}: the model has no torch.nn.ModuleList or torch.nn.Sequential of several layers, by which the "
-            "depth could be told; name parameters and their rates in groups"
+            f"{key}: the model has no blocks that are numbered (torch.nn.ModuleList, torch.nn.Sequential), which give "
+            "the depth; name parameters and their rates in groups"
         )
-    best = families[lengths.index(max(lengths))]
-    inside = tuple(f"{prefix}." for row in best for prefix in row.layers)
-    rivals = [
-        family[0]
-        for family, length in zip(families, lengths, strict=True)
-        if family[0] not in best and not is_inside(family, inside) and 2 * length >= max(lengths)
+    best = next(row for row in candidates if number_of_layers(row) == length)
+    outside = [
+        row for row in candidates if not next(iter(row)).startswith(tuple(f"{name}." for name in best))
     ]
-    if is_repeated(best):  # `text` and `image`, or `encoder` and `decoder`
-        rivals += [row for row in best if row.stem() != best[0].stem()]
+    rivals = [row for row in outside if row is not best and 2 * number_of_layers(row) >= length]
     if rivals:
-        first, second = (next(iter(row.layers)) for row in (best[0], rivals[0]))
+        first, second = next(iter(best)), next(iter(rivals[0]))
         raise ConfigError(
             f"{key}: two rows of layers, from {first} and from {second} on, so the depth is not clear; name "
             "parameters and their rates in groups"
@@ -125,48 +101,18 @@ def chosen_rows(rows: list[LayerRow], key: str) -> list[LayerRow]:
     return best
 
 
-def is_inside(rows: list[LayerRow], places: tuple[str, ...]) -> bool:
-    return f"{rows[0].parent}.".startswith(places)
-
-
-def is_repeated(rows: list[LayerRow]) -> bool:
-    """Whether some class of blocks occurs several times in them."""
-    return (
-        max(
-            Counter(
-                type(layer) for row in rows for layer in row.layers.values() if is_composite(layer)
-            ).values(),
-            default=0,
-        )
-        > 1
-    )
-
-
-def numbered(rows: list[LayerRow]) -> dict[str, int]:
-    """The depth of each layer by prefix, from 1 on; one with vectors alone has that of the layer before it."""
-    found: dict[str, int] = {}
+def number_layers(row: Row) -> dict[str, int]:
+    """Return the depth of each layer, from 1 on; one with vectors alone has that of the layer before it."""
+    depths: dict[str, int] = {}
     depth = 0
-    for row in rows:
-        for prefix, layer in row.layers.items():
-            depth += any(param.ndim > 1 for param in layer.parameters())
-            found[prefix] = depth
-    return found
+    for name, layer in row.items():
+        depth += any(param.ndim > 1 for param in layer.parameters())
+        depths[name] = depth
+    return depths
 
 
-def params_of(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    for module in modules:
-        yield from module.parameters()
-
-
-def is_composite(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
-
-
-def prefixes(name: str) -> Iterator[str]:
-    """`a.b`, `a` of `a.b.c`."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
+def number_of_layers(row: Row) -> int:
+    return max(number_layers(row).values(), default=0)
 
 
 def brief(names: list[str]) -> str:

@@ -9,7 +9,9 @@ when not: networks without a hidden matrix (refused); fine-tuning of what AdamW 
     mathematics, so nothing chooses it by itself. On a CPU the products are a visible part of a small step.
 source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; one learning rate for both parts as in Liu et
     al. 2025, arXiv 2502.16982 (`adjust_lr_fn=match_rms_adamw`).
-gain: modded-nanogpt reached its target loss in 24.9 instead of 31.4 minutes with it (8 H100); here not measured.
+gain: modded-nanogpt reached its target loss in 24.9 instead of 31.4 minutes with it (8 H100). `torch.optim.Muon`
+    rounds to bfloat16 on every device and takes no filters. On a CPU without bfloat16 units its step took 4.2 times
+    as long as this one (512 x 512: 145 ms, 34 ms; one Xeon core, torch 2.13).
 """
 
 from __future__ import annotations
