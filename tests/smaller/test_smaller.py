@@ -270,6 +270,16 @@ def test_a_quantized_run(workdir: Path, mode: str, capsys: pytest.CaptureFixture
     assert "something is there already" in capsys.readouterr().err
 
 
+def test_a_worse_metric_is_marked(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT]) == 0
+    assert main(["prune", "run", "--amount", "0.99", "--out", "small"]) == 0
+    monitored = load_run("run").config.checkpoint.monitor or "val/acc"
+    lines = {
+        line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("val/")
+    }
+    assert lines[monitored].split()[-1] == "WORSE"
+
+
 @pytest.mark.parametrize("words", [["--structured"], []], ids=["channels", "weights"])
 def test_a_pruned_run_goes_on(workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trainer.ema=true", *SHORT]) == 0

@@ -187,9 +187,12 @@ def compare_runs(run: RunDir, before: Measurement, parts: Components) -> int:
 
 def print_comparison(before: Measurement, after: Measurement, parts: Components) -> None:
     """Print a table of metrics, size, latency of one sample and throughput of a batch, before and after."""
-    rows = [
-        (name, f"{value:.5g}", f"{after.metrics[name]:.5g}", "") for name, value in before.metrics.items()
-    ]
+    best, rows = parts.triggers.best, []
+    for name, value in before.metrics.items():
+        new_value = after.metrics[name]
+        is_worse = new_value > value if best.mode == "min" else new_value < value
+        verdict = "WORSE" if name == best.metric and is_worse else ""
+        rows.append((name, f"{value:.5g}", f"{new_value:.5g}", verdict))
     share = f"{after.num_bytes / before.num_bytes:.2f}x"
     rows.append(("weights", f"{before.num_bytes / 1e3:,.1f} kB", f"{after.num_bytes / 1e3:,.1f} kB", share))
     untimed = ""
