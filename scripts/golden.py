@@ -46,7 +46,7 @@ CASES: dict[str, list[str]] = {
     "resnet": ["model=resnet", "model.width=8", "data.batch_size=16", "trainer.channels_last=true", "optimizer=sgd"],
     "bf16": ["precision=bf16-mixed", "trainer.gradient_clip_val=0.5"],
     "fp16": ["precision=16-mixed", "trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.5"],
-    "master": ["precision=bf16-true", "precision.master_weights=true", "scheduler=warmup_cosine"],
+    "16 bits": ["precision=bf16-true", "scheduler=warmup_cosine"],
     "ranks": ["parallel=ddp", "parallel.devices=2", "trainer.accumulate_grad_batches=2"],
     "ema": ["trainer.ema=true", "trainer.ema.decay=0.9", "optimizer=muon", "scheduler=onecycle"],
     "bucket": [*SEQUENCES, "data.padding=bucket", "model.dropout=0.1"],

@@ -31,14 +31,8 @@ KINDS = {
     "adam": [],
     "average": ["trainer.ema.enabled=true", "trainer.ema.decay=0.9"],
     "16 bits averaged": ["trainer.ema.enabled=true", "precision=bf16-true"],
-    "masters": ["precision=bf16-true", "precision.master_weights=true"],
     "scaled": ["precision=16-mixed"],
     "batch norm": ["model=cnn", "model.width=2", "trainer.channels_last=true", "data.batch_size=8"],
-    "in backward": [
-        "trainer.optimizer_in_backward=true",
-        "trainer.nan_policy=ignore",
-        "trainer.out_of_memory=stop",
-    ],
     "muon": ["optimizer=muon"],
     "replaced": ["optimizer=sgd", "optimizer._target_=test_snapshot.Replacing", "optimizer.momentum=0.9"],
 }

@@ -182,7 +182,7 @@ def test_a_step_in_one_graph_takes_no_hook(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("more",
     [
         [], ["optimizer=sgd", "optimizer.momentum=0.9"], ["trainer.ema=true", "optimizer.no_decay=auto"],
-        ["precision=bf16-true", "precision.master_weights=true", "trainer.accumulate_grad_batches=1"],
+        ["precision=bf16-true", "trainer.accumulate_grad_batches=1"],
     ],
 )  # fmt: skip
 def test_unfrozen_parameters_enter_as_if_they_had_come_just_then(workdir: Path, more: list[str]) -> None:
@@ -282,8 +282,6 @@ def test_two_ranks_freeze_and_unfreeze_as_one_does() -> None:
         ([*THAW[:1], "model.unfreeze_at=1.5epoch"], "model.unfreeze_at=1.5epoch: must be whole epochs"),
         ([*THAW[:1], "model.freeze_norm=true"], "model.freeze_norm=true: no batch norm is frozen"),
         ([*THAW, "trainer.compile=step"], "does not go with model.unfreeze_at"),
-        (["trainer.optimizer_in_backward=true", "trainer.nan_policy=ignore", "trainer.out_of_memory=stop",
-          "monitor.histograms_every_n_steps=1"], "and monitor.histograms_every_n_steps looks at them before"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_frozen_or_seen_is_refused(
@@ -322,9 +320,7 @@ CHANGED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["precision=bf16-true"], ["precision=bf16-true", "precision.master_weights=true"]]
-)
+@pytest.mark.parametrize("words", [[], ["precision=bf16-true"]])
 def test_weights_that_a_hook_sets_are_those_that_the_next_update_begins_with(
     workdir: Path, words: list[str]
 ) -> None:

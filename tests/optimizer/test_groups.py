@@ -21,9 +21,6 @@ from trainrun.optimizer.groups import GroupRules, without_decay
 from trainrun.optimizer.layer_depth import layers_above
 from trainrun.optimizer.muon import Muon
 from trainrun.optimizer.plain_step import FusedAdam, plain_step
-from trainrun.precision.in_backward import InBackward
-from trainrun.precision.master_weights import Shadow
-from trainrun.precision.update import Update
 
 HEAD = {"params": "layers.4.*", "lr": 0.02, "weight_decay": 0.3}
 RULES = GroupRules("optimizer", [HEAD], "auto", 0.5)
@@ -80,26 +77,6 @@ def test_groups_of_the_settings_are_those_written_by_hand(
         "optimizer.layer_decay=0.5: depths 1 to 3 layers.0 ... layers.4; lr x 0.25 to 1",
         f"optimizer: {factory.__name__}: 4 tensors decay, 2 do not, 5 groups",
     ]
-
-
-def test_the_update_in_the_backward_and_on_copies_take_groups() -> None:
-    results = []
-    for way in ("plain", "backward", "copies"):
-        model = network()
-        precision: Any = Update(model, torch.device("cpu"), nan_policy="ignore")
-
-        def build(model: nn.Module = model) -> Optimizer:
-            return build_optimizer(AdamW, {"lr": 0.01, "weight_decay": 0.1}, model, rules=RULES)[0]
-
-        if way == "copies":
-            precision = Shadow(precision, model, torch.float32)
-            optimizer = precision.built(build)
-        else:
-            optimizer = build()
-            precision = InBackward(precision, optimizer, model) if way == "backward" else precision
-        results.append(trained(model, lambda p=precision, o=optimizer: p.optimizer_step(o, False)))
-    assert all(map(torch.equal, results[0], results[1]))
-    assert all(map(torch.equal, results[0], results[2]))
 
 
 def test_muon_keeps_both_its_rates() -> None:

@@ -289,9 +289,8 @@ def trained(name: str, *words: str) -> dict[str, Tensor]:
         ("optimizer=adamw", "trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1"),
         ("optimizer=muon", "trainer.ema=true"),
         ("precision=bf16-mixed",),
-        ("precision=bf16-true", "precision.master_weights=true"),
+        ("precision=bf16-true",),
         ("precision=16-mixed", "optimizer=sgd"),
-        ("trainer.optimizer_in_backward=true", "trainer.nan_policy=ignore", "trainer.out_of_memory=stop"),
     ],
 )
 def test_a_run_does_not_depend_on_strides(own: None, words: tuple[str, ...]) -> None:

@@ -17,7 +17,6 @@ from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.group import Group
 from trainrun.parallel.worker import run_as_rank
-from trainrun.precision.master_weights import Shadow
 from trainrun.precision.update import Update
 from trainrun.runs.run_folder import RunDir, write_json
 from trainrun.runtime.signals import StopFlag
@@ -137,21 +136,6 @@ def wrap_quietly(parallel: Ddp, seen: dict[str, Any]) -> None:
     seen["no_gradient_after_wrap"] = all(parameter.grad is None for parameter in model.parameters())
 
 
-def update_copies(parallel: Ddp, seen: dict[str, Any]) -> None:
-    """Weights whose updates happen on copies of another type, each rank with other data."""
-    model = nn.Linear(4, 2).bfloat16()
-    wrapped = (again := another(parallel)).wrap(model)
-    shadow = Shadow(Update(model, parallel.device), model, torch.float32)
-    optimizer = shadow.built(lambda: torch.optim.SGD(model.parameters(), lr=0.1))
-    generator = torch.Generator().manual_seed(parallel.rank)
-    for _ in range(3):
-        with again.sync_gradients(last=True):
-            out = wrapped(torch.randn(8, 4, generator=generator).bfloat16())
-            shadow.backward(out.float().square().sum(), 0.1)
-        shadow.optimizer_step(optimizer, want_norm=False)
-    seen["copies"] = [copy.tolist() for copy in shadow.state_dict()["master"].values()]
-
-
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +211,6 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     follow_buffers(parallel, seen)
     resume(parallel, seen)
     wrap_quietly(parallel, seen)
-    update_copies(parallel, seen)
     leave_parameters_unused(parallel, seen)
     look_up_sparsely(parallel, seen)
     train_what_was_frozen(parallel, seen)

@@ -127,10 +127,6 @@ def test_wrapping_draws_no_random_number_and_leaves_no_gradient(results: list[di
     assert all(seen["random_state_kept"] and seen["no_gradient_after_wrap"] for seen in results)
 
 
-def test_gradients_for_copies_of_another_type_are_exchanged(results: list[dict[str, Any]]) -> None:
-    assert all(seen["copies"] == results[0]["copies"] for seen in results)
-
-
 def test_unused_parameters_name_the_key(results: list[dict[str, Any]]) -> None:
     for seen in results:
         assert seen["unused"][0] == "PluginError"

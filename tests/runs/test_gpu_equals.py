@@ -29,7 +29,6 @@ TEXT = (
 BLOCKS = (*TEXT, "data.train.block_size=64", "data.batch_size=16")
 LINES = (*TEXT, "data.train.kind=lines", "data.max_sequence_length=64", "data.batch_size=16")
 CLIPPED = ("trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.1")
-IN_BACKWARD = ("trainer.nan_policy=ignore", "trainer.out_of_memory=stop")
 TOLERANCE = 1e-9
 AUGMENT = "data.augment"
 NAMES = "trainrun.data.augment"
@@ -49,14 +48,12 @@ def weights_after(device: str, *words: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("words", "technique"),
     [
-        ((*CNN, *CLIPPED), ("trainer.cpu_offload=optimizer",)),
         ((*CNN, "trainer.ema=true", "trainer.ema.decay=0.9"), ("trainer.cpu_offload=parameters",)),
         more((*BLOCKS, "optimizer=adamw"), ("trainer.cpu_offload=parameters",)),
         more(CNN, ("trainer.activation_offload=true",)),
         (BLOCKS, ("trainer.activation_offload=true",)),
         ((*BLOCKS, "model.dropout=0.1"), ("trainer.gradient_checkpointing=full",)),
         ((*BLOCKS, "model.dropout=0.1"), ("trainer.gradient_checkpointing=selective",)),
-        ((*CNN, *IN_BACKWARD), ("trainer.optimizer_in_backward=true",)),
         (CNN, ("trainer.channels_last=true",)),
         more(CNN, ("data.engine=workers", "data.num_workers=2")),
         (CNN, ("data.engine=threads", "data.num_threads=2")),
@@ -119,11 +116,8 @@ def test_the_way_changes_little_in_the_types_of_every_day(
         more(DIGITS, ()),
         more((*DIGITS, "model=cnn", "model.norm=none", *CLIPPED), ()),
         more((*DIGITS, "model=cnn", "model.width=8"), ("parallel.sync_batchnorm=true",)),
-        more((*DIGITS, "trainer.ema=true"), ("trainer.cpu_offload=optimizer",)),
-        (
-            (*DIGITS, "model=cnn", "model.width=8", "trainer.ema=true"),
-            ("parallel.sync_batchnorm=true", "trainer.cpu_offload=optimizer"),
-        ),
+        more((*DIGITS, "trainer.ema=true"), ()),
+        ((*DIGITS, "model=cnn", "model.width=8", "trainer.ema=true"), ("parallel.sync_batchnorm=true",)),
     ],
 )
 def test_two_ranks_under_nccl_are_one(words: tuple[str, ...], technique: tuple[str, ...]) -> None:

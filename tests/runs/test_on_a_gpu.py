@@ -102,7 +102,7 @@ def test_a_run_stopped_anywhere_ends_with_the_same_bits(own: Path, step: int, pr
     assert whole[1] == resumed[1]
 
 
-@pytest.mark.parametrize("words", [(), more(("precision=bf16-true", "precision.master_weights=true"))])
+@pytest.mark.parametrize("words", [(), more(("precision=bf16-true",))])
 def test_one_rank_under_nccl_is_the_run_without_ranks(words: tuple[str, ...]) -> None:
     alone = run(*SHORT, "model=cnn", *REPEATS, *words)
     rank = run(*SHORT, "model=cnn", *REPEATS, *words, "parallel=ddp", "parallel.devices=1")
@@ -204,17 +204,15 @@ def test_gradients_add_up_under_cuda_graphs_of_inductor() -> None:
     "words",
     [
         (*SHORT, "model=cnn", "trainer.gradient_clip_val=1.0", "trainer.ema=true", "trainer.nan_policy=stop"),
-        (*SHORT, "model=mlp", "precision=bf16-true", "precision.master_weights=true"),
+        (*SHORT, "model=mlp", "precision=bf16-true"),
         (*TEXT, "data.engine=threads", "data.num_threads=1"),
         (*TEXT, "data.cache=memory"),
         (*SHORT, "model=mlp", "trainer.cuda_graphs=true"),
-        (*SHORT, "model=cnn", "trainer.cpu_offload=optimizer", "trainer.gradient_clip_val=1.0"),
         (*SHORT, "model=mlp", "optimizer=muon"),
     ],
 )
 def test_no_step_waits_for_the_gpu(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """But the first ones, in which models and batches are looked at, and those that are recorded; and where the update
-    happens on the host, for the gradients, once and on purpose."""
+    """But the first ones, in which models and batches are looked at, and those that are recorded."""
     monkeypatch.setattr(building, "seen_step", lambda config, step, *rest: strictly(step, first=6))
     run(*words, "monitor.log_every_n_steps=10")
 

@@ -29,7 +29,7 @@ NANOGPT = (
         ("trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.1", "ema=true"),
         ("scheduler=warmup_cosine", "scheduler.warmup_steps=2", "precision=bf16-mixed"),
         ("scheduler=exponential", "optimizer.foreach=true"),
-        ("scheduler=step", "scheduler.step_size=2", "precision=bf16-true", "precision.master_weights=true"),
+        ("scheduler=step", "scheduler.step_size=2", "precision=bf16-true"),
     ],
     ids=" ".join,
 )

@@ -95,10 +95,6 @@ CASES = {
     "an own step": ("scheduler=linear", f"step._target_={HERE}.own_step"),
     "accumulation": ("scheduler=cosine", "trainer.accumulate_grad_batches=2"),
     "two groups": ("scheduler=cosine", "optimizer.no_decay=auto"),
-    "in the backward": (
-        "scheduler=cosine", "trainer.optimizer_in_backward=true", "trainer.nan_policy=ignore",
-        "trainer.out_of_memory=stop",
-    ),
     "several optimizers": NAMED,
 }  # fmt: skip
 
@@ -106,19 +102,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_rate_of_a_row_is_the_one_of_its_update(name: str, tmp_path: Path) -> None:
     USED.clear()
-    look = () if name == "in the backward" else (f"hook.look._target_={HERE}.Look",)
+    look = f"hook.look._target_={HERE}.Look"
     run = trainrun.train(
-        *QUIET, "monitor.log_every_n_steps=1", "data.batch_size=200", "trainer.max_epochs=3", *look,
+        *QUIET, "monitor.log_every_n_steps=1", "data.batch_size=200", "trainer.max_epochs=3", look,
         "trainer.check_task=false", *CASES[name], f"output_dir={tmp_path / 'run'}",
     )  # fmt: skip
     rows = [row for row in run.metrics if row["kind"] == "train"]
-    if name == "in the backward":
-        whole = trainrun.train(
-            *QUIET, "monitor.log_every_n_steps=1", "data.batch_size=200", "trainer.max_epochs=3", "scheduler=cosine",
-            f"output_dir={tmp_path / 'whole'}",
-        )  # fmt: skip
-        assert [row["lr"] for row in rows] == [row["lr"] for row in whole.metrics if row["kind"] == "train"]
-        return
     if name == "several optimizers":  # each has looked
         pairs = list(zip(USED[::2], USED[1::2], strict=True))
         assert len(pairs) == len(rows)

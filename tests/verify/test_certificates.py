@@ -197,11 +197,6 @@ def test_words_that_no_run_can_have_are_refused_before_the_table(capsys):
     assert "step: is your own" in capsys.readouterr().err
 
 
-def test_a_check_that_would_need_other_words_does_not_apply(tmp_path):
-    words = ("trainer.optimizer_in_backward=true", "trainer.nan_policy=ignore", "trainer.out_of_memory=stop")
-    assert verdict(tmp_path, "accumulation", *words) == NONE
-
-
 @pytest.mark.parametrize("split", ["val", "val/night"])
 def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch, split):
     """Of the only validation set, or of the second one alone."""

@@ -35,7 +35,6 @@ from trainrun.assemble.optimizer_and_schedule import (
     build_named,
     build_optimizer_of,
     build_schedule_of,
-    build_update,
     describe_update,
     optimizer_faults,
     planned_beyond,
@@ -339,10 +338,8 @@ def build_updates(
         together = not (config.step or config.loop)
         joined = JoinedOptimizers(named), JoinedSchedules(named, together)
         return *joined, guarded if together else JoinedPrecision(named, guarded), named
-    optimizer, precision = build_update(
-        config, model, guarded, lambda: build_optimizer_of(config, model, site.parallel.world_size, notes)
-    )
-    return optimizer, build_schedule_of(config, optimizer, rhythm), precision, {}
+    optimizer = build_optimizer_of(config, model, site.parallel.world_size, notes)
+    return optimizer, build_schedule_of(config, optimizer, rhythm), guarded, {}
 
 
 def with_text(config: RunConfig, site: RunContext, notes: list[str]) -> RunConfig:
@@ -363,15 +360,6 @@ def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> 
         from trainrun.optimizer.ema import Ema
 
         return Ema(model, wanted.decay, wanted.update_every_n_steps)
-    moved = (
-        (config.precision.master_weights, "precision.master_weights=true"),
-        (config.trainer.cpu_offload == "optimizer", "trainer.cpu_offload=optimizer"),
-    )
-    for applies, word in moved if switching else ():
-        if applies:
-            raise ConfigError(
-                f"{word}: does not go with an optimizer that has train() and eval(), which change the model's weights"
-            )
     if not switching:
         return None
     from trainrun.optimizer.own_average import OwnAverage
@@ -391,12 +379,6 @@ def build_hooks(config: RunConfig, site: RunContext, frozen: Unfreeze | None) ->
         from trainrun.hook.histograms import Histograms
 
         hooks["monitor.histograms_every_n_steps"] = Histograms(every)
-    looking = [key for key, hook in hooks.items() if callable(getattr(hook, "on_gradients", None))]
-    if looking and config.trainer.optimizer_in_backward:
-        raise ConfigError(
-            f"trainer.optimizer_in_backward=true: frees each gradient in the backward, and {looking[0]} looks at them "
-            "before the update; leave one of them out"
-        )
     return Hooks(hooks)
 
 
@@ -482,7 +464,7 @@ def precision_options(config: RunConfig) -> PrecisionOptions:
     clip_algorithm = "norm" if trainer.gradient_clip_val is None else trainer.gradient_clip_algorithm
     return PrecisionOptions(
         config.precision.mode, trainer.gradient_clip_val, clip_algorithm, trainer.nan_policy,
-        trainer.cpu_offload, config.precision.master_weights,
+        trainer.cpu_offload,
     )  # fmt: skip
 
 

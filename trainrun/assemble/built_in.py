@@ -75,7 +75,7 @@ def offload_parameters(model: nn.Module, device: torch.device) -> str:
     from trainrun.transform.parameter_offload import parameter_offload
 
     if not (number := parameter_offload(model, device)):
-        raise ConfigError(f"trainer.cpu_offload=parameters: {NO_BLOCKS}; use trainer.cpu_offload=optimizer")
+        raise ConfigError(f"trainer.cpu_offload=parameters: {NO_BLOCKS}; use trainer.cpu_offload=none")
     return f"trainer.cpu_offload: the weights of {number} blocks lie in the host's memory"
 
 

@@ -7,14 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes, rebuilt
-from trainrun.interfaces import Precision
 from trainrun.optimizer.build_optimizer import build_optimizer
 from trainrun.output import counted, duration
 from trainrun.precision.update import Update
@@ -90,25 +88,6 @@ def group_rules(node: dict[str, Any], key: str) -> GroupRules | None:
     from trainrun.optimizer.groups import GroupRules
 
     return GroupRules(key, copy.deepcopy(groups or []), no_decay or "none", layer_decay)
-
-
-def build_update(
-    config: RunConfig, model: nn.Module, precision: Precision, build: Callable[[], Optimizer]
-) -> tuple[Optimizer, Precision]:
-    """The optimizer, and the precision that calls it: on copies of the weights, in the backward, or as usual."""
-    master = torch.float32 if config.precision.master_weights else None
-    host = torch.device("cpu") if config.trainer.cpu_offload == "optimizer" else None
-    if master is not None or host is not None:
-        from trainrun.precision.master_weights import Shadow
-
-        shadow = Shadow(precision, model, master, host)
-        return shadow.built(build), shadow
-    optimizer = build()
-    if config.trainer.optimizer_in_backward:
-        from trainrun.precision.in_backward import InBackward
-
-        return optimizer, InBackward(precision, optimizer, model)
-    return optimizer, precision
 
 
 def warmup_steps(config: RunConfig, rhythm: Intervals, node: Any = None) -> int:

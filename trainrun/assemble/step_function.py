@@ -50,11 +50,6 @@ def build_counting(
     """ConfigError: the count comes with the output, and a setting needs it before."""
     if counts_before(task):
         return CountedBefore(task)
-    if config.trainer.optimizer_in_backward:
-        raise ConfigError(
-            f"trainer.optimizer_in_backward=true: needs the count of a batch before its forward, and "
-            f"{type(task).__name__} has no method count(batch); add it, or leave this setting out"
-        )
     from trainrun.training.item_count import CountedAfter
 
     size = config.data.batch_size * config.trainer.accumulate_grad_batches

@@ -63,7 +63,7 @@ def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
     """
     trainer, device = run.config.trainer, run.parallel.device
     free = free_bytes(device)
-    if rough < free / 8 or trainer.compile.scope != "off" or trainer.optimizer_in_backward:
+    if rough < free / 8 or trainer.compile.scope != "off":
         return "", rough
     reads = getattr(run.train, "may_be_read_before", True)
     if device.type != "cpu" or not can_fork() or not reads:

@@ -34,7 +34,7 @@ def pair_faults(config: RunConfig) -> Iterator[str]:
         from trainrun.config.mistakes.technique_rules import networks
 
         yield from (line for applies, line in networks(config) if applies)
-    techniques = (trainer.cuda_graphs, trainer.activation_offload, trainer.optimizer_in_backward)
+    techniques = (trainer.cuda_graphs, trainer.activation_offload)
     chosen = (trainer.compile.scope, trainer.gradient_checkpointing, trainer.cpu_offload)
     if any(techniques) or chosen != USUAL:
         from trainrun.config.mistakes.technique_rules import technique_faults
@@ -101,9 +101,6 @@ def _general(config: RunConfig) -> Rules:
         (precision.fp8 and precision.mode not in ("bf16-mixed", "bf16-true"),
          f"precision.fp8=true: rounds products of bfloat16 further, and precision.mode={precision.mode} is another "
          "type; use precision=bf16-mixed or bf16-true"),
-        (precision.master_weights and precision.mode != "bf16-true",
-         f"precision.master_weights=true: keeps float32 copies of bfloat16 weights, and those of "
-         f"precision={precision.mode} are none; use precision=bf16-true, or leave it out"),
         (warmup is not None and is_finite(warmup) and most is not None and warmup > most,
          f"scheduler.warmup_steps={warmup}: longer than the run: trainer.max_steps={most}; choose fewer"),
         (scheduler.get("interval") == "epoch" and not target_of(config.loop, "trainrun.").startswith("trainrun."),

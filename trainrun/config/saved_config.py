@@ -304,6 +304,10 @@ def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None
         faults += [fault] if fault else []
 
 
+# Settings of earlier runs that are no more, with the value that asks for nothing.
+GONE: dict[str, Any] = {"trainer.optimizer_in_backward": False, "precision.master_weights": False}
+
+
 def with_names_of_today(saved: dict[str, Any], path: Path) -> dict[str, Any]:
     """The plain values of a saved config in which settings that were renamed since have their new names."""
     saved = copy.deepcopy(saved)
@@ -313,6 +317,11 @@ def with_names_of_today(saved: dict[str, Any], path: Path) -> dict[str, Any]:
             _move(saved, old, key, path)
     _move(saved, "trainer.compile.enabled", "trainer.compile.scope", path)
     _move(saved, "trainer.return_freed_memory", "trainer.cpu_allocator", path)
+    for key, value in GONE.items():
+        section, _, name = key.rpartition(".")
+        node = saved.get(section)
+        if isinstance(node, dict) and node.get(name) == value:
+            del node[name]
     trainer = saved.get("trainer")
     if isinstance(trainer, dict) and trainer.get("watchdog_seconds") == "auto":
         trainer["watchdog_seconds"] = 0.0  # the former default, which no longer limits anything

@@ -281,8 +281,7 @@ class TrainerConfig:
         words={"true": "full", "on": "full", "yes": "full", "false": "none", "off": "none", "no": "none"},
     )  # fmt: skip
     activation_offload: bool = setting(False, "activations wait in the host's memory (GPU)")
-    cpu_offload: str = choice("none", "optimizer", "parameters", help="what stays in the host's memory (GPU)")
-    optimizer_in_backward: bool = setting(False, "update each parameter as soon as its gradient is there")
+    cpu_offload: str = choice("none", "parameters", help="what stays in the host's memory (GPU)")
     cpu_allocator: str = choice(
         "auto", "keep", "libc", "return",
         help="freed memory of the host: kept for the next step, returned to the system, or as the C library likes",
@@ -343,7 +342,6 @@ class PrecisionConfig:
         "highest", "high", "medium", help="what float32 products may round to; high and medium: TF32 or bfloat16"
     )  # fmt: skip
     fp8: bool = setting(False, "linear layers in 8 bits (Hopper GPUs)")
-    master_weights: bool = setting(False, "with bf16-true: float32 copies that the optimizer updates")
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,11 @@ def load_named_optimizer_state(
     model: nn.Module,
     tree: dict[str, Any],
     configured: Collection[str] = (),
-    device: torch.device | None = None,
 ) -> None:
     """Put copies of the stored state into a freshly built optimizer of the same parameters.
 
     Groups that a hook has added are added again. configured: group fields that the config names (`weight_decay`), which
-    stay as it says now in all other groups. device: where the state is put; None is next to the parameters, where there
-    may be no room for it.
+    stay as it says now in all other groups.
     """
     _check_class(optimizer, tree.get("classes"))
     params = {name: param for param, name in names_of(optimizer, model).items()}
@@ -55,9 +53,7 @@ def load_named_optimizer_state(
         on_device = bool(group.get("fused") or group.get("capturable"))
         for name in stored["params"]:
             if name in tree["state"]:  # a parameter without a gradient so far may have none
-                optimizer.state[params[name]] = _copied(
-                    tree["state"][name], params[name], on_device, device or params[name].device
-                )
+                optimizer.state[params[name]] = _copied(tree["state"][name], params[name], on_device)
         cycled = CYCLED if "base_momentum" in stored else ()  # a schedule moves them
         kept = () if stored.get(ADDED) else configured
         _load_fields(group, stored, {name for name in kept if name not in cycled})
@@ -66,7 +62,7 @@ def load_named_optimizer_state(
 
         inner = inner_of(optimizer)
         for name, stored in tree["inner"].items():
-            load_named_optimizer_state(inner[name], model, stored, configured, device)
+            load_named_optimizer_state(inner[name], model, stored, configured)
     optimizer.state.update(copy.deepcopy(tree["others"]))
 
 
@@ -148,19 +144,19 @@ def _load_fields(group: dict[str, Any], stored: dict[str, Any], kept: Collection
             group[key] = value.clone() if isinstance(value, Tensor) else value
 
 
-def _copied(value: Any, param: Tensor, on_device: bool, place: torch.device, key: str = "") -> Any:
+def _copied(value: Any, param: Tensor, on_device: bool, key: str = "") -> Any:
     """The same tree with tensors of its own, of the stored type.
 
-    They lie how torch's own do: on `place`, in the parameter's memory format (fused kernels walk
+    They lie how torch's own do: next to the parameter, in its memory format (fused kernels walk
     both in memory order); a step count stays on the CPU unless the kernel reads it on the device.
     """
     if isinstance(value, Tensor):
-        device = place if on_device or key != "step" else torch.device("cpu")
+        device = param.device if on_device or key != "step" else torch.device("cpu")
         if value.shape == param.shape:
             return torch.empty_like(param, dtype=value.dtype, device=device).detach().copy_(value)
         return value.detach().to(device, copy=True)
     if isinstance(value, dict):
-        return {k: _copied(v, param, on_device, place, k) for k, v in value.items()}
+        return {k: _copied(v, param, on_device, k) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_copied(item, param, on_device, place) for item in value])
+        return type(value)([_copied(item, param, on_device) for item in value])
     return value

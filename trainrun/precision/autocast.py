@@ -28,7 +28,7 @@ class PrecisionOptions:
     """clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback,
     ignore.
 
-    offload: none; optimizer or parameters: the update happens on the host, which cannot read a flag on a GPU.
+    offload: none; parameters: the update happens on the host, which cannot read a flag on a GPU.
     """
 
     mode: str = "32-true"
@@ -36,7 +36,6 @@ class PrecisionOptions:
     clip_algorithm: str = "norm"
     nan_policy: str = "stop"
     offload: str = "none"
-    master_weights: bool = False
 
 
 def build_precision(
@@ -55,7 +54,7 @@ def build_precision(
         from trainrun.precision.other_types import refuse, type_notes
 
         refuse(options.mode, model, device)
-        notes = type_notes(options.mode, device, options.master_weights)
+        notes = type_notes(options.mode, device)
     elif any(param.requires_grad and param.dtype.itemsize == 2 for param in model.parameters()):
         from trainrun.precision.other_types import half_notes
 
@@ -68,7 +67,6 @@ def build_precision(
         options.clip_algorithm,
         options.nan_policy,
         lazy=device.type == "cuda" and options.offload == "none",
-        gradients_on=torch.device("cpu") if options.offload == "optimizer" else device,
         phases=phases,
         parallel=parallel,
     )

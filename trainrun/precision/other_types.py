@@ -98,7 +98,7 @@ def matmul_note(matmul: str, mode: str, capability: tuple[int, int]) -> str:
     )
 
 
-def type_notes(mode: str, device: torch.device, master_weights: bool = False) -> list[str]:
+def type_notes(mode: str, device: torch.device) -> list[str]:
     """What this device makes of the mode, where it is not what one would expect of it."""
     if mode == "64-true" and device.type == "mps":
         raise ConfigError(
@@ -108,10 +108,10 @@ def type_notes(mode: str, device: torch.device, master_weights: bool = False) ->
     probes = {"cpu": _cpu_note, "cuda": _cuda_note}
     note = probes[device.type](mode, device) if device.type in probes else ""
     lines = [f"precision={mode}: {note}"] if note else []
-    if mode == "bf16-true" and not master_weights:
+    if mode == "bf16-true":
         lines.append(
             "precision=bf16-true: the weights are bfloat16 too, so an update below 1/256 of a weight "
-            "is lost; bf16-mixed keeps it, and so does precision.master_weights=true"
+            "is lost; bf16-mixed keeps it"
         )
     return lines
 
@@ -183,5 +183,5 @@ def half_notes(model: nn.Module) -> list[str]:
     kind = str(found[0]).removeprefix("torch.")
     return [
         f"precision={FULL}: the model makes {counted(len(found), f'{kind} parameter')}, trained as they are; "
-        "use precision=bf16-true precision.master_weights=true, or .float() in the model"
+        "precision=bf16-mixed with .float() in the model keeps small updates"
     ]

@@ -47,7 +47,7 @@ class Update:
     autocast_dtype: None computes in the type of the weights; float16 also scales the loss.
     clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback, ignore.
     lazy: the flag stays on the device where the optimizer can read it there. phases: where time is booked.
-    gradients_on: where the update finds them, if not with the weights. parallel: joins what single ranks find.
+    parallel: joins what single ranks find.
     """
 
     def __init__(
@@ -60,14 +60,13 @@ class Update:
         nan_policy: str = "stop",
         lazy: bool = False,
         phases: PhaseTimer | None = None,
-        gradients_on: torch.device | None = None,
         parallel: Parallel | None = None,
     ) -> None:
         self._parallel = parallel
         self._grad_norm = parallel.grad_norm if parallel else _as_it_is
         self._any_rank = parallel.any_rank if parallel else _as_it_is
         self._model = model
-        self._device = gradients_on or device
+        self._device = device
         self._book = (phases or PhaseTimer()).open
         self._context = build_context(autocast_dtype, device)
         self._scaler: torch.amp.GradScaler | None = None

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         "model": split_words(config.model)[0],  # nothing is frozen where nothing is trained
         "transform": {**config.transform, STEP: {"_target_": f"{int8.__module__}.int8", "to": words.to}},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0}, "scheduler": None, "hook": {},
-        "trainer.ema.enabled": False, "trainer.max_steps": 0, "precision.master_weights": False,
+        "trainer.ema.enabled": False, "trainer.max_steps": 0,
     })  # fmt: skip
     write_run(run, source, checkpoint, config, model, f"quantized: --to {words.to}, of {source.root.name}")
     in_bytes = sum(one.numel() for one in model.buffers() if one.dtype == torch.int8)

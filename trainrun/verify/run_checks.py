@@ -135,7 +135,7 @@ def own_parts(config: RunConfig, folder: Path) -> Components:
 
 def own_update(config: RunConfig, folder: Path) -> Certificate:
     """The user's own optimizer on the user's own weights, in float32 and without clipping."""
-    plain = {"precision.mode": "32-true", "precision.master_weights": False, "precision.fp8": False}
+    plain = {"precision.mode": "32-true", "precision.fp8": False}
     plain |= {"trainer.gradient_clip_val": None, "trainer.ema.enabled": False}
     run = own_parts(with_values(config, plain), folder)
     try:

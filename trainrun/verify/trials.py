@@ -191,7 +191,7 @@ def quiet(config: RunConfig) -> RunConfig:
 def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> RunConfig:
     """Plain gradient descent in float64 on one CPU, in evaluation mode: only rounding may differ."""
     return with_values(config, {
-        "precision.mode": "64-true", "precision.fp8": False, "precision.master_weights": False,
+        "precision.mode": "64-true", "precision.fp8": False,
         "parallel.mode": "single", "parallel.accelerator": "cpu",
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.01},
         "data.batch_size": batch_size, "data.global_batch_size": None,

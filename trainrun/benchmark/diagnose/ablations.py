@@ -142,7 +142,7 @@ def useful_ablations(config: RunConfig, info: RunInfo, steps: int) -> list[str]:
     """Return what can tell something about this run, of which a turn holds so many steps; the most telling first."""
     keep, cores = config.checkpoint, os.cpu_count() or 1
     counts = sorted({1, max(1, cores // 2), min(cores, 2 * info.num_threads)} - {info.num_threads})
-    plain_step = not config.trainer.optimizer_in_backward and config.trainer.compile.scope != "step"
+    plain_step = config.trainer.compile.scope != "step"
     every = keep.every_n_train_steps
     often = keep.enabled and isinstance(every, int) and every <= 2 * steps
     return [

@@ -36,7 +36,7 @@ def networks(config: RunConfig) -> Rules:
 
 
 def technique_faults(config: RunConfig) -> Iterator[str]:
-    for rules in (_compilation, _memory, _in_backward):
+    for rules in (_compilation, _memory):
         yield from (line for applies, line in rules(config) if applies)
     if config.parallel.accelerator != "auto":
         yield from needs_gpu(config, config.parallel.accelerator)
@@ -78,9 +78,7 @@ def step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
         (options.dynamic, "trainer.compile.dynamic=true", "each shape of batch is a graph of its own; leave it out"),
         (options.mode == "reduce-overhead", "trainer.compile.mode=reduce-overhead", "CUDA graphs of inductor hold no "
          "tensors that change in place; leave it out, or use trainer.compile.scope=model"),
-        (config.trainer.optimizer_in_backward, "trainer.optimizer_in_backward=true", moved),
         (config.trainer.cpu_offload != "none", f"trainer.cpu_offload={config.trainer.cpu_offload}", moved),
-        (config.precision.master_weights, "precision.master_weights=true", moved),
         (config.data.padding == "token_budget", "data.padding=token_budget", "its batches have other rows each time, "
          "and only full ones are compiled; use data.padding=bucket"),
     )  # fmt: skip
@@ -141,36 +139,6 @@ def _memory(config: RunConfig) -> Rules:
     )  # fmt: skip
 
 
-def _in_backward(config: RunConfig) -> Rules:
-    """An update before all gradients are there: whatever reads several of them is ruled out."""
-    trainer, data, mode = config.trainer, config.data, config.precision.mode
-    several = "adds up the gradients of several micro-batches"
-    together = "updates copies of all weights together; leave it out"
-    wrong = (
-        (trainer.accumulate_grad_batches > 1,
-         f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} {several}; use 1"),
-        (data.global_batch_size not in (None, data.batch_size),
-         f"data.global_batch_size={data.global_batch_size} with data.batch_size={data.batch_size} {several}; leave it "
-         "out"),
-        (trainer.gradient_clip_val,
-         f"trainer.gradient_clip_val={trainer.gradient_clip_val} clips before the update; leave it out"),
-        (trainer.nan_policy != "ignore",
-         f"trainer.nan_policy={trainer.nan_policy} looks at all gradients before the update; use "
-         "trainer.nan_policy=ignore"),
-        (trainer.out_of_memory != "stop",
-         f"trainer.out_of_memory={trainer.out_of_memory} runs a window again, of which parts are updated already; use "
-         "trainer.out_of_memory=stop"),
-        (config.parallel.mode != "single",
-         f"parallel={config.parallel.mode} averages the gradients of the ranks before the update; use parallel=single"),
-        (mode == "16-mixed", "precision=16-mixed scales the loss and checks all gradients before the update; use "
-         "precision=bf16-mixed"),
-        (config.precision.master_weights, f"precision.master_weights=true {together}"),
-        (trainer.cpu_offload == "optimizer", f"trainer.cpu_offload=optimizer {together}"),
-    )  # fmt: skip
-    key = "trainer.optimizer_in_backward=true updates each parameter in the backward"
-    return tuple((trainer.optimizer_in_backward and applies, f"{key}: {reason}") for applies, reason in wrong)
-
-
 def by_name(config: RunConfig) -> Iterator[str]:
     """What a step of one's own, and several optimizers by name, do not go with."""
     named = named_nodes(config.optimizer)
@@ -192,9 +160,6 @@ def by_name(config: RunConfig) -> Iterator[str]:
         (config.trainer.compile.scope == "step", "trainer.compile.scope=step"),
         (config.trainer.cuda_graphs, "trainer.cuda_graphs=true"),
         (config.parallel.mode != "single", f"parallel={config.parallel.mode}"),
-        (config.trainer.optimizer_in_backward, "trainer.optimizer_in_backward=true"),
-        (config.trainer.cpu_offload == "optimizer", "trainer.cpu_offload=optimizer"),
-        (config.precision.master_weights, "precision.master_weights=true"),
     ):
         if applies:
             yield f"{word}: does not go with optimizers by name ({first}); leave one of them out"

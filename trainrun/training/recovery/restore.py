@@ -109,8 +109,7 @@ def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
     from trainrun.optimizer.load_named_state import configured_fields, load_named_optimizer_state
 
     configured = configured_fields(run.config.optimizer)
-    host = torch.device("cpu") if run.config.trainer.cpu_offload == "optimizer" else None
-    load_named_optimizer_state(run.optimizer, run.model, tree, configured, host)
+    load_named_optimizer_state(run.optimizer, run.model, tree, configured)
 
 
 def position(run: Components, place: str, shared: dict[str, Any]) -> int:
