@@ -243,23 +243,6 @@ def test_a_parameter_of_nobody_is_refused() -> None:
     assert (new.param_groups[0]["weight_decay"], new.param_groups[0]["betas"]) == (0.7, moved)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_state_that_belongs_on_the_host_is_never_put_beside_the_weights(fused: bool) -> None:
-    """The weights lie where nothing can be: whatever came to them would be lost."""
-    model = nn.Linear(3, 2)
-    optimizer = AdamW(model.parameters(), fused=fused)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    tree = named_optimizer_state(optimizer, model)
-    away = nn.Linear(3, 2, device="meta")
-    resumed = AdamW(away.parameters(), fused=False)
-    load_named_optimizer_state(resumed, away, tree, device=torch.device("cpu"))
-    for name, param in away.named_parameters():
-        for key, value in resumed.state[param].items():
-            assert value.device.type == "cpu"
-            assert torch.equal(value, tree["state"][name][key])
-
-
 def test_a_state_without_what_the_next_step_reads_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
