@@ -20,8 +20,8 @@ from trainrun.data.facts import (
     describe_unique_labels,
     labels_in,
 )
+from trainrun.data.overlap.shared_rows import describe_shared_rows
 from trainrun.data.pipeline import open_batches, with_look
-from trainrun.data.readers.shared_rows import describe_shared_rows
 from trainrun.data.stream_options import Report, StreamOptions, check_options
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import build, named_nodes

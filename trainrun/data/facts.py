@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,16 @@ class Labels:
     num_classes: int
     said_by: str = ""
     ignored: tuple[int, ...] = (IGNORED,)
+
+
+class SharedRows(NamedTuple):
+    """How many of the compared rows are in the training data. repeated: the share of training rows that are there
+    more than once. is_whole: all training rows were compared."""
+
+    shared: int
+    compared: int
+    repeated: float = 0.0
+    is_whole: bool = True
 
 
 def facts_of(source: Any, key: str = "data.train", options: StreamOptions | None = None) -> DataFacts:

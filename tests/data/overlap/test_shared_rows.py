@@ -16,15 +16,15 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from trainrun.data.readers import shared_rows
-from trainrun.data.readers.pictures import image_folder
-from trainrun.data.readers.records import webdataset
-from trainrun.data.readers.shared_rows import (
-    SharedRows,
+from trainrun.data.facts import SharedRows
+from trainrun.data.overlap import shared_samples as reading
+from trainrun.data.overlap.shared_rows import (
     count_shared_rows,
-    count_shared_samples,
     describe_shared_rows,
 )
+from trainrun.data.overlap.shared_samples import count_shared_samples
+from trainrun.data.readers.pictures import image_folder
+from trainrun.data.readers.records import webdataset
 from trainrun.data.readers.tables import parquet
 from trainrun.data.stream_options import StreamOptions
 
@@ -38,8 +38,8 @@ Y = torch.arange(200) % 4
 @pytest.fixture(autouse=True)
 def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are read until all are compared, however long that takes."""
-    monkeypatch.setattr(shared_rows, "READ_SECONDS", 60.0)
-    monkeypatch.setattr(shared_rows, "CHILD_SECONDS", 60.0)
+    monkeypatch.setattr(reading, "READ_SECONDS", 60.0)
+    monkeypatch.setattr(reading, "CHILD_SECONDS", 60.0)
 
 
 def pair(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,43 +10,24 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
-from trainrun.data.engines.batch_reader import BatchReader
-from trainrun.data.look import forks, reading_recipe
-from trainrun.data.same_samples import digest_of
+from trainrun.data.facts import SharedRows
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Column, Columns, columns_of, is_mapped, rows_in_memory
-from trainrun.errors import DataError
-from trainrun.runtime.child_process import ChildError, run_in_child
 
 MOST_ROWS, MOST_TRAINING_ROWS = 1024, 2**16
 MOST_MAPPED_ROWS = 4096  # each may be a page to fetch from the disk
 MOST_FILES = 5000
-MOST_SAMPLES, READ_SECONDS = 4096, 0.5  # of each of two sources, and of both together
-CHILD_SECONDS = 10.0  # for a sample that stands still
 KEY_NUMBERS = 32  # of a row, spread over it; rows with equal keys are compared as a whole
 MOST_EQUAL_KEYS = 8
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class SharedRows(NamedTuple):
-    """How many of the compared rows are in the training data. repeated: the share of training rows that are there
-    more than once. is_whole: all training rows were compared."""
-
-    shared: int
-    compared: int
-    repeated: float = 0.0
-    is_whole: bool = True
 
 
 def describe_shared_rows(sources: Mapping[str, Any], options: Mapping[str, StreamOptions]) -> list[str]:
@@ -61,6 +42,9 @@ def describe_shared_rows(sources: Mapping[str, Any], options: Mapping[str, Strea
             continue
         found = count_shared_rows(sources["train"], source)
         if found is None:
+            # Most data sets are compared where they lie, without what reads samples in a child process.
+            from trainrun.data.overlap.shared_samples import count_shared_samples
+
             found = count_shared_samples(sources["train"], source, options["train"], options[split])
         if found is None or found.shared == 0:
             continue
@@ -87,61 +71,6 @@ def count_shared_rows(train: Any, other: Any) -> SharedRows | None:
         return shared_files(train, other)
     columns = columns_in(train), columns_in(other)
     return None if columns[0] is None or columns[1] is None else shared_in_columns(columns[0], columns[1])
-
-
-def count_shared_samples(
-    train: Any, other: Any, train_options: StreamOptions, other_options: StreamOptions
-) -> SharedRows | None:
-    """Count the samples of another split that are training samples, as a child process reads both.
-
-    The two have different seeds, so that samples drawn at random are not equal. None: no child process can read them.
-    """
-    readers = []
-    for place, (source, options) in enumerate(((train, train_options), (other, other_options))):
-        if isinstance(source, IterableDataset) or not forks(options):
-            return None
-        columns = columns_of(source, options.key)
-        recipe = reading_recipe(replace(options, seed=options.seed + place))
-        readers.append(BatchReader(source if columns is None else columns, recipe))
-    try:
-        return run_in_child(partial(shared_samples, *readers), CHILD_SECONDS, computes=False)
-    except (ChildError, DataError):  # the training reads them too, and reports what is wrong
-        return None
-
-
-def shared_samples(train: BatchReader, other: BatchReader) -> SharedRows:
-    """Compare hashes of samples. They are read in turns, so that few of a slow source are as many of each."""
-    known: dict[str, int] = {}
-    digests = []
-    rows, other_rows = likely_rows(train.number), likely_rows(other.number)
-    end = perf_counter() + READ_SECONDS
-    for place in range(max(len(rows), len(other_rows))):
-        if place < len(rows):
-            digest = digest_of([train.read_sample(0, rows[place])])
-            known[digest] = known.get(digest, 0) + 1
-        if place < len(other_rows):
-            digests.append(digest_of([other.read_sample(0, other_rows[place])]))
-        if perf_counter() > end:
-            break
-    shared = sum(digest in known for digest in digests)
-    once = sum(count == 1 for count in known.values())
-    number = sum(known.values())
-    return SharedRows(shared, len(digests), 1 - once / number, number == train.number)
-
-
-def likely_rows(number: int) -> list[int]:
-    """Return row numbers at which two sources are likely to agree if one is a part of the other.
-
-    The first and the last rows, and rows drawn alike for sources of one length, take turns.
-    """
-    if number <= MOST_SAMPLES:
-        drawn = np.random.default_rng(0).permutation(number)
-    else:
-        drawn = np.random.default_rng(0).integers(0, number, MOST_SAMPLES)
-    first = np.arange(len(drawn))
-    turns = np.stack([first, number - 1 - first, drawn], axis=1)
-    rows: list[int] = list(dict.fromkeys(turns.reshape(-1).tolist()))
-    return rows[:MOST_SAMPLES]
 
 
 def has_method(source: Any, name: str) -> bool:

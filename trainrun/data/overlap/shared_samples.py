@@ -1,0 +1,78 @@
+"""Samples of validation or test data that are training samples too: a child process reads both and compares hashes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from trainrun.data.engines.batch_reader import BatchReader
+from trainrun.data.facts import SharedRows
+from trainrun.data.look import forks, reading_recipe
+from trainrun.data.same_samples import digest_of
+from trainrun.data.stream_options import StreamOptions
+from trainrun.data.tensor_dataset import columns_of
+from trainrun.errors import DataError
+from trainrun.runtime.child_process import ChildError, run_in_child
+
+MOST_SAMPLES, READ_SECONDS = 4096, 0.5  # of each of two sources, and of both together
+CHILD_SECONDS = 10.0  # for a sample that stands still
+
+
+def count_shared_samples(
+    train: Any, other: Any, train_options: StreamOptions, other_options: StreamOptions
+) -> SharedRows | None:
+    """Count the samples of another split that are training samples, as a child process reads both.
+
+    The two have different seeds, so that samples drawn at random are not equal. None: no child process can read them.
+    """
+    readers = []
+    for place, (source, options) in enumerate(((train, train_options), (other, other_options))):
+        if isinstance(source, IterableDataset) or not forks(options):
+            return None
+        columns = columns_of(source, options.key)
+        recipe = reading_recipe(replace(options, seed=options.seed + place))
+        readers.append(BatchReader(source if columns is None else columns, recipe))
+    try:
+        return run_in_child(partial(shared_samples, *readers), CHILD_SECONDS, computes=False)
+    except (ChildError, DataError):  # the training reads them too, and reports what is wrong
+        return None
+
+
+def shared_samples(train: BatchReader, other: BatchReader) -> SharedRows:
+    """Compare hashes of samples. They are read in turns, so that few of a slow source are as many of each."""
+    known: dict[str, int] = {}
+    digests = []
+    rows, other_rows = likely_rows(train.number), likely_rows(other.number)
+    end = perf_counter() + READ_SECONDS
+    for place in range(max(len(rows), len(other_rows))):
+        if place < len(rows):
+            digest = digest_of([train.read_sample(0, rows[place])])
+            known[digest] = known.get(digest, 0) + 1
+        if place < len(other_rows):
+            digests.append(digest_of([other.read_sample(0, other_rows[place])]))
+        if perf_counter() > end:
+            break
+    shared = sum(digest in known for digest in digests)
+    once = sum(count == 1 for count in known.values())
+    number = sum(known.values())
+    return SharedRows(shared, len(digests), 1 - once / number, number == train.number)
+
+
+def likely_rows(number: int) -> list[int]:
+    """Return row numbers at which two sources are likely to agree if one is a part of the other.
+
+    The first and the last rows, and rows drawn alike for sources of one length, take turns.
+    """
+    if number <= MOST_SAMPLES:
+        drawn = np.random.default_rng(0).permutation(number)
+    else:
+        drawn = np.random.default_rng(0).integers(0, number, MOST_SAMPLES)
+    first = np.arange(len(drawn))
+    turns = np.stack([first, number - 1 - first, drawn], axis=1)
+    rows: list[int] = list(dict.fromkeys(turns.reshape(-1).tolist()))
+    return rows[:MOST_SAMPLES]
