@@ -13,7 +13,7 @@ from multiprocessing import active_children
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from trainrun.data.engines import workers as loader_workers
@@ -233,6 +233,23 @@ def test_who_waits_hears_of_its_own_workers(at_the_end, persistent):
     assert ("on their way were the samples" in said["train"][0]) != at_the_end
     assert [text.partition(" (")[0] for text in said["train"]] == ["data.train: a loader worker was killed"]
     assert f"process {workers[0]}: SIGKILL" in said["train"][0]
+
+
+def test_a_death_is_survived_where_a_loader_of_the_users_has_set_the_handler_of_torch(monkeypatch):
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        assert len(list(DataLoader(range(4), num_workers=1, multiprocessing_context="fork"))) == 4
+        assert signal.getsignal(signal.SIGCHLD) != before
+        with two_streams() as (_, batches, got, workers, _, said):
+            os.kill(workers[0], signal.SIGKILL)
+            wait_for(lambda: workers[0] not in children())
+            assert contents([*got, *batches]) == whole()[0]
+        assert [text.partition(" (")[0] for text in said["train"]] == [
+            "data.train: a loader worker was killed"
+        ]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_worker_that_stands_still_ends_the_wait(monkeypatch):

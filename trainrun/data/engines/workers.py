@@ -199,13 +199,18 @@ class LoaderWorkers:
 
 @contextmanager
 def starting(key: str) -> Iterator[None]:
-    """Surround the start of workers: signals wait, so that none hits a worker that cannot ignore it yet, and the
-    handler of SIGCHLD stays what it was."""
+    """Surround the start of workers: signals wait, so that none hits a worker that cannot ignore it yet.
+
+    The handler of SIGCHLD stays what it was. That of torch, which a DataLoader of the user's has set, goes: it would
+    raise for our workers too, and torch finds dead workers without it when it waits for a batch.
+    """
     deaths: Any = getattr(torch.utils.data._utils, "signal_handling", None)
     if hasattr(deaths, "_SIGCHLD_handler_set"):  # then torch's handler is not even there for a moment
         deaths._SIGCHLD_handler_set = True
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
     handler = signal.getsignal(signal.SIGCHLD)
+    if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
+        handler = signal.SIG_DFL
     try:
         with without_advice():  # Python 3.12+ warns of every fork in a process with threads, as torch has
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
