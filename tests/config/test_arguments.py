@@ -90,7 +90,7 @@ def test_every_number_flag_and_list_of_an_option_is_looked_at(group: str, option
         ("scheduler=multistep scheduler.milestones=[-1]", "must be a list of whole numbers, 0 or more"),
         ("data=arrays data.path=x data.train.mapped=off", "must be true or false"),
         ("data=csv data.path=x.csv data.train.header=no", "must be true or false"),
-        ("data=parquet data.path=x data.train.in_memory=on", "must be true or false, or auto"),
+        ("data=hdf5 data.path=x data.train.in_memory=on", "must be true or false, or auto"),
         (
             "data=text model=gpt task=language_modeling data.train.max_bytes=1.5",
             "must be a whole number, 1 or more",

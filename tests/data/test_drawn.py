@@ -244,7 +244,6 @@ def tables(tmp_path_factory):
 FORMATS = {
     "csv": lambda folder: csv_files.load(str(folder / "t.csv"), "train", ["x"], "label"),
     "parquet": lambda folder: parquet_files.load(str(folder / "t.parquet"), "train", ["x"], "label"),
-    "on demand": lambda folder: parquet_files.load(str(folder / "t.parquet"), "train", ["x"], "label", in_memory=False),
     "datasets": lambda folder: huggingface.load(str(folder / "t.parquet"), "train", ["x", "label"]),
 }  # fmt: skip
 
@@ -268,7 +267,7 @@ def test_a_column_of_a_table_weighs_its_rows(form, tables):
 
 
 def test_weights_of_named_sets_are_one_behind_the_other(tables):
-    both = {"a": FORMATS["csv"](tables), "b": FORMATS["on demand"](tables)}
+    both = {"a": FORMATS["csv"](tables), "b": FORMATS["parquet"](tables)}
     _, drawn = training_set(both, Asked("weighted", "w"), [])
     (a,), (b,) = (weighted({"": one}, "w", 144).ends[-1:] for one in both.values())
     assert drawn.ends[-1] == a + b

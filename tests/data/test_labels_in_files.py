@@ -45,10 +45,10 @@ def as_pictures(folder: Path, labels: list[int]) -> Any:
     return image_folder.load(str(folder), "train", labels="labels.csv", val_fraction=0.1, shape=[1, 2, 2])
 
 
-def as_parquet(folder: Path, labels: list[int], in_memory: bool = False) -> Any:
+def as_parquet(folder: Path, labels: list[int]) -> Any:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"a": np.zeros(N), "y": labels}), folder / "t.parquet")
-    return parquet.load(str(folder / "t.parquet"), "train", val_fraction=0.1, in_memory=in_memory)
+    return parquet.load(str(folder / "t.parquet"), "train", val_fraction=0.1)
 
 
 def as_hdf5(folder: Path, labels: list[int]) -> Any:

@@ -40,7 +40,7 @@ def csv_words(workdir: Path) -> list[str]:
 def parquet_words(workdir: Path) -> list[str]:
     table = pyarrow.table({"x": numpy.arange(128.0), "z": numpy.arange(128) % 7, "label": ["a", "b"] * 64})
     parquet.write_table(table, workdir / "table.parquet", row_group_size=50)
-    return ["data.path=table.parquet", "data.train.in_memory=false"]
+    return ["data.path=table.parquet"]
 
 
 def hdf5_words(workdir: Path) -> list[str]:

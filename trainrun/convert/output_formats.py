@@ -27,7 +27,7 @@ from trainrun.data.readers.records.lmdb_file import key_of
 from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
 from trainrun.data.readers.records.tfrecord import SAMPLE, encode_example, framed
 from trainrun.data.readers.records.webdataset import WHOLE
-from trainrun.data.readers.tables.parquet_columns import pyarrow
+from trainrun.data.readers.tables.arrow_columns import pyarrow
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS
 

@@ -21,7 +21,7 @@ from trainrun.data.stream_options import (
     plan_of,
     with_limit_in_samples,
 )
-from trainrun.data.tensor_dataset import Columns, as_bytes, columns_of, length_of, parts_of, rows_in_memory
+from trainrun.data.tensor_dataset import Columns, as_bytes, columns_of, length_of, rows_in_memory
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
 
@@ -75,9 +75,6 @@ def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
     given, options, notes = source, with_limit_in_samples(options), []
     source, scale = as_bytes(source)
     columns = None
-    if options.cache == "none" and options.training and options.shuffle:
-        slow = dict.fromkeys(getattr(part, "slow_shuffled", "") for part in parts_of(source))
-        notes += [f"{options.key}: {text}" for text in slow if text]
     if options.cache != "none":
         from trainrun.data.cache.cached import Cached, cached
 

@@ -194,7 +194,7 @@ def write_parquet(path: Path, numbers: range) -> None:
     ("module", "write", "ending", "arguments"),
     [
         (webdataset, write_tar, "tar", {}),
-        (parquet, write_parquet, "parquet", {"in_memory": False}),
+        (parquet, write_parquet, "parquet", {}),
     ],
 )
 def test_samples_inside_of_files_are_compared(tmp_path: Path, module, write, ending: str, arguments: dict):

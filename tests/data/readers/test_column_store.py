@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from trainrun.data.cache import room
 from trainrun.data.cache.room import caches_in, known_folders
 from trainrun.data.pipeline import open_batches
-from trainrun.data.readers import column_store
+from trainrun.data.readers import column_store, mapped_rows
 from trainrun.data.readers.column_store import ColumnWriter, draft_folder, load_columns, open_columns
 from trainrun.data.readers.tables import csv_files
 from trainrun.data.readers.tables.csv_files import load
@@ -60,7 +61,7 @@ def test_stored_columns_are_those_in_memory(table, monkeypatch, copied_bytes, sp
     memory = load(table, split, **ARGUMENTS)
     assert not folders()
     monkeypatch.setattr(column_store, "STORED_FROM", 0)
-    monkeypatch.setattr(csv_files, "COPIED_BYTES", copied_bytes)
+    monkeypatch.setattr(mapped_rows, "COPIED_BYTES", copied_bytes)
     stored = load(table, split, **ARGUMENTS)
     assert hasattr(stored, "tensors") == (copied_bytes > 0)
     for one, other in zip(tensors_of(memory), tensors_of(stored), strict=True):
@@ -78,7 +79,7 @@ def test_mapped_rows_come_in_the_same_batches(table, monkeypatch):
     options = StreamOptions("data.train", True, 32, 7)
     batches = []
     for copied_bytes in (2**30, 0):
-        monkeypatch.setattr(csv_files, "COPIED_BYTES", copied_bytes)
+        monkeypatch.setattr(mapped_rows, "COPIED_BYTES", copied_bytes)
         opened, _ = open_batches(load(table, "train", **ARGUMENTS), options)
         batches.append([batch.data for batch in opened.epoch(0)])
     for first, second in zip(*batches, strict=True):
@@ -116,7 +117,7 @@ def test_damaged_columns_are_built_again(table, damage, capsys):
 
 
 def test_a_file_that_is_cut_while_it_is_mapped_is_an_error_and_no_signal(table, monkeypatch):
-    monkeypatch.setattr(csv_files, "COPIED_BYTES", 0)
+    monkeypatch.setattr(mapped_rows, "COPIED_BYTES", 0)
     options = StreamOptions("data.train", True, 32, 7)
     opened, _ = open_batches(load(table, "train", **ARGUMENTS), options)
     os.truncate(folders()[0] / "inputs.npy", 200)
@@ -173,7 +174,10 @@ def test_a_full_disk_keeps_the_columns_in_memory(monkeypatch, capsys):
 def test_columns_without_room_stay_in_memory(monkeypatch, capsys, cause):
     if cause == "limit":
         monkeypatch.setenv(room.LIMIT, "0.000001")
-    columns = load_columns("key", "a source", 10_000 if cause == "limit" else 2**60, build_small)
+    else:
+        full = SimpleNamespace(total=2**40, used=2**40, free=100)
+        monkeypatch.setattr(column_store.shutil, "disk_usage", lambda folder: full)
+    columns = load_columns("key", "a source", 10_000, build_small)
     assert not columns.is_mapped
     assert capsys.readouterr().err.count("\n") == 1
     assert not folders()

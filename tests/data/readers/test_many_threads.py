@@ -43,7 +43,7 @@ ENCODED = [encode_sample((ROWS[i], i)) for i in range(N)]
 def parquet_file(folder):
     table = pa.table({"x": [row.tolist() for row in ROWS], "y": np.arange(N) % 2})
     pq.write_table(table, folder / "a.parquet", row_group_size=5)
-    return parquet.load(f"{folder}/a.parquet", "train", val_fraction=0.0, row_groups=2)
+    return parquet.load(f"{folder}/a.parquet", "train", val_fraction=0.0)
 
 
 def hdf5_file(folder):

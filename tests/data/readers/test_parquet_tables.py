@@ -1,10 +1,9 @@
-"""Parquet tables: numbers in memory, everything else on demand, and the same samples both ways."""
+"""Parquet tables: columns in memory or mapped from the column store, and the same samples both ways."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from trainrun.data.readers.tables import parquet
+from trainrun.data.look import digest_of
+from trainrun.data.pipeline import open_batches
+from trainrun.data.readers import column_store, mapped_rows
 from trainrun.data.readers.tables.parquet import load
+from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 
@@ -42,6 +44,14 @@ def table() -> pa.Table:
             "raw": pa.array([png(i) for i in range(N)]),
         }
     )
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> None:
+    """Stored columns for tables of any size, mapped."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(column_store, "STORED_FROM", 0)
+    monkeypatch.setattr(mapped_rows, "COPIED_BYTES", 0)
 
 
 @pytest.fixture
@@ -80,18 +90,19 @@ def test_numbers_are_columns_in_memory(path):
 @pytest.mark.parametrize("inputs", [["a", "b"], ["vector"]])
 @pytest.mark.parametrize("val_fraction", [0.3, None])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_on_demand_gives_the_samples_of_memory(path, inputs, val_fraction, split):
+def test_mapped_columns_give_the_samples_of_memory(path, inputs, val_fraction, split, request):
     arguments = {"inputs": inputs, "target": "kind"}
     arguments |= {"val_path": path} if val_fraction is None else {"val_fraction": val_fraction}
     memory = load(path, split, **arguments).tensors
-    stored = load(path, split, **arguments, in_memory=False)
+    request.getfixturevalue("store")
+    stored = load(path, split, **arguments)
     order = [*np.random.default_rng(0).permutation(len(stored)).tolist(), 0, 0]
     for i, (x, y) in zip(order, stored.__getitems__(order), strict=True):
-        np.testing.assert_array_equal(x, memory[0][i].numpy())
-        assert x.dtype == np.float32
+        assert torch.equal(x, memory[0][i])
+        assert x.dtype == torch.float32
         assert torch.equal(y, memory[1][i])
-        np.testing.assert_array_equal(stored[i][0], x)
-    shaped = load(path, split, **arguments, in_memory=False, shape=[len(memory[0][0]), 1])
+        assert torch.equal(stored[i][0], x)
+    shaped = load(path, split, **arguments, shape=[len(memory[0][0]), 1])
     assert shaped[0][0].shape == (len(memory[0][0]), 1)
 
 
@@ -120,8 +131,8 @@ def test_lists_are_arrays_of_their_own_length(path):
 
 
 @pytest.mark.parametrize("inputs", ["tokens", "vector", "waves"])
-def test_a_sample_that_is_written_to_changes_no_other(path, inputs):
-    source = whole(path, inputs=inputs, target="kind", in_memory=False)
+def test_a_sample_that_is_written_to_changes_no_other(path, inputs, store):
+    source = whole(path, inputs=inputs, target="kind")
     before = source[5][0].tolist()
     source[5][0][:] = 99
     assert source[5][0].tolist() == before
@@ -151,18 +162,17 @@ def test_pictures_are_decoded(path, column):
     assert 0 < image.max() < 1
 
 
-def test_several_files_and_a_row_in_an_error(tmp_path):
+def test_several_files_and_a_row_in_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     for i, name in enumerate(["b", "a"]):
         part = pa.table({"x": pa.array([i, None if i == 0 else 9, i], pa.int64()), "y": [0, 1, 0]})
         pq.write_table(part, tmp_path / f"{name}.parquet", row_group_size=1)
     assert fault(str(tmp_path)).startswith(f"{tmp_path}/b.parquet row 1: column 'x' is missing; correct it")
-    assert "or say what stands for it, as data.train.fill=0" in fault(
-        str(tmp_path), in_memory=False, val_path=str(tmp_path)
-    )
-    for memory in (True, False):
-        source = whole(str(tmp_path), fill=-1, in_memory=memory)
-        inputs = source.tensors[0] if memory else np.stack([source[i][0] for i in range(6)])
-        assert inputs.flatten().tolist() == [1, 9, 1, 0, -1, 0]
+    assert "or say what stands for it, as data.train.fill=0" in fault(str(tmp_path), val_path=str(tmp_path))
+    for stored_from in (2**20, 0):
+        monkeypatch.setattr(column_store, "STORED_FROM", stored_from)
+        source = whole(str(tmp_path), fill=-1)
+        assert source.tensors[0].flatten().tolist() == [1, 9, 1, 0, -1, 0]
     (tmp_path / "c.parquet").write_bytes((tmp_path / "b.parquet").read_bytes())
     pq.write_table(pa.table({"x": [1.5], "y": [0]}), tmp_path / "c.parquet")
     assert "c.parquet: column 'x' is double, but int64 in" in fault(str(tmp_path))
@@ -195,19 +205,24 @@ def test_several_files_and_a_row_in_an_error(tmp_path):
         (pa.array([[[1]], [[2]], [[3]]]), "column 'x' is list<"),
     ],
 )
-@pytest.mark.parametrize("memory", ["auto", False])
-def test_cells_that_cannot_be_used(tmp_path, column, message, memory):
+@pytest.mark.parametrize("stored", [False, True])
+def test_cells_that_cannot_be_used(tmp_path, column, message, stored, request):
+    if stored:
+        request.getfixturevalue("store")
     path = str(tmp_path / "t.parquet")
     pq.write_table(pa.table({"x": column, "y": [0, 1, 0]}), path)
-    assert message in fault(path, val_path=path, in_memory=memory)
+    assert message in fault(path, val_path=path)
 
 
-@pytest.mark.parametrize("column", ["a", "tokens", "waves", "picture", "raw"])
-def test_a_missing_cell_leaves_the_other_rows_of_its_row_group_readable(path, tmp_path, column):
+@pytest.mark.parametrize("column", ["tokens", "waves", "picture", "raw"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_missing_cell_leaves_the_other_rows_readable(path, tmp_path, column, stored, request):
+    if stored:
+        request.getfixturevalue("store")
     cells, other = table()[column], str(tmp_path / "other.parquet")
     gap = pa.concat_arrays([cells.chunk(0)[:5], pa.nulls(1, cells.type), cells.chunk(0)[6:]])
     pq.write_table(pa.table({column: gap}), other)
-    source, intact = (whole(file, inputs=column, target="none", in_memory=False) for file in (other, path))
+    source, intact = (whole(file, inputs=column, target="none") for file in (other, path))
     for i in (4, 6, N - 1):
         np.testing.assert_array_equal(source[i], intact[i])
     with pytest.raises(DataError, match=f"other.parquet row 5: column '{column}' is missing"):
@@ -269,30 +284,33 @@ def test_damaged_files(path, tmp_path):
     assert "empty.parquet: no rows" in fault(str(tmp_path / "empty.parquet"))
 
 
-def test_a_row_group_is_decoded_once_for_a_batch_and_few_are_kept(path, monkeypatch):
-    read: list[int] = []
-    original = parquet._decoded
-
-    def counted(table, kinds, settings, files, group):
-        read.append(group)
-        return original(table, kinds, settings, files, group)
-
-    monkeypatch.setattr(parquet, "_decoded", counted)
-    source = whole(path, inputs="tokens", target="kind", row_groups=1)
-    source.__getitems__([0, 17, 1, 18, 2, 40])
-    assert read == [0, 1, 2]
-    source.__getitems__([41, 0])
-    assert read == [0, 1, 2, 0, 2]
-    pq.write_table(table(), path, row_group_size=6)
-    for free, counts in ((2**40, 10), (0, 20)):
-        monkeypatch.setattr(parquet, "host_memory", lambda free=free: SimpleNamespace(free=free))
-        source = whole(path, inputs="tokens", target="kind", in_memory=False)
-        read.clear()
-        for i in [*range(N), *range(N)]:
-            source[i]
-        assert len(read) == counts
+@pytest.mark.parametrize("row_group_size", [1, 7, 1000])
+@pytest.mark.parametrize("inputs", [["a", "b"], ["tokens"], ["vector", "waves"], ["picture", "b"]])
+def test_row_groups_change_no_sample(path, tmp_path, row_group_size, inputs, store):
+    other = str(tmp_path / "other.parquet")
+    pq.write_table(table(), other, row_group_size=row_group_size)
+    sources = [load(file, "train", inputs=inputs, target="kind") for file in (path, other)]
+    for i in range(len(sources[0])):
+        assert digest_of(sources[0][i]) == digest_of(sources[1][i])
     with pytest.raises(IndexError):
-        source[N]
+        sources[0][N]
+
+
+def test_lists_of_one_length_are_gathered_as_columns(tmp_path, store):
+    path = str(tmp_path / "t.parquet")
+    tokens = np.arange(400).reshape(40, 10)
+    pq.write_table(pa.table({"tokens": list(tokens), "y": np.arange(40) % 2}), path, row_group_size=3)
+    source = load(path, "train", inputs="tokens", target="y")
+    columns = source.as_rows()
+    assert len(columns) == len(source) == 36
+    assert columns[5][0].tolist() == source[5][0].tolist()
+    options = StreamOptions("data.train", True, 4, 1)
+    opened, line = open_batches(source, options)
+    assert "mapped files" in line
+    for batch in opened.epoch(0):
+        expected = [source[i] for i in batch.indices.tolist()]
+        assert batch.data[0].tolist() == [sample[0].tolist() for sample in expected]
+        assert batch.data[1].tolist() == [int(sample[1]) for sample in expected]
 
 
 def test_two_columns_of_one_name_are_named(tmp_path):

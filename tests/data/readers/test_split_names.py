@@ -206,8 +206,7 @@ def test_arguments_that_a_format_has_no_use_for_are_named(tmp_path: Path):
     (tmp_path / "pictures/cat").mkdir(parents=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "pictures/cat/1.png")
     sources = {
-        "fit row_groups": parquet.load(str(tmp_path / "a.parquet"), "train"),
-        "fit": parquet.load(str(tmp_path / "a.parquet"), "train", in_memory=False),
+        "fit": parquet.load(str(tmp_path / "a.parquet"), "train"),
         "block_size": text.load(str(tmp_path / "a.txt"), "train", kind="lines"),
         "seed stratify": numpy_files.load(str(tmp_path / "a.npz"), "train"),
         "fit seed": image_folder.load(str(tmp_path / "pictures"), "train", val_fraction=0.0),

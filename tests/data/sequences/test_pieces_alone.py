@@ -136,20 +136,3 @@ def test_rows_of_columns_are_cut_before_they_are_copied(names: tuple[str, ...]) 
     assert found["label"] == 1
     found["x"][0] = -1
     assert arrays["x"][1, 4] == 14
-
-
-@pytest.mark.parametrize(("kept", "told"), [(1, True), (3, False)])
-def test_shuffled_row_groups_that_do_not_fit_are_told_with_the_way_out(
-    kept: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parquet, "LEAST_GROUPS", kept)
-    monkeypatch.setattr(parquet, "GROUPS_SHARE", 2**60)
-    source = lists(tmp_path)
-    words: dict[str, Any] = {"key": "data.train", "training": True, "batch_size": 2, "seed": 1}
-    _, line = open_batches(source, StreamOptions(**words))
-    assert ("data.cache=disk:" in line) == told
-    for changes in ({"shuffle": False}, {"training": False}):
-        _, line = open_batches(source, StreamOptions(**words | changes))
-        assert "data.cache=disk:" not in line
-    _, line = open_batches(Subset(source, [0, 1, 2]), StreamOptions(**words))
-    assert ("data.cache=disk:" in line) == told

@@ -25,6 +25,7 @@ from typing import IO, Any
 import numpy as np
 
 from trainrun.data.cache.room import LIMIT, META, SOURCE, cache_home, hold, limit_on, make_room
+from trainrun.data.readers.free_space import check_memory
 from trainrun.data.readers.mapped_files import map_array
 from trainrun.errors import DataError
 from trainrun.output import counted, quantity, say
@@ -144,6 +145,11 @@ def load_columns(key: str, source: str, num_bytes: int, build: Build) -> StoredC
         except OSError as error:
             reason = error.strerror or str(error)
             say(f"{source}: its columns cannot be stored ({reason}), so they stay in memory", file=sys.stderr)
+    check_memory(
+        num_bytes,
+        f"{source}: a copy of its columns",
+        f"make room in {cache_home()}, where they would be stored",
+    )
     writer = ColumnWriter(source, None)
     facts = build(writer)
     return StoredColumns(writer.arrays(), facts)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from trainrun.data.batch import as_tensor
 from trainrun.data.readers.mapped_files import check_lengths, mappings_of
-from trainrun.data.readers.reader_protocol import Info
+from trainrun.data.readers.parts import Part, rows_of
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.data.tensor_dataset import rows as gathered
+
+COPIED_BYTES = 2**26  # of stored columns; more are mapped
 
 
 class MappedRows:
@@ -38,3 +43,28 @@ class MappedRows:
         check_lengths(mappings_of(self._arrays))
         read = tuple(as_tensor(gathered(array, indices)) for array in self._arrays)
         return read if len(read) > 1 else read[0]
+
+
+def rows_of_columns(
+    arrays: Sequence[np.ndarray[Any, Any]],
+    is_mapped: bool,
+    info: Info,
+    part: Part,
+    groups: Any,
+    unused_arguments: Mapping[str, str],
+) -> Arrays | ReaderDataset:
+    """Return the rows of a table that belong to a split: in memory, or mapped if they are many.
+
+    arrays: inputs (N, ...), and targets. groups: (N,) numbers of the groups. unused_arguments: of the reader.
+    """
+    rows = part.rows(arrays[-1] if info.labels is not None else arrays[0], groups)
+    dataset = ReaderDataset(MappedRows(arrays, info, torch.from_numpy), rows, part.notice, unused_arguments)
+    dataset.groups = None if groups is None else rows_of(groups, rows)
+    if is_mapped and sum(array.nbytes for array in arrays) > COPIED_BYTES:
+        return dataset
+    copies = tuple(torch.from_numpy(np.array(rows_of(array, rows))) for array in arrays)
+    return Arrays(
+        copies, info.class_names, info.num_classes, describe=dataset.describe, column=dataset.column,
+        notice=part.notice, input_columns=info.input_columns, unused_arguments=unused_arguments,
+        groups=dataset.groups,
+    )  # fmt: skip

@@ -31,8 +31,7 @@ class Info:
     the same bits. thread_safe: several threads may call `read` at once, which only its author can know. column: (N,)
     of another column of a table, by its name; None: it has none of that name. input_columns: of a table, what each
     input column holds. arrays: those whose rows the samples are, where they lie in mapped files. read_cut: a part of a
-    sample, see `Pieces` of the sequences. slow_shuffled: what to say where its samples are read in random order, and
-    the way out.
+    sample, see `Pieces` of the sequences.
     """
 
     files: tuple[Path, ...]
@@ -48,7 +47,6 @@ class Info:
     input_columns: Mapping[str, str] | None = None
     arrays: tuple[np.ndarray[Any, Any], ...] = ()
     read_cut: Callable[[int, Callable[[str, Any], Any]], Any] | None = None
-    slow_shuffled: str = ""
 
 
 class Reader(Protocol):
@@ -100,11 +98,6 @@ class ReaderDataset:
         """Reads a part of a sample; None if the reader cannot."""
         of_reader = self._info.read_cut
         return None if of_reader is None else lambda index, cut: of_reader(self._number(index), cut)
-
-    @property
-    def slow_shuffled(self) -> str:
-        """What to say where its samples are read in random order; "" if that is as fast as any."""
-        return self._info.slow_shuffled
 
     def as_rows(self) -> Columns | None:
         """The rows of mapped files that these samples are, which are gathered without reading one by one."""

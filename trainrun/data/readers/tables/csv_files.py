@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns, load_columns
 from trainrun.data.readers.free_space import check_memory, unpacked_bytes
-from trainrun.data.readers.mapped_rows import MappedRows
-from trainrun.data.readers.parts import Part, SplitRequest, group_numbers, rows_of
+from trainrun.data.readers.mapped_rows import rows_of_columns
+from trainrun.data.readers.parts import Part, SplitRequest, group_numbers
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset
 from trainrun.data.readers.targets import (
@@ -46,7 +45,6 @@ VERSION = 1  # of the columns in the store
 ENDINGS = (".csv", ".csv.gz", ".tsv")
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
 MAX_LINE_CHARACTERS = 2**26
-COPIED_BYTES = 2**26  # of columns in the store; more are mapped
 WORD_BYTES = 64  # about that much each takes in memory
 FEWER = "name fewer columns by data.train.inputs, or write the table as Parquet"
 MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
@@ -217,48 +215,33 @@ class WordColumn:
 def split_of(
     table: TextTable, part: Part, choice: ColumnChoice, shape: Sequence[int] | None
 ) -> Arrays | ReaderDataset:
-    """Return the rows of a table that belong to a split: in memory, or mapped if they are many."""
+    """Return the rows of a table that belong to a split."""
     columns, coding = table.columns.arrays, table.coding
     inputs, target = columns["inputs"], columns.get("target")
     if shape is not None:
         inputs = inputs.reshape(-1, *shape)
-    rows = part.rows(inputs if target is None else target, columns.get("groups"))
-    groups = columns.get("groups")
-    arrays = (inputs,) if target is None else (inputs, target)
-    describe = partial(describe_target, table, choice.targets[0], rows) if choice.targets else None
-    input_columns = dict.fromkeys(choice.inputs, "numbers")
-    if table.columns.is_mapped and sum(array.nbytes for array in arrays) > COPIED_BYTES:
-        info = Info(
-            table.files, choice, target, coding.names, coding.num_classes, table.place,
-            column=partial(read_numbers, table.files, choice.dialect, None), input_columns=input_columns,
-        )  # fmt: skip
-        dataset = ReaderDataset(
-            MappedRows(arrays, info, torch.from_numpy), rows, part.notice, part.unused_arguments
-        )
-        dataset.groups = None if groups is None else rows_of(groups, rows)
-        return dataset
-    chosen = tuple(torch.from_numpy(np.array(rows_of(array, rows))) for array in arrays)
-    return Arrays(
-        chosen, coding.names, coding.num_classes, describe=describe,
-        column=partial(read_numbers, table.files, choice.dialect, rows), notice=part.notice,
-        input_columns=input_columns, unused_arguments=part.unused_arguments,
-        groups=None if groups is None else rows_of(groups, rows),
+    info = Info(
+        table.files, (choice, shape), target, coding.names, coding.num_classes,
+        partial(describe_target, table, choice.targets[0]) if choice.targets else table.place,
+        column=partial(read_numbers, table.files, choice.dialect),
+        input_columns=dict.fromkeys(choice.inputs, "numbers"),
     )  # fmt: skip
+    arrays = (inputs,) if target is None else (inputs, target)
+    return rows_of_columns(
+        arrays, table.columns.is_mapped, info, part, columns.get("groups"), part.unused_arguments
+    )
 
 
-def describe_target(table: TextTable, column: str, rows: Any, index: int) -> str:
-    """Return file, line and column of a sample. rows: the chosen ones; None is all."""
-    return f"{table.place(index if rows is None else int(rows[index]))}: column {column!r}"
+def describe_target(table: TextTable, column: str, row: int) -> str:
+    return f"{table.place(row)}: column {column!r}"
 
 
-def read_numbers(
-    files: Sequence[Path], dialect: Dialect, rows: Any, name: str
-) -> np.ndarray[Any, Any] | None:
+def read_numbers(files: Sequence[Path], dialect: Dialect, name: str) -> np.ndarray[Any, Any] | None:
     """Return a column of numbers that was not read yet; None if there is none of that name."""
     if name not in columns_in(files[0], dialect):
         return None
     table = read_table(files, ColumnChoice(dialect, (name,), (), dtype="float64"))
-    return np.asarray(rows_of(table.columns.arrays["inputs"][:, 0], rows))
+    return table.columns.arrays["inputs"][:, 0]
 
 
 def usual_delimiter(file: Path) -> str:

@@ -1,56 +1,58 @@
-"""`data=parquet`: tables in Parquet files (pyarrow). Numbers that fit are held in memory, all else read on demand."""
+"""`data=parquet`: tables in Parquet files (pyarrow). What is read of them is stored as columns, see `column_store`."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from trainrun.data.readers.free_space import in_memory as stays_in_memory
-from trainrun.data.readers.open_files import Kept
-from trainrun.data.readers.parts import SplitRequest
+from trainrun.data.readers.column_store import Array, ColumnWriter, StoredColumns, load_columns
+from trainrun.data.readers.mapped_rows import rows_of_columns
+from trainrun.data.readers.parts import SplitRequest, group_numbers
+from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.pictures.decode import Form, form_of
 from trainrun.data.readers.reader_protocol import Info, dataset_of
-from trainrun.data.readers.tables.parquet_columns import (
-    ColumnBlock,
+from trainrun.data.readers.tables.arrow_columns import (
     Kind,
-    block_of,
     class_names_in,
+    kind_of,
     list_dtype,
+    numbers_of,
     pyarrow,
-    where_in,
+    words_of,
+    write_ragged,
 )
-from trainrun.data.readers.tables.parquet_tables import Table, open_file, table_of
+from trainrun.data.readers.tables.stored_samples import SampleField, StoredSamples
 from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
-from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
-from trainrun.limits import Auto, BelowOne, Count, Fit, HeldOutBy, NumberType, TargetType
-from trainrun.runtime.machine import host_memory
+from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, NumberType, TargetType
 
+VERSION = 1  # of the columns in the store
 ENDINGS = (".parquet", ".pq")
-OPEN_FILES = 16  # of one thread
-LEAST_GROUPS, GROUPS_SHARE = 4, 32  # of the free memory: workers keep their own
+ROWS_AT_ONCE, CELLS_AT_ONCE = 2**16, 2**22
+LEAST_BYTES = 8  # of a cell: a number, or where a word or list begins
 
 
 def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
-         fill: float | None = None, in_memory: bool | Auto = "auto", row_groups: Count | Auto = "auto",
-         fit: Fit = "crop", draft: bool = True, groups: str | None = None,
+         fill: float | None = None, fit: Fit = "crop", draft: bool = True, groups: str | None = None,
          val_by: HeldOutBy = "auto") -> Any:  # fmt: skip
-    """`train`, `val` or `test`: `Arrays`, or samples read on demand for lists, pictures and what does not fit.
+    """`train`, `val` or `test`: `Arrays`, or a data set of stored columns for lists, pictures and large tables.
 
     inputs, target: names of columns, as for CSV files. Inputs that are all numbers become one vector (K,);
         one list (int64 where it holds integers) or picture is taken as it is; several inputs with lists
         or pictures among them become a dict by name. A list as target is taken as it is too.
     dtype: of numbers and of lists of floats; pictures are float32 from 0 to 1, or with "uint8" as stored.
-    row_groups: how many decoded ones each process keeps, of data that is read on demand; auto: what fits in a share
-        of the free memory, at least 4.
     """
     request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
     part = request.find_files(ENDINGS)
@@ -62,176 +64,312 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     table = training if part.is_training else table_of(part.files)
     for one in (training, table):
         one.check(one.unlike if inputs is None else (*names, *goal))
-    _check_like(table, training, (*names, *goal))
+    check_like(table, training, (*names, *goal))
     kinds = [table.kinds[name] for name in names]
-    for kind in kinds:
-        if kind.name in ("word", "other"):
-            raise DataError(
-                f"data.train.inputs: column {kind.column!r} is {kind.text}, which no model can take; name the others, "
-                "as data.train.inputs=[a,b]"
-            )
-    cells, coding = _target(table, training, goal, target_dtype)
-    own_target = [] if cells is not None else [table.kinds[name] for name in goal]
+    check_kinds(kinds, [training.kinds[name] for name in goal])
     form = Form()
     if any(kind.name == "picture" for kind in kinds):
         form = form_of(shape, fit, "uint8" if dtype == "uint8" else "float32", draft)
-    fitting = max(LEAST_GROUPS, host_memory().free // GROUPS_SHARE // table.group_bytes)
-    reader = ParquetReader(table, kinds + own_target, len(kinds), cells, coding, dtype, fill, form,
-                           _shape_of(shape, kinds), fitting if row_groups == "auto" else row_groups)  # fmt: skip
-    group_cells = table.target(groups) if groups is not None and not part.is_own else None
-    dataset = dataset_of(reader, part, group_cells)
-    fits = stays_in_memory(len(dataset) * 8 * sum(kind.size for kind in kinds), in_memory)
-    plain = all(kind.name == "number" for kind in kinds) or [kind.name for kind in kinds] == ["fixed"]
+    shape = shape_of_inputs(shape, kinds)
+    group = groups if groups is not None and not part.is_own else None
+    choice = ArrowChoice(names, goal, group, dtype, target_dtype, fill)
+    coding = None
+    if table is not training and len(goal) == 1 and not choice.has_list_target(training):
+        known = load_table(training, ArrowChoice((), goal, target_dtype=target_dtype))
+        coding = coding_in(known)
+    stored = load_table(table, choice, coding)
+    own_coding = coding_in(stored)
+    arrays = stored.arrays
+    encoded = arrays.get("target")
+    info = Info(
+        table.files, (choice, form, shape), encoded, own_coding.names, own_coding.num_classes, table.place,
+        column=table.column, input_columns={kind.column: f"{kind.name}s" for kind in kinds},
+    )  # fmt: skip
+    target_field = None
+    if choice.has_list_target(table):
+        target_field = sample_field(arrays, "list_target", goal[0], False)
     unused = {**part.unused_arguments}
     if not any(kind.name == "picture" for kind in kinds):
         unused["fit"] = "no input is a picture"
-    if not (plain and not own_target and fits):
-        dataset.unused_arguments = unused
-        return dataset
-    unused["row_groups"] = "all rows are in memory"
-    return Arrays(reader.whole(dataset.rows), coding.names, coding.num_classes, describe=dataset.describe,
-                  column=dataset.column, notice=part.notice, input_columns=dataset.input_columns,
-                  unused_arguments=unused, groups=dataset.groups)  # fmt: skip
+    if is_matrix(kinds) and target_field is None:
+        matrix = arrays["inputs"] if shape is None else arrays["inputs"].reshape(-1, *shape)
+        tensors = (matrix,) if encoded is None else (matrix, encoded)
+        return rows_of_columns(tensors, stored.is_mapped, info, part, arrays.get("groups"), unused)
+    if is_matrix(kinds):
+        fields = [SampleField("inputs", arrays["inputs"])]
+    else:
+        fields = [
+            sample_field(
+                arrays,
+                f"inputs.{number}",
+                kind.column,
+                kind.name == "list",
+                form if kind.name == "picture" else None,
+            )
+            for number, kind in enumerate(kinds)
+        ]
+    samples = StoredSamples(
+        fields, encoded if target_field is None else target_field, shape, info, table.where
+    )
+    dataset = dataset_of(samples, part, arrays.get("groups"))
+    dataset.unused_arguments = unused
+    return dataset
 
 
-class ParquetReader:
-    """Samples `(inputs, target)`, or inputs alone, from row groups that are decoded when they are needed.
+class ArrowChoice(NamedTuple):
+    """What is read of a table."""
 
-    Each process keeps a few of them, for all of its threads; `read` decodes each one once.
-    kinds: of the inputs, and of a target of lists. cells: another target, encoded and in memory.
-    """
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    group: str | None = None
+    dtype: str = "float32"
+    target_dtype: str = "auto"
+    fill: float | None = None
 
-    def __init__(self, table: Table, kinds: Sequence[Kind], num_inputs: int, cells: Any, coding: Coding, dtype: str,
-                 fill: float | None, form: Form, shape: tuple[int, ...] | None, row_groups: int) -> None:  # fmt: skip
-        self._table, self._kinds, self._cells = table, tuple(kinds), cells
-        self._inputs, self._shape = self._kinds[:num_inputs], shape
-        self._numbers = all(kind.name == "number" for kind in self._inputs)
-        self._settings = (dtype, fill, form)
-        files = Kept(open_file, OPEN_FILES, per_thread=True, close=_close)
-        self._groups = Kept(partial(_decoded, table, self._kinds, self._settings, files), row_groups)
-        self.info = Info(
-            table.files, (self._kinds, self._settings, shape), cells, coding.names, coding.num_classes, table.place,
-            self._lengths if any(kind.name == "list" for kind in self._inputs) else None, thread_safe=True,
-            column=table.column, input_columns={kind.column: f"{kind.name}s" for kind in self._inputs},
-            read_cut=None if self._numbers else self.read_cut, slow_shuffled=self._slow_shuffled(row_groups),
-        )  # fmt: skip
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def _slow_shuffled(self, kept: int) -> str:
-        number = len(self._table.ends)
-        if number <= kept:
-            return ""
-        return (
-            f"memory has room for {kept} of {number} decoded row groups, so random order decodes each many times; "
-            "data.cache=disk:<folder> or `trainrun convert` to npy reads them once"
+    @property
+    def columns(self) -> list[str]:
+        return list(
+            dict.fromkeys([*self.inputs, *self.targets, *([] if self.group is None else [self.group])])
         )
 
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        """Row group by row group, in the order that was asked for."""
-        found = [self._table.find(index) for index in indices]
-        samples: list[Any] = [None] * len(found)
-        for number in sorted(range(len(found)), key=found.__getitem__):
-            group, place = found[number]
-            samples[number] = self._sample(indices[number], group, place)
-        return samples
+    def has_list_target(self, table: ArrowTable) -> bool:
+        return len(self.targets) == 1 and table.kinds[self.targets[0]].name in ("list", "fixed")
 
-    def read_cut(self, index: int, cut: Callable[[str, Any], Any]) -> Any:
-        """A part of one sample: only what `cut(name, values)` leaves of a column is copied."""
-        group, place = self._table.find(index)
-        return self._sample(index, group, place, [partial(cut, name) for name in self._field_names()])
 
-    def _field_names(self) -> list[str]:
-        """What the columns are called as fields of a sample, the target last."""
-        with_target = self._cells is not None or len(self._kinds) > len(self._inputs)
-        names = ["inputs"]
-        if len(self._inputs) > 1:
-            names = [f"inputs.{kind.column}" if with_target else kind.column for kind in self._inputs]
-        return [*names, "target"][: len(self._kinds)]
+def is_matrix(kinds: Sequence[Kind]) -> bool:
+    """Whether the inputs are stored as one array (N, K)."""
+    return all(kind.name == "number" for kind in kinds) or [kind.name for kind in kinds] == ["fixed"]
 
-    def _sample(self, index: int, group: int, place: int, cuts: Sequence[Any] = ()) -> Any:
-        blocks, read = self._groups[group]
-        if read is not None:
-            blocks = _blocks(self._table, self._kinds, self._settings, group, read.slice(place, 1), place)
-            place = 0
-        if self._numbers:
-            cuts = ()  # a row of numbers is made of several columns
-        cells = [
-            block.cell(place, partial(self._table.where, block.kind.column, index), cut)
-            for block, cut in zip(blocks, cuts or [None] * len(blocks), strict=True)
+
+def sample_field(
+    arrays: dict[str, Array], name: str, column: str, is_sequence: bool, form: Form | None = None
+) -> SampleField:
+    if name in arrays:
+        return SampleField(column, arrays[name])
+    values, ends = arrays[f"{name}.values"], arrays[f"{name}.ends"]
+    return SampleField(column, values, ends, form, arrays[f"{name}.missing"], is_sequence)
+
+
+def coding_in(stored: StoredColumns) -> Coding:
+    kind, names, num_classes = stored.facts["coding"]
+    return Coding(kind, tuple(names), num_classes)
+
+
+@dataclass(frozen=True)
+class ArrowTable:
+    """Parquet files as one table of rows. ends: (files,) the row behind the last one of each file.
+
+    kinds: of the columns of the first file; unlike: what is wrong with those that are not the same in all.
+    """
+
+    files: tuple[Path, ...]
+    kinds: dict[str, Kind]
+    ends: np.ndarray[Any, np.dtype[np.int64]]
+    schema: Any
+    unlike: dict[str, str]
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.kinds)
+
+    def place(self, row: int) -> str:
+        """Return the file and row of a sample, counted from 0."""
+        file = int(np.searchsorted(self.ends, row, side="right"))
+        return f"{self.files[file]} row {row - (int(self.ends[file - 1]) if file else 0)}"
+
+    def where(self, column: str, row: int) -> str:
+        return f"{self.place(row)}: column {column!r}"
+
+    def check(self, names: Iterable[str]) -> None:
+        """DataError: one of the columns is not the same in all files."""
+        if wrong := [self.unlike[name] for name in names if name in self.unlike]:
+            raise DataError(wrong[0])
+
+    def unpacked_bytes(self, columns: Sequence[str]) -> int:
+        """Return about how many bytes some columns take."""
+        total, wanted = 0, set(columns)
+        for path in self.files:
+            metadata = open_file(path).metadata
+            for number in range(metadata.num_row_groups):
+                group = metadata.row_group(number)
+                if number == 0:  # a list is the column `tokens.list.element`
+                    parts = [group.column(k).path_in_schema.split(".") for k in range(group.num_columns)]
+                    chosen = [k for k, path in enumerate(parts) if not wanted.isdisjoint(prefixes(path))]
+                for k in chosen:
+                    column = group.column(k)
+                    total += max(column.total_uncompressed_size, column.num_values * LEAST_BYTES)
+        return total
+
+    def blocks(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """Yield the first row and an Arrow batch of rows, in turn."""
+        begin = 0
+        at_once = max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // max(1, len(columns))))
+        for path in self.files:
+            file = open_file(path)
+            for group in range(file.metadata.num_row_groups):
+                with reading(path, f"row group {group}"):
+                    for batch in file.iter_batches(at_once, row_groups=[group], columns=list(columns)):
+                        if len(batch):
+                            yield begin, batch
+                        begin += len(batch)
+
+    def column(self, name: str) -> Any:
+        """Return all cells of a column of numbers; None if there is none of that name."""
+        self.check([name])
+        if (kind := self.kinds.get(name)) is None:
+            return None
+        if kind.name != "number":
+            raise DataError(f"{self.files[0]}: column {name!r} is {kind.text}, not numbers")
+        blocks = [
+            words_of(kind, block[name], partial(self.cell_name, name, begin))
+            for begin, block in self.blocks([name])
         ]
-        inputs: Any = cells[: len(self._inputs)]
-        if self._numbers:
-            inputs = np.stack(inputs)
-        elif len(inputs) == 1:
-            inputs = inputs[0]
-        else:
-            arrays = [np.asarray(cell) if isinstance(cell, np.generic) else cell for cell in inputs]
-            inputs = dict(zip([kind.column for kind in self._inputs], arrays, strict=True))
-        if self._shape is not None:
-            inputs = inputs.reshape(self._shape)
-        if self._cells is not None:
-            return inputs, self._cells[index]
-        return (inputs, cells[-1]) if len(cells) > len(self._inputs) else inputs
+        return np.concatenate(blocks)
 
-    def whole(self, chosen: Any) -> tuple[Any, ...]:
-        """Inputs and target of the chosen rows, rising, in memory; None is all."""
-        sizes = [kind.size for kind in self._kinds]
-        dtype: Any = self._settings[0]
-        if self._kinds[0].name == "fixed":
-            dtype = list_dtype(self._kinds[0], dtype)
-        rows = np.arange(len(self)) if chosen is None else chosen
-        inputs = np.empty((len(rows), sum(sizes)), dtype)
-        for group, read in self._table.blocks([kind.column for kind in self._kinds]):
-            begin, end = self._table.begin(group), int(self._table.ends[group])
-            low, high = np.searchsorted(rows, (begin, end))
-            blocks = _blocks(self._table, self._kinds, self._settings, group, read)
-            for block, right in zip(blocks, np.cumsum(sizes), strict=True):
-                values = block.values[rows[low:high] - begin]
-                inputs[low:high, right - block.kind.size : right] = values.reshape(
-                    high - low, block.kind.size
-                )
-        tensor = torch.from_numpy(inputs)
-        if self._shape is not None:
-            tensor = tensor.view(-1, *self._shape)
-        return (tensor,) if self._cells is None else (tensor, self._cells[torch.from_numpy(rows)])
-
-    def _lengths(self) -> np.ndarray[Any, Any]:
-        """The lengths of the first input that is a list; reads that column."""
-        kind = next(kind for kind in self._inputs if kind.name == "list")
-        compute = pyarrow("pyarrow.compute")
-        parts = [compute.fill_null(compute.list_value_length(read[kind.column]), 0)
-                 for _, read in self._table.blocks([kind.column])]  # fmt: skip
-        return np.concatenate(parts).astype(np.int64)
+    def cell_name(self, column: str, begin: int, row: int) -> str:
+        return self.where(column, begin + row)
 
 
-def _decoded(
-    table: Table, kinds: Sequence[Kind], settings: Any, files: Kept, group: int
-) -> tuple[list[ColumnBlock], Any]:
-    """A row group; where a cell of it is at fault, as it was read, so that its other rows can be decoded alone."""
-    read = table.read(group, [kind.column for kind in kinds], files[str(table.file(group))])
+def prefixes(parts: Sequence[str]) -> list[str]:
+    """Return `a`, `a.b` and `a.b.c` of the parts of a dotted name."""
+    return list(itertools.accumulate(parts, "{}.{}".format))
+
+
+def table_of(files: Sequence[Path]) -> ArrowTable:
+    """DataError: one is damaged; or there is no row."""
+    kinds: dict[str, Kind] = {}
+    unlike: dict[str, str] = {}
+    first, sizes = None, []
+    for path in files:
+        file = open_file(path)
+        with reading(path, "its schema"):
+            own = [kind_of(field) for field in file.schema_arrow]
+        if first is None:
+            twice = next((n for n, count in Counter(kind.column for kind in own).items() if count > 1), None)
+            if twice is not None:
+                raise DataError(f"{path}: two columns are called {twice!r}; names must differ")
+            kinds, first = {kind.column: kind for kind in own}, file.schema_arrow
+        unlike = differing_columns({kind.column: kind for kind in own}, kinds, path, files[0]) | unlike
+        sizes.append(file.metadata.num_rows)
+    if not sum(sizes):
+        raise DataError(f"{files[0]}: no rows")
+    return ArrowTable(tuple(files), kinds, np.cumsum(sizes, dtype=np.int64), first, unlike)
+
+
+def differing_columns(
+    own: dict[str, Kind], kinds: dict[str, Kind], path: Path, first: Path
+) -> dict[str, str]:
+    """Return what is wrong with the columns of a file that are not those of the first."""
+    faults = {name: f"{path}: has no column {name!r}, which {first} has" for name in kinds if name not in own}
+    for name, kind in own.items():
+        if name not in kinds:
+            faults[name] = f"{path}: has the column {name!r}, which {first} has not"
+        elif kind != kinds[name]:
+            faults[name] = (
+                f"{path}: column {name!r} is {kind.text}, but {kinds[name].text} in {first}; write them with one type"
+            )
+    return faults
+
+
+def open_file(path: Path) -> Any:
+    with reading(path, "it"):
+        return pyarrow("pyarrow.parquet").ParquetFile(str(path), page_checksum_verification=True)
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Around every access to a file. Arrow's errors are ValueErrors, OSErrors and, some, RuntimeErrors."""
     try:
-        return _blocks(table, kinds, settings, group, read), None
-    except DataError:
-        return [], read
+        yield
+    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        fault = f"{what} cannot be read as Parquet: is it damaged or cut short? ({error})"
+        raise DataError(f"{path}: {fault}") from error
 
 
-def _blocks(
-    table: Table, kinds: Sequence[Kind], settings: Any, group: int, read: Any, first: int = 0
-) -> list[ColumnBlock]:
-    """first: the place in the row group at which `read` begins."""
-    dtype, fill, form = settings
-    path, start = table.file(group), table.starts[group] + first
-    return [block_of(kind, read[kind.column], dtype, fill, form, where_in(path, kind.column, start))
-            for kind in kinds]  # fmt: skip
+def load_table(table: ArrowTable, choice: ArrowChoice, coding: Coding | None = None) -> StoredColumns:
+    """Return the chosen columns, which a large table keeps in the store. coding: of the target in other files."""
+    key = fingerprint_of(table.files, "parquet", VERSION, choice, coding)
+    more = f" and {len(table.files) - 1} more" if len(table.files) > 1 else ""
+    num_bytes = table.unpacked_bytes(choice.columns)
+    return load_columns(
+        key, f"{table.files[0]}{more}", num_bytes, partial(write_columns, table, choice, coding)
+    )
 
 
-def _close(file: Any) -> None:
-    file.close()
+def write_columns(
+    table: ArrowTable, choice: ArrowChoice, coding: Coding | None, writer: ColumnWriter
+) -> dict[str, Any]:
+    """Read a table into a writer. DataError: names the file, row and column of what is wrong."""
+    kinds = [table.kinds[name] for name in choice.inputs]
+    has_list_target = choice.has_list_target(table)
+    cells: dict[str, list[Any]] = {name: [] for name in choice.columns if name not in choice.inputs}
+    cells |= {name: [] for name in choice.targets}
+    for begin, block in table.blocks(choice.columns):
+        write_inputs(table, choice, kinds, begin, block, writer)
+        for name, parts in cells.items():
+            if has_list_target and name == choice.targets[0]:
+                write_ragged(table.kinds[name], block[name], choice.dtype, "list_target", begin, writer)
+            else:
+                parts.append(words_of(table.kinds[name], block[name], partial(table.cell_name, name, begin)))
+        writer.report_progress(begin + len(block))
+    coded = Coding("float64" if choice.target_dtype == "float64" else "float32")
+    if choice.targets and not has_list_target:
+        columns = [joined(table.kinds[name], cells[name]) for name in choice.targets]
+        if len(columns) == 1:
+            coded = coding_of_table(table, choice, columns[0], coding)
+        encoded = [
+            coded.encode(column, partial(table.where, name))
+            for column, name in zip(columns, choice.targets, strict=True)
+        ]
+        writer.add("target", (torch.cat(encoded, 1) if len(encoded) > 1 else encoded[0]).numpy())
+    if choice.group is not None:
+        writer.add("groups", group_numbers(joined(table.kinds[choice.group], cells[choice.group])))
+    return {"coding": [coded.kind, coded.names, coded.num_classes]}
 
 
-def _check_like(table: Table, training: Table, names: Sequence[str]) -> None:
+def write_inputs(table: ArrowTable, choice: ArrowChoice, kinds: Sequence[Kind], begin: int, block: Any,
+                 writer: ColumnWriter) -> None:  # fmt: skip
+    """Write the inputs of a block of rows: one array of numbers, or a column each."""
+    if is_matrix(kinds):
+        dtype = np.dtype(choice.dtype)
+        if kinds and kinds[0].name == "fixed":
+            dtype = list_dtype(kinds[0], choice.dtype)
+        matrix = np.empty((len(block), sum(kind.size for kind in kinds)), dtype)
+        end = 0
+        for kind in kinds:
+            where = partial(table.cell_name, kind.column, begin)
+            values = numbers_of(kind, block[kind.column], choice.dtype, choice.fill, where)
+            matrix[:, end : end + kind.size] = values.reshape(len(block), kind.size)
+            end += kind.size
+        writer.add("inputs", matrix)
+        return
+    for number, kind in enumerate(kinds):
+        name, column = f"inputs.{number}", block[kind.column]
+        if kind.name == "number":
+            where = partial(table.cell_name, kind.column, begin)
+            writer.add(name, numbers_of(kind, column, choice.dtype, choice.fill, where))
+        else:
+            write_ragged(kind, column, choice.dtype, name, begin, writer)
+
+
+def joined(kind: Kind, parts: list[Any]) -> Any:
+    return np.concatenate(parts) if kind.name == "number" else [word for part in parts for word in part]
+
+
+def coding_of_table(table: ArrowTable, choice: ArrowChoice, cells: Any, coding: Coding | None) -> Coding:
+    """Return how the target is coded. coding: of the training data, if the table holds other data."""
+    names = class_names_in(table.schema, choice.targets[0])
+    if coding is None:
+        return coding_of(cells, choice.target_dtype, names)
+    if coding.kind == "int64" and names:  # mapped to the names of the training data by the run
+        return replace(coding, names=names, num_classes=len(names))
+    return coding
+
+
+def check_like(table: ArrowTable, training: ArrowTable, names: Sequence[str]) -> None:
     """DataError: the columns that are read are not those of the training data."""
     for name in names:
         if name not in table.kinds:
@@ -242,36 +380,30 @@ def _check_like(table: Table, training: Table, names: Sequence[str]) -> None:
             raise DataError(f"{table.files[0]}: {fault}")
 
 
-def _target(table: Table, training: Table, goal: Sequence[str], dtype: str) -> tuple[Any, Coding]:
-    """The encoded target of all rows; None if there is none, or it is a list that is read on demand."""
-    kinds = [training.kinds[name] for name in goal]
-    if not goal or (len(goal) == 1 and kinds[0].name in ("list", "fixed")):
-        return None, Coding("float32")
-    for kind in kinds:
-        if kind.name not in ("number", "word") or (len(kinds) > 1 and kind.name == "word"):
+def check_kinds(inputs: Sequence[Kind], targets: Sequence[Kind]) -> None:
+    """DataError: a column holds what cannot be an input, or a target."""
+    for kind in inputs:
+        if kind.name in ("word", "other"):
+            raise DataError(
+                f"data.train.inputs: column {kind.column!r} is {kind.text}, which no model can take; name the others, "
+                "as data.train.inputs=[a,b]"
+            )
+    if len(targets) == 1 and targets[0].name in ("list", "fixed"):
+        return
+    for kind in targets:
+        if kind.name not in ("number", "word") or (len(targets) > 1 and kind.name == "word"):
             raise DataError(
                 f"data.train.target={kind.column}: is {kind.text}, not numbers, words or one list"
             )
-    cells = [table.target(name) for name in goal]
-    if len(goal) > 1:
-        coding = Coding("float64" if dtype == "float64" else "float32")
-    else:
-        known = cells[0] if table is training else training.target(goal[0])
-        coding = coding_of(known, dtype, class_names_in(training.schema, goal[0]))
-        own_names = class_names_in(table.schema, goal[0])
-        if coding.kind == "int64" and own_names:  # mapped to the names of the training data by the run
-            coding = replace(coding, names=own_names, num_classes=len(own_names))
-    encoded = [coding.encode(c, partial(table.where, name)) for c, name in zip(cells, goal, strict=True)]
-    return (torch.cat(encoded, 1) if len(goal) > 1 else encoded[0]), coding
 
 
-def _shape_of(shape: Sequence[int] | None, kinds: Sequence[Kind]) -> tuple[int, ...] | None:
-    """What inputs are reshaped to; pictures and lists are not."""
+def shape_of_inputs(shape: Sequence[int] | None, kinds: Sequence[Kind]) -> tuple[int, ...] | None:
+    """Return what inputs are reshaped to; pictures and lists are not."""
     if shape is None or any(kind.name in ("picture", "list") for kind in kinds):
         return None
-    found = sum(kind.size for kind in kinds)
-    if math.prod(shape) != found or (len(kinds) > 1 and any(kind.name == "fixed" for kind in kinds)):
+    size = sum(kind.size for kind in kinds)
+    if math.prod(shape) != size or (len(kinds) > 1 and any(kind.name == "fixed" for kind in kinds)):
         raise DataError(
-            f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs have {found}"
+            f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs have {size}"
         )
     return tuple(shape)
