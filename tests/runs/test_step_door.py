@@ -254,7 +254,7 @@ def test_lbfgs_with_a_line_search_ends_where_torch_alone_does(own: Path) -> None
         (["step._target_=my_gan.discriminator_loss"], "step.fake: my_gan.discriminator_loss needs it"),
         (["step._target_=my_gan.step", "step.latent=3"], "step.latent"),
         (given(GAN, "step._target_=my_lbfgs.step"), 'there are several optimizers (generator, discriminator); call'),
-        (["step=my_lbfgs.step", "precision=16-mixed"], "computes several gradients, which float16"),
+        (["step=my_lbfgs.step", "precision=16-mixed"], "computes several gradients, which the loss scale of float16"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_is_refused_in_one_line(
