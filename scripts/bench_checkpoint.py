@@ -42,7 +42,7 @@ from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runtime.machine import host_memory, keep_freed_memory
-from trainrun.training.state import SAVE_NONE, SAVE_NOW, TrainState
+from trainrun.train_state import SAVE_NONE, SAVE_NOW, TrainState
 
 ALONE = 6  # steps before a save
 WAYS = ["trainrun", "trainrun sync", "torch.save", "safetensors", "dcp async"]

@@ -23,9 +23,9 @@ from trainrun.runtime.collector import collect_between_steps, kept_collector
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.timing.phases import PhaseTimer
+from trainrun.train_state import TrainState
 from trainrun.training import loop
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 
 SEED = 42
 

@@ -84,7 +84,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "int8 weights have 31 levels to each side",
-        "trainrun/smaller/int8.py",
+        "trainrun/transform/int8.py",
         "LARGEST = 127",
         "LARGEST = 31",
         ("tests/smaller/test_smaller.py::test_weights_use_all_levels_of_a_byte",),

@@ -13,7 +13,7 @@ import pytest
 from trainrun.assemble.resumption import checkpoint_at, differences, last_step, tell
 from trainrun.assemble.run_plan import data_at
 from trainrun.cli.main import main
-from trainrun.runs.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir
 
 pytestmark = pytest.mark.process
 

@@ -21,10 +21,10 @@ from trainrun.autotune.timed_step import TimedChoice, agreed_choice, choose_fast
 from trainrun.checkpoint.load import read_checkpoint, read_manifest, resolve
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
+from trainrun.folder.run_folder import RunDir, read_identity, write_identity
 from trainrun.parallel.single import Single
 from trainrun.precision import other_types
 from trainrun.runs.restore_config import parts_of as restored
-from trainrun.runs.run_folder import RunDir, read_identity, write_identity
 from trainrun.seeding import random_state
 from trainrun.training.components import Components
 

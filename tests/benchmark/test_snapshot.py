@@ -19,11 +19,11 @@ from trainrun.benchmark.snapshot import StateSnapshot, is_ordinary
 from trainrun.benchmark.worker_messages import Train
 from trainrun.checkpoint.save import flatten
 from trainrun.config.compose import compose_run
+from trainrun.folder.run_folder import RunDir
 from trainrun.parallel.single import Single
-from trainrun.runs.run_folder import RunDir
 from trainrun.runtime.signals import StopFlag
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 
 WORDS = ["trainer.num_threads=1", "data.engine=auto", "trainer.max_epochs=1000", "monitor.plots=false",
          "checkpoint.enabled=false"]  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
-from trainrun.training.state import TrainState
+from trainrun.train_state import TrainState
 from trainrun.training.triggers import Every, Lengths
 
 

@@ -15,7 +15,7 @@ import torch
 
 from trainrun.checkpoint.load import read_checkpoint
 from trainrun.errors import EXIT_FAILED, CheckpointError, SaveError
-from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW
+from trainrun.train_state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW
 
 MakeRun = Callable[..., Any]
 Ranks = Callable[[int, Callable[[Any], Any]], list[Any]]

@@ -9,7 +9,7 @@ import pytest
 
 from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.checkpoint.manager import Entry, Ranking
-from trainrun.training.state import SAVE_NOW
+from trainrun.train_state import SAVE_NOW
 
 MakeRun = Callable[..., Any]
 

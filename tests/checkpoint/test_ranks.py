@@ -12,7 +12,7 @@ import pytest
 
 from trainrun.checkpoint.load import Incompatible
 from trainrun.errors import CheckpointError, SaveError
-from trainrun.training.state import SAVE_NOW
+from trainrun.train_state import SAVE_NOW
 
 MakeRun = Callable[..., Any]
 Ranks = Callable[[int, Callable[[Any], Any]], list[Any]]

@@ -13,7 +13,7 @@ import torch
 
 from trainrun.checkpoint.load import Incompatible, read_checkpoint, resolve
 from trainrun.errors import CheckpointError
-from trainrun.training.state import SAVE_NOW
+from trainrun.train_state import SAVE_NOW
 
 MakeRun = Callable[..., Any]
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from trainrun.cli.main import main
+from trainrun.folder import environment
 from trainrun.plots.compare import describe_loss_difference
-from trainrun.runs.exceptional import code_state
 
 SHORT = (
     "monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false", "trainer.num_threads=1",
@@ -142,5 +142,5 @@ def test_what_is_not_committed_is_beside_the_environment(
     assert main(["compare", "clean", "run"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["git.changed", "false", "true"] in rows
-    monkeypatch.setattr(code_state, "MOST_DIFF_BYTES", 20)
-    assert code_state.uncommitted(workdir).endswith("\n[cut: more than 20 bytes]\n")
+    monkeypatch.setattr(environment, "MOST_DIFF_BYTES", 20)
+    assert environment.uncommitted(workdir).endswith("\n[cut: more than 20 bytes]\n")

@@ -15,7 +15,7 @@ from trainrun.cli import predict_command as evaluate
 from trainrun.cli.main import main
 from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.errors import PluginError
-from trainrun.runs.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir
 from trainrun.task.classification import Classification
 
 

@@ -9,9 +9,9 @@ import pytest
 from trainrun.cli.main import main as cli
 from trainrun.cli.report_command import main
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.monitor.bus import Bus
 from trainrun.monitor.metrics_file import MetricsFile
-from trainrun.runs.run_folder import RunDir, write_text
 
 
 def make(root: Path) -> RunDir:

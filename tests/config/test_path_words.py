@@ -14,8 +14,8 @@ from trainrun.config.compose import compose_run, format_config, prepare
 from trainrun.config.saved_config import load_config
 from trainrun.config.typed_values import as_path
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import RunDir, named_folder
 from trainrun.runs.run import new_run
-from trainrun.runs.run_folder import RunDir, named_folder
 from trainrun.sweep.jobs import expand
 
 NAMES = [

@@ -11,17 +11,9 @@ from typing import Any
 import torch
 
 from faults.corpus_case import BASE, Case, call, room, train_base
-from trainrun.checkpoint.files import FileLayer
+from trainrun.checkpoint.files import FileLayer, committed_steps, folder_name
 from trainrun.checkpoint.load import Loaded, load_latest, read_checkpoint
-from trainrun.checkpoint.save import (
-    Manifest,
-    build_part,
-    commit,
-    committed_steps,
-    folder_name,
-    new_temporary_folder,
-    write_part,
-)
+from trainrun.checkpoint.save import Manifest, build_part, commit, new_temporary_folder, write_part
 from trainrun.errors import CheckpointError
 from trainrun.parallel.single import Single
 

@@ -15,8 +15,8 @@ import torch
 
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
 from faults.corpus_damage import equal
+from trainrun.checkpoint.files import folder_name
 from trainrun.checkpoint.load import read_checkpoint
-from trainrun.checkpoint.save import folder_name
 
 WORDS = (*SMALL, "trainer.max_steps=6")
 LAST = 6

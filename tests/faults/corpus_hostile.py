@@ -22,11 +22,11 @@ import yaml
 
 import trainrun
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
-from trainrun.checkpoint.save import folder_name
+from trainrun.checkpoint.files import folder_name
 from trainrun.cli.import_command import convert
 from trainrun.errors import CheckpointError, TrainrunError
+from trainrun.folder.run_folder import RunDir
 from trainrun.plots.history import read_config
-from trainrun.runs.run_folder import RunDir
 
 MOST_SECONDS = (
     30.0  # of the processor; most take a tenth of one, and what hangs or unfolds for ever takes them all
@@ -54,7 +54,7 @@ TARGETS: dict[str, Any] = {
     "path": {"_target_": "pathlib.Path.touch", "self": MARK},
     "own-command": {"_target_": "trainrun.cli.main.main", "argv": [f"model._target_={PLANTED}.Net"]},
     "own-train": {"_target_": "trainrun.runs.api.train", "_args_": [f"model._target_={PLANTED}.Net"]},
-    "own-writer": {"_target_": "trainrun.runs.run_folder.write_text", "path": MARK, "text": "x"},
+    "own-writer": {"_target_": "trainrun.folder.run_folder.write_text", "path": MARK, "text": "x"},
     "own-builder": {"_target_": "trainrun.instantiate.locate", "target": "os.system", "key": "x"},
     "through-ours": {"_target_": "trainrun.model.mlp.torch.load", "f": "evil.pt"},
     "nested": {

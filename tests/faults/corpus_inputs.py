@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy
 
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
-from trainrun.checkpoint.save import folder_name
+from trainrun.checkpoint.files import folder_name
 
 MOST_SECONDS = (
     30.0  # of the processor; most take a tenth of one, and what hangs or unfolds for ever takes them all

@@ -12,13 +12,13 @@ import torch
 
 from trainrun.checkpoint import files, manager
 from trainrun.checkpoint.files import FileLayer
+from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.monitor import metrics_file
 from trainrun.optimizer import load_named_state
 from trainrun.optimizer.ema import Ema
 from trainrun.parallel import ddp
 from trainrun.runs import resume as runner
 from trainrun.runs import run
-from trainrun.runs.run_folder import RunDir, write_text
 from trainrun.scheduler.schedule import Schedule
 from trainrun.training.recovery import restore
 from trainrun.training.triggers import Triggers

@@ -32,9 +32,9 @@ from trainrun.checkpoint.load import load_latest
 from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.config.saved_config import load_config
 from trainrun.errors import TrainrunError
+from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.monitor.metric_rows import cut_rows_after, read_rows
 from trainrun.parallel.single import Single
-from trainrun.runs.run_folder import RunDir, read_identity
 
 what = "power loss: the states that the recorded file operations may leave"
 MOST_PENDING = 6  # up to here all combinations are made

@@ -14,13 +14,13 @@ import torch
 import trainrun
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.config.compose import compose_run
+from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.parallel.single import Single
-from trainrun.runs.run_folder import RunDir
 from trainrun.runtime.signals import StopFlag
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.loop import fit
-from trainrun.training.state import TrainState
 
 pytestmark = pytest.mark.train
 PACKAGE = Path(trainrun.__file__).parent

@@ -20,8 +20,8 @@ from trainrun.interfaces import (
     StepOutput,
     StepReport,
 )
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 from trainrun.training.triggers import Triggers
 
 TEXT = (FOLDER / "reference.md").read_text(encoding="utf-8")

@@ -13,10 +13,10 @@ import pytest
 
 from tests.monitor.test_console import FACTS
 from tests.quiet_runs import QUIET
+from trainrun.folder.run_folder import RunDir
+from trainrun.folder.status import read_status
 from trainrun.monitor.bar import live_bar
 from trainrun.output import EncodableStream, encodable, redraw, say
-from trainrun.runs.run_folder import RunDir
-from trainrun.runs.status import read_status
 
 TEXT = "größer … ━━ ▁█ 5 µs ± 日本 \udcff"
 ENCODINGS = {

@@ -13,7 +13,7 @@ from trainrun.interfaces import Agreed, GradReport, MicroBatch, StepReport
 from trainrun.monitor import metric_logger
 from trainrun.parallel.single import Single
 from trainrun.timing.phases import CHECKPOINT, PhaseTimer
-from trainrun.training.state import TrainState
+from trainrun.train_state import TrainState
 
 
 def logger_and_rows(

@@ -10,9 +10,9 @@ import pytest
 import trainrun
 from tests.monitor.test_console import FACTS
 from tests.quiet_runs import QUIET
+from trainrun.folder.run_folder import RunDir
 from trainrun.monitor.bar import ProgressBar
 from trainrun.monitor.console import start_lines
-from trainrun.runs.run_folder import RunDir
 from trainrun.watch.follow import Follower
 
 SEEN: list[tuple[int, int | None]] = []

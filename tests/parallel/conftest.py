@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.runs.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir
 
 ROOT = Path(__file__).parents[2]
 WORDS_OF_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRAINRUN_STORE")
 HEAD = """
 import sys
 from pathlib import Path
-from trainrun.runs.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir
 run = RunDir(Path(sys.argv[1]))
 """
 

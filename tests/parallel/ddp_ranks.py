@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from trainrun.errors import PluginError
+from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.group import Group
 from trainrun.parallel.worker import run_as_rank
 from trainrun.precision.update import Update
-from trainrun.runs.run_folder import RunDir, write_json
 from trainrun.runtime.signals import StopFlag
 
 OPTIONS = SimpleNamespace(

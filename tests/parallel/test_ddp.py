@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from trainrun.errors import ConfigError, PluginError
+from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.parallel.ddp import Ddp, check_parameters, without_gradient
 from trainrun.parallel.group import Group
 from trainrun.parallel.launch import RankFailed, launch
-from trainrun.runs.run_folder import RunDir, read_json
 
 pytestmark = pytest.mark.process
 

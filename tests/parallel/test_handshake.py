@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from faults.forks import ForkedCommand
 
-from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.folder.run_folder import RunDir, read_json
 
 pytestmark = pytest.mark.process
 
@@ -21,7 +21,7 @@ RANK = """
     from trainrun.parallel.devices import external_ranks
     from trainrun.parallel.handshake import folder_before, follow, lead
     from trainrun.parallel.worker import run_as_rank
-    from trainrun.runs.run_folder import write_json
+    from trainrun.folder.run_folder import write_json
 
     assert external_ranks()
     rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -52,7 +52,7 @@ WITHOUT_FOLDER = """
     from trainrun.runs import torchrun as external_run
     from trainrun.errors import ConfigError
     from trainrun.parallel.handshake import lead
-    from trainrun.runs.run_folder import write_json
+    from trainrun.folder.run_folder import write_json
 
     external_run.FOLDER_SECONDS = 0.3
     run.config.write_text("of an older run, on a disk of this machine's own")

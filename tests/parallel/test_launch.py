@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trainrun.folder.run_folder import RunDir
 from trainrun.parallel.launch import RankFailed, launch, module_command, rank_environment
-from trainrun.runs.run_folder import RunDir
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("real_ranks")]
 
@@ -86,7 +86,7 @@ def driver(script: Script, tmp_path: Path, run_dir: RunDir, rank_env: dict[str, 
             import sys
             from trainrun.errors import TrainrunError
             from trainrun.parallel.launch import launch
-            from trainrun.runs.run_folder import RunDir, write_text
+            from trainrun.folder.run_folder import RunDir, write_text
             from pathlib import Path
             run = RunDir(Path({str(run_dir.root)!r}))
             try:

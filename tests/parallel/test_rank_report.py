@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainrun.errors import EXIT_FAILED, SaveError
+from trainrun.folder.run_folder import RunDir
 from trainrun.parallel import rank_place as rank
-from trainrun.runs.run_folder import RunDir
 
 
 def test_a_full_disk_hides_no_failure(

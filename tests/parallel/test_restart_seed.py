@@ -8,9 +8,9 @@ import pytest
 
 from trainrun.cli import main as cli
 from trainrun.config.saved_config import load_config
+from trainrun.folder.run_folder import RunDir, read_json, write_json
 from trainrun.runs import run as runner
 from trainrun.runs import torchrun
-from trainrun.runs.run_folder import RunDir, read_json, write_json
 
 pytestmark = pytest.mark.train
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}

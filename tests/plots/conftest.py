@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from trainrun.folder.run_folder import RunDir, write_json, write_text
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.bus import Bus
 from trainrun.monitor.metrics_file import MetricsFile
-from trainrun.runs.run_folder import RunDir, write_json, write_text
 
 MakeRun = Callable[..., RunDir]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.main import main
+from trainrun.folder.run_folder import RunDir
 from trainrun.plots.draw import draw
-from trainrun.runs.run_folder import RunDir
 
 pytestmark = pytest.mark.train
 

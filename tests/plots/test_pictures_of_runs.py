@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from trainrun.errors import DataError
+from trainrun.folder.run_folder import RunDir
 from trainrun.monitor.bus import Bus
 from trainrun.plots.history import read_history
 from trainrun.plots.prediction_grids import confusion_picture, predictions_picture
@@ -20,7 +21,6 @@ from trainrun.plots.run_curves import (
     loss_picture,
     memory_picture,
 )
-from trainrun.runs.run_folder import RunDir
 
 ALL = [
     "loss.png",

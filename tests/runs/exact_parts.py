@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import RunConfig, with_values
+from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.interfaces import Parallel
 from trainrun.parallel.single import Single
 from trainrun.parallel.worker import run_as_rank
-from trainrun.runs.run_folder import RunDir, write_text
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.timing.phases import PhaseTimer
+from trainrun.train_state import TrainState
 from trainrun.training import loop
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 
 FEATURES, CLASSES, TOKENS = 5, 3, 7
 WORDS = (

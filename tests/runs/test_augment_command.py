@@ -9,7 +9,7 @@ import torch
 
 import trainrun as package
 from trainrun.cli.main import main
-from trainrun.runs.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir
 
 AUGMENT = "trainrun.data.augment"
 SMALL = [

@@ -12,8 +12,8 @@ import torch
 
 from trainrun.checkpoint.load import read_checkpoint
 from trainrun.cli.main import main
-from trainrun.runs.run_folder import RunDir, read_identity
-from trainrun.runs.status import read_status
+from trainrun.folder.run_folder import RunDir, read_identity
+from trainrun.folder.status import read_status
 
 WORDS = [
     "model.hidden=[8]", "trainer.max_steps=4", "checkpoint.every_n_train_steps=2", "checkpoint.keep_last=3",

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trainrun.config.schema import PRECISIONS
+from trainrun.folder.run_folder import RunDir, read_json, write_json
 from trainrun.parallel.launch import launch
-from trainrun.runs.run_folder import RunDir, read_json, write_json
 from trainrun.seeding import derive_seed, seed_everything
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
 from trainrun.training.loop import windows_from
-from trainrun.training.state import TrainState
 
 FIXED = [mode for mode in PRECISIONS if mode != "auto"]  # which is one of the others
 

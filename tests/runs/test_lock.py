@@ -16,9 +16,8 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.runs.exceptional.busy_lock import RunBusy
-from trainrun.runs.lock import only_writer, passed_on, take_over
-from trainrun.runs.run_folder import RunDir
+from trainrun.folder.lock import RunBusy, only_writer, passed_on, take_over
+from trainrun.folder.run_folder import RunDir
 
 pytestmark = pytest.mark.process
 
@@ -34,7 +33,7 @@ def holder(run: RunDir, then: str) -> subprocess.Popen[str]:
     """Another process that has the lock."""
     code = (
         "import os, sys, time; from pathlib import Path\n"
-        "from trainrun.runs.run_folder import RunDir; from trainrun.runs.lock import *\n"
+        "from trainrun.folder.run_folder import RunDir; from trainrun.folder.lock import *\n"
         f"with only_writer(RunDir(Path({str(run.root)!r}))):\n    {then}\n"
     )
     root = str(Path(__file__).parents[2])
@@ -94,7 +93,7 @@ def test_a_child_that_outlives_a_killed_process_holds_no_lock(run: RunDir) -> No
 def test_a_rank_holds_the_lock_of_its_launcher(run: RunDir) -> None:
     told, go = [], run.root / "go"
     rank = (
-        "import os, time; from trainrun.runs.lock import take_over; take_over(); print('there', flush=True); "
+        "import os, time; from trainrun.folder.lock import take_over; take_over(); print('there', flush=True); "
         f"[time.sleep(0.1) for _ in range(600) if not os.path.exists({str(go)!r})]"
     )
     start = (

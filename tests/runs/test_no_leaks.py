@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainrun.runs.lock import only_writer
-from trainrun.runs.run_folder import RunDir
+from trainrun.folder.lock import only_writer
+from trainrun.folder.run_folder import RunDir
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 

@@ -18,7 +18,7 @@ import trainrun as package
 from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.cli.main import main
 from trainrun.errors import TrainingError
-from trainrun.runs.run_folder import read_json
+from trainrun.folder.run_folder import read_json
 
 pytestmark = pytest.mark.process
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainrun.cli.main import main
+from trainrun.folder.run_folder import RunDir
 from trainrun.monitor.metric_rows import read_rows
-from trainrun.runs.run_folder import RunDir
 
 WORDS = (
     "monitor.hardware=false", "monitor.progress_bar=false", "trainer.num_threads=1", "trainer.max_steps=6",

@@ -16,9 +16,9 @@ from faults.forks import run_forked
 
 from trainrun.cli.main import main
 from trainrun.config.saved_config import placed
+from trainrun.folder.run_folder import RunDir
+from trainrun.folder.status import read_status
 from trainrun.runs.resume import KILLED
-from trainrun.runs.run_folder import RunDir
-from trainrun.runs.status import read_status
 from trainrun.runtime.signals import leave_at_interrupt
 
 pytestmark = [

@@ -15,9 +15,9 @@ import pytest
 import trainrun
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.runs import seal
-from trainrun.runs.run_folder import RunDir, read_identity, write_identity
-from trainrun.runs.seal import KEY_BYTES, check_files, is_sealed, key_path, make_key
+from trainrun.folder import seal
+from trainrun.folder.run_folder import RunDir, read_identity, write_identity
+from trainrun.folder.seal import KEY_BYTES, check_files, is_sealed, key_path, make_key
 from trainrun.sweep.run_sweep import job_command
 
 NET = """

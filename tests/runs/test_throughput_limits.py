@@ -13,7 +13,7 @@ from trainrun.monitor.measured_lines import bottleneck_line
 from trainrun.summary.at_end import hint, limit_facts
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
 from trainrun.timing.phases import Session
-from trainrun.training.state import TrainState
+from trainrun.train_state import TrainState
 
 STEPS, BATCH = 200, 4
 

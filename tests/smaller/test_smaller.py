@@ -17,8 +17,8 @@ from trainrun.checkpoint import manager
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.smaller import channels, new_run
-from trainrun.smaller.int8 import MODES, Int8Layer, compute_in_floats, int8, record_ranges
 from trainrun.smaller.prune import Mask, explain_unmasked, mask_weights, narrow_layers, remove_channels
+from trainrun.transform.int8 import MODES, Int8Layer, compute_in_floats, int8, record_ranges
 
 SHORT = ["trainer.max_steps=20", "monitor=none", "output_dir=run"]
 

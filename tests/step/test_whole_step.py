@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError, PluginError, TrainingError
 from trainrun.step.graphs import captured
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 
 __all__ = ["Capped", "own"]  # the fixture
 STEP = ("trainer.compile=step", "trainer.compile.backend=eager")  # traced like any other, and run as traced

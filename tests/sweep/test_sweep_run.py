@@ -16,9 +16,9 @@ import pytest
 
 from trainrun.cli.report_command import find_run
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import RunDir
 from trainrun.parallel.launch import module_command
-from trainrun.runs.exceptional.go_on import open_run
-from trainrun.runs.run_folder import RunDir
+from trainrun.runs.run import open_run
 from trainrun.sweep.results import read_result
 from trainrun.sweep.run_sweep import job_command, run_sweep
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from trainrun.cli.main import main
+from trainrun.folder.lock import only_writer
+from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import RunFacts
-from trainrun.runs.lock import only_writer
-from trainrun.runs.run_folder import RunDir
 from trainrun.trackers import sender
 from trainrun.trackers.sender import Sender
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
+from trainrun.train_state import TrainState
 from trainrun.training.evaluate import evaluate
 from trainrun.training.recovery.restore import load_train_state
-from trainrun.training.state import TrainState
 
 TOKENS = ("data.train._target_=exact_parts.tokens", "data.train.count=29", "data.batch_size=4")
 CLIPPED = ("trainer.gradient_clip_val=0.05",)

@@ -12,10 +12,10 @@ from quiet_runs import QUIET, weights
 
 import trainrun as package
 from trainrun.errors import PluginError
-from trainrun.runs.exceptional.loop_errors import explained
+from trainrun.runs.loop_errors import explained
 from trainrun.task.classification import Classification
 from trainrun.task.multilabel import MultiLabel
-from trainrun.training.state import TrainState
+from trainrun.train_state import TrainState
 
 CODE = """
 import torch

@@ -8,7 +8,7 @@ import pytest
 
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.runtime.signals import StopFlag
-from trainrun.training.state import TrainState
+from trainrun.train_state import TrainState
 from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker, RunLimits, Triggers
 
 

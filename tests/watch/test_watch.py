@@ -19,7 +19,7 @@ import rich.console
 
 from trainrun.assemble import monitors
 from trainrun.cli.main import main
-from trainrun.runs.run_folder import RunDir, write_json
+from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.watch import follow
 from trainrun.watch.follow import Follower
 from trainrun.watch.live_page import chart, live_page

@@ -70,6 +70,7 @@ from trainrun.data.facts import facts_of_all
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
+from trainrun.folder.run_folder import RunDir
 from trainrun.instantiate import bind_faults, build, named_nodes
 from trainrun.interfaces import (
     Batches,
@@ -87,15 +88,14 @@ from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.optimizer.plain_step import switching_optimizers
 from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
-from trainrun.runs.run_folder import RunDir
 from trainrun.runtime.collector import Tidy
 from trainrun.runtime.machine import host_memory
 from trainrun.runtime.signals import StopFlag
 from trainrun.scheduler.schedule import Schedule
 from trainrun.timing.phases import COPY, PhaseTimer
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import OomRetry
-from trainrun.training.state import TrainState
 from trainrun.training.task_calls import Hooks, Place, TaskCalls
 from trainrun.training.trained_parameters import TrainedParameters
 from trainrun.training.triggers import Intervals, Triggers

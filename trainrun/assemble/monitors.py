@@ -12,15 +12,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import RunConfig
+from trainrun.folder.run_folder import RunDir, check_there
 from trainrun.instantiate import satellite
 from trainrun.interfaces import Monitor
 from trainrun.monitor.bus import Bus
 from trainrun.monitor.console import Console
 from trainrun.monitor.metrics_file import MetricsFile, mend_end
-from trainrun.runs.run_folder import RunDir, check_there
 from trainrun.timing.phases import CHECKPOINT, COMPILE, DATA, LOGGING, PLOTS, VALIDATION, PhaseTimer
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 
 if TYPE_CHECKING:
     from trainrun.monitor.hardware import Hardware

@@ -15,8 +15,8 @@ from torch import nn
 
 from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
+from trainrun.checkpoint.files import committed_steps
 from trainrun.checkpoint.load import Loaded, choose_checkpoint, load_together, read_checkpoint, resolve
-from trainrun.checkpoint.save import committed_steps
 from trainrun.checkpoint.weights import (
     check_tensors,
     fit_buffers,
@@ -29,14 +29,14 @@ from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.pipeline import open_batches
 from trainrun.errors import CheckpointError, ConfigError
+from trainrun.folder.run_folder import RunDir, note_saved, read_identity, says_saved
+from trainrun.folder.seal import check_sealed
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.output import counted
 from trainrun.parallel.single import Single
-from trainrun.runs.run_folder import RunDir, note_saved, read_identity, says_saved
-from trainrun.runs.seal import check_sealed
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.recovery.restore import load_tree
-from trainrun.training.state import TrainState
 
 if TYPE_CHECKING:
     from trainrun.training.triggers import Intervals

@@ -12,7 +12,7 @@ from typing import Any
 from trainrun.data.engines.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.summary.throughput_limits import real_positions
-from trainrun.training.state import TrainState
+from trainrun.train_state import TrainState
 from trainrun.training.triggers import Due
 
 

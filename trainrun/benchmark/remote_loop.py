@@ -47,10 +47,10 @@ from trainrun.runtime.machine import settle
 from trainrun.step.whole import task_obstacle
 from trainrun.summary.throughput_limits import ahead
 from trainrun.timing.phases import ACCOUNTS, COMPILE
+from trainrun.train_state import SAVE_NOW, TrainState
 from trainrun.training import loop
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
-from trainrun.training.state import SAVE_NOW, TrainState
 
 VALIDATION_SECONDS: Final = 3.0
 MOST_KEPT: Final = 12  # batches

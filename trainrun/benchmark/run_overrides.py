@@ -15,8 +15,8 @@ from trainrun.benchmark.worker_messages import RunInfo
 from trainrun.config.compose import compose_run, prepare
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import named_folder
 from trainrun.output import duration, redraw, say
-from trainrun.runs.run_folder import named_folder
 
 LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")
 

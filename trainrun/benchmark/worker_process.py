@@ -32,9 +32,9 @@ from trainrun.benchmark.worker_messages import Message, RunInfo, Train, Turn
 from trainrun.config.compose import Composition
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError, TrainrunError
+from trainrun.folder.run_folder import LaunchSpec
 from trainrun.parallel.scratch import scratch_folder
 from trainrun.runs.run import execute, new_run
-from trainrun.runs.run_folder import LaunchSpec
 from trainrun.runtime.signals import QUIET_SECONDS, catch_stops
 
 START_SECONDS: Final = 120.0  # the longest that a run may take to its first step

@@ -1,10 +1,11 @@
-"""The file layer: every change that a checkpoint makes on disk goes through one object; messages of disk errors."""
+"""Names of checkpoint folders; the file layer, by which every change on disk goes; messages of disk errors."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +13,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from trainrun.errors import FULL, SaveError
+from trainrun.errors import FULL, CheckpointError, SaveError
 
+MAX_STEP = 10**8 - 1
+FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
 PIECE_BYTES = 8 << 20  # written and hashed at a time
+
+
+def folder_name(step: int) -> str:
+    """Return the folder name of a step. Raise CheckpointError for a step of more than eight digits."""
+    if not 0 <= step <= MAX_STEP:
+        raise CheckpointError(f"cannot save at step {step}: checkpoints are numbered up to {MAX_STEP}")
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's folder name; None for any other name."""
+    match = FOLDER_NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Return the steps of all checkpoint folders, oldest first. Other names are ignored."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from error
+    return sorted(step for name in names if (step := step_of(name)) is not None)
 
 
 class Written(NamedTuple):

@@ -24,23 +24,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainrun.checkpoint.files import PIECE_BYTES, FileLayer, Written, file_faults, set_aside
+from trainrun.checkpoint.files import (
+    MAX_STEP,
+    PIECE_BYTES,
+    FileLayer,
+    Written,
+    committed_steps,
+    file_faults,
+    folder_name,
+    set_aside,
+    step_of,
+)
 from trainrun.checkpoint.ranks import on_rank_zero
 from trainrun.checkpoint.save import (
     FORMAT,
     MANIFEST,
     MAX_DEPTH,
     MAX_STATE_BYTES,
-    MAX_STEP,
     Keys,
     Manifest,
     Metric,
-    committed_steps,
-    folder_name,
     format_keys,
     is_dense,
     rank_files,
-    step_of,
 )
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import Parallel

@@ -28,7 +28,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from trainrun.checkpoint.files import FileLayer, Written, file_faults, free_bytes
+from trainrun.checkpoint.files import (
+    FileLayer,
+    Written,
+    committed_steps,
+    file_faults,
+    folder_name,
+    free_bytes,
+)
 from trainrun.checkpoint.load import BEST, Loaded, committed_metrics, is_sound, load_latest, read_manifest
 from trainrun.checkpoint.ranks import on_every_rank, on_rank_zero
 from trainrun.checkpoint.save import (
@@ -37,16 +44,14 @@ from trainrun.checkpoint.save import (
     StatePart,
     build_part,
     commit,
-    committed_steps,
     dumps,
-    folder_name,
     new_temporary_folder,
     replace_manifest,
     write_part,
 )
 from trainrun.checkpoint.state_copy import LARGE_BYTES, CopyMemory
 from trainrun.interfaces import Parallel
-from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState, measured
+from trainrun.train_state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState, measured
 
 LEFTOVER_NAME = re.compile(r"\.(tmp|trash|before)-(step-\d{8}|best)-[0-9a-f]{8}", re.ASCII)
 LONG_WAIT_SECONDS = 1.0  # a longer wait for the save before is reported

@@ -27,7 +27,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import secrets
 import struct
 from collections import Counter, OrderedDict
@@ -40,7 +39,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from trainrun.checkpoint.files import FileLayer, Written, file_faults, set_aside
+from trainrun.checkpoint.files import FileLayer, Written, file_faults, folder_name, set_aside
 from trainrun.checkpoint.state_copy import count_bytes
 from trainrun.errors import CheckpointError
 
@@ -48,9 +47,7 @@ FORMAT = 2
 MANIFEST = "MANIFEST.json"
 MAX_STATE_BYTES = 64 * 2**20  # of JSON
 MAX_DEPTH = 64  # levels of a tree
-MAX_STEP = 10**8 - 1
 MAX_SAFE_INT = 2**53  # every JSON reader keeps smaller integers exact
-FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
 TENSOR_ENTRY_BYTES = 256  # estimate for the header entry of one tensor
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -67,30 +64,6 @@ Keys = tuple[str, ...]
 
 
 # ---- names of folders and files
-
-
-def folder_name(step: int) -> str:
-    """Return the folder name of a step. Raise CheckpointError for a step of more than eight digits."""
-    if not 0 <= step <= MAX_STEP:
-        raise CheckpointError(f"cannot save at step {step}: checkpoints are numbered up to {MAX_STEP}")
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint's folder name; None for any other name."""
-    match = FOLDER_NAME.fullmatch(name)
-    return int(match.group(1)) if match else None
-
-
-def committed_steps(folder: Path) -> list[int]:
-    """Return the steps of all checkpoint folders, oldest first. Other names are ignored."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from error
-    return sorted(step for name in names if (step := step_of(name)) is not None)
 
 
 def rank_files(rank: int) -> tuple[str, str]:

@@ -164,7 +164,7 @@ def say_head(typed: list[str], results: Results, budget: float) -> None:
 
 def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:
     from trainrun.config.tuned_settings import machine
-    from trainrun.runs.run_folder import write_json
+    from trainrun.folder.run_folder import write_json
 
     folder.mkdir(parents=True, exist_ok=True)
     write_json(

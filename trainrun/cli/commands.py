@@ -79,7 +79,7 @@ def show_help(words: list[str]) -> int:
 
 
 def show_version() -> int:
-    from trainrun.runs.exceptional.code_state import version_line
+    from trainrun.folder.environment import version_line
 
     say(version_line())
     return EXIT_DONE

@@ -108,8 +108,8 @@ def train_one(words: list[str], paths: list[str]) -> int:
         composition = compose_run(words)
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
+    from trainrun.folder.run_folder import LaunchSpec, typed_settings
     from trainrun.runs.run import begun, start
-    from trainrun.runs.run_folder import LaunchSpec, typed_settings
 
     with contextlib.ExitStack() as held:
         with others_dismissed():
@@ -154,8 +154,8 @@ def in_earlier_folder(composition: Composition) -> Composition:
 
 def told(folder: Path, work: Callable[[], int]) -> int:
     """A stopped run says how it goes on, also where a second Ctrl-C left no time to save."""
-    from trainrun.runs.run_folder import RunDir
-    from trainrun.runs.status import read_status
+    from trainrun.folder.run_folder import RunDir
+    from trainrun.folder.status import read_status
 
     try:
         code = work()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, no_split, parse, run_parser
 from trainrun.errors import EXIT_DONE, ConfigError, PluginError
+from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.output import counted, say
-from trainrun.runs.exceptional.go_on import open_run
-from trainrun.runs.run_folder import RunDir, write_json
+from trainrun.runs.run import open_run
 
 if TYPE_CHECKING:
     from torch import Tensor

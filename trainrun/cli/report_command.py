@@ -9,10 +9,10 @@ from pathlib import Path
 
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.folder.run_folder import RunDir
+from trainrun.folder.seal import check_files, check_sealed
 from trainrun.output import counted, say
-from trainrun.runs.exceptional.go_on import way_of_sweep
-from trainrun.runs.run_folder import RunDir
-from trainrun.runs.seal import check_files, check_sealed
+from trainrun.runs.run import way_of_sweep
 
 
 def compare(argv: list[str]) -> int:
@@ -103,10 +103,10 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
 def send(run: RunDir, names: list[str], trust: bool) -> None:
     """Send all rows of a run to each named tracker, with the arguments that the run has for that tracker."""
     from trainrun.config.overrides import tracker_nodes
+    from trainrun.folder.lock import only_writer
+    from trainrun.folder.run_folder import read_identity
     from trainrun.monitor.metric_rows import read_rows
     from trainrun.plots.history import read_config
-    from trainrun.runs.lock import only_writer
-    from trainrun.runs.run_folder import read_identity
     from trainrun.trackers.sender import send_all
 
     check_sealed(run, trust)

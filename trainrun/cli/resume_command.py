@@ -10,10 +10,9 @@ from trainrun.cli.run_arguments import parse, run_parser
 from trainrun.config.aliases import key_of_today
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import translated
+from trainrun.folder.run_folder import LaunchSpec, typed_settings
 from trainrun.output import say
-from trainrun.runs.exceptional.go_on import open_run, resume_run
-from trainrun.runs.run import begun, start
-from trainrun.runs.run_folder import LaunchSpec, typed_settings
+from trainrun.runs.run import begun, open_run, resume_run, start
 
 
 def main(argv: list[str]) -> int:

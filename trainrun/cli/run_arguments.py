@@ -12,9 +12,9 @@ from trainrun.config.argv import conf_dir, groups
 from trainrun.config.mistakes.value_words import nearest
 from trainrun.config.other_trainers.flags import setting_of_flag
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import RunDir
 from trainrun.limits import parse_seconds
 from trainrun.output import say
-from trainrun.runs.run_folder import RunDir
 
 LEAST_SECONDS = 5.0
 SPLITS = ("val", "test")  # that a command may be about
@@ -85,8 +85,8 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
 
 def checkpoint_of(run: RunDir, which: str | None) -> str:
     """Return what `--which` says; without it the best, or the last where no metric chose a best one."""
+    from trainrun.checkpoint.files import committed_steps
     from trainrun.checkpoint.load import choose_checkpoint
-    from trainrun.checkpoint.save import committed_steps
 
     chosen = choose_checkpoint(run.checkpoints, which)
     if which is None and chosen == "last" and committed_steps(run.checkpoints):

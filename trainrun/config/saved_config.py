@@ -50,9 +50,9 @@ from trainrun.config.schema import (
 )
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import RunDir, read_json, read_origin
 from trainrun.instantiate import TARGET
 from trainrun.output import HIDDEN, hides
-from trainrun.runs.run_folder import RunDir, read_json, read_origin
 
 
 def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:

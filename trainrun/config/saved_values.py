@@ -19,8 +19,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import read_bytes
 from trainrun.output import HIDDEN, hides
-from trainrun.runs.run_folder import read_bytes
 
 ENVIRONMENT = "${oc.env:"
 REFERENCE = re.compile(r"\$\{([\w.\[\]]+)\}")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from trainrun.errors import ConfigError, DataError
-from trainrun.runs.run_folder import read_json, sync_path, write_json
+from trainrun.folder.run_folder import read_json, sync_path, write_json
 
 NAME, ENDING = "convert.json", ".tmp"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

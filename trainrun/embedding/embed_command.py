@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainrun.cli.run_arguments import checkpoint_of, parse, run_parser
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
+from trainrun.folder.run_folder import RunDir
 from trainrun.output import say
-from trainrun.runs.exceptional.go_on import open_run
-from trainrun.runs.run_folder import RunDir
+from trainrun.runs.run import open_run
 
 if TYPE_CHECKING:
     from trainrun.config.schema import RunConfig

@@ -33,8 +33,8 @@ from trainrun.export.served import (
 from trainrun.output import say
 from trainrun.parallel.single import Single
 from trainrun.precision.other_types import cast_inputs
-from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.resume import trusted_config
+from trainrun.runs.run import open_run
 from trainrun.sampling.run_tokenizer import with_tokenizer
 
 TOLERANCE = 1e-4
@@ -127,7 +127,7 @@ def parse_tolerance(text: str) -> float:
 
 
 def has_rounded_inputs(model: nn.Module) -> bool:
-    from trainrun.smaller.int8 import Int8Layer
+    from trainrun.transform.int8 import Int8Layer
 
     return any(isinstance(layer, Int8Layer) and layer.mode != "int8-weight-only" for layer in model.modules())
 
@@ -153,7 +153,7 @@ def exported_model(model: nn.Module, merge: bool) -> nn.Module:
     if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters()):
         model = model.float()  # its inputs are rounded as before, and then made floats too
         model.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True)
-    from trainrun.smaller.int8 import compute_in_floats
+    from trainrun.transform.int8 import compute_in_floats
 
     return compute_in_floats(model).eval()
 

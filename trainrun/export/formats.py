@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainrun.errors import ConfigError
 from trainrun.export.served import RealSamples, as_tuple, is_per_sample, suppress_output
-from trainrun.runs.run_folder import write_json
+from trainrun.folder.run_folder import write_json
 
 Runner = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 ONNX_EXTRA = "--to onnx: needs {}; pip install 'trainrun[onnx]'"

@@ -9,7 +9,7 @@ from torch import nn
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, plain
 from trainrun.export.served import RealSamples
-from trainrun.runs.run_folder import RunDir, read_identity
+from trainrun.folder.run_folder import RunDir, read_identity
 
 
 def describe_network(

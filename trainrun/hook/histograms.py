@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from trainrun.train_state import TrainState
     from trainrun.training.components import Components
-    from trainrun.training.state import TrainState
 
 BINS = 64
 MOST_VALUES = 2**20

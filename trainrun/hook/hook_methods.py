@@ -9,7 +9,7 @@ from typing import Any, Protocol
 class Hook(Protocol):
     """Acts on a run (`hook.NAME._target_`): every method may be left out; called on every rank.
 
-    run: `trainrun.training.components.Components`; state: `trainrun.training.state.TrainState`. With `state_dict` and
+    run: `trainrun.training.components.Components`; state: `trainrun.train_state.TrainState`. With `state_dict` and
     `load_state_dict` its own state is saved with every checkpoint and resumed. What it sets elsewhere is saved where
     that is (weights); what the config names (`weight_decay` of the optimizer) it sets again in `on_start`.
     """

@@ -17,8 +17,8 @@ from trainrun.output import counted
 if TYPE_CHECKING:
     from torch import nn
 
+    from trainrun.train_state import TrainState
     from trainrun.training.components import Components
-    from trainrun.training.state import TrainState
     from trainrun.transform.freeze import Frozen
 
 

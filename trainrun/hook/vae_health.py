@@ -24,8 +24,8 @@ from trainrun.interfaces import batch_by_name, batch_fields
 from trainrun.limits import Count, Limits
 
 if TYPE_CHECKING:
+    from trainrun.train_state import TrainState
     from trainrun.training.components import Components
-    from trainrun.training.state import TrainState
 
 LEAST_ACTIVE, LEAST_ACTIVE_SHARE = 2, 0.05  # dimensions
 LEAST_KL = 0.5  # nats

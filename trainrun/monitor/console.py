@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import RunFacts
 from trainrun.output import counted, duration, figure, plain, quantity, readings, say, speed_in
-from trainrun.runs.run_folder import RunDir
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -16,7 +16,7 @@ from trainrun.errors import PluginError
 from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport, Summarizes
 from trainrun.sums import ITEMS, LOSSES, joined, over_ranks, shape_fault, train_metrics
 from trainrun.timing.phases import CHECKPOINT, DEVICE, PhaseTimer
-from trainrun.training.state import TrainState
+from trainrun.train_state import TrainState
 
 ZERO = torch.zeros((), dtype=torch.float64)
 

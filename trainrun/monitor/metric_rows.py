@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import DataError
-from trainrun.runs.run_folder import write_text
+from trainrun.folder.run_folder import write_text
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NO_NUMBERS = ("kind", "text", "split", "facts", "class_names")  # whatever they say

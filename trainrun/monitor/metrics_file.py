@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainrun.runs.run_folder import strict, sync_path
+from trainrun.folder.run_folder import strict, sync_path
 
 BLOCK_BYTES = 1 << 16
 

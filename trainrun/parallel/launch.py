@@ -22,11 +22,11 @@ from types import FrameType
 from typing import BinaryIO
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
+from trainrun.folder.lock import passed_on
+from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.output import say
 from trainrun.parallel.rank_place import listening_file
 from trainrun.parallel.scratch import scratch_folder
-from trainrun.runs.lock import passed_on
-from trainrun.runs.run_folder import RunDir, read_json
 from trainrun.runtime.machine import usable_cores
 from trainrun.runtime.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 

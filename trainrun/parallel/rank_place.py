@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
+from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.output import say
-from trainrun.runs.run_folder import RunDir, write_json
 from trainrun.user_code import line_of
 
 WATCH_SECONDS = 0.5

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
 
+from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.group import init_group
 from trainrun.parallel.rank_place import die_with_parent, run_rank, say_listening, show_stacks_when_asked
-from trainrun.runs.run_folder import RunDir
 from trainrun.runtime.signals import StopFlag, catch_signals
 
 Work = Callable[[Parallel, StopFlag], int]

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainrun.checkpoint.load import read_manifest
 from trainrun.errors import CheckpointError, ConfigError
+from trainrun.folder.run_folder import RunDir, read_identity, write_text
 from trainrun.output import duration, figure, quantity, speed_in
 from trainrun.plots import canvas, page
 from trainrun.plots.history import History, flat, read_config, read_environment, read_history
 from trainrun.plots.report import plain
 from trainrun.plots.series import names_in, series_of, smoothed, wants_log_scale
-from trainrun.runs.run_folder import RunDir, read_identity, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

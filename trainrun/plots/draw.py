@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from trainrun.errors import DataError
+from trainrun.folder.run_folder import RunDir
 from trainrun.plots.report import draw_report
 from trainrun.plots.run_curves import draw_run, draw_time
-from trainrun.runs.run_folder import RunDir
 
 
 def draw(run: RunDir, report: bool, note_time: Callable[[], None] = lambda: None) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainrun.config.saved_values import LOADER, read_yaml_text
 from trainrun.errors import ConfigError, DataError
+from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.monitor.metric_rows import Row, read_rows
 from trainrun.output import ordinal
-from trainrun.runs.run_folder import RunDir, read_json
 
 UNKNOWN = "running, or it did not come to an end"
 

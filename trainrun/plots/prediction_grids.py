@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trainrun.errors import DataError
+from trainrun.folder.run_folder import RunDir
 from trainrun.plots import canvas
 from trainrun.plots.history import History
 from trainrun.plots.series import Floats
-from trainrun.runs.run_folder import RunDir
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

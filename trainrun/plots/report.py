@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.output import SPEEDS, duration, figure, quantity
 from trainrun.plots import page
 from trainrun.plots.history import History, flat, read_environment, read_history
-from trainrun.runs.run_folder import RunDir, write_text
 
 ORDER = (
     "loss",

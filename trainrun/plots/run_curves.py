@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainrun.folder.run_folder import RunDir
 from trainrun.output import SPEEDS, quantity
 from trainrun.output import figure as readable
 from trainrun.plots import canvas
@@ -26,7 +27,6 @@ from trainrun.plots.series import (
     window_steps,
 )
 from trainrun.plots.time_stack import ledger_picture
-from trainrun.runs.run_folder import RunDir
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

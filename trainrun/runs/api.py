@@ -18,11 +18,10 @@ from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
+from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, typed_settings
 from trainrun.monitor.metric_rows import read_rows, with_numbers
 from trainrun.output import say
-from trainrun.runs.exceptional.go_on import open_run
-from trainrun.runs.run import begun, start
-from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json, typed_settings
+from trainrun.runs.run import begun, open_run, start
 from trainrun.seeding import kept_random_state
 
 if TYPE_CHECKING:
@@ -139,8 +138,8 @@ def train(
         code = start(run, config, LaunchSpec(again, paths, began, typed))
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
+    from trainrun.checkpoint.files import committed_steps, folder_name
     from trainrun.checkpoint.load import read_checkpoint
-    from trainrun.checkpoint.save import committed_steps, folder_name
 
     trained = Run(run.root, objects=objects)
     if model is not None and "model" in used:

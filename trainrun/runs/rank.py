@@ -17,17 +17,13 @@ from torch import nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
+from trainrun.assemble.resumption import loaded_state
 from trainrun.assemble.start_choices import Chosen, choose_memory, chosen_before
 from trainrun.assemble.unread_settings import check_settings_are_read
-from trainrun.checkpoint.save import committed_steps
+from trainrun.checkpoint.files import committed_steps
 from trainrun.config.schema import RunConfig, stop_recording
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, PluginError, TrainingError
-from trainrun.instantiate import build, locate, satellite
-from trainrun.interfaces import Parallel, RunFacts
-from trainrun.optimizer.plain_step import unloaded_compiler
-from trainrun.parallel.devices import choose_device
-from trainrun.parallel.single import Single
-from trainrun.runs.run_folder import (
+from trainrun.folder.run_folder import (
     LaunchSpec,
     RunDir,
     check_there,
@@ -35,7 +31,14 @@ from trainrun.runs.run_folder import (
     read_identity,
     write_identity,
 )
-from trainrun.runs.status import write_status
+from trainrun.folder.status import write_status
+from trainrun.instantiate import build, locate, satellite
+from trainrun.interfaces import Parallel, RunFacts
+from trainrun.optimizer.plain_step import unloaded_compiler
+from trainrun.parallel.devices import choose_device
+from trainrun.parallel.single import Single
+from trainrun.runs.failures import end_hung, on_trial
+from trainrun.runs.loop_errors import explained
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.watchdog import Hung, Watchdog
@@ -49,10 +52,10 @@ from trainrun.timing.phases import (
     PhaseTimer,
     Session,
 )
+from trainrun.train_state import SAVE_NOW, RollBack, TrainState
 from trainrun.training import loop
 from trainrun.training.checks.validation_trial import try_validation
 from trainrun.training.components import Components
-from trainrun.training.state import SAVE_NOW, RollBack, TrainState
 
 
 def train_here(run_dir: RunDir, config: RunConfig, order: LaunchSpec, flag: StopFlag, began: float) -> int:
@@ -90,7 +93,7 @@ def train_once(
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
             Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
-                     lambda text, account: hung(run_dir, config, parallel, text, account))
+                     lambda text, account: end_hung(run_dir, config, parallel, text, account))
         )  # fmt: skip
         listeners = Listeners(run_dir, config, phases) if leader else None
         if listeners is not None:
@@ -121,8 +124,6 @@ def train_once(
         state = first_state(run, run_dir, config, resume, back)
         if listeners is not None:
             if run_dir.config_before.exists():  # there are words of a resume
-                from trainrun.runs.exceptional.failures import on_trial
-
                 closing.push(on_trial(run_dir, state))
             note_choices(run_dir, run, site.chosen)
             listeners.attach(run, state)
@@ -162,8 +163,6 @@ def first_state(
     """A fresh state, or the one of the checkpoint to go on from."""
     state = TrainState()
     if resume or config.ckpt_path is not None:
-        from trainrun.assemble.resumption import loaded_state
-
         state = loaded_state(run, run_dir, config, resume)
     if back is not None:
         back.apply(state)
@@ -191,12 +190,6 @@ def site_of(
         site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
         before_commit=before_commit, write=listeners.bus.write,
     )  # fmt: skip
-
-
-def hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:
-    from trainrun.runs.exceptional.failures import end_hung
-
-    end_hung(run_dir, config, parallel, text, account)
 
 
 def end_save(run: Components, kind: type[BaseException] | None) -> bool:
@@ -232,8 +225,6 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
     try:
         return fit(run, state)
     except (MemoryError, RuntimeError, AttributeError, TypeError, ValueError) as error:
-        from trainrun.runs.exceptional.loop_errors import explained
-
         if (told := explained(run, state, error)) is not None:
             raise told from error
         raise
@@ -267,7 +258,7 @@ def finish(
     if faults := listeners.faults():
         summary["listener_faults"] = faults
     status = "done" if code == EXIT_DONE else "stopped"
-    write_status(run_dir, run.config, state=status, exit_code=code, message="", **summary)
+    write_status(run_dir, run.config.run_name, state=status, exit_code=code, message="", **summary)
     listeners.end(summary, rows)
     return code
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import record_reads
+from trainrun.folder.lock import take_over
+from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.interfaces import Parallel
 from trainrun.output import complain
 from trainrun.parallel.worker import run_as_rank
-from trainrun.runs.lock import take_over
 from trainrun.runs.rank import train
-from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.streams import guard_streams
 from trainrun.timing.phases import PhaseTimer, process_start

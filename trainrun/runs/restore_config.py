@@ -17,16 +17,16 @@ from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.saved_config import translated
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import DataError
+from trainrun.folder.run_folder import RunDir, read_identity, typed_settings
 from trainrun.instantiate import BUILT, is_node
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.resume import check_modules, tell, trusted_config
-from trainrun.runs.run_folder import RunDir, read_identity, typed_settings
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.recovery.restore import check_classes, load_task_state
-from trainrun.training.state import TrainState
 from trainrun.training.task_calls import TaskCalls
 
 HOLDS_OUT = (

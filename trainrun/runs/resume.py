@@ -16,17 +16,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from trainrun.checkpoint.files import FileLayer, set_aside
-from trainrun.checkpoint.save import committed_steps
+from trainrun.checkpoint.files import FileLayer, committed_steps, set_aside
 from trainrun.config.saved_config import load_config, placed, plain_config, with_overrides
 from trainrun.config.saved_values import leaves_of, public, resolved
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.instantiate import TARGET
-from trainrun.monitor.metric_rows import sound_rows
-from trainrun.output import say
-from trainrun.parallel.devices import external_ranks
-from trainrun.runs.run_folder import (
+from trainrun.folder.run_folder import (
     SEED,
     SEED_DRAWN,
     RunDir,
@@ -41,8 +36,12 @@ from trainrun.runs.run_folder import (
     write_json,
     write_text,
 )
-from trainrun.runs.seal import check_files, check_sealed
-from trainrun.runs.status import read_status
+from trainrun.folder.seal import check_files, check_sealed
+from trainrun.folder.status import read_status
+from trainrun.instantiate import TARGET
+from trainrun.monitor.metric_rows import sound_rows
+from trainrun.output import say
+from trainrun.parallel.devices import external_ranks
 
 MAX_WORDS_BYTES = 2**22
 SHOWN = 8

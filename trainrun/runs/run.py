@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import os
-import platform
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from trainrun.config.compose import Composition, format_config
+from trainrun.config.saved_config import translated
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, record_reads, stop_recording
-from trainrun.errors import EXIT_DONE, EXIT_USAGE, TrainrunError
-from trainrun.instantiate import BUILT
-from trainrun.output import counted, masked_word, say
-from trainrun.parallel.devices import external_ranks
-from trainrun.runs.lock import only_writer
-from trainrun.runs.run_folder import (
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.folder.environment import surroundings, uncommitted
+from trainrun.folder.lock import only_writer
+from trainrun.folder.run_folder import (
     SEED,
     SEED_DRAWN,
     LaunchSpec,
@@ -32,16 +27,19 @@ from trainrun.runs.run_folder import (
     cannot_write,
     format_json,
     named_folder,
+    typed_settings,
     write_identity,
     write_json,
     write_text,
 )
-from trainrun.runs.seal import is_sealed, seal_folder
-from trainrun.runs.status import deadline, read_status, write_status
+from trainrun.folder.seal import is_sealed, seal_folder
+from trainrun.instantiate import BUILT
+from trainrun.output import counted, masked_word, say
+from trainrun.parallel.devices import external_ranks
+from trainrun.runs import resume
+from trainrun.runs.failures import deadline, run_status
 from trainrun.runtime.signals import StopFlag, catch_signals, watchdog_limit
 from trainrun.timing.phases import command_start
-
-GIT_SECONDS = 5.0
 
 
 @contextmanager
@@ -56,9 +54,7 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
     with only_writer(run):
         found = None
         if any(path != run.lock for path in run.root.iterdir()):
-            from trainrun.runs.resume import found_config
-
-            found = found_config(run, config)
+            found = resume.found_config(run, config)
             if found is not None and not run.overrides.exists():  # damaged, and set aside
                 write_words(run, words)
         if found is None:
@@ -84,11 +80,8 @@ def new_run(
         write_identity(run, identity)
         write_words(run, words)
         write_json(run.environment, found := surroundings(Path.cwd()) | {"folder": str(run.root)})
-        if (found["git"] or {}).get("changed"):
-            from trainrun.runs.exceptional.code_state import uncommitted
-
-            if diff := uncommitted(Path.cwd()):
-                write_text(run.changes, diff)
+        if (found["git"] or {}).get("changed") and (diff := uncommitted(Path.cwd())):
+            write_text(run.changes, diff)
         write_config(run, config)
     except OSError as error:
         raise cannot_write(run.root, error) from error
@@ -113,49 +106,6 @@ def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
         write_text(path, text, durable=True)
 
 
-def surroundings(working_dir: Path) -> dict[str, Any]:
-    """Plain values for `environment.json`. Imports no torch: devices are named by the ranks."""
-    return {
-        "command": [masked_word(word) for word in sys.argv],
-        "working_dir": str(working_dir),
-        "python": platform.python_version(),
-        "platform": f"{platform.system()}-{platform.release()}-{platform.machine()}",  # `platform()` starts a process
-        "cores": os.cpu_count(),
-        "packages": distributions(),
-        "git": _git(working_dir),
-    }
-
-
-def distributions() -> dict[str, str]:
-    """All that is installed, with its version, by the names of folders: to read their files takes 50 times as long."""
-    found: dict[str, str] = {}
-    for place in sys.path:
-        with suppress(OSError):
-            for entry in os.listdir(place or "."):
-                stem, _, kind = entry.rpartition(".")
-                name, _, version = stem.partition("-")
-                if kind in ("dist-info", "egg-info") and version:
-                    found.setdefault(name.lower().replace("_", "-"), version)
-    return dict(sorted(found.items()))
-
-
-def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether there are changes; None if there is no repository or no git."""
-    try:
-        commit = _run_git(folder, "rev-parse", "HEAD")
-        changed = _run_git(folder, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": commit, "changed": bool(changed)}
-
-
-def _run_git(folder: Path, *words: str) -> str:
-    result = subprocess.run(
-        ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
-    )
-    return result.stdout.strip()
-
-
 def write_words(run: RunDir, words: list[str]) -> None:
     """The words of the command line, one a line."""
     write_text(run.overrides, "".join(f"{masked_word(word)}\n" for word in words))
@@ -171,51 +121,10 @@ def _folder_of(composition: Composition) -> Path:
     return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name
 
 
-@contextmanager
-def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) -> Iterator[None]:
-    """`status.json` says running; whatever ends the run by an exception is in it before that goes on.
-
-    A resume that is refused changes nothing: the run is what it was before. What libraries raise because
-    an interrupt came at a bad moment for them (in the middle of an import, say) is still an interrupt.
-    """
-    earlier = run.status.read_text(encoding="utf-8") if read_status(run) else None
-    try:
-        write_status(run, config, state="running", exit_code=None, message="")
-        yield
-    except BaseException as error:
-        flag.quiet_until = math.inf  # from here on no interrupt stops what is written down
-        from trainrun.runs.exceptional import failures
-
-        if flag.raised or isinstance(error, KeyboardInterrupt):
-            message = failures.note_interrupt(run, config, earlier)
-            failures.draw_end(run, config)
-            raise KeyboardInterrupt(message) from error
-        if not isinstance(error, Exception):
-            raise
-        refused = isinstance(error, TrainrunError) and error.exit_code == EXIT_USAGE
-        if refused and resumes and earlier is not None:
-            write_text(run.status, earlier)
-            raise
-        fault = failures.told(run, error)
-        try:
-            failures.note_failure(run, config, fault)
-        except OSError:  # no room for a second status next to the first
-            with suppress(OSError):
-                run.status.unlink()
-                failures.note_failure(run, config, fault)
-        failures.draw_end(run, config)
-        if fault is error:
-            raise
-        raise fault from error
-
-
 def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """`execute`, unless the run has come to its end."""
-    if order.resume:
-        from trainrun.runs.resume import finished, stay_finished
-
-        if told := finished(run, config):
-            return stay_finished(told)
+    if order.resume and (text := resume.finished(run, config)):
+        return resume.stay_finished(text)
     return execute(run, config, order)
 
 
@@ -264,3 +173,46 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     finally:
         stop_recording()
         run.job.unlink(missing_ok=True)
+
+
+def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
+    """A run folder that exists. Raises ConfigError."""
+    run = RunDir(named_folder(str(folder)))
+    if not run.config.is_file():
+        raise ConfigError(f"{key}={folder}: no run is there (no config.yaml){way_of_sweep(run)}")
+    return run
+
+
+def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool = False) -> int:
+    """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
+    with only_writer(run):
+        return _go_on(run, overrides, paths, trust)
+
+
+def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
+    config = resume.trusted_config(run, overrides, trust)
+    resume.check_reachable(run)
+    resume.repair(run)
+    resume.check_modules(run, config)
+    resume.check_same_network(run, config)
+    if config.seed is None:
+        raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
+    resume.restore_config(run)
+    if told := resume.finished(run, config):
+        return resume.stay_finished(told)
+    write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
+    try:
+        typed = typed_settings(translated(overrides).overrides)
+        return execute(run, config, LaunchSpec(resume=True, paths=paths, typed=typed))
+    finally:
+        resume.restore_config(run)
+
+
+def way_of_sweep(run: RunDir) -> str:
+    """What to name in place of the folder of a sweep; empty where it is none."""
+    jobs = sorted(path.parent.name for path in run.root.glob(f"*/{run.config.name}"))
+    if not (jobs and (run.root / "sweep.json").is_file()):
+        return ""
+    return (
+        f"; it is the folder of a sweep, which goes on by its own words: name one of its runs, as {jobs[0]}"
+    )

@@ -17,15 +17,16 @@ from pathlib import Path
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, record_reads
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
+from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
+from trainrun.folder.status import write_status
 from trainrun.interfaces import Parallel
 from trainrun.output import say
 from trainrun.parallel.group import contact
 from trainrun.parallel.handshake import Meeting, folder_before, follow, lead
 from trainrun.parallel.rank_place import LostContact
 from trainrun.parallel.worker import run_as_rank
+from trainrun.runs.failures import deadline
 from trainrun.runs.rank import train
-from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json
-from trainrun.runs.status import deadline, write_status
 from trainrun.runtime.signals import StopFlag
 from trainrun.timing.phases import PhaseTimer, process_start
 
@@ -133,5 +134,5 @@ def _work(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -
             file=sys.stderr,
         )
         if rank == 0:
-            write_status(run, config, state="failed", exit_code=code, message=told["message"])
+            write_status(run, config.run_name, state="failed", exit_code=code, message=told["message"])
     return code

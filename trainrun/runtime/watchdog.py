@@ -19,17 +19,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from trainrun.runtime.signals import StopFlag, watchdog_limit
 from trainrun.timing.phases import ACCOUNTS, COMPILE, PhaseTimer
 
-if TYPE_CHECKING:
-    from trainrun.training.components import Components
-
 TICK_SECONDS = 1.0
 LEAVE_SECONDS = 10.0  # for the main thread, once it was told
 DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy", "ipdb")
+
+
+class Progress(Protocol):
+    """What moves while a run makes progress: `monitors.step` and `triggers.looks`."""
+
+    @property
+    def monitors(self) -> Any: ...
+    @property
+    def triggers(self) -> Any: ...
 
 
 class Hung(BaseException):
@@ -48,7 +54,7 @@ class Watchdog:
     ) -> None:  # fmt: skip
         self._seconds = watchdog_limit(seconds)
         self._phases, self._flag, self._place, self._end = phases, flag, place, end
-        self._components: Components | None = None
+        self._components: Progress | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="trainrun watchdog", daemon=True)
 
@@ -62,7 +68,7 @@ class Watchdog:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def begin(self, run: Components) -> None:
+    def begin(self, run: Progress) -> None:
         """From here on progress is expected."""
         self._components = run
 
@@ -78,7 +84,9 @@ class Watchdog:
             # a process that was stopped itself has not hung
             passed, looked = min(time.monotonic() - looked, 2 * tick), time.monotonic()
             run = self._components
-            found = None if run is None else (run.monitors.step, run.triggers.looks, self._phases.account)
+            found: tuple[int, int, int] | None = None
+            if run is not None:
+                found = (run.monitors.step, run.triggers.looks, self._phases.account)
             if found is None or found != before or found[2] == COMPILE or in_debugger():
                 before, idle = found, 0.0
                 continue

@@ -33,9 +33,9 @@ from trainrun.task.vae import Vae, has_next_tokens, whole_sequences
 
 if TYPE_CHECKING:
     from trainrun.config.schema import RunConfig
-    from trainrun.runs.run_folder import RunDir
+    from trainrun.folder.run_folder import RunDir
+    from trainrun.train_state import TrainState
     from trainrun.training.components import Components
-    from trainrun.training.state import TrainState
 
 NUM_SAMPLES, NUM_REBUILT, PROMPT, LENGTH = 2, 4, 32, 160  # the last two in tokens
 TEMPERATURE = 0.8

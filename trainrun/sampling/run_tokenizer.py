@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainrun.checkpoint.save import committed_steps
+from trainrun.checkpoint.files import committed_steps
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.readers.text.text import tokenizer_file
 from trainrun.data.readers.text.tokenizer import open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import RunDir, read_identity, write_identity
 from trainrun.interfaces import Parallel
-from trainrun.runs.run_folder import RunDir, read_identity, write_identity
 
 SEAL = "tokenizer"  # in RUN.json: the hash of the file
 

@@ -10,8 +10,8 @@ from trainrun.config.schema import RunConfig
 from trainrun.data.readers.text.tokenizer import BYTES, Tokens, open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import RunDir
 from trainrun.instantiate import locate
-from trainrun.runs.run_folder import RunDir
 from trainrun.sampling.run_tokenizer import kept_tokenizer
 
 TEXT = "trainrun.data.readers.text.text.load"

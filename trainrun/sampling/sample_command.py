@@ -8,7 +8,7 @@ from argparse import Namespace
 from trainrun.cli.run_arguments import Parser, add_trust, checkpoint_of
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.output import say
-from trainrun.runs.exceptional.go_on import open_run
+from trainrun.runs.run import open_run
 
 MOST = 2**63 - 1
 

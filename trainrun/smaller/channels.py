@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.export.served import suppress_output
-from trainrun.smaller.int8 import untied_layers
+from trainrun.transform.int8 import untied_layers
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm, nn.RMSNorm)
 # operations of a graph that keep every channel by itself

@@ -24,13 +24,8 @@ from trainrun.config.compose import Composition
 from trainrun.config.schema import InitConfig, RunConfig, with_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
 from trainrun.export.served import output_tensors, record_call
-from trainrun.output import quantity, say
-from trainrun.parallel.single import Single
-from trainrun.plots.compare import text_table
-from trainrun.runs.lock import only_writer
-from trainrun.runs.restore_config import give_task_state, parts_of, without_gpu
-from trainrun.runs.run import new_run
-from trainrun.runs.run_folder import (
+from trainrun.folder.lock import only_writer
+from trainrun.folder.run_folder import (
     RunDir,
     named_folder,
     note_saved,
@@ -38,13 +33,18 @@ from trainrun.runs.run_folder import (
     sync_path,
     write_identity,
 )
-from trainrun.runs.status import write_status
+from trainrun.folder.status import write_status
+from trainrun.output import quantity, say
+from trainrun.parallel.single import Single
+from trainrun.plots.compare import text_table
+from trainrun.runs.restore_config import give_task_state, parts_of, without_gpu
+from trainrun.runs.run import new_run
 from trainrun.runtime.signals import StopFlag
 from trainrun.sampling.run_tokenizer import SEAL
 from trainrun.timing.paired import Rules, compare, turn_of
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
-from trainrun.training.state import TrainState
 from trainrun.training.without_trace import first_batches
 
 SECONDS = 3.0  # of each comparison of speeds
@@ -143,7 +143,7 @@ def write_run(
         note_saved(part)
         metrics = {name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")}
         write_status(
-            part, config, state="stopped", exit_code=0, message="", reason=words, metrics=metrics,
+            part, config.run_name, state="stopped", exit_code=0, message="", reason=words, metrics=metrics,
             monitor=parts.triggers.best.metric, mode=parts.triggers.best.mode, value=state.best_metric,
         )  # fmt: skip
         close_streams(parts)

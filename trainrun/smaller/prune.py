@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from trainrun.export.served import output_tensors
 from trainrun.smaller.channels import NORMS, Channels, find_channel_groups, format_reasons
-from trainrun.smaller.int8 import explain_float_layers, has_computed_weight, untied_layers
+from trainrun.transform.int8 import explain_float_layers, has_computed_weight, untied_layers
 
 CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d

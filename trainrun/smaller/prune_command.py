@@ -12,9 +12,9 @@ from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.export.served import record_call
 from trainrun.limits import EPOCH, STEP, parse_duration
 from trainrun.output import counted, say
-from trainrun.runs.exceptional.go_on import open_run, resume_run
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.resume import trusted_config
+from trainrun.runs.run import open_run, resume_run
 from trainrun.smaller.channels import format_reasons
 from trainrun.smaller.new_run import UNCOMPILED, choose_folder, compare_runs, measure_run, write_run
 from trainrun.smaller.prune import Mask, explain_unmasked, mask_weights, narrow_layers, remove_channels

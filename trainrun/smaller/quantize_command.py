@@ -12,12 +12,12 @@ from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run
 from trainrun.config.schema import with_values
 from trainrun.errors import ConfigError
 from trainrun.output import counted, say
-from trainrun.runs.exceptional.go_on import open_run
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.resume import trusted_config
+from trainrun.runs.run import open_run
 from trainrun.smaller.channels import format_reasons
-from trainrun.smaller.int8 import MODES, Int8Layer, explain_float_layers, int8, record_ranges
 from trainrun.smaller.new_run import UNCOMPILED, choose_folder, compare_runs, measure_run, write_run
+from trainrun.transform.int8 import MODES, Int8Layer, explain_float_layers, int8, record_ranges
 
 STEP = "int8"  # its name in `transform`
 CALIBRATION_BATCHES = 16

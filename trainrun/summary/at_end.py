@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainrun.runs.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir
 from trainrun.summary.flops import MIN_SECONDS, MIN_STEPS, Work, measured_work
 from trainrun.summary.sample_predictions import confusion_row
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
 from trainrun.timing.phases import LOOP, Session
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 
 NOTABLE = 0.10  # of the time between start-up and the end of the training
 LEAST_SECONDS = 1.0  # less is not worth a command that takes longer

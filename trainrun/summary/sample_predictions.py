@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainrun.data.split_batch import tensors_in
+from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Predicts
-from trainrun.runs.run_folder import RunDir
 from trainrun.task.batches import joined
 from trainrun.training.components import Components
 

@@ -19,8 +19,8 @@ from trainrun.data.stream_options import num_ahead
 from trainrun.interfaces import batch_fields
 from trainrun.seeding import kept_random_state
 from trainrun.timing.phases import Session
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 
 MIN_STEPS = 50  # the first ones warm up
 WORKER_START = 0.1  # seconds for each process

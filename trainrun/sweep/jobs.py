@@ -17,9 +17,9 @@ from hydra.errors import HydraException
 
 from trainrun.config.mistakes.messages import unreadable
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import read_json, write_json
+from trainrun.folder.seal import check_files
 from trainrun.output import masked_words
-from trainrun.runs.run_folder import read_json, write_json
-from trainrun.runs.seal import check_files
 from trainrun.sweep.results import Result
 
 NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still readable

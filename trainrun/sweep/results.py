@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
-from trainrun.runs.run_folder import RunDir, was_saved
-from trainrun.runs.status import read_status
+from trainrun.folder.run_folder import RunDir, was_saved
+from trainrun.folder.status import read_status
 
 OUTPUT = "run.out"  # what a job prints
 STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)

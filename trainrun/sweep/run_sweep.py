@@ -22,11 +22,11 @@ from types import FrameType
 from trainrun.config.argv import OWN_KEYS, CommandLine
 from trainrun.config.compose import compose_run
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
+from trainrun.folder.lock import only_writer
+from trainrun.folder.run_folder import RunDir, is_there
+from trainrun.folder.status import read_status
 from trainrun.output import counted, say
 from trainrun.parallel.launch import module_command
-from trainrun.runs.lock import only_writer
-from trainrun.runs.run_folder import RunDir, is_there
-from trainrun.runs.status import read_status
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.jobs import Job, Sweep, expand, open_sweep
 from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, read_result

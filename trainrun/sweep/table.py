@@ -8,8 +8,8 @@ import shlex
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from trainrun.folder.run_folder import write_text
 from trainrun.output import say
-from trainrun.runs.run_folder import write_text
 from trainrun.sweep.jobs import Job, Sweep
 from trainrun.sweep.results import Result
 from trainrun.timing.paired import half_interval

@@ -19,10 +19,10 @@ from shlex import quote
 from typing import Any, Protocol, runtime_checkable
 
 from trainrun.errors import ANY_FAULT, TrainrunError
+from trainrun.folder.run_folder import RunDir
 from trainrun.instantiate import build
 from trainrun.interfaces import RunFacts
 from trainrun.output import counted
-from trainrun.runs.run_folder import RunDir
 
 MAX_WAITING_ROWS = 10_000  # an hour or more of a usual run
 CLOSE_SECONDS = 8.0  # how long the end of a run waits for a service

@@ -33,8 +33,8 @@ from trainrun.optimizer.build_optimizer import named_optimizer_state
 from trainrun.scheduler.schedule import Schedule
 from trainrun.seeding import evaluating, random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
+from trainrun.train_state import OF_THIS_RANK, TrainState
 from trainrun.training.recovery.oom import OomRetry
-from trainrun.training.state import OF_THIS_RANK, TrainState
 from trainrun.training.task_calls import Hooks, TaskCalls, saved_state
 from trainrun.training.trained_parameters import TrainedParameters
 from trainrun.training.triggers import Triggers

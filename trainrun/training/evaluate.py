@@ -12,8 +12,8 @@ from trainrun.errors import PluginError
 from trainrun.interfaces import MicroBatch
 from trainrun.sums import LOSS, add_flat_sums, check_names, flat_sums, metrics_of, over_ranks, rows_over_ranks
 from trainrun.timing.phases import LOGGING
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 
 WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"  # torch, where nothing was recorded
 

@@ -10,9 +10,9 @@ from itertools import islice
 
 from trainrun.interfaces import MicroBatch
 from trainrun.timing.phases import CHECKPOINT, DATA, LOGGING, RUNNER, VALIDATION
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import validate
-from trainrun.training.state import TrainState
 
 
 def fit(run: Components, state: TrainState) -> TrainState:

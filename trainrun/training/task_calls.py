@@ -16,7 +16,7 @@ from trainrun.errors import CheckpointError, PluginError
 from trainrun.interfaces import KeepsState, StepInfo
 from trainrun.seeding import derive_seed
 from trainrun.timing import phases
-from trainrun.training.state import TrainState
+from trainrun.train_state import TrainState
 from trainrun.training.triggers import STOP_INTERRUPT
 
 if TYPE_CHECKING:

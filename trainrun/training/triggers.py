@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trainrun.errors import ConfigError
 from trainrun.output import counted
 from trainrun.runtime.signals import StopFlag
-from trainrun.training.state import SAVE_NOW, TrainState, measured
+from trainrun.train_state import SAVE_NOW, TrainState, measured
 
 STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the largest wins
 

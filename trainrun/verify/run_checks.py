@@ -15,13 +15,13 @@ import torch
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.config.schema import RunConfig, validation_nodes, with_values
 from trainrun.errors import ConfigError, TrainrunError
+from trainrun.folder.run_folder import RunDir
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.run_folder import RunDir
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, kept_random_state, seed_everything
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 from trainrun.training.without_trace import first_batches
 from trainrun.user_code import line_of
 from trainrun.verify import continuity, mathematics

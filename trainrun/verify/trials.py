@@ -23,13 +23,12 @@ from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import check
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TrainingError
+from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, write_json
 from trainrun.monitor.metric_rows import read_rows
-from trainrun.runs.exceptional.go_on import resume_run
-from trainrun.runs.run import execute, new_run
-from trainrun.runs.run_folder import LaunchSpec, RunDir, read_json, write_json
+from trainrun.runs.run import execute, new_run, resume_run
+from trainrun.train_state import TrainState
 from trainrun.training import loop
 from trainrun.training.components import Components
-from trainrun.training.state import TrainState
 from trainrun.training.triggers import STOP_TERMINATE
 from trainrun.verify.attributes import attributes_of
 from trainrun.verify.certificate import NotApplicable

@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 
+from trainrun.folder.run_folder import RunDir, read_json
+from trainrun.folder.status import read_status
 from trainrun.monitor.metric_rows import row_of
 from trainrun.output import duration
-from trainrun.runs.run_folder import RunDir, read_json
-from trainrun.runs.status import read_status
 
 MOST_POINTS = 2000  # of a curve; then every second one goes
 REMEMBERED_SECONDS = 60.0  # the time left follows the speed of that long

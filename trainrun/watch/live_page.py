@@ -19,10 +19,10 @@ from pathlib import Path
 
 import psutil
 
+from trainrun.folder.run_folder import RunDir, is_there, write_text
 from trainrun.output import figure
 from trainrun.plots import page
 from trainrun.plots.report import setup_rows
-from trainrun.runs.run_folder import RunDir, is_there, write_text
 from trainrun.watch.follow import Follower
 from trainrun.watch.screen import ENDED, devices_line, phases_line
 

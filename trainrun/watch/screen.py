@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainrun.folder.run_folder import RunDir
 from trainrun.output import figure, plain, quantity, readings, speed_in
-from trainrun.runs.run_folder import RunDir
 from trainrun.watch.follow import Follower, somebody_in, sweep_jobs
 
 BARS, WIDTH = "▁▂▃▄▅▆▇█", 40

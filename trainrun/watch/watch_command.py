@@ -7,11 +7,11 @@ import time
 
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from trainrun.folder.run_folder import named_folder
+from trainrun.folder.seal import check_files
 from trainrun.limits import parse_seconds
 from trainrun.output import say
-from trainrun.runs.exceptional.go_on import open_run
-from trainrun.runs.run_folder import named_folder
-from trainrun.runs.seal import check_files
+from trainrun.runs.run import open_run
 from trainrun.watch.screen import RunView, SweepView
 
 

@@ -11,8 +11,8 @@ import torch
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf
 from trainrun.benchmark.diagnose.profile import STEPS
 from trainrun.benchmark.diagnose.verdict import verdict
+from trainrun.folder.run_folder import write_json
 from trainrun.output import duration, masked_words, quantity
-from trainrun.runs.run_folder import write_json
 
 TITLES = {"dispatch": "calls of a small batch", "threads": "other threads"}
 

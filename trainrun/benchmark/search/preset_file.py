@@ -15,8 +15,8 @@ from trainrun.benchmark.run_overrides import composed_anew, key_of, replaced
 from trainrun.benchmark.search.search import Results, SearchPart
 from trainrun.config.tuned_settings import MARK, fingerprint_line
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import write_text
 from trainrun.output import masked_words
-from trainrun.runs.run_folder import write_text
 
 PLAIN: Final = re.compile(r"(?:[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|true|false|null)\Z")
 

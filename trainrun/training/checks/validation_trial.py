@@ -23,10 +23,10 @@ from trainrun.errors import ConfigError, DataError, LaunchError, PluginError, Tr
 from trainrun.instantiate import named_nodes
 from trainrun.runtime.child_process import ChildLate, can_fork, run_in_child
 from trainrun.sums import ReservedName, metrics_of
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import sums_of
 from trainrun.training.loop import windows_from
-from trainrun.training.state import TrainState
 from trainrun.training.without_trace import run_trial
 from trainrun.user_code import is_users_class, line_of
 

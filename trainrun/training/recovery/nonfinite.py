@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.save import stream
 from trainrun.errors import TrainingError
+from trainrun.folder.run_folder import write_json
 from trainrun.interfaces import IGNORED, Batches, Parallel, Precision
 from trainrun.output import counted
-from trainrun.runs.run_folder import write_json
+from trainrun.train_state import BadStep, RollBack, TrainState
 from trainrun.training.recovery.buffer_copies import numbers_in
 from trainrun.training.recovery.oom import OomRetry
-from trainrun.training.state import BadStep, RollBack, TrainState
 
 MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look
 MAX_SKIPPED_SHARE = 0.1

@@ -14,9 +14,9 @@ from trainrun.data.order.sampler import LISTED, ORDER
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import KeepsState
 from trainrun.seeding import set_random_state
+from trainrun.train_state import OF_THIS_SESSION, TrainState
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import no_memory
-from trainrun.training.state import OF_THIS_SESSION, TrainState
 from trainrun.training.task_calls import mapped
 from trainrun.user_code import line_of
 

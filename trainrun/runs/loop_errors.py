@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from trainrun.errors import DataError, PluginError, TrainingError, TrainrunError
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import ONE_SAMPLE, no_memory
-from trainrun.training.state import TrainState
 
 # of a loss with another shape than its gradient
 OF_LOSS = re.compile(r"Mismatch in shape: grad_output|invalid gradient at index 0 - got \[\]")

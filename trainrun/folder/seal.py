@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainrun.errors import ConfigError
+from trainrun.folder.run_folder import RunDir, read_bytes, read_identity, read_origin, write_text
 from trainrun.output import say
-from trainrun.runs.run_folder import RunDir, read_bytes, read_identity, read_origin, write_text
 
 KEY_BYTES = 32
 MAX_BYTES = 2**22  # of each sealed file

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import signal
 import time
 from types import NoneType
-from typing import Any, NoReturn
+from typing import Any
 
-from trainrun.config.schema import RunConfig
-from trainrun.output import masked, plain
-from trainrun.runs.run_folder import RunDir, is_there, read_json, write_json
-from trainrun.runtime.signals import stop_deadline
+from trainrun.folder.run_folder import RunDir, read_json, write_json
+from trainrun.output import masked
 
 STATES = ("running", "done", "stopped", "failed")
 KINDS: dict[str, tuple[type, ...]] = {
@@ -22,40 +18,6 @@ KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("step", "epoch", "seconds"), (int, float)), **dict.fromkeys(("reason", "message"), (str,)),
     "monitor": (str, NoneType), "overrides": (list,),
 }  # fmt: skip
-
-
-def deadline(run: RunDir, config: RunConfig) -> contextlib.AbstractContextManager[None]:
-    """Inside, a stop that takes too long, or is asked for twice, ends the process."""
-    return stop_deadline(
-        config.trainer.stop_grace_seconds, lambda number, twice: give_up(run, config, number, twice)
-    )
-
-
-def give_up(run: RunDir, config: RunConfig, number: int, twice: bool) -> None:
-    """A stop that took too long, or was asked for twice: the process ends here, with what is committed."""
-    seconds = config.trainer.stop_grace_seconds
-    what = (
-        "came twice" if twice else f"was not followed by a save within trainer.stop_grace_seconds={seconds:g}"
-    )
-    saved = any(run.checkpoints.glob("step-*"))
-    left = "the last checkpoint stands" if saved else "nothing was saved yet"
-    leave_now(run, config, "stopped", 128 + number, f"{signal.Signals(number).name} {what}; {left}")
-
-
-def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:
-    """End this process from any thread, whatever the others do; how an ended run stands is not touched."""
-    with contextlib.suppress(OSError):
-        if is_there(run) and read_status(run).get("state") in (None, "running"):
-            write_status(run, config, state=state, exit_code=exit_code, message=message)
-        os.write(2, f"\ntrainrun: {plain(message)}\n".encode())
-    end_process(exit_code)
-
-
-def end_process(exit_code: int) -> NoReturn:
-    """At once, with the loader workers."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(exit_code)
 
 
 def read_status(run: RunDir) -> dict[str, Any]:
@@ -78,7 +40,7 @@ def is_sound(status: dict[str, Any]) -> bool:
 
 
 def write_status(
-    run: RunDir, config: RunConfig, state: str, exit_code: int | None, message: str, **facts: Any
+    run: RunDir, run_name: str | None, state: str, exit_code: int | None, message: str, **facts: Any
 ) -> None:
     """Replace `status.json`; what an earlier status knew (best value, steps) is kept until it is given again."""
     earlier = read_status(run)
@@ -92,6 +54,6 @@ def write_status(
     status |= {name: earlier[name] for name in status if name in earlier}
     status |= {
         "state": state, "exit_code": exit_code, "message": masked(message), "overrides": overrides,
-        "run_name": config.run_name, "pid": os.getpid(), "time": time.time(),
+        "run_name": run_name, "pid": os.getpid(), "time": time.time(),
     }  # fmt: skip
     write_json(run.status, status | facts)

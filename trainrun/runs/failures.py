@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
+import multiprocessing
+import os
 import shlex
+import signal
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainrun.config.schema import RunConfig
 from trainrun.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_USAGE,
     FULL,
     OF_NAMES,
     CheckpointError,
@@ -22,14 +27,55 @@ from trainrun.errors import (
     TrainingError,
     TrainrunError,
 )
+from trainrun.folder.run_folder import RunDir, check_there, is_there, write_text
+from trainrun.folder.status import read_status, write_status
 from trainrun.instantiate import satellite
-from trainrun.interfaces import Parallel
-from trainrun.output import say
-from trainrun.runs.run_folder import RunDir, check_there, is_there, write_text
-from trainrun.runs.status import end_process, leave_now, read_status, write_status
+from trainrun.output import plain, say
+from trainrun.parallel.devices import external_ranks
+from trainrun.parallel.rank_place import LostContact, report_failure
+from trainrun.runtime.signals import StopFlag, stop_deadline
 from trainrun.timing.phases import RANKS
-from trainrun.training.state import TrainState
 from trainrun.user_code import of_the_system
+
+if TYPE_CHECKING:  # a launcher of ranks imports no torch
+    from trainrun.interfaces import Parallel
+    from trainrun.train_state import TrainState
+
+
+@contextmanager
+def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) -> Iterator[None]:
+    """`status.json` says running; whatever ends the run by an exception is in it before that goes on.
+
+    A resume that is refused changes nothing: the run is what it was before. What libraries raise because
+    an interrupt came at a bad moment for them (in the middle of an import, say) is still an interrupt.
+    """
+    earlier = run.status.read_text(encoding="utf-8") if read_status(run) else None
+    try:
+        write_status(run, config.run_name, state="running", exit_code=None, message="")
+        yield
+    except BaseException as error:
+        flag.quiet_until = math.inf  # from here on no interrupt stops what is written down
+        if flag.raised or isinstance(error, KeyboardInterrupt):
+            message = note_interrupt(run, config, earlier)
+            draw_end(run, config)
+            raise KeyboardInterrupt(message) from error
+        if not isinstance(error, Exception):
+            raise
+        refused = isinstance(error, TrainrunError) and error.exit_code == EXIT_USAGE
+        if refused and resumes and earlier is not None:
+            write_text(run.status, earlier)
+            raise
+        fault = told(run, error)
+        try:
+            note_failure(run, config, fault)
+        except OSError:  # no room for a second status next to the first
+            with suppress(OSError):
+                run.status.unlink()
+                note_failure(run, config, fault)
+        draw_end(run, config)
+        if fault is error:
+            raise
+        raise fault from error
 
 
 def told(run: RunDir, error: Exception) -> Exception:
@@ -56,10 +102,10 @@ def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
         return
     if isinstance(error, TrainrunError):
         state = "stopped" if error.exit_code > 128 else "failed"  # 128 + n: signal n was the reason
-        write_status(run, config, state=state, exit_code=error.exit_code, message=str(error))
+        write_status(run, config.run_name, state=state, exit_code=error.exit_code, message=str(error))
         return
     text = f"{type(error).__name__}: {error}"
-    write_status(run, config, state="failed", exit_code=EXIT_FAILED, message=text)
+    write_status(run, config.run_name, state="failed", exit_code=EXIT_FAILED, message=text)
     with run.log.open("a", encoding="utf-8") as log:
         traceback.print_exception(error, file=log)
 
@@ -77,7 +123,7 @@ def draw_end(run: RunDir, config: RunConfig) -> None:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             say(f"note: not all pictures were drawn: {problem}", file=sys.stderr)
 
 
@@ -110,7 +156,7 @@ def note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
     message = "interrupted; " + (
         "what came after the last checkpoint is not saved" if saved else "nothing was saved yet"
     )
-    write_status(run, config, state="stopped", exit_code=EXIT_INTERRUPTED, message=message)
+    write_status(run, config.run_name, state="stopped", exit_code=EXIT_INTERRUPTED, message=message)
     return message
 
 
@@ -121,11 +167,41 @@ def end_hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, 
     launcher of ours also records its own end.
     """
     if parallel.world_size > 1:
-        from trainrun.parallel.rank_place import LostContact, report_failure
-
         report_failure(run_dir, parallel.rank, LostContact(text) if account == RANKS else TrainingError(text))
-    from trainrun.parallel.devices import external_ranks
-
     if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):
         leave_now(run_dir, config, "failed", EXIT_FAILED, text)
     end_process(EXIT_FAILED)
+
+
+def deadline(run: RunDir, config: RunConfig) -> AbstractContextManager[None]:
+    """Inside, a stop that takes too long, or is asked for twice, ends the process."""
+    return stop_deadline(
+        config.trainer.stop_grace_seconds, lambda number, twice: give_up(run, config, number, twice)
+    )
+
+
+def give_up(run: RunDir, config: RunConfig, number: int, twice: bool) -> None:
+    """A stop that took too long, or was asked for twice: the process ends here, with what is committed."""
+    seconds = config.trainer.stop_grace_seconds
+    what = (
+        "came twice" if twice else f"was not followed by a save within trainer.stop_grace_seconds={seconds:g}"
+    )
+    saved = any(run.checkpoints.glob("step-*"))
+    left = "the last checkpoint stands" if saved else "nothing was saved yet"
+    leave_now(run, config, "stopped", 128 + number, f"{signal.Signals(number).name} {what}; {left}")
+
+
+def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:
+    """End this process from any thread, whatever the others do; how an ended run stands is not touched."""
+    with suppress(OSError):
+        if is_there(run) and read_status(run).get("state") in (None, "running"):
+            write_status(run, config.run_name, state=state, exit_code=exit_code, message=message)
+        os.write(2, f"\ntrainrun: {plain(message)}\n".encode())
+    end_process(exit_code)
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """At once, with the loader workers."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(exit_code)

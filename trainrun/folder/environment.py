@@ -1,0 +1,119 @@
+"""What a run was made with: machine, packages, and the commit of the user's code and its changes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+from trainrun.output import masked_word
+
+MOST_DIFF_BYTES = 2**20
+DIFF_SECONDS = 5.0
+GIT_SECONDS = 5.0
+# The user's own files may name programs, which are not run for this.
+DIFF = (
+    "-c",
+    "core.fsmonitor=false",
+    "diff",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-color",
+    "HEAD",
+    "--",
+    ":/",
+)
+SECRETS = (
+    "*.env",
+    "*.env.*",
+    "*.pem",
+    "*.key",
+    "*secret*",
+    "*credential*",
+    "*token*.json",
+    "*id_rsa*",
+    "*.netrc",
+)
+
+
+def surroundings(working_dir: Path) -> dict[str, Any]:
+    """Plain values for `environment.json`. Imports no torch: devices are named by the ranks."""
+    return {
+        "command": [masked_word(word) for word in sys.argv],
+        "working_dir": str(working_dir),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()}-{platform.release()}-{platform.machine()}",  # `platform()` starts a process
+        "cores": os.cpu_count(),
+        "packages": distributions(),
+        "git": _git(working_dir),
+    }
+
+
+def distributions() -> dict[str, str]:
+    """All that is installed, with its version, by the names of folders: to read their files takes 50 times as long."""
+    found: dict[str, str] = {}
+    for place in sys.path:
+        with suppress(OSError):
+            for entry in os.listdir(place or "."):
+                stem, _, kind = entry.rpartition(".")
+                name, _, version = stem.partition("-")
+                if kind in ("dist-info", "egg-info") and version:
+                    found.setdefault(name.lower().replace("_", "-"), version)
+    return dict(sorted(found.items()))
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether there are changes; None if there is no repository or no git."""
+    try:
+        commit = _run_git(folder, "rev-parse", "HEAD")
+        changed = _run_git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "changed": bool(changed)}
+
+
+def _run_git(folder: Path, *words: str) -> str:
+    result = subprocess.run(
+        ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+    )
+    return result.stdout.strip()
+
+
+def uncommitted(working_dir: Path) -> str:
+    """The changes of the files that git knows, without those named like secrets; empty where there are none."""
+    left_out = [f":(exclude,icase,top,glob)**/{name}" for name in SECRETS]
+    try:
+        with subprocess.Popen(
+            ["git", "-C", str(working_dir), *DIFF, *left_out],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            late = Timer(DIFF_SECONDS, process.kill)
+            late.start()
+            assert process.stdout is not None
+            found = process.stdout.read(MOST_DIFF_BYTES + 1)
+            process.kill()
+            late.cancel()
+    except OSError:
+        return ""
+    text = found[:MOST_DIFF_BYTES].decode("utf-8", "replace")
+    return text if len(found) <= MOST_DIFF_BYTES else f"{text}\n[cut: more than {MOST_DIFF_BYTES:,} bytes]\n"
+
+
+def version_line() -> str:
+    """`trainrun 0.1.0 (torch 2.13.0, Python 3.11.7)`, without importing torch; the folder where it is not installed."""
+    own = _version("trainrun") or f"from {Path(__file__).parents[1]}"
+    return f"trainrun {own} (torch {_version('torch')}, Python {platform.python_version()})"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
