@@ -34,7 +34,7 @@ from trainrun.benchmark.diagnose.rounds import spent  # noqa: E402
 from trainrun.benchmark.diagnose.verdict import verdict  # noqa: E402
 from trainrun.benchmark.run_overrides import config_of, key_of, own_choices, replaced  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.precision.other_types import emulates_bfloat16  # noqa: E402
+from trainrun.precision.autocast import emulates_bfloat16  # noqa: E402
 from trainrun.timing.paired import Ratio, Spent, ratio_of_totals, total  # noqa: E402
 
 PAIRS = 7  # of turns, of the run with the fault and the one without, in one pair of processes

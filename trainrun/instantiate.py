@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from trainrun.errors import PluginError, TrainrunError
+from trainrun.plugin_faults import absent, examples, is_absent, nearest, not_built, place, unknown
 
 TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
 WORDS = (TARGET, ARGS, PARTIAL, CHECK)
@@ -67,8 +68,6 @@ def locate(target: Any, key: str) -> Any:
     for name in rest:
         found, path = attribute(found, path, name, fault), f"{path}.{name}"
     if isinstance(found, ModuleType):
-        from trainrun.plugin_faults import examples
-
         raise PluginError(f"{fault} this is a module; name a class or function in it{examples(found)}")
     if not callable(found):
         raise PluginError(f"{fault} this is a value of type {type(found).__name__}, not a class or function")
@@ -85,15 +84,11 @@ def attribute(found: Any, path: str, name: str, fault: str) -> Any:
     try:
         return getattr(found, name)
     except AttributeError as error:
-        from trainrun.plugin_faults import nearest
-
         modules = [module.name for module in pkgutil.iter_modules(list(getattr(found, "__path__", [])))]
         if name in modules:
             raise PluginError(f"{fault} this is a module; name a class or function in it") from error
         raise PluginError(f"{fault} {path} has no {name}{nearest(name, [*dir(found), *modules])}") from error
     except Exception as error:  # packages that import their parts when they are asked for
-        from trainrun.plugin_faults import place
-
         raise PluginError(f"{fault} importing {path}.{name} failed: {place(error)}") from error
 
 
@@ -106,12 +101,8 @@ def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[
             found = importlib.import_module(prefix + path)
             return found, f"{path} ({found.__file__})" if prefix else path, names[length:]
         except (Exception, SystemExit) as error:
-            from trainrun.plugin_faults import is_absent, place
-
             if not is_absent(error, prefix + path):
                 raise PluginError(f"{fault} importing {path} failed: {place(error)}") from error
-    from trainrun.plugin_faults import absent
-
     raise PluginError(f"{fault} {absent(names[0])}")
 
 
@@ -176,8 +167,6 @@ def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
     except Exception as error:
         if node[TARGET].startswith("trainrun.") and str(error).partition("=")[0] in keywords:
             raise PluginError(f"{key}.{error}") from error  # one of ours names the argument that it refuses
-        from trainrun.plugin_faults import not_built
-
         raise PluginError(f"{key}: {node[TARGET]} {not_built(error, args, keywords)}") from error
 
 
@@ -235,8 +224,6 @@ def argument_faults(
         if name in taken and not takes_name_twice(by_place, name):
             faults.append(f"{key}.{name}: {name_of} gets it by position already; take {key}.{name} away")
         elif name not in taken and not takes_any and name not in [p.name for p in free]:
-            from trainrun.plugin_faults import unknown
-
             faults.append(unknown(key, name, name_of, [p.name for p in free], also, WORDS))
     if not node.get(PARTIAL, False):
         missing = [p for p in free if p.default is p.empty and p.name not in given]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainrun.assemble.built_in import chosen_scope
+from trainrun.assemble.model_and_transforms import chosen_scope
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.transform.compile import gpu_compiler_problem

@@ -23,7 +23,7 @@ from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.folder.run_folder import RunDir, read_identity, write_identity
 from trainrun.parallel.single import Single
-from trainrun.precision import other_types
+from trainrun.precision import autocast
 from trainrun.runs.restore_config import parts_of as restored
 from trainrun.seeding import random_state
 from trainrun.training.components import Components
@@ -68,13 +68,13 @@ class TimedTask:
         return self.inner.step(model, batch)
 
 
-EMULATES = other_types.emulates_bfloat16
+EMULATES = autocast.emulates_bfloat16
 
 
 @pytest.fixture(autouse=True)
 def _native(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever CPU the tests run on."""
-    monkeypatch.setattr(other_types, "emulates_bfloat16", lambda device: False)
+    monkeypatch.setattr(autocast, "emulates_bfloat16", lambda device: False)
 
 
 @pytest.fixture
@@ -155,9 +155,9 @@ def test_not_measured_where_it_may_not_or_need_not_be(
 
 
 def test_a_type_that_is_emulated_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_types, "emulates_bfloat16", EMULATES)
-    monkeypatch.setattr(other_types, "cpu_has", lambda *features: False)
-    monkeypatch.setattr(other_types, "is_x86", lambda: True)
+    monkeypatch.setattr(autocast, "emulates_bfloat16", EMULATES)
+    monkeypatch.setattr(autocast, "cpu_has", lambda *features: False)
+    monkeypatch.setattr(autocast, "is_x86", lambda: True)
     run = parts_of((), count=64)
     config, chosen, notes, spent = told(run, lambda: 0.001 if in_bfloat16() else 0.013, monkeypatch)
     assert config.precision.mode == chosen["precision"] == "32-true"
@@ -224,9 +224,7 @@ def test_what_breaks_in_a_trial_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_type_that_does_not_fit_into_memory_is_not_taken_and_ends_no_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "trainrun.precision.other_types.type_by_rule", lambda *_: ("bf16-mixed", "as on a GPU")
-    )
+    monkeypatch.setattr("trainrun.precision.autocast.type_by_rule", lambda *_: ("bf16-mixed", "as on a GPU"))
 
     def seconds() -> float:
         if not in_bfloat16():

@@ -125,7 +125,7 @@ def test_a_second_save_waits_for_the_first_and_says_so(
 def test_without_memory_for_a_copy_the_training_waits_and_it_is_said_once(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainrun.checkpoint.state_copy.LARGE_BYTES", 1)
+    monkeypatch.setattr("trainrun.checkpoint.save.LARGE_BYTES", 1)
     run = make_run(async_save=True, every_n_train_steps=1)
     run.free_bytes = 10
     for step in (1, 2):

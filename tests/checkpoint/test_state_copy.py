@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainrun.checkpoint import state_copy
-from trainrun.checkpoint.save import stream
-from trainrun.checkpoint.state_copy import CopyMemory
+from trainrun.checkpoint import save
+from trainrun.checkpoint.save import CopyMemory, stream
 
 
 def state() -> dict[str, Tensor]:
@@ -26,7 +25,7 @@ def test_a_copy_holds_the_values_of_now_and_is_the_same_file(
 ) -> None:
     tensors, keep = state(), CopyMemory(lambda: 2**40)
     if large:
-        monkeypatch.setattr(state_copy, "LARGE_BYTES", 2**16)
+        monkeypatch.setattr(save, "LARGE_BYTES", 2**16)
     keep.prepare(tensors)
     wanted = {name: tensor.clone() for name, tensor in tensors.items()}
     taken = keep.take(tensors).tensors

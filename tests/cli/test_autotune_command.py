@@ -50,10 +50,9 @@ def left_in(folder: Path) -> set[str]:
 @pytest.mark.process
 @pytest.mark.usefixtures("unhurried")
 def test_a_search_of_seconds_on_a_model_of_ones_own(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(["tune", *SETTINGS, "--budget", "6", "--allow", "numeric", "--explain"]) == 0  # the old name
+    assert cli(["autotune", *SETTINGS, "--budget", "6", "--allow", "numeric", "--explain"]) == 0
     printed = capsys.readouterr()
     assert "result: " in printed.out
-    assert printed.err.startswith("note: trainrun tune is now: trainrun autotune\n")
     (folder,) = own.glob("outputs/*/*-autotune-digits-Net-*")
     assert left_in(folder) == {"autotune.json"}
     told = json.loads((folder / "autotune.json").read_text())
@@ -66,11 +65,10 @@ def test_a_search_of_seconds_on_a_model_of_ones_own(own: Path, capsys: pytest.Ca
 @pytest.mark.process
 @pytest.mark.usefixtures("unhurried")
 def test_a_table_of_seconds(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(["ladder", *SETTINGS, "--budget=6"]) == 0
+    assert cli(["autotune", "--table", *SETTINGS, "--budget=6"]) == 0
     printed = capsys.readouterr()
     assert "mixed precision (fp16)" in printed.out
     assert "needs a GPU" in printed.out
-    assert printed.err.startswith("note: trainrun ladder is now: trainrun autotune --table\n")
     (folder,) = own.glob("outputs/*/*-autotune-digits-Net-*")
     assert left_in(folder) == {"autotune.json"}
     rows = {row["title"]: row for row in json.loads((folder / "autotune.json").read_text())["rows"]}

@@ -13,9 +13,9 @@ from quiet_runs import QUIET
 
 from trainrun.cli import predict_command as evaluate
 from trainrun.cli.main import main
-from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.errors import PluginError
 from trainrun.folder.run_folder import RunDir
+from trainrun.runs.restore_config import checkpoint_of
 from trainrun.task.classification import Classification
 
 

@@ -11,7 +11,7 @@ from trainrun.cli.report_command import main
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.monitor.bus import Bus
-from trainrun.monitor.metrics_file import MetricsFile
+from trainrun.monitor.metric_rows import MetricsFile
 
 
 def make(root: Path) -> RunDir:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainrun.config.pair_rules import pair_faults
+from trainrun.config.rules import pair_faults
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import check
 from trainrun.limits import Duration, parse_distance, parse_interval, parse_saving, parse_seconds, parse_whole

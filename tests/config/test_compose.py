@@ -541,36 +541,6 @@ def test_every_word_for_true_and_false(word: str, value: bool) -> None:
     assert compose_run([f"trainer.channels_last={word}"]).config.trainer.channels_last is value
 
 
-def saved_before(path: Path, now: str, then: str) -> None:
-    """The config of a run of a time when the line `now` was another."""
-    saved = format_config(compose_run(["model=mlp"]).config)
-    assert f"{now}\n" in saved
-    path.write_text(saved.replace(f"{now}\n", f"{then}\n"))
-
-
-@pytest.mark.parametrize(("old", "scope"), [("true", "model"), ("false", "off"), ("auto", "auto")])
-def test_a_run_from_before_the_scopes_is_read(
-    old: str, scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.yaml"
-    saved_before(path, "    scope: 'off'", f"    enabled: {old}")
-    for _ in range(2):
-        assert load_config(path, []).trainer.compile.scope == scope
-    assert load_config(path, ["trainer.compile=step"]).trainer.compile.scope == "step"
-    assert capsys.readouterr().err.count("trainer.compile.enabled") == 1
-
-
-@pytest.mark.parametrize(("old", "rule"), [("true", "return"), ("false", "auto")])
-def test_a_run_that_returned_freed_memory_or_not_is_read(
-    old: str, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.yaml"
-    saved_before(path, "  cpu_allocator: auto", f"  return_freed_memory: {old}")
-    assert load_config(path, []).trainer.cpu_allocator == rule
-    assert load_config(path, ["trainer.cpu_allocator=keep"]).trainer.cpu_allocator == "keep"
-    assert capsys.readouterr().err.count(f"trainer.return_freed_memory={old.title()} is read as") == 1
-
-
 def test_a_wrong_word_for_a_saved_run_is_told_as_typed(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(format_config(compose_run([]).config))
@@ -631,25 +601,8 @@ def test_a_known_name_of_another_framework_gets_its_answer(word: str, said: str)
     assert said in fault
 
 
-def test_old_and_foreign_names_of_settings_are_read_with_a_note(tmp_path: Path) -> None:
-    found = compose_run(
-        [
-            "trainer.freed_memory=keep",
-            "data.max_skipped_share=0.5",
-            "data.on_error=skip",
-            "eval_steps=7",
-            "accelerator=gpu",
-        ]
-    )
+def test_foreign_names_of_settings_are_read_with_a_note() -> None:
+    found = compose_run(["eval_steps=7", "accelerator=gpu"])
     config = found.config
-    assert (config.trainer.cpu_allocator, config.data.max_skipped_fraction) == ("keep", 0.5)
     assert (config.trainer.val_check_interval, config.parallel.accelerator) == (7, "cuda")
-    assert len(found.notes) == 4
-    path = tmp_path / "config.yaml"
-    saved = (
-        format_config(config)
-        .replace("cpu_allocator", "freed_memory")
-        .replace("max_skipped_fraction", "max_skipped_share")
-    )
-    path.write_text(saved)
-    assert load_config(path, []) == config
+    assert len(found.notes) == 2

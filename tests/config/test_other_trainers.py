@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from trainrun.config.aliases import aliases
+from trainrun.config.aliases import BY_NAMES, CASES, KEYS, aliases, answers
 from trainrun.config.argv import conf_dir, groups
 from trainrun.config.compose import compose_run
-from trainrun.config.other_trainers.names import BY_NAMES, CASES, KEYS, answers
 from trainrun.config.schema import settings, value_of
 from trainrun.errors import ConfigError
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.main import main
-from trainrun.config.argv import is_path
+from trainrun.config.argv import as_path, is_path
 from trainrun.config.compose import compose_run, format_config, prepare
 from trainrun.config.saved_config import load_config
-from trainrun.config.typed_values import as_path
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, named_folder
 from trainrun.runs.run import new_run

@@ -13,7 +13,7 @@ import torch
 from trainrun.checkpoint import files, manager
 from trainrun.checkpoint.files import FileLayer
 from trainrun.folder.run_folder import RunDir, write_text
-from trainrun.monitor import metrics_file
+from trainrun.monitor import metric_rows
 from trainrun.optimizer import load_named_state
 from trainrun.optimizer.ema import Ema
 from trainrun.parallel import ddp
@@ -69,7 +69,6 @@ def no_loss_scale() -> None:
 
 
 def rows_not_cut() -> None:
-    from trainrun.monitor import metric_rows
 
     metric_rows.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
 
@@ -148,7 +147,7 @@ def no_fsync_of_folders() -> None:
 
 
 def no_fsync_of_rows() -> None:
-    metrics_file.sync_path = lambda path: None  # type: ignore[assignment]
+    metric_rows.sync_path = lambda path: None  # type: ignore[assignment]
 
 
 def no_fsync_of_the_config() -> None:

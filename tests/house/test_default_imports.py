@@ -26,7 +26,7 @@ SATELLITES = {
     "verify",
     "watch",
 }
-MOST_MODULES = 105
+MOST_MODULES = 125
 
 TRAINED = """
 import json, sys

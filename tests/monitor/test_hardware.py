@@ -14,8 +14,7 @@ import psutil
 import pytest
 import torch
 
-from trainrun.monitor.hardware import Hardware, Sampler
-from trainrun.timing.gpu_load import Gpus, IdleTime
+from trainrun.monitor.hardware import Gpus, Hardware, IdleTime, Sampler
 
 pytestmark = pytest.mark.process
 

@@ -12,8 +12,7 @@ import pytest
 from trainrun.errors import DataError
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.bus import Bus
-from trainrun.monitor.metric_rows import cut_rows_after, read_rows
-from trainrun.monitor.metrics_file import MetricsFile, mend_end
+from trainrun.monitor.metric_rows import MetricsFile, cut_rows_after, mend_end, read_rows
 
 FACTS = RunFacts("nan", "runs/x", "cpu", 1, 32, 1, 100, 20, 4, 8, 2, "MLP", 10, 10, ("a=1: why",))
 
@@ -177,7 +176,7 @@ def test_a_full_disk_leaves_no_half_line() -> None:
 def test_a_line_that_was_cut_off_is_taken_away_before_more_is_written(
     tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainrun.monitor.metrics_file.BLOCK_BYTES", block)
+    monkeypatch.setattr("trainrun.monitor.metric_rows.BLOCK_BYTES", block)
     path = tmp_path / "metrics.jsonl"
     mend_end(path)
     for whole in ("", '{"a": 1}\n', '{"a": 1}\n{"b": 22}\n'):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.main import main
+from trainrun.monitor import metric_rows
 
 pytestmark = [pytest.mark.train, pytest.mark.process]
 
@@ -174,11 +175,10 @@ def test_the_earlier_spelling_is_understood_and_said(own: Path, capsys: pytest.C
 def test_our_own_metrics_file_that_cannot_grow_ends_the_run(
     own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainrun.monitor import metrics_file
 
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(metrics_file, "_append", full)
+    monkeypatch.setattr(metric_rows, "_append", full)
     assert main(SHORT) == 1
     assert "No space left on device" in capsys.readouterr().err

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from trainrun.errors import ConfigError
-from trainrun.parallel import rank_count
-from trainrun.parallel.devices import choose_device, num_visible
-from trainrun.parallel.rank_count import num_devices
+from trainrun.parallel import devices
+from trainrun.parallel.devices import choose_device, num_devices, num_visible
 
 pytestmark = pytest.mark.process
 
@@ -43,7 +42,7 @@ def test_number_of_ranks(mode: str, accelerator: str, wanted: object, num_gpus: 
 def test_a_cpu_gets_two_ranks_where_it_has_the_cores(
     cores: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_count, "usable_cores", lambda: cores)
+    monkeypatch.setattr(devices, "usable_cores", lambda: cores)
     assert num_devices("ddp", "cpu", "auto")[0] == count
     assert str(cores) in num_devices("ddp", "auto", "auto", num_gpus=0)[1]
 
@@ -155,7 +154,7 @@ def test_choice_of_device_with_a_gpu() -> None:
 
 def test_the_driver_imports_no_torch() -> None:
     program = (
-        "import sys, trainrun.parallel.rank_count as d, trainrun.parallel.launch, trainrun.parallel.devices, "
+        "import sys, trainrun.parallel.devices as d, trainrun.parallel.launch, trainrun.parallel.devices, "
         "trainrun.parallel.rank_place; d.num_devices('ddp', 'auto', 'auto'); sys.exit('torch' in sys.modules)"
     )
     env = dict(os.environ, PYTHONPATH=str(ROOT))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.parallel.devices import external_ranks
-from trainrun.parallel.slurm import address_of, first_node
+from trainrun.parallel.devices import address_of, external_ranks, first_node
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 SLURM_STEP = {

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from trainrun.folder.run_folder import RunDir, write_json, write_text
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.bus import Bus
-from trainrun.monitor.metrics_file import MetricsFile
+from trainrun.monitor.metric_rows import MetricsFile
 
 MakeRun = Callable[..., RunDir]
 

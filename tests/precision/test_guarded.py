@@ -15,8 +15,13 @@ from trainrun.errors import ConfigError, PluginError
 from trainrun.optimizer.build_optimizer import start_momentum
 from trainrun.optimizer.plain_step import plain_step
 from trainrun.parallel.single import Single
-from trainrun.precision.autocast import PrecisionOptions, build_precision, prepare_model, set_matmul
-from trainrun.precision.other_types import type_notes
+from trainrun.precision.autocast import (
+    PrecisionOptions,
+    build_precision,
+    prepare_model,
+    set_matmul,
+    type_notes,
+)
 from trainrun.precision.update import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Update
 
 CPU = torch.device("cpu")

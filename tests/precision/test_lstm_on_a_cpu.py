@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainrun.precision.other_types import computes_lstm
+from trainrun.precision.autocast import computes_lstm
 
 pytestmark = pytest.mark.process
 

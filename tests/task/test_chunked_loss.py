@@ -13,7 +13,7 @@ from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
-from trainrun.precision.other_types import computes_lstm
+from trainrun.precision.autocast import computes_lstm
 from trainrun.task import chunked_loss as chunked_module
 from trainrun.task.chunked_loss import num_chunks
 from trainrun.task.language_modeling import LanguageModeling

@@ -85,16 +85,21 @@ from trainrun.interfaces import (
 )
 from trainrun.model.choices import WORDS
 from trainrun.monitor.metric_logger import MetricLogger
+from trainrun.optimizer.ema import Ema
 from trainrun.optimizer.plain_step import switching_optimizers
 from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
 from trainrun.runtime.collector import Tidy
 from trainrun.runtime.machine import host_memory
 from trainrun.runtime.signals import StopFlag
+from trainrun.scheduler.build_schedule import LENGTHS
 from trainrun.scheduler.schedule import Schedule
+from trainrun.task.losses import balanced
+from trainrun.task.metrics.directions import taken_as_larger
 from trainrun.timing.phases import COPY, PhaseTimer
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
+from trainrun.training.named_optimizers import JoinedOptimizers, JoinedPrecision, JoinedSchedules
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import Hooks, Place, TaskCalls
 from trainrun.training.trained_parameters import TrainedParameters
@@ -103,7 +108,6 @@ from trainrun.training.triggers import Intervals, Triggers
 if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
     from trainrun.hook.unfreeze import Unfreeze
-    from trainrun.optimizer.ema import Ema
     from trainrun.optimizer.own_average import OwnAverage
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
     from trainrun.training.recovery.nonfinite import BadSteps
@@ -160,8 +164,6 @@ def check_targets(config: RunConfig) -> None:
     for key, node in _one_or_named("scheduler", config.scheduler):
         own = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
         if own.get("_target_") and own != CONSTANT:
-            from trainrun.scheduler.build_schedule import LENGTHS
-
             filled = tuple(f"{key}.{name}: {own['_target_']} needs it" for name in LENGTHS)  # in, by the run
             found = bind_faults(own, key, ["optimizer"], SCHEDULE_KEYS)
             if any(".optimizer: torch." in fault for fault in found):
@@ -226,8 +228,6 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     trainer, keep = config.trainer, keep_options(config, default_metric, lengths, task)
     watched = {keep.monitor, trainer.early_stopping.monitor} - {None}
     if not all(str(name).endswith(("/loss", "/acc")) for name in watched):
-        from trainrun.task.metrics.directions import taken_as_larger
-
         notes += filter(None, [taken_as_larger(config, default_metric)])
     checkpoints = build_checkpoints(config, site, keep, monitors.note, drawn)
     retry = OomRetry(
@@ -329,8 +329,6 @@ def build_updates(
 ) -> tuple[Optimizer, Schedule | JoinedSchedules, Precision, dict[str, NamedOptimizer]]:  # fmt: skip
     """The optimizer with its schedule and guarded update; of several by name all together, and each."""
     if named_nodes(config.optimizer):
-        from trainrun.training.named_optimizers import JoinedOptimizers, JoinedPrecision, JoinedSchedules
-
         named = build_named(
             config, model, rhythm, notes,
             lambda params: build_precision(precision_options(config), params, site.parallel.device, site.phases)[0],
@@ -357,8 +355,6 @@ def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> 
     for one in switching:
         one.train()
     if wanted.enabled:
-        from trainrun.optimizer.ema import Ema
-
         return Ema(model, wanted.decay, wanted.update_every_n_steps)
     if not switching:
         return None
@@ -437,8 +433,6 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
     if takes and node.get("bytes_per_token") is None:
         node["bytes_per_token"] = facts.bytes_per_token
     if node.get("class_weights") == "balanced":
-        from trainrun.task.losses import balanced
-
         node["class_weights"] = balanced(facts.class_counts)
     task = build(node, "task")
     if not callable(getattr(task, "step", None)):

@@ -16,7 +16,7 @@ from torch.utils import deterministic
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
-from trainrun.precision.autocast import is_tiny, set_matmul
+from trainrun.precision.autocast import is_tiny, matmul_note, set_matmul
 from trainrun.runtime.machine import kept_host_memory
 
 FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share
@@ -120,8 +120,6 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     set_flush_denormal(trainer.flush_denormal)
     notes = [set_matmul(config.precision.matmul, parallel.device)]
     if parallel.device.type == "cuda":
-        from trainrun.precision.other_types import matmul_note
-
         capability = torch.cuda.get_device_capability(parallel.device)
         notes.append(matmul_note(config.precision.matmul, config.precision.mode, capability))
     return [note for note in notes if note]

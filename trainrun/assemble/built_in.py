@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainrun.config.mistakes.technique_rules import step_obstacles
+from trainrun.config.rules import step_obstacles
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import ConfigError, told_of_a_setting
 from trainrun.transform.compile import gpu_compiler_problem

@@ -9,19 +9,22 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trainrun.config.rules import needs_gpu
 from trainrun.config.schema import RunConfig
 from trainrun.config.validate import fault_of_value
 from trainrun.errors import ConfigError, DataError, PluginError, told_of_a_setting
+from trainrun.hook.unfreeze import Unfreeze, begin_training, built, faults_of_unfreezing, told
 from trainrun.instantiate import TARGET, build, locate, parameters_of
 from trainrun.interfaces import DataFacts, Parallel
 from trainrun.model.choices import WORDS
+from trainrun.model.layers import initialize
 from trainrun.output import counted
 from trainrun.precision.autocast import prepare_model
 from trainrun.runtime.memory_layout import make_dense
+from trainrun.transform.channels_last import channels_last, guard_convolutions
 
 if TYPE_CHECKING:
     from trainrun.checkpoint.weights import FrozenBase
-    from trainrun.hook.unfreeze import Unfreeze
 
 EXAMPLES = {
     "in_shape": "data.shape=[1,28,28]",
@@ -52,8 +55,6 @@ def build_model(
                 give_sizes(model, facts.shape)
         make_dense(model)
         if "init" in said:
-            from trainrun.model.layers import initialize
-
             initialize(model, said["init"])
         return model
 
@@ -77,8 +78,6 @@ def build_changed(
 
             raise PluginError(not_held(name, kept))
     if not all(layer.training for layer in model.modules()):
-        from trainrun.hook.unfreeze import begin_training
-
         begin_training(model, notes)
     frozen = build_frozen(config, model, notes)
     only = initial if config.checkpoint.adapter_only else None
@@ -101,8 +100,6 @@ def faults_of_words(config: RunConfig) -> list[str]:
     if said.get("freeze") == "":
         faults.append("model.freeze=: has no value; give one, or leave it out")
     if said.get("freeze_norm") or said.get("unfreeze_at") is not None:
-        from trainrun.hook.unfreeze import faults_of_unfreezing
-
         faults += faults_of_unfreezing(said)
     return faults
 
@@ -112,7 +109,6 @@ def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfre
     said = split_words(config.model)[1]
     if not said.get("freeze"):
         return None
-    from trainrun.hook.unfreeze import built, told
     from trainrun.transform.freeze import Frozen
 
     with told_of_a_setting(ValueError):
@@ -132,8 +128,6 @@ def in_form(model: nn.Module, config: RunConfig) -> nn.Module:
     """The model in its number type."""
     prepare_model(model, config.precision.mode)
     if any(isinstance(layer, nn.Conv2d) for layer in model.modules()):
-        from trainrun.transform.channels_last import guard_convolutions
-
         guard_convolutions(model)
     return model
 
@@ -159,19 +153,14 @@ def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, no
     notes: what they chose, in a line. Raises ConfigError.
     """
     trainer = config.trainer
-    if trainer.activation_offload or trainer.cpu_offload != "none":
-        from trainrun.config.mistakes.technique_rules import needs_gpu
-
-        if faults := needs_gpu(config, device.type):
-            raise ConfigError(*faults)
+    if faults := needs_gpu(config, device.type):
+        raise ConfigError(*faults)
     if config.precision.fp8:
         from trainrun.transform.fp8 import fp8_linear
 
         with told_of_a_setting():
             notes.append(fp8_linear(model, device, trainer.compile.scope != "off"))
     if trainer.channels_last:
-        from trainrun.transform.channels_last import channels_last
-
         channels_last(model)
     if trainer.cpu_offload == "parameters":
         from trainrun.assemble.built_in import offload_parameters

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import RunConfig
 from trainrun.folder.run_folder import RunDir, check_there
-from trainrun.instantiate import satellite
+from trainrun.instantiate import build, satellite
 from trainrun.interfaces import Monitor
 from trainrun.monitor.bus import Bus
 from trainrun.monitor.console import Console
-from trainrun.monitor.metrics_file import MetricsFile, mend_end
+from trainrun.monitor.hardware import Hardware
+from trainrun.monitor.metric_rows import MetricsFile, cut_rows_after, mend_end
+from trainrun.monitor.tracker import Tracker
+from trainrun.parallel.launch import module_command
 from trainrun.timing.phases import CHECKPOINT, COMPILE, DATA, LOGGING, PLOTS, VALIDATION, PhaseTimer
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
@@ -61,8 +64,6 @@ class Listeners:
         wanted = self._config.monitor
         if not wanted.listeners:
             return []
-        from trainrun.instantiate import build
-        from trainrun.monitor.tracker import Tracker
         from trainrun.trackers.sender import wrap_service
 
         def tracker(node: dict[str, Any], key: str) -> Tracker:
@@ -81,14 +82,10 @@ class Listeners:
         """Rows behind the step that a resume starts from are redone, so they are cut."""
         self._components = run
         if self._has_file and self._run.metrics.exists():
-            from trainrun.monitor.metric_rows import cut_rows_after
-
             cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
         if self._keeps_rows and self._config.monitor.hardware:
             ranks = run.parallel.world_size > 1  # then their starter is the root of all processes
             root = os.getppid() if ranks else None
-            from trainrun.monitor.hardware import Hardware
-
             self._hardware = Hardware(self.bus.write, lambda: run.monitors.step, root_pid=root,
                                       seconds=self._phases.glance, device=run.parallel.device.index or 0)  # fmt: skip
 
@@ -113,8 +110,6 @@ class Listeners:
         if not (self._config.monitor.plots and self._has_file):
             return
         if self._page is None and perf_counter() - self._made > LIVE_AFTER_SECONDS:
-            from trainrun.parallel.launch import module_command
-
             command = module_command("trainrun.watch.live_page", str(self._run.root), str(os.getpid()))
             quiet = subprocess.DEVNULL
             self._page = subprocess.Popen(

@@ -15,8 +15,12 @@ from trainrun.errors import ConfigError
 from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes, rebuilt
 from trainrun.optimizer.build_optimizer import build_optimizer
 from trainrun.output import counted, duration
+from trainrun.patterns import matching
 from trainrun.precision.update import Update
+from trainrun.scheduler.build_schedule import LENGTHS, build_schedule, resolve_warmup, scaled_lr
 from trainrun.scheduler.schedule import Schedule
+from trainrun.task.metrics.directions import asked_direction
+from trainrun.training.named_optimizers import NamedOptimizer
 from trainrun.training.triggers import Intervals
 
 if TYPE_CHECKING:
@@ -73,8 +77,6 @@ def optimizer_of_node(
 
 def scaling(config: RunConfig, scheduler: Any, world_size: int) -> Callable[[float], tuple[float, str]]:
     """What `lr_scaling` makes of a rate, with a note."""
-    from trainrun.scheduler.build_schedule import scaled_lr
-
     batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
     rule, base = scheduler["lr_scaling"], scheduler.get("base_batch_size", 256)
     return lambda lr: scaled_lr(lr, rule, batch, base)
@@ -95,8 +97,6 @@ def warmup_steps(config: RunConfig, rhythm: Intervals, node: Any = None) -> int:
     node = node or config.scheduler or {}
     if not any(node.get(name) for name in WARMUPS):
         return 0
-    from trainrun.scheduler.build_schedule import resolve_warmup
-
     steps, ratio, epochs = (node.get(name) for name in WARMUPS)
     return resolve_warmup(steps, ratio, epochs, rhythm.total_steps, rhythm.steps_per_epoch)
 
@@ -109,8 +109,6 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
     steps = warmup_steps(config, rhythm, node)
     if node["_target_"] == CONSTANT["_target_"] and node.get("interval") != "epoch":
         return Schedule(optimizer, None, steps)
-    from trainrun.scheduler.build_schedule import build_schedule
-
     left_out = (*SCHEDULE_KEYS, CHECK, "_target_")
     keywords = rebuilt({name: value for name, value in node.items() if name not in left_out}, "scheduler")
     if node.get("lr_scaling", "none") != "none" and (peaks := keywords.keys() & {"max_lr", "base_lr"}):
@@ -126,8 +124,6 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
         keywords |= peaks_of_groups(keywords, optimizer)
     tried = {**keywords, "_target_": node["_target_"], "mode": "min"}  # a class of one's own may fix its mode
     if tried["_target_"].endswith(".ReduceLROnPlateau") and not bind_faults(tried, "", ["optimizer"]):
-        from trainrun.task.metrics.directions import asked_direction
-
         metric, mode = node.get("metric") or "val/loss", keywords.get("mode", "auto")
         keywords["mode"] = asked_direction("scheduler", metric, mode, node.get("metric") is not None)
         if keywords["mode"] is None:
@@ -147,9 +143,6 @@ def build_named(
 
     guard: the guarded update of some parameters. Raises ConfigError for parameters that none of them has, or two.
     """
-    from trainrun.patterns import matching
-    from trainrun.training.named_optimizers import NamedOptimizer
-
     nodes = named_nodes(config.optimizer)
     known = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
     faults, owners, built = [], dict[nn.Parameter, str](), {}
@@ -219,8 +212,6 @@ def planned_beyond(config: RunConfig, max_seconds: float | None, rhythm: Interva
 
 def is_planned(node: Mapping[str, Any]) -> bool:
     """Whether a schedule is told how long the run is."""
-    from trainrun.scheduler.build_schedule import LENGTHS
-
     names = inspect.signature(locate(node["_target_"], "scheduler")).parameters
     return any(name in names and node.get(name) is None for name in LENGTHS)
 

@@ -31,6 +31,7 @@ from trainrun.limits import (
     parse_whole,
 )
 from trainrun.output import counted
+from trainrun.task.metrics.directions import asked_direction
 from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker, RunLimits
 
 if TYPE_CHECKING:
@@ -184,8 +185,6 @@ def direction(key: str, metric: str | None, wanted: CheckpointConfig | EarlyStop
     """min where smaller is better: a loss, an error, a distance. Raises ConfigError for a mode that cannot be meant."""
     if metric is None or (wanted.mode == "auto" and metric.endswith(("/loss", "/acc"))):
         return "max" if metric and metric.endswith("acc") else "min"
-    from trainrun.task.metrics.directions import asked_direction
-
     return asked_direction(key, metric, wanted.mode, wanted.monitor is not None) or "max"
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.instantiate import satellite
 from trainrun.interfaces import Batches, Parallel
-from trainrun.precision.autocast import is_tiny
+from trainrun.precision import autocast
 from trainrun.runtime.machine import can_keep, free_bytes, keep_freed_memory, return_freed_memory
 from trainrun.training.components import Components
 
@@ -49,18 +49,15 @@ def choose_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
     """
     open_type = config.precision.mode == "auto"
     wanted = []
-    if open_type and "precision" not in chosen:
-        from trainrun.precision import other_types
-
-        if not other_types.emulates_bfloat16(parallel.device):
-            wanted.append("precision")
+    if open_type and "precision" not in chosen and not autocast.emulates_bfloat16(parallel.device):
+        wanted.append("precision")
     if config.trainer.num_threads == "auto" and "num_threads" not in chosen:
         wanted.append("num_threads")
     if measures and wanted and (tuner := autotune([])):
         tuner.choose_numbers(config, model, task, train, parallel, num_batches, wanted, chosen, notes)
     if open_type and "precision" not in chosen:
-        tiny = is_tiny(model, config.data.batch_size)
-        mode, why = other_types.type_by_rule(parallel.device, tiny)
+        tiny = autocast.is_tiny(model, config.data.batch_size)
+        mode, why = autocast.type_by_rule(parallel.device, tiny)
         chosen["precision"] = mode
         notes.append(f"precision: {mode}, not measured: {why}")
     number = int(chosen.get("num_threads", 0))

@@ -13,8 +13,10 @@ from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Counting, Parallel, counts_before
 from trainrun.monitor.metric_logger import MetricLogger
+from trainrun.runtime.collector import freeze_more
 from trainrun.timing.phases import COMPILE, PhaseTimer
 from trainrun.training.components import Accumulate, Step
+from trainrun.training.item_count import CountedAfter, divided_late
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import TaskCalls
 from trainrun.training.train_step import (
@@ -32,7 +34,6 @@ def build_log(config: RunConfig, monitors: MetricLogger, phases: PhaseTimer) -> 
     """Compiling and recording are booked on their own account, and are no training time in the rows."""
     if config.trainer.compile.scope == "off" and not config.trainer.cuda_graphs:
         return None
-    from trainrun.runtime.collector import freeze_more
     from trainrun.transform.compile_log import CompileLog
 
     @contextmanager
@@ -50,8 +51,6 @@ def build_counting(
     """ConfigError: the count comes with the output, and a setting needs it before."""
     if counts_before(task):
         return CountedBefore(task)
-    from trainrun.training.item_count import CountedAfter
-
     size = config.data.batch_size * config.trainer.accumulate_grad_batches
     return CountedAfter(task, model, parallel, phases, size)
 
@@ -61,8 +60,6 @@ def build_accumulate(retry: OomRetry, counting: Counting) -> Accumulate:
     accumulate = accumulate_with_retry if retry.acts else accumulate_gradients
     if isinstance(counting, CountedBefore):
         return accumulate
-    from trainrun.training.item_count import divided_late
-
     return divided_late(accumulate)
 
 

@@ -18,7 +18,7 @@ from trainrun.data.split_batch import num_rows, rows_of, tensors_in
 from trainrun.runtime.child_process import can_fork
 from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
-from trainrun.training.recovery.buffer_copies import numbers_in
+from trainrun.training.recovery.oom import numbers_in
 from trainrun.training.without_trace import first_batches, run_trial
 
 Forecast = tuple[int, int, int]  # bytes: gradients, what the forward keeps, the optimizer's state

@@ -92,7 +92,7 @@ class NumberTrial:
         self._device, self._count = step.parallel.device, num_rows(data)
         self._mode = config.precision.mode
         if self._mode == "auto":
-            from trainrun.precision.other_types import type_by_rule
+            from trainrun.precision.autocast import type_by_rule
 
             self._mode = type_by_rule(self._device, is_tiny(step.model, config.data.batch_size))[0]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from trainrun.checkpoint.state_copy import count_bytes
+from trainrun.checkpoint.save import count_bytes
 from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
 

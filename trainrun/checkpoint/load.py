@@ -35,7 +35,6 @@ from trainrun.checkpoint.files import (
     set_aside,
     step_of,
 )
-from trainrun.checkpoint.ranks import on_rank_zero
 from trainrun.checkpoint.save import (
     FORMAT,
     MANIFEST,
@@ -48,7 +47,7 @@ from trainrun.checkpoint.save import (
     is_dense,
     rank_files,
 )
-from trainrun.errors import CheckpointError
+from trainrun.errors import CheckpointError, SaveError
 from trainrun.interfaces import Parallel
 
 BEST = "best.json"
@@ -545,3 +544,39 @@ def _traces_of_checkpoints(folder: Path) -> list[str]:
     return [
         f"{name} says that there was one" for name in names if name == BEST or name.startswith(".bad-step-")
     ]
+
+
+# ---- an action of one rank or of all ranks, with the same result or fault on all of them
+
+Answer = tuple[Any, str, bool]  # a plain result, or the text of a fault and whether it is a SaveError
+
+
+def on_rank_zero(parallel: Parallel, action: Callable[[], Any]) -> Any:
+    """Return the plain result of an action that only rank 0 runs, on every rank. Its fault is raised on every rank."""
+    answer: Answer = None, "", False
+    fault: Exception | None = None
+    if parallel.rank == 0:
+        answer, fault = _try(action)
+    result, text, is_save_error = parallel.gather(answer)[0]
+    if text:
+        raise fault or (SaveError if is_save_error else CheckpointError)(text)
+    return result
+
+
+def on_every_rank(parallel: Parallel, action: Callable[[], Any]) -> list[Any]:
+    """Return the plain results of all ranks, on every rank. The first fault is raised on every rank."""
+    answer, fault = _try(action)
+    answers = parallel.gather(answer)
+    for rank, (_, text, is_save_error) in enumerate(answers):
+        if text:
+            raise fault or (SaveError if is_save_error else CheckpointError)(f"rank {rank}: {text}")
+    return [result for result, _, _ in answers]
+
+
+def _try(action: Callable[[], Any]) -> tuple[Answer, Exception | None]:
+    try:
+        return (action(), "", False), None
+    except CheckpointError as error:
+        return (None, str(error), isinstance(error, SaveError)), error
+    except Exception as error:  # a bug, raised again on this rank: the other ranks must not wait for it
+        return (None, f"{type(error).__name__}: {error}", False), error

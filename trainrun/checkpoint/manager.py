@@ -36,9 +36,19 @@ from trainrun.checkpoint.files import (
     folder_name,
     free_bytes,
 )
-from trainrun.checkpoint.load import BEST, Loaded, committed_metrics, is_sound, load_latest, read_manifest
-from trainrun.checkpoint.ranks import on_every_rank, on_rank_zero
+from trainrun.checkpoint.load import (
+    BEST,
+    Loaded,
+    committed_metrics,
+    is_sound,
+    load_latest,
+    on_every_rank,
+    on_rank_zero,
+    read_manifest,
+)
 from trainrun.checkpoint.save import (
+    LARGE_BYTES,
+    CopyMemory,
     Manifest,
     Metric,
     StatePart,
@@ -49,7 +59,6 @@ from trainrun.checkpoint.save import (
     replace_manifest,
     write_part,
 )
-from trainrun.checkpoint.state_copy import LARGE_BYTES, CopyMemory
 from trainrun.interfaces import Parallel
 from trainrun.train_state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState, measured
 

@@ -1,4 +1,4 @@
-"""Everything but a training: other commands, help, and how a crash is told."""
+"""Which command a line asks for; help, the version, and how a crash is told."""
 
 from __future__ import annotations
 
@@ -45,27 +45,31 @@ MODULES = {  # where the file, or the function, has another name
     "prune": "smaller.prune_command",
     "quantize": "smaller.quantize_command",
     "watch": "watch.watch_command",
+    "verify": "verify.verify_command",
     "convert": "convert.convert_command",
 }
 
 
-OLD_COMMANDS = {"tune": ["autotune"], "ladder": ["autotune", "--table"]}
-
-
-def command_of(words: list[str]) -> Callable[[], int] | None:
-    """What such words ask for; None if it is a training. Raises ConfigError for no command."""
-    if words and words[0] in OLD_COMMANDS:
-        now = OLD_COMMANDS[words[0]]
-        say(f"note: trainrun {words[0]} is now: trainrun {' '.join(now)}", file=sys.stderr)
-        words = [*now, *words[1:]]
+def command_of(words: list[str]) -> Callable[[], int]:
+    """Return what a command line asks for. Raise ConfigError for a word that is no command."""
     if words and words[0] in COMMANDS:
         module, _, name = MODULES.get(words[0], f"cli.{words[0]}_command").partition(":")
-        return lambda: getattr(importlib.import_module(f"trainrun.{module}"), name or "main")(words[1:])
+        return lambda: run_command(module, name or "main", words[1:])
     if words and re.fullmatch(r"[a-z][\w-]*", words[0]) and not "".join(words[1:2]).startswith("="):
         raise ConfigError(no_command(words[0]))
     if "--help" in words or "-h" in words:
         return lambda: show_help(words)
-    return show_version if "--version" in words else None
+    if "--version" in words:
+        return show_version
+    return lambda: run_command("cli.train_command", "main", words)
+
+
+def run_command(module: str, name: str, words: list[str]) -> int:
+    """Import a command, which the others do without, and run it."""
+    if module != "cli.train_command":
+        add_import_paths([])
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"trainrun.{module}"), name)
+    return command(words)
 
 
 def show_help(words: list[str]) -> int:
@@ -87,7 +91,7 @@ def show_version() -> int:
 
 def no_command(word: str) -> str:
     from trainrun.config.argv import conf_dir
-    from trainrun.config.mistakes.value_words import nearest
+    from trainrun.config.validate import nearest
 
     if (conf_dir() / word).is_dir():
         return f"{word}: is a group; choose with {word}=..., see trainrun --help {word}"
@@ -114,3 +118,10 @@ def report_crash(error: Exception) -> int:
     say(f"trainrun: failed in code of yours:\n{shown}", file=sys.stderr)
     say("(every line of the traceback: TRAINRUN_FULL_ERROR=1)", file=sys.stderr)
     return EXIT_FAILED
+
+
+def add_import_paths(extra: list[str]) -> list[str]:
+    """The working directory and folders next to --config-dir, at the end: they hide no installed module."""
+    paths = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd(), *extra]
+    sys.path += [path for path in paths if path not in sys.path]
+    return paths

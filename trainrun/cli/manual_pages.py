@@ -9,7 +9,7 @@ from trainrun.cli.commands import COMMANDS
 from trainrun.cli.run_arguments import Parser
 from trainrun.config.argv import conf_dir, groups, user_conf_dirs
 from trainrun.config.help_text import help_text
-from trainrun.config.mistakes.value_words import nearest
+from trainrun.config.validate import nearest
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import say
 

@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, no_split, parse, run_parser
+from trainrun.cli.run_arguments import add_checkpoint, no_split, parse, run_parser
 from trainrun.errors import EXIT_DONE, ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, write_json
+from trainrun.interfaces import IGNORED, Predicts, batch_fields
 from trainrun.output import counted, say
+from trainrun.runs.restore_config import checkpoint_of, parts_of
 from trainrun.runs.run import open_run
+from trainrun.task.batches import inputs_and_maybe_target, joined, output_tensor, run_model
+from trainrun.task.classification import Classification
+from trainrun.task.language_modeling import LanguageModeling
+from trainrun.training import evaluate as evaluation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,8 +91,6 @@ def with_all_samples(
 ) -> tuple[Components, Path]:
     """As `parts_of`, with every sample: a limit is of the run's validations. It stays where it is typed here, and where
     the data says no length, for it may have no end. is_held_out: see `parts_of`."""
-    from trainrun.runs.restore_config import parts_of
-
     asked = split.partition("/")[0]
     limits = [limit for limit in ("limit_val_batches", "limit_test_batches") if asked in limit.split("_")]
     lifted = [f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words)]
@@ -101,11 +105,6 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
     """The task's columns over a whole split, on the CPU; raw outputs where the task predicts nothing. At padding of
     tokens that task=classification or language_modeling predicts, -100 or NaN; a task of one's own knows its own."""
     import torch
-
-    from trainrun.interfaces import Predicts
-    from trainrun.task.batches import joined
-    from trainrun.task.classification import Classification
-    from trainrun.task.language_modeling import LanguageModeling
 
     who = getattr(getattr(run.task, "predict", None), "__self__", None)  # of distillation, the student's task
     of_tokens = type(who) in (Classification, LanguageModeling)
@@ -138,8 +137,6 @@ def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]
     What a decoder gives, of other places, is left as it is."""
     from torch import Tensor
 
-    from trainrun.interfaces import IGNORED, batch_fields
-
     fields = batch_fields(batch)
     mask = fields.get("attention_mask")
     if not isinstance(mask, Tensor) or any(str(name).startswith("decoder_") for name in fields):
@@ -159,8 +156,6 @@ def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]
 
 def raw_output(model: Any, batch: Any) -> Tensor:
     """The model's tensor for the inputs of a batch; a dict is passed by the names of its `forward`."""
-    from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
-
     inputs = batch[0] if isinstance(batch, tuple | list) else inputs_and_maybe_target(batch)[0]
     try:
         return output_tensor(run_model(model, inputs, batch))
@@ -194,8 +189,6 @@ def evaluate(argv: list[str]) -> int:
     add_checkpoint(parser)
     words = parse(parser, argv)
     run_dir = open_run(words.run_dir)
-
-    from trainrun.training import evaluate as evaluation
 
     which = checkpoint_of(run_dir, words.which)
     run, folder = with_all_samples(run_dir, which, words.split, words.overrides, words.trust, True)

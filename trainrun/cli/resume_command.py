@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from trainrun.cli.main import add_import_paths, follows_others, in_earlier_folder, others_dismissed, told
+from trainrun.cli.commands import add_import_paths
 from trainrun.cli.run_arguments import parse, run_parser
-from trainrun.config.aliases import key_of_today
+from trainrun.cli.train_command import follows_others, in_earlier_folder, others_dismissed, with_way_to_resume
+from trainrun.config.aliases import setting_meant
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import translated
 from trainrun.folder.run_folder import LaunchSpec, typed_settings
 from trainrun.output import say
-from trainrun.runs.run import begun, open_run, resume_run, start
+from trainrun.runs.resume import check_modules, differences, trusted_config, word
+from trainrun.runs.run import begun, open_run, resume_run, start, torchrun_ranks
 
 
 def main(argv: list[str]) -> int:
@@ -22,11 +24,9 @@ def main(argv: list[str]) -> int:
     )
     words = parse(parser, argv)
     if follows_others():
-        from trainrun.runs.torchrun import follow_run
-
-        return follow_run()
+        return int(torchrun_ranks().follow_run())
     run = open_run(words.run_dir)
-    return told(
+    return with_way_to_resume(
         run.root, lambda: resume_run(run, words.overrides, add_import_paths(words.config_dir), words.trust)
     )
 
@@ -40,13 +40,9 @@ def again(argv: list[str]) -> int:
     )
     words = parse(parser, argv)
     if follows_others():
-        from trainrun.runs.torchrun import follow_run
-
-        return follow_run()
-    from trainrun.runs.resume import check_modules, differences, trusted_config, word
-
+        return int(torchrun_ranks().follow_run())
     earlier, folder = open_run(words.run_dir), "hydra.run.dir"
-    keys = {word: key_of_today(word.partition("=")[0], lambda _: False) for word in words.overrides}
+    keys = {word: setting_meant(word.partition("=")[0], lambda _: False) for word in words.overrides}
     places = [word.partition("=")[2] for word, key in keys.items() if key == folder]
     own = {folder: places[-1]} if places else {}
     overrides = [word for word, key in keys.items() if key != folder]
@@ -65,4 +61,4 @@ def again(argv: list[str]) -> int:
             run, config, goes_on = held.enter_context(begun(composition, typed))
         to_read = () if goes_on else typed_settings(translated(overrides).overrides)
         order = LaunchSpec(goes_on, add_import_paths(words.config_dir), typed=to_read)
-        return told(run.root, lambda: start(run, config, order))
+        return with_way_to_resume(run.root, lambda: start(run, config, order))

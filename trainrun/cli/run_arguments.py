@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from trainrun.config.argv import conf_dir, groups
-from trainrun.config.mistakes.value_words import nearest
-from trainrun.config.other_trainers.flags import setting_of_flag
+from trainrun.cli.commands import add_import_paths
+from trainrun.config.argv import conf_dir, groups, setting_of_flag
+from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import RunDir
 from trainrun.limits import parse_seconds
-from trainrun.output import say
 
 LEAST_SECONDS = 5.0
 SPLITS = ("val", "test")  # that a command may be about
@@ -45,8 +42,6 @@ def run_parser(name: str, about: str) -> Parser:
 
 def import_path(config_dir: str) -> str:
     """The folder beside it, from now on one where modules are found."""
-    from trainrun.cli.main import add_import_paths
-
     beside = str(Path(config_dir).resolve().parent)
     add_import_paths([beside])
     return beside
@@ -81,17 +76,6 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
     return ConfigError(
         f"--split {split}: this run has no {name}; there are {', '.join(there) or 'none'}{way}"
     )
-
-
-def checkpoint_of(run: RunDir, which: str | None) -> str:
-    """Return what `--which` says; without it the best, or the last where no metric chose a best one."""
-    from trainrun.checkpoint.files import committed_steps
-    from trainrun.checkpoint.load import choose_checkpoint
-
-    chosen = choose_checkpoint(run.checkpoints, which)
-    if which is None and chosen == "last" and committed_steps(run.checkpoints):
-        say("note: no metric chose a best checkpoint of this run; the last one is used", file=sys.stderr)
-    return chosen
 
 
 def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -1,6 +1,7 @@
-"""Other names for settings, options and targets: those of other frameworks, and those of earlier versions.
+"""Other names for settings, options and values: what other trainers say.
 
-The other names of a setting stand beside its field in `config/schema.py`; what has no field in `other_trainers/`.
+The other names of a setting stand beside its field in `config/schema.py`, those of what has no field here. What to
+write in place of a name that no single setting replaces stands in `other_trainers.yaml`.
 """
 
 from __future__ import annotations
@@ -9,41 +10,119 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
-from trainrun.config.schema import RunConfig, settings
+from trainrun.config.schema import PRECISION_WORDS, RunConfig, TrackerName, settings
 from trainrun.limits import fits
 from trainrun.output import say
 
-OLD_FORMATS, READERS = "trainrun.data.formats", "trainrun.data.readers"
-MOVED = {
-    "trainrun.data.digits": f"{READERS}.builtin.digits",
-    "trainrun.data.fashion_mnist": f"{READERS}.builtin.fashion_mnist",
-    "trainrun.data.synthetic": f"{READERS}.builtin.synthetic",
-    "trainrun.data.arrays": f"{READERS}.arrays.numpy_files",
-    f"{OLD_FORMATS}.hdf5": f"{READERS}.arrays.hdf5",
-    f"{OLD_FORMATS}.idx_files": f"{READERS}.arrays.idx_files",
-    f"{OLD_FORMATS}.csv_files": f"{READERS}.tables.csv_files",
-    f"{OLD_FORMATS}.parquet": f"{READERS}.tables.parquet",
-    f"{OLD_FORMATS}.huggingface": f"{READERS}.tables.huggingface",
-    f"{OLD_FORMATS}.image_folder": f"{READERS}.pictures.image_folder",
-    f"{OLD_FORMATS}.lmdb_file": f"{READERS}.records.lmdb_file",
-    f"{OLD_FORMATS}.tfrecord": f"{READERS}.records.tfrecord",
-    f"{OLD_FORMATS}.webdataset": f"{READERS}.records.webdataset",
-    f"{OLD_FORMATS}.text": f"{READERS}.text.text",
-    "trainrun.monitor.tensorboard": "trainrun.trackers.tensorboard",
-}  # module -> module; a new move is one line here
+KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and what only other trainers say
+    **dict.fromkeys(("lr", "learning_rate", "optimizer.learning_rate"), "optimizer.lr"),
+    **dict.fromkeys(("weight_decay", "wd"), "optimizer.weight_decay"),
+    "layer_decay": "optimizer.layer_decay",
+    **dict.fromkeys(("adam_epsilon", "opt_eps"), "optimizer.eps"),
+    "opt_betas": "optimizer.betas",
+    "momentum": "optimizer.momentum",
+    **dict.fromkeys(("strategy", "trainer.strategy"), "parallel"),
+    **dict.fromkeys(("trainer.precision", "mixed_precision"), "precision"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "sched"), "scheduler"),
+    **dict.fromkeys(("optim", "opt"), "optimizer"),
+    "output_dir": "hydra.run.dir",
+    **dict.fromkeys(("trainer.compile.enabled", "compile.enabled"), "trainer.compile"),
+    **{f"warmup_{unit}": f"scheduler.warmup_{unit}" for unit in ("steps", "ratio", "epochs")},
+    **dict.fromkeys(("num_epochs", "n_epochs", "nb_epochs"), "trainer.max_epochs"),
+    "max_iters": "trainer.max_steps",
+    "grad_clip": "trainer.gradient_clip_val",
+    "warmup_iters": "scheduler.warmup_steps",
+    "eval_iters": "trainer.limit_val_batches",
+    "steps_per_epoch": "trainer.limit_train_batches",
+    "validation_steps": "trainer.limit_val_batches",
+    "validation_freq": "trainer.check_val_every_n_epoch",
+    "global_clipnorm": "trainer.gradient_clip_val",  # `clipnorm` is of each tensor: not the same
+    "clip_mode": "trainer.gradient_clip_algorithm",
+    "grad_checkpointing": "trainer.gradient_checkpointing",
+    **dict.fromkeys(("use_ema", "model_ema"), "trainer.ema"),
+    **dict.fromkeys(("ema_decay", "ema_momentum", "model_ema_decay"), "trainer.ema.decay"),
+    "class_weight": "task.class_weights",
+    "patience": "trainer.early_stopping.patience",
+    **dict.fromkeys(("validation_batch_size", "test_batch_size"), "data.val_batch_size"),
+    "train_batch_size": "data.batch_size",
+    "workers": "data.num_workers",
+    "dataset": "data",
+    **dict.fromkeys(("data_dir", "data_path"), "data.path"),
+    "dataloader_drop_last": "data.drop_last",
+    "shuffle": "data.shuffle",
+    "pin_mem": "data.pin_memory",
+    "num_classes": "data.num_classes",
+    "data.tokenizer": "data.train.tokenizer",
+    "eval_metric": "checkpoint.monitor",
+    "checkpoint_hist": "checkpoint.save_top_k",  # the best ones, by timm
+    "recovery_interval": "checkpoint.every_n_train_steps",
+    "initial_checkpoint": "init_from",
+    "log_interval": "monitor.log_every_n_steps",
+    **dict.fromkeys(("gpus", "num_gpus", "nproc"), "parallel.devices"),
+    "sync_bn": "parallel.sync_batchnorm",
+    **dict.fromkeys(("smoothing", "label_smoothing", "label_smoothing_factor"), "task.label_smoothing"),
+    **dict.fromkeys(("dropout", "drop"), "model.dropout"),
+    **dict.fromkeys(("random_seed", "random_state"), "seed"),
+}
+ONE_BATCH = (  # of all that a run does, so that a mistake late in it is seen at once
+    "trainer.max_epochs=1", "trainer.limit_train_batches={0}", "trainer.limit_val_batches={0}",
+    "trainer.limit_test_batches={0}", "checkpoint.enabled=false", "monitor.log_every_n_steps=1",
+    "monitor.plots=false",
+)  # fmt: skip
+NUMBER = "NUMBER"  # any other value that is one; `{0}` stands for it
+Cases = dict[str, tuple[str, ...]]
+BY_NAMES: tuple[tuple[str, Cases], ...] = (
+    ("fp16 amp", {"true": ("precision=16-mixed",)}),
+    ("bf16", {"true": ("precision=bf16-mixed",)}),
+    ("amp_dtype", {"float16": ("precision=16-mixed",), "bfloat16": ("precision=bf16-mixed",)}),
+    ("tf32", {"true": ("precision.matmul=high",), "false": ("precision.matmul=highest",)}),
+    ("use_cpu no_cuda", {"true": ("parallel.accelerator=cpu",)}),
+    ("fast_dev_run dry_run", {"true": tuple(word.format(1) for word in ONE_BATCH), NUMBER: ONE_BATCH}),
+    ("overfit_batches", {NUMBER: ("trainer.limit_train_batches={0}", "data.shuffle=false")}),
+    ("jit_compile torchcompile", {"true": ("trainer.compile.scope=model",)}),
+    ("strategy", {"ddp_find_unused_parameters_true": ("parallel=ddp", "parallel.find_unused_parameters=true")}),
+    ("run_eagerly", {"true": ("trainer.compile.scope=off",)}),
+    ("clipvalue", {NUMBER: ("trainer.gradient_clip_val={0}", "trainer.gradient_clip_algorithm=value")}),
+    ("disable_tqdm", {"true": ("monitor.progress_bar=false",), "false": ("monitor.progress_bar=true",)}),
+    ("verbose", {"0": ("monitor.progress_bar=false", "monitor.verbose=false"), "1": ("monitor.progress_bar=true",),
+                 "2": ("monitor.progress_bar=false",)}),
+    ("greater_is_better", {"true": ("checkpoint.mode=max",), "false": ("checkpoint.mode=min",)}),
+    ("group_by_length", {"true": ("data.padding=bucket",)}),
+    ("auto_find_batch_size", {"true": ("trainer.out_of_memory=split",)}),
+    ("eval_strategy evaluation_strategy", {"epoch": ("trainer.val_check_interval=1.0",), "no": ("data.val=null",)}),
+    ("transform", {"lora": ("transform.lora._target_=trainrun.transform.lora.lora",)}),
+    ("save_strategy", {"no": ("checkpoint.enabled=false",)}),
+    ("report_to logger", {
+        "none": ("monitor.tracker=null",), **{name: (f"monitor.tracker={name}",) for name in get_args(TrackerName)},
+    }),
+)  # fmt: skip
+CASES = {name: cases for names, cases in BY_NAMES for name in names.split()}  # -> value -> what it is read as
+OPTIONS = {
+    "precision": PRECISION_WORDS,
+    "parallel": {"none": "single", "null": "single", "ddp_spawn": "ddp", "processes": "ddp"},
+    "scheduler": {
+        **dict.fromkeys(("none", "null", "off", "constant_with_warmup"), "constant"),
+        **dict.fromkeys(("cosine_with_restarts", "cosineannealingwarmrestarts"), "cosine_restarts"),
+        **dict.fromkeys(("reduce_lr_on_plateau", "reducelronplateau"), "plateau"),
+        **dict.fromkeys(("poly", "polynomial_decay"), "polynomial"),
+        **{"cosineannealinglr": "cosine", "onecyclelr": "onecycle", "warmup_stable_decay": "wsd"},
+    },
+    "optimizer": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    "preset": {"null": "none"},
+    "monitor": {"null": "none"},
+}  # fmt: skip
 
 
 @cache
 def aliases(schema: type = RunConfig) -> dict[str, str]:
     """Every other name of a setting or section, and the key it stands for."""
-    from trainrun.config.other_trainers.names import KEYS
-
     return KEYS | {name: key for key, found in settings(schema).items() for name in found.aliases}
 
 
-def key_of_today(key: str, is_group: Callable[[str], bool], schema: type = RunConfig) -> str:
+def setting_meant(key: str, is_group: Callable[[str], bool], schema: type = RunConfig) -> str:
     """The key that another name stands for; a section's other name stands for its settings too."""
     if key in settings(schema):
         return key
@@ -60,8 +139,6 @@ def bare_name(key: str) -> str:
     """A name as other trainers say it, where it stands below `trainer` too; any other key as it is."""
     if key in settings():
         return key
-    from trainrun.config.other_trainers.names import CASES, KEYS
-
     name = key.removeprefix("trainer.")
     return name if name in (CASES.keys() | KEYS.keys()) else key
 
@@ -71,15 +148,13 @@ def stands_for(word: str) -> list[str]:
     key, equals, value = word.partition("=")
     if not equals or (key in settings() and key != "transform"):
         return [word]
-    from trainrun.config.other_trainers.names import CASES, NUMBER
-
     cases = CASES.get(bare_name(key), {})
     is_number = re.fullmatch(r"\d*\.?\d+(e-?\d+)?", value) is not None and float(value) > 0
     found = cases.get(value.lower()) or (cases.get(NUMBER) if is_number else None)
     return [part.format(value) for part in found] if found else [word]
 
 
-def value_of_today(key: str, value: str, schema: type = RunConfig) -> str:
+def value_meant(key: str, value: str, schema: type = RunConfig) -> str:
     """The value that another word, or `3.0` where a whole number is wanted, stands for; any other value as it is."""
     found = settings(schema).get(key)
     with_unit = re.fullmatch(r"(\d+(?:e\d+)?)\s*(step|epoch)s?", value)
@@ -91,27 +166,33 @@ def value_of_today(key: str, value: str, schema: type = RunConfig) -> str:
     return found.words.get(value.lower(), value) if found is not None else value
 
 
-def target_of_today(target: Any) -> Any:
-    """The path of a target whose module has moved; any other value as it is."""
-    module, dot, name = target.rpartition(".") if isinstance(target, str) else ("", "", "")
-    return f"{MOVED[module]}{dot}{name}" if module in MOVED else target
-
-
-def with_targets_of_today(value: Any) -> Any:
-    """Plain values of a config with every moved target named as it is today, and a note for each."""
-    if isinstance(value, list):
-        return [with_targets_of_today(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    found = {name: with_targets_of_today(item) for name, item in value.items()}
-    target = found.get("_target_")
-    if target is not None and (today := target_of_today(target)) != target:
-        found["_target_"] = today
-        say_once(f"_target_={target} is read as {today}")
-    return found
-
-
 @cache
 def say_once(text: str) -> None:
     """Print once, though a run reads its config several times."""
     say(f"note: {text}", file=sys.stderr)
+
+
+OF_RATE = "{of optimizer.lr}"
+
+
+@cache
+def answers() -> dict[str, str]:
+    """What to write in place of a name of another trainer that has no single setting here.
+
+    `{0.1}` stands for the value that was typed, or 0.1; `{of optimizer.lr}` for that value as a part of optimizer.lr.
+    """
+    import yaml  # --help needs none
+
+    found = yaml.safe_load(Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"))
+    return {name: answer for names, answer in found.items() for name in names.split()}
+
+
+def answer_to(name: str, value: str = "", learning_rate: Any = None) -> str:
+    """The answer to `name=value`, with the value in it where that is a number."""
+    is_number = re.fullmatch(r"[\d.]+(e-?\d+)?", value) is not None
+    if OF_RATE in answers()[name]:
+        part = "..."
+        if is_number and isinstance(learning_rate, int | float) and learning_rate > 0:
+            part = f"{float(value) / learning_rate:.4g}"
+        return answers()[name].replace(OF_RATE, part)
+    return re.sub(r"\{(.+?)\}", lambda found: value if is_number else found[1], answers()[name])

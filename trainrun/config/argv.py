@@ -7,17 +7,28 @@ plain strings. And the folders of options: ours, and the user's, which are searc
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainrun.config.aliases import key_of_today, stands_for, value_of_today
+from trainrun.config.aliases import (
+    CASES,
+    NUMBER,
+    OPTIONS,
+    aliases,
+    answers,
+    setting_meant,
+    stands_for,
+    value_meant,
+)
 from trainrun.config.schema import is_tracker, open_nodes, settings
+from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
 from trainrun.instantiate import CALLED
-from trainrun.limits import NODE, NODES
+from trainrun.limits import NODE, NODES, choices_of
 
 WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
@@ -70,8 +81,6 @@ def split_command_line(argv: list[str]) -> CommandLine:
     """Flags, overrides, and what is meant for the runner itself, wherever they stand."""
     words = CommandLine()
     if any(word[:1] in ("-", "=") or word[-1:] == "=" for word in argv):
-        from trainrun.config.other_trainers.flags import without_flags
-
         found = without_flags(argv, groups([conf_dir()]))
         argv, words.flags, words.config_dirs, words.typed = found
     for word in argv:
@@ -97,13 +106,13 @@ def translate(
         bare = word.lstrip("+~")
         sign = word[: len(word) - len(bare)]
         typed_key, equals, value = bare.partition("=")
-        key = typed_key if SHARE_OF_ALL.fullmatch(bare) else key_of_today(typed_key, is_group)
+        key = typed_key if SHARE_OF_ALL.fullmatch(bare) else setting_meant(typed_key, is_group)
         known = settings().get(key)
         if is_group(key) and equals:
             meant = [sign + part for part in _chosen(key, value, is_option)]
         elif known is not None and known.short and equals and not set(value) & set("{(,$"):
             key = f"{key}.{known.short}"
-            meant = [f"{key}={value_of_today(key, value)}"]
+            meant = [f"{key}={value_meant(key, value)}"]
         elif _takes_a_target(key) and DOTTED.fullmatch(value) and not os.path.exists(value):
             meant = [f"+{key}._target_={value}"]
             if key in DATA_SETS[1:]:
@@ -114,8 +123,6 @@ def translate(
             words.typed[f"{key}={value}"] = shown
             continue
         elif equals and (is_path(key) or value.startswith("~")):  # of a home folder
-            from trainrun.config.typed_values import as_path
-
             meant = [f"{sign}{key}={as_path(value, may_vary)}"]
             if key == typed_key and shown == word:  # no other word is meant
                 words.typed[meant[0].lstrip("+")] = word
@@ -123,10 +130,8 @@ def translate(
                 out += meant
                 continue
         else:
-            value = value_of_today(key, value)
+            value = value_meant(key, value)
             if key == RENAME:
-                from trainrun.config.typed_values import with_bare_keys
-
                 value = with_bare_keys(value)
             meant = [sign + key + equals + value]
         target = meant[-1].removeprefix(
@@ -189,8 +194,6 @@ def _chosen(group: str, value: str, is_option: Callable[[str, str], bool]) -> li
     """The words that choose the options of a group which another word may name."""
     if value.isidentifier() and value != "none" and is_option(group, value):
         return [f"{group}={value}"]
-    from trainrun.config.typed_values import group_words
-
     return group_words(group, value, is_option)
 
 
@@ -249,3 +252,179 @@ def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
     if beside != conf_dir() and any((beside / group).is_dir() for group in groups([conf_dir()])):
         folders.append(beside)
     return folders
+
+
+FLAGS = ("--help", "-h", "--version", "--multirun", "-m")
+FLAGS_WITH_VALUE = ("--cfg", "-c", "--config-dir", "-cd")
+SHORT_FLAGS = {"-b": "--batch_size", "-j": "--num_workers"}  # of timm and of torch's own examples
+NAME = re.compile(r"[A-Za-z_][\w.]*")
+
+
+def without_flags(
+    argv: list[str], groups: list[str]
+) -> tuple[list[str], list[str], list[str], dict[str, str]]:
+    """The settings, Hydra's flags, the folders of --config-dir; and what was typed, by what it was translated to."""
+    settings, flags, config_dirs, typed = [], [], [], {}
+    faults, rest = spaced_out(argv), list(argv)
+    if faults:
+        raise ConfigError(*faults)
+    while rest:
+        word = rest.pop(0)
+        setting, shown = setting_of_flag(word, rest, groups)
+        if setting:
+            typed[setting], word = shown, setting
+        if not word.startswith("-"):
+            settings.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        if flag in FLAGS_WITH_VALUE and not equals and rest:
+            value = rest.pop(0)
+        if fault := _flag_fault(word, flag, value, groups):
+            faults.append(fault)
+        elif flag in ("--config-dir", "-cd"):
+            config_dirs.append(value)
+        else:
+            flags += [flag, value] if value else [flag]
+    if faults:
+        raise ConfigError(*faults)
+    return settings, flags, config_dirs, typed
+
+
+def spaced_out(argv: list[str]) -> list[str]:
+    """One line for each `lr = 3`, which a shell makes several words of."""
+    faults = []
+    for before, word, after in zip(["", *argv], argv, [*argv[1:], ""], strict=False):
+        if word[:1] == "=" and NAME.fullmatch(before):
+            typed = (before, word, after) if word == "=" else (before, word)
+        elif word[-1:] == "=" and NAME.fullmatch(word[:-1]) and after and not re.search(r"=|^-", after):
+            typed = (word, after)
+        else:
+            continue
+        faults.append(f"{' '.join(typed).strip()}: no spaces around the =; write {''.join(typed)}")
+    return faults
+
+
+def setting_of_flag(word: str, rest: list[str], groups: list[str]) -> tuple[str, str]:
+    """`--batch-size 64` as the setting `batch_size=64`, and as it was typed; its value is taken from `rest`.
+
+    Empty for what is no setting, or has no value.
+    """
+    flag, equals, value = word.partition("=")
+    flag = SHORT_FLAGS.get(flag, flag)
+    name = flag.removeprefix("--").replace("-", "_")
+    if not flag.startswith("--") or flag in FLAGS + FLAGS_WITH_VALUE:
+        return "", ""
+    if name.startswith("no_") and not equals and not _is_known(name, groups) and _switch_words(name[3:]):
+        return f"{name[3:]}=false", word
+    if not _is_known(name, groups):
+        return "", ""
+    if equals:
+        return f"{name}={value}", word
+    follows = rest[0] if rest and not re.search(r"=|^--?[A-Za-z]", rest[0]) else ""
+    switch = _switch_words(name)
+    if switch and follows.lower() not in switch and not (NUMBER in switch and PLAIN.match(follows)):
+        return f"{name}=true", word
+    if not follows:
+        return (f"{name}=true", word) if name in answers() else ("", "")
+    rest.pop(0)
+    return f"{name}={follows}", f"{word} {follows}"
+
+
+def _is_known(name: str, groups: list[str]) -> bool:
+    """Whether it is a setting, a group, or a name of another trainer; all names with dots are meant as settings."""
+    if "." in name or name in settings() or name in aliases() or name in CASES or name in groups:
+        return True
+    return name in answers() or any(key.endswith(f".{name}") for key in settings())
+
+
+def _switch_words(name: str) -> set[str]:
+    """The values of what is switched on by its name alone; empty where a value must follow."""
+    cases, found = CASES.get(name, {}), settings().get(setting_meant(name, lambda _: False))
+    if found is not None and found.short:
+        found = settings()[f"{found.key}.{found.short}"]
+    words = {"true", "false", *cases}
+    if found is None:
+        return words if "true" in cases else set()
+    return (
+        words | {*found.words, *choices_of(found.kind)}
+        if found.kind is bool or "true" in found.words
+        else set()
+    )
+
+
+def _flag_fault(word: str, flag: str, value: str, groups: list[str]) -> str:
+    """What is wrong with a word that begins with a dash; empty if nothing is."""
+    if flag not in FLAGS + FLAGS_WITH_VALUE:
+        bare = word.lstrip("-")
+        is_setting = "=" in word or "." in bare or bare in aliases()
+        near = nearest(flag, FLAGS + FLAGS_WITH_VALUE)
+        if _is_known(name := bare.replace("-", "_"), groups) and word.startswith("--"):
+            return f"{word}: needs a value after it, or write {name}=VALUE"
+        if is_setting:
+            near = f" A setting is written without dashes: {bare}{'' if '=' in word else '=VALUE'}."
+        return f"{word}: no such flag.{near} See trainrun --help"
+    if flag in ("--cfg", "-c") and value != "job":
+        return f"{word}: write --cfg job, which shows the composed config"
+    if flag in FLAGS_WITH_VALUE and not value:
+        return f"{word}: needs a value after it"
+    return ""
+
+
+_BRACES = re.compile(r"\{[^{}]*\}")
+PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
+
+
+def group_words(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
+    """`precision=32,bf16` -> `precision=32-true,bf16-mixed`; `model=my_net.Net` -> its two words."""
+    if value[:1] in ("[", "{", '"', "'", "$"):
+        return [f"{group}={value}"]
+    aliases = OPTIONS.get(group, {})
+    options = [
+        part if is_option(group, part) else aliases.get(part.lower(), part) for part in value.split(",")
+    ]
+    extra = ["parallel.accelerator=cpu"] if group == "parallel" and value == "processes" else []
+    if len(options) == 1 and "." in value and not is_option(group, value) and re.fullmatch(r"[\w.]+", value):
+        target = "data.train._target_" if group == "data" else f"{group}._target_"
+        return [f"{group}={CUSTOM}", f"{target}={value}"]
+    quoted = [f'"{part}"' if PLAIN.match(part) else part for part in options]
+    return [f"{group}={','.join(quoted)}", *extra]
+
+
+def with_bare_keys(value: str) -> str:
+    """A map as Hydra reads it, which knows no quotes around keys; an empty one stands for every beginning of a name."""
+    return re.sub(r"""(["'])([^"',:{}]*)\1\s*:\s*""", lambda found: f"{found[2] or '*'}: ", value)
+
+
+def as_path(value: str, may_vary: bool) -> str:
+    """The value as Hydra reads it as this one text. may_vary: in a sweep, where commas part the values.
+
+    What stays Hydra's: `null`, a reference `${...}`, a list `[a,b]`, a value in quotes, and several values with commas,
+    unless there is a file or folder of just that name.
+    """
+    if not value or value.lower() == "null" or "${" in value:
+        return value
+    if is_there(value):
+        return _quoted(value)
+    in_quotes = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    if in_quotes or value[0] == "[" or (may_vary and re.match(r"(?:choice|shuffle|sort)\(.*\)\Z", value)):
+        return value
+    parts = value.split(",")
+    if "," in _BRACES.sub("", value) and all(parts) and (may_vary or all(map(is_there, parts))):
+        return ",".join(part if part[0] in "\"'{" else _quoted(part) for part in parts)
+    return _quoted(value)
+
+
+def is_there(value: str) -> bool:
+    """Whether it names a file or folder, or some by a pattern."""
+    try:
+        return Path(value).expanduser().exists() or (glob.has_magic(value) and bool(glob.glob(value)))
+    except (OSError, ValueError, RuntimeError):  # too long, or nobody knows of a home
+        return False
+
+
+def _quoted(value: str) -> str:
+    """In Hydra's quotes, where a backslash means itself but before a quote; a plain name as it is."""
+    if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, re.ASCII) and not PLAIN.match(value):
+        return value
+    inner = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    return '"' + re.sub(r"(\\+)\Z", r"\1\1", inner) + '"'

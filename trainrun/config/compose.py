@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from trainrun.config.aliases import value_of_today, with_targets_of_today
+from trainrun.config.aliases import value_meant
 from trainrun.config.argv import (
     CUSTOM,
     CommandLine,
@@ -24,9 +24,12 @@ from trainrun.config.argv import (
     user_conf_dirs,
     with_one_warmup,
 )
+from trainrun.config.messages import explain_reference, unread_files
 from trainrun.config.overrides import composed, lower_trackers, override_fault
+from trainrun.config.rules import unread_path
 from trainrun.config.saved_values import public, remember, with_home_folder
 from trainrun.config.schema import RunConfig, plain, settings, value_of, with_values
+from trainrun.config.tuned_settings import stale
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
 from trainrun.limits import NODES, choices_of
@@ -86,13 +89,9 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
     except ConfigError as error:
         raise ConfigError(*faults, *error.faults) from error
     except OmegaConfBaseException as error:
-        from trainrun.config.mistakes.messages import explain_reference
-
         raise ConfigError(*faults, explain_reference(error)) from error
     faults += check(config)
     if config.data.path is not None:
-        from trainrun.config.mistakes.sampling_rules import unread_path
-
         faults += unread_path(config)
     faults += untold(argument_faults(config) | idle_settings(config, overrides), faults)
     if faults:
@@ -102,12 +101,8 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
         model = _named(choices.get("model", "model"), config.model)
         config = replace(config, run_name=f"{data}-{model}")
     if beside := [path for path in sorted(working_dir.glob("conf/*.y*ml")) if path.stem != "trainrun"]:
-        from trainrun.config.mistakes.messages import unread_files
-
         words.notes += unread_files(beside)
     if (preset := choices.get("preset", "none")) != "none":
-        from trainrun.config.tuned_settings import stale
-
         words.notes += stale(preset, config, folders, working_dir)
     return Composition(config, choices, overrides, words.own, words.notes)
 
@@ -152,25 +147,24 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
     if faults := lower_trackers(cfg):
         raise ConfigError(*faults)
     try:
-        found = of_today(RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)}))
+        found = with_values_meant(
+            RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)})
+        )
         return remember(cfg, with_home_folder(found))
     except MissingMandatoryValue as error:
         missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
         raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error
 
 
-def of_today(config: RunConfig) -> RunConfig:
+def with_values_meant(config: RunConfig) -> RunConfig:
     """The config with other words for values, and sources of data that have moved, as they are named today."""
-    sets = {
-        f"data.{name}": with_targets_of_today(getattr(config.data, name)) for name in ("train", "val", "test")
-    }
-    sets |= {  # `hook.x=null` takes an entry away
+    sets = {  # `hook.x=null` takes an entry away
         key: {name: node for name, node in value_of(config, key).items() if node is not None}
         for key, found in settings().items()
         if found.opens == NODES and isinstance(value_of(config, key), dict)
     }
     spoken = [key for key, found in settings().items() if found.words]
-    words = {key: value_of_today(key, str(value_of(config, key))) for key in spoken}
+    words = {key: value_meant(key, str(value_of(config, key))) for key in spoken}
     return with_values(
         config, sets | {key: word for key, word in words.items() if word in choices_of(settings()[key].kind)}
     )

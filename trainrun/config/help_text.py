@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainrun.config.argv import conf_dir, groups
-from trainrun.config.mistakes.value_words import described, nearest
 from trainrun.config.schema import RunConfig, settings
+from trainrun.config.validate import described, nearest
 from trainrun.errors import ConfigError
 from trainrun.limits import Setting, choices_of
 

@@ -28,7 +28,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from trainrun.config import messages
 from trainrun.config.argv import CUSTOM, conf_dir, groups, options
+from trainrun.config.messages import base_60_faults, configs, limit_fault, yaml_fault
 from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
 from trainrun.limits import ANY, NODES, fits, parse_seconds
 from trainrun.model.choices import WORDS
@@ -105,12 +107,10 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
     files = [
         path for folder in folders[:-1] for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
     ]
-    if files:
-        from trainrun.config.mistakes.messages import base_60_faults, configs, limit_fault
-
-        if broken := [fault for path in configs(files) if (fault := limit_fault(path))]:
-            faults += broken
-            return None
+    broken = [fault for path in configs(files) if (fault := limit_fault(path))]
+    if broken:
+        faults += broken
+        return None
     read = [override for word in opened(words, folders) if (override := read_override(word, faults))]
     known = groups(folders)
     choices, settings = [], []
@@ -183,8 +183,6 @@ def lower_trackers(cfg: DictConfig) -> list[str]:
         if node is None or isinstance(node, DictConfig):
             cfg.monitor.listeners[name] = node
         else:
-            from trainrun.config.mistakes import messages
-
             key = f"monitor.{name}"
             faults.append(messages.unknown_key(key, f"{key}={node}", "monitor", known))
     return faults
@@ -199,8 +197,6 @@ def read_override(word: str, faults: list[str], if_several: str = SWEEP) -> Over
     own = key == "hydra" or key.startswith(("hydra.", "hydra/"))
     if override is not None and key and not own and not override.is_sweep_override():
         return override
-    from trainrun.config.mistakes import messages
-
     several = f"{typed}: {if_several}"
     faults.append((messages.unread(typed) if own else several) if key else messages.unreadable(typed))
     return None
@@ -226,8 +222,6 @@ def _no_option(override: Override, folders: list[Path]) -> str:
         return ""
     if any((folder / group / f"{option}.yaml").is_file() for folder in folders):
         return ""
-    from trainrun.config.mistakes import messages
-
     return messages.no_option(group, option, known)
 
 
@@ -237,13 +231,9 @@ def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) 
         try:
             return _hydra_compose(words, folders[:-1])
         except yaml.YAMLError as error:
-            from trainrun.config.mistakes.messages import yaml_fault
-
             faults.append(yaml_fault(error))
             return None
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            from trainrun.config.mistakes import messages
-
             fault, culprit = messages.explain(error, words, folders)
             faults.append(fault)
             if culprit is None:
@@ -275,8 +265,6 @@ def put(cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, fold
             return fault
         OmegaConf.update(cfg, key, value, merge=True, force_add=may_be_new)
     except OmegaConfBaseException as error:
-        from trainrun.config.mistakes import messages
-
         return messages.explain_value(error, key, text, folders)
     return ""
 
@@ -289,8 +277,6 @@ def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: l
         if isinstance(node, ListConfig) or (may_be_new and _lacks(node, part)):
             return ""  # by number, which OmegaConf looks at, or new, in place of a name too
         if not isinstance(node, DictConfig) or _lacks(node, part):
-            from trainrun.config.mistakes import messages
-
             return messages.no_place(key, word, ".".join(parts[:place]), node, folders)
         node = OmegaConf.select(cfg, ".".join(parts[: place + 1])) if place + 1 < len(parts) else None
     return ""
@@ -312,8 +298,6 @@ def _take_away(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str
         with open_dict(cfg):
             del node[name]
     except OmegaConfBaseException as error:
-        from trainrun.config.mistakes import messages
-
         return messages.explain_value(error, key, "", folders)
     return ""
 

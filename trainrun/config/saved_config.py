@@ -1,9 +1,8 @@
-"""The config that a run has saved: read, its names and secrets brought up to date, single values of it changed."""
+"""The config that a run has saved: read, its secrets filled in, single values of it changed."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import glob
 import os
 import re
@@ -16,9 +15,10 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.config.aliases import aliases, say_once, target_of_today
+from trainrun.config.aliases import say_once
 from trainrun.config.argv import CommandLine, conf_dir, groups, split_command_line, translate
-from trainrun.config.compose import idle_settings, of_today, untold
+from trainrun.config.compose import idle_settings, untold, with_values_meant
+from trainrun.config.messages import explain_reference
 from trainrun.config.overrides import (
     add_trackers,
     in_tracker,
@@ -29,22 +29,21 @@ from trainrun.config.overrides import (
     read_override,
     schema_node,
 )
+from trainrun.config.rules import unread_path
 from trainrun.config.saved_values import (
     REFERENCE,
     Any_,
-    changed,
     is_environment,
-    leaves_of,
     read_yaml_text,
     remember,
     with_home_folder,
 )
 from trainrun.config.schema import (
-    SAME,
     DataConfig,
     RunConfig,
+    leaves_of,
+    map_leaves,
     open_nodes,
-    settings,
     validation_nodes,
     with_values,
 )
@@ -101,7 +100,7 @@ def option_of(target: str) -> dict[str, Any]:
     """The option of `data` with a reader of ours, its references as they are written; empty for any other reader."""
     for path in sorted((conf_dir() / "data").glob("*.yaml")):
         option: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if option["train"][TARGET] == target_of_today(target):
+        if option["train"][TARGET] == target:
             return option
     return {}
 
@@ -119,7 +118,7 @@ def follow_path(config: RunConfig, before: str | None, given: set[str]) -> RunCo
         return config.data.path if value == before and as_path else value
 
     sets = {f"data.{name}": getattr(config.data, name) for name in ("train", "val", "test")}
-    return with_values(config, {key: changed(node, follow, key) for key, node in sets.items()})
+    return with_values(config, {key: map_leaves(node, follow, key) for key, node in sets.items()})
 
 
 def unreached(data: DataConfig, given: set[str], measured: str) -> Iterator[str]:
@@ -189,7 +188,7 @@ def placed(values: Any_, base: Path) -> Any_:
         is_there = os.path.exists(there) or (may_be_pattern and any(glob.iglob(pattern, root_dir=base)))
         return there if is_there else value
 
-    return changed(values, place)  # type: ignore[no-any-return]
+    return map_leaves(values, place)  # type: ignore[no-any-return]
 
 
 def plain_config(path: Path) -> dict[str, Any]:
@@ -217,7 +216,7 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def translated(overrides: list[str]) -> CommandLine:
-    """The words for a saved run, by the names of today."""
+    """Return the words for a saved run, other names translated."""
     words = split_command_line(overrides)
     translate(words, lambda *_: False, lambda name: False)
     return words
@@ -235,7 +234,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
         kept: Any = None
         with contextlib.suppress(OSError, ValueError):
             kept = read_json(RunDir(path.parent).secrets)
-        saved = OmegaConf.create(with_names_of_today(with_secrets(found, kept), path))
+        saved = OmegaConf.create(with_secrets(found, kept))
         cfg = OmegaConf.merge(schema_node(), saved)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
@@ -252,11 +251,9 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
-        from trainrun.config.mistakes.messages import explain_reference
-
         raise ConfigError(*faults, explain_reference(error)) from error
     assert isinstance(config, RunConfig)
-    config = remember(cfg, with_home_folder(of_today(config)))
+    config = remember(cfg, with_home_folder(with_values_meant(config)))
     changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
     before = OmegaConf.select(saved, "data.path")
     has_moved = "data.path" in changed and config.data.path != before
@@ -266,8 +263,6 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     faults += untold(idle_settings(config, words.overrides), faults)
     # With its other values it has trained.
     if has_moved:
-        from trainrun.config.mistakes.sampling_rules import unread_path
-
         faults += [*unread_path(config), *unreached(config.data, changed, measured)]
     faults += untold({key: fault for key, fault in argument_faults(config).items() if key in changed}, faults)
     if faults:
@@ -304,63 +299,10 @@ def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None
         faults += [fault] if fault else []
 
 
-# Settings of earlier runs that are no more, with the value that asks for nothing.
-GONE: dict[str, Any] = {"trainer.optimizer_in_backward": False, "precision.master_weights": False}
-
-
-def with_names_of_today(saved: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The plain values of a saved config in which settings that were renamed since have their new names."""
-    saved = copy.deepcopy(saved)
-    for old, key in aliases().items():
-        found = settings().get(key)
-        if "." in old and found is not None and found.section is None:
-            _move(saved, old, key, path)
-    _move(saved, "trainer.compile.enabled", "trainer.compile.scope", path)
-    _move(saved, "trainer.return_freed_memory", "trainer.cpu_allocator", path)
-    for key, value in GONE.items():
-        section, _, name = key.rpartition(".")
-        node = saved.get(section)
-        if isinstance(node, dict) and node.get(name) == value:
-            del node[name]
-    trainer = saved.get("trainer")
-    if isinstance(trainer, dict) and trainer.get("watchdog_seconds") == "auto":
-        trainer["watchdog_seconds"] = 0.0  # the former default, which no longer limits anything
-    data, parallel = (
-        section if isinstance(section, dict) else {} for section in map(saved.get, ("data", "parallel"))
-    )
-    if data.get("transform") and "val_transform" not in data:
-        data["val_transform"] = SAME  # its validations went through data.transform too
-        say_once(
-            f"{path}: data.transform is of training alone now; data.val_transform=same goes on as before"
-        )
-    if "stop_grace_seconds" in parallel:
-        del parallel["stop_grace_seconds"]  # it was of the ranks alone; the run's own has another meaning
-        say_once(f"{path}: parallel.stop_grace_seconds is left out; it is trainer.stop_grace_seconds now")
-    return saved
-
-
-def _move(saved: dict[str, Any], old: str, key: str, path: Path) -> None:
-    """Give the value at an old key to the key of today, in its words."""
-    above, _, name = old.rpartition(".")
-    node: Any = saved
-    for part in above.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or name not in node:
-        return
-    value = node.pop(name)
-    meant = settings()[key].words.get(str(value).lower(), value)
-    target = saved
-    *sections, last = key.split(".")
-    for part in sections:
-        target = target.setdefault(part, {})
-    target.setdefault(last, meant)
-    say_once(f"{path}: {old}={value} is read as {key}={meant}")
-
-
 def with_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
     """Saved values with their secrets, as far as they are known."""
     known = secrets if isinstance(secrets, dict) else {}
-    filled: dict[str, Any] = changed(
+    filled: dict[str, Any] = map_leaves(
         found, lambda key, value: known.get(key, value) if value == HIDDEN and hides(key, value) else value
     )
     return filled

@@ -7,10 +7,8 @@ reference again, and a run that goes on looks it up again. Texts of settings tha
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from trainrun.config.schema import leaves_of, map_leaves
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import read_bytes
 from trainrun.output import HIDDEN, hides
@@ -62,7 +61,7 @@ def remember(cfg: DictConfig, config: Any_) -> Any_:
     def kept(key: str, value: Any) -> Any:
         return FromEnvironment.of(value, known[key]) if key in known and isinstance(value, str) else value
 
-    return changed(config, kept) if known else config
+    return map_leaves(config, kept) if known else config
 
 
 def with_home_folder(config: Any_) -> Any_:
@@ -71,7 +70,7 @@ def with_home_folder(config: Any_) -> Any_:
     def expanded(_: str, value: Any) -> Any:
         return os.path.expanduser(value) if isinstance(value, str) and HOME_FOLDER.match(value) else value
 
-    found: Any_ = changed(config, expanded)
+    found: Any_ = map_leaves(config, expanded)
     return found
 
 
@@ -80,29 +79,9 @@ def _meant(texts: dict[str, str], found: re.Match[str]) -> str:
     return texts.get(found[1], found[0])
 
 
-def changed(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
-    """A copy with other leaves; `change` gets the key and the value of each."""
-    inner = f"{key}." if key else ""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = vars(value).items()
-        return type(value)(**{name: changed(item, change, f"{inner}{name}") for name, item in items})
-    if isinstance(value, dict):
-        return {name: changed(item, change, f"{inner}{name}") for name, item in value.items()}
-    if isinstance(value, list):
-        return [changed(item, change, f"{inner}{number}") for number, item in enumerate(value)]
-    return change(key, value)
-
-
-def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """The values that hold no others, with their keys."""
-    found: list[tuple[str, Any]] = []
-    changed(value, lambda key, leaf: found.append((key, leaf)))
-    return iter(found)
-
-
 def resolved(config: Any_) -> Any_:
     """With plain strings, as OmegaConf takes them."""
-    return changed(config, lambda _, value: str(value) if isinstance(value, FromEnvironment) else value)  # type: ignore[no-any-return]
+    return map_leaves(config, lambda _, value: str(value) if isinstance(value, FromEnvironment) else value)  # type: ignore[no-any-return]
 
 
 def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
@@ -117,7 +96,7 @@ def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
             return HIDDEN
         return value
 
-    return changed(config, shown), secrets
+    return map_leaves(config, shown), secrets
 
 
 def read_yaml_text(path: Path, aliases: bool = False) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType
@@ -121,7 +121,6 @@ class DataConfig:
     on_error: str = choice("raise", "skip", help="a sample that cannot be read ends the run, or is skipped")
     max_skipped_fraction: float = setting(
         0.01, "with on_error=skip: more of them end the run", at_least=0, at_most=1,
-        aliases=("data.max_skipped_share",),
     )  # fmt: skip
     pin_memory: bool = setting(
         True, "page-locked batches, which a GPU fetches faster", aliases=("dataloader_pin_memory",)
@@ -285,7 +284,6 @@ class TrainerConfig:
     cpu_allocator: str = choice(
         "auto", "keep", "libc", "return",
         help="freed memory of the host: kept for the next step, returned to the system, or as the C library likes",
-        aliases=("trainer.freed_memory",), words={"true": "return", "false": "auto"},
     )  # fmt: skip
     deterministic: bool = setting(
         False, "refuse kernels whose sums have no fixed order", aliases=("deterministic", "full_determinism")
@@ -557,3 +555,23 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         else:
             config = type(config)(**vars(config) | {name: value})
     return config
+
+
+def map_leaves(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
+    """Return a copy with other leaves: what `change` gives for the key and the value of each."""
+    inner = f"{key}." if key else ""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = vars(value).items()
+        return type(value)(**{name: map_leaves(item, change, f"{inner}{name}") for name, item in items})
+    if isinstance(value, dict):
+        return {name: map_leaves(item, change, f"{inner}{name}") for name, item in value.items()}
+    if isinstance(value, list):
+        return [map_leaves(item, change, f"{inner}{number}") for number, item in enumerate(value)]
+    return change(key, value)
+
+
+def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """The values that hold no others, with their keys."""
+    found: list[tuple[str, Any]] = []
+    map_leaves(value, lambda key, leaf: found.append((key, leaf)))
+    return iter(found)

@@ -8,13 +8,16 @@ arguments.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from trainrun import limits
-from trainrun.config.pair_rules import pair_faults
+from trainrun.config.rules import pair_faults
 from trainrun.config.schema import RunConfig, settings, validation_nodes, value_of
 from trainrun.instantiate import TARGET, is_node, named_nodes
 from trainrun.limits import (
@@ -25,6 +28,7 @@ from trainrun.limits import (
     Count,
     Fraction,
     Lasting,
+    Lasts,
     Limits,
     NotNegative,
     NotNegativeInt,
@@ -32,11 +36,11 @@ from trainrun.limits import (
     Rates,
     Setting,
     Steps,
+    choices_of,
     fits,
 )
 from trainrun.model import choices as names
 
-EXAMPLE = "my_file.MyClass"
 Warmup = Annotated[float, Limits(at_least=0, whole=True), "in whole steps (a part: scheduler.warmup_ratio)"]
 PACKAGE = Path(__file__).resolve().parents[1]
 KNOWN = {**vars(limits), **vars(names), "Sequence": Sequence}  # what a signature may name to be checked here
@@ -101,8 +105,6 @@ def fault_of_value(value: Any, kind: Any) -> str:
     """The value with what is allowed; empty if it is of that kind."""
     if fits(value, kind):
         return ""
-    from trainrun.config.mistakes.value_words import misfit
-
     return misfit(value, kind)
 
 
@@ -119,8 +121,6 @@ def _node_fault(setting: Setting, value: Any) -> str:
     key, empty = setting.typed or setting.key, value is None or value == {}
     target = value.get(TARGET) if isinstance(value, dict) else None
     if setting.opens == NAMED and (several := named_nodes(value)):
-        from trainrun.config.mistakes.node_words import beside_fault
-
         return beside_fault(setting, several, value)
     if setting.required and (empty or (isinstance(value, dict) and target in (None, "???"))):
         return (
@@ -138,8 +138,6 @@ def _node_fault(setting: Setting, value: Any) -> str:
         inner = value[wrong[0]]
         single = setting.opens == NAMED and not isinstance(inner, dict)
         key, value = (key, {wrong[0]: inner}) if single else (f"{key}.{wrong[0]}", inner)
-    from trainrun.config.mistakes.node_words import no_node
-
     return no_node(setting, key, value)
 
 
@@ -156,13 +154,9 @@ def argument_faults(config: RunConfig) -> dict[str, str]:
             kinds = {**SHARED.get(group, {}), **kinds_of(str(inner.get(TARGET)))}
             for name, kind in kinds.items():
                 if name in inner and (fault := fault_of_value(inner[name], kind)):
-                    from trainrun.config.mistakes.node_words import source_of
-
                     key = source_of(config, group, name) if place == group else f"{place}.{name}"
                     faults.setdefault(key, f"{key}={fault}")
             if group == "optimizer" and inner.get("groups") is not None:
-                from trainrun.config.mistakes.node_words import group_faults
-
                 lines = group_faults(place, inner["groups"], kinds)
                 faults |= {line.partition("=")[0]: line for line in lines}
     return faults
@@ -211,3 +205,151 @@ def _kind(annotation: ast.expr | None) -> Any:
         )
     except NameError:
         return None
+
+
+# ---- what a value, a node and its arguments must be, in words
+
+RANGES = {"at_least": "{} or more", "above": "more than {}", "at_most": "at most {}", "below": "below {}"}
+_LOOKS_OTHER = re.compile(r"[+-]?\.?\d|(?i:true|false|null|none)\Z")
+
+
+def closest(word: str, known: Iterable[object]) -> str:
+    """The name that was probably meant, in small or large letters, or by its beginning; empty if none is near."""
+    names = {str(name).lower(): str(name) for name in known}
+    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.55)
+    begun = [name for name in names if len(word) > 1 and name.startswith(word.lower())]
+    return names[[*found, *begun][0]] if found or begun else ""
+
+
+def nearest(word: str, known: Iterable[object]) -> str:
+    """` Did you mean x?`; empty if no name is near."""
+    name = closest(word, known)
+    return f" Did you mean {name}?" if name else ""
+
+
+def misfit(value: Any, kind: Any) -> str:
+    """The value with what is allowed, where it is not."""
+    choices = choices_of(kind)
+    near = nearest(str(value), choices)
+    typed = value if choices and isinstance(value, str) else shown(value)
+    return f"{typed}: must be {described(kind)}{'.' if near else ''}{near}"
+
+
+def shown(value: Any) -> str:
+    """A value as it is typed; a text that looks like something else in its quotes."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str) and _LOOKS_OTHER.match(value):
+        return f"'{value}' (a text)"
+    return str(value)
+
+
+def described(kind: Any) -> str:
+    """What a value of that kind is, as a message says it: `a whole number, 1 or more, or auto`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        last = {NoneType: "null"}
+        parts = [last.get(part) or described(part).removeprefix("one of ") for part in inner]
+        if set(inner) == {bool, NoneType}:
+            return "true, false or null"
+        return ", or ".join(sorted(parts, key=lambda part: part == "null"))
+    if origin is Annotated:
+        return ", ".join([described(inner[0]), *filter(None, map(_limit, inner[1:]))])
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if origin in (list, Sequence):
+        return f"a list of {_plural(inner[0])}"
+    if origin is tuple:
+        return f"{len(inner)} {_plural(inner[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(
+        kind, "a value"
+    )
+
+
+def _plural(kind: Any) -> str:
+    return described(kind).removeprefix("a ").replace("number", "numbers", 1)
+
+
+def _limit(limit: Any) -> str:
+    """`1 or more and below 2`; a note of another kind as it is."""
+    if isinstance(limit, Lasts):
+        return f"as {', '.join(f'2{unit}' for unit in limit.units)}"
+    if not isinstance(limit, Limits):
+        return str(limit)
+    found = ((text, getattr(limit, name)) for name, text in RANGES.items())
+    return " and ".join(text.format(value) for text, value in found if value is not None)
+
+
+EXAMPLE = "my_file.MyClass"
+# of scheduler=custom
+USUAL_BESIDE = {"interval": "step", "warmup_steps": 0, "lr_scaling": "none", "base_batch_size": 256}
+# in no group
+OF_ALL = ("fused", "foreach", "differentiable", "capturable", "no_decay", "layer_decay", "groups")
+SOURCES = {  # what an argument is by default
+    "max_lr": "optimizer.lr", "in_shape": "data.shape", "shape": "data.shape", "num_classes": "data.num_classes",
+    "vocab_size": "data.num_classes",
+}  # fmt: skip
+
+
+def no_node(setting: Setting, key: str, value: Any) -> str:
+    """What stands at an open node and names no class or function."""
+    if isinstance(value, dict):
+        name, inner = next(iter(value.items()))
+        choice = {"transform.lora": "transform=lora", "scheduler": "scheduler=constant"}
+        example = choice.get(key, f"{key}.{TARGET}={EXAMPLE}")
+        return (
+            f"{key}.{name}={inner}: belongs to a class or function that is not named; name it, as {example}"
+        )
+    also = "".join(
+        f", or be {name}"
+        for name in (*setting.also, *(["null"] if key == setting.key and not setting.required else []))
+    )
+    return f"{key}={value}: must name a class or function, as {key}.{TARGET}={EXAMPLE}{also}"
+
+
+def beside_fault(setting: Setting, several: dict[str, Any], value: dict[str, Any]) -> str:
+    """What stands beside nodes by name, is no such node, and would belong to none of them."""
+    for name, inner in value.items():
+        if name in several or inner is None or inner == USUAL_BESIDE.get(name):
+            continue
+        key = f"{setting.key}.{name}"
+        if isinstance(inner, dict) or setting.key == "data.val":
+            return f"{key}={inner}: must name a class or function, as {key}.{TARGET}={EXAMPLE}"
+        ways = " or ".join(f"{setting.key}.{one}.{name}={inner}" for one in several)
+        return f"{key}={inner}: stands beside {', '.join(several)} and would be for none of them; say {ways}"
+    return ""
+
+
+def group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str]:
+    """One line for each fault of `groups` of an optimizer: entries of patterns (`params`) and options."""
+    key, example = f"{place}.groups", "{params: 'head.*', lr: 1e-2}"
+    if not isinstance(groups, list):
+        yield f"{key}={groups}: must be a list of groups, as [{example}]"
+        return
+    for number, group in enumerate(groups):
+        entry = f"{key}[{number}]"
+        named = group.get("params") if isinstance(group, dict) else None
+        patterns = [named] if isinstance(named, str) else named
+        if not patterns or not fits(patterns, list[str]):
+            yield f"{entry}={group}: must name parameters and what holds for them, as {example}"
+            continue
+        if len(group) == 1:
+            yield f"{entry}={group}: says nothing of its parameters; add an option, as {example}"
+        for name, value in group.items():
+            if name in OF_ALL:
+                yield f"{entry}.{name}={shown(value)}: holds for all parameters; use {place}.{name}={shown(value)}"
+            elif name in kinds and not fits(value, kinds[name]):
+                yield f"{entry}.{name}={misfit(value, kinds[name])}"
+
+
+def source_of(config: RunConfig, group: str, name: str) -> str:
+    """The key that an argument has its value from, if it still has that."""
+    key = f"{group}.{name}"
+    beside = [f"data.train.{name}"] if group.startswith(("data.val", "data.test")) else []
+    for source in (*beside, *([SOURCES[name]] if name in SOURCES else [])):
+        try:
+            if repr(value_of(config, source)) == repr(value_of(config, key)):  # nan is not itself
+                key = source
+        except (KeyError, TypeError):
+            continue
+    return key

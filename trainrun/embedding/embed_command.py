@@ -8,10 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.cli.run_arguments import checkpoint_of, parse, run_parser
+from trainrun.assemble.data_pipeline import build_sources, stream_options
+from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.save import MANIFEST
+from trainrun.cli.run_arguments import parse, run_parser
+from trainrun.config.compose import compose_run
+from trainrun.config.schema import DataConfig
+from trainrun.data.cache.fingerprint import own_fingerprint
+from trainrun.data.facts import facts_of
+from trainrun.data.pipeline import open_batches, with_look
+from trainrun.embedding.embedded_split import EmbeddedSplit
+from trainrun.embedding.layer_output import LayerOutput
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.run_folder import RunDir
 from trainrun.output import say
+from trainrun.parallel.devices import choose_device
+from trainrun.parallel.single import Single
+from trainrun.runs.restore_config import checkpoint_of, load_model
+from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run
 
 if TYPE_CHECKING:
@@ -40,7 +54,6 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out {asked.out}: must end in {' or '.join(FORMATS)}")
     which = checkpoint_of(run_dir, asked.which)
 
-    from trainrun.checkpoint.load import resolve
     from trainrun.convert.conversion import convert
 
     checkpoint = resolve(run_dir.checkpoints, which)
@@ -67,10 +80,6 @@ def _config(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
 
     Samples of other data go through what those of the run do, but for what the words or the group name.
     """
-    from trainrun.config.compose import compose_run
-    from trainrun.config.schema import DataConfig
-    from trainrun.runs.resume import trusted_config
-
     others = [word for word in words if word.lstrip("+~").startswith(("data=", "data."))]
     config = trusted_config(run_dir, [word for word in words if word not in others], trust)
     own = f"data={config.data.name}"
@@ -98,17 +107,7 @@ def _parts(
     run_dir: RunDir, config: RunConfig, checkpoint: Path, name: str | None, trust: bool
 ) -> tuple[str, dict[str, Any]]:
     """What tells these embeddings from others, and the splits that are written."""
-    from trainrun.assemble.data_pipeline import build_sources, stream_options
-    from trainrun.checkpoint.save import MANIFEST
     from trainrun.convert.split_samples import Samples
-    from trainrun.data.cache.fingerprint import own_fingerprint
-    from trainrun.data.facts import facts_of
-    from trainrun.data.pipeline import open_batches, with_look
-    from trainrun.embedding.embedded_split import EmbeddedSplit
-    from trainrun.embedding.layer_output import LayerOutput
-    from trainrun.parallel.devices import choose_device
-    from trainrun.parallel.single import Single
-    from trainrun.runs.restore_config import load_model
 
     parallel = Single(choose_device(config.parallel.accelerator, local_rank=0))
     layer = LayerOutput(load_model(run_dir, checkpoint.name, trust).to(parallel.device), name)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from trainrun.assemble.resumption import network_of
 from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.checkpoint.weights import BASE
-from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
-from trainrun.config.mistakes.value_words import nearest
+from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
+from trainrun.config.validate import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.export.formats import FORMATS, ExportRequest, Runner
 from trainrun.export.network_facts import describe_network
@@ -32,10 +32,13 @@ from trainrun.export.served import (
 )
 from trainrun.output import say
 from trainrun.parallel.single import Single
-from trainrun.precision.other_types import cast_inputs
+from trainrun.precision.autocast import cast_inputs
+from trainrun.runs.restore_config import checkpoint_of
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run
 from trainrun.sampling.run_tokenizer import with_tokenizer
+from trainrun.transform.int8 import Int8Layer, compute_in_floats
+from trainrun.transform.lora import LoraLinear, merge_lora
 
 TOLERANCE = 1e-4
 TOLERANCE_OF_BYTES = 0.05  # numbers between two bytes may fall to either side
@@ -127,8 +130,6 @@ def parse_tolerance(text: str) -> float:
 
 
 def has_rounded_inputs(model: nn.Module) -> bool:
-    from trainrun.transform.int8 import Int8Layer
-
     return any(isinstance(layer, Int8Layer) and layer.mode != "int8-weight-only" for layer in model.modules())
 
 
@@ -145,16 +146,12 @@ def parse_formats(text: str) -> list[str]:
 def exported_model(model: nn.Module, merge: bool) -> nn.Module:
     """Return the network in float32 or float64, with LoRA merged if `merge` is set."""
     if merge:
-        from trainrun.transform.lora import LoraLinear, merge_lora
-
         if not any(isinstance(layer, LoraLinear) for layer in model.modules()):
             raise ConfigError("--merge: this run has no LoRA layers (transform.lora); leave it out")
         model = merge_lora(model)
     if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters()):
         model = model.float()  # its inputs are rounded as before, and then made floats too
         model.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True)
-    from trainrun.transform.int8 import compute_in_floats
-
     return compute_in_floats(model).eval()
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from trainrun.interfaces import Monitor, RunFacts
-from trainrun.monitor.metrics_file import MetricsFile
+from trainrun.monitor.metric_rows import MetricsFile
 from trainrun.timing.phases import PhaseTimer
 
 if TYPE_CHECKING:

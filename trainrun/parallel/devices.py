@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import shutil
+import socket
+import subprocess
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainrun.errors import ConfigError
+from trainrun.runtime.machine import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +93,6 @@ def choose_device(
 
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if not has_cuda and accelerator in ("auto", "cuda") and (count := count_gpus()):
-        from trainrun.parallel.gpu_numbers import unseen
-
         raise ConfigError(unseen(accelerator, count, installed_gpus().driver))
     present = [name for name, there in (("cuda", has_cuda), ("mps", has_mps), ("cpu", True)) if there]
     if accelerator == "auto":
@@ -101,8 +104,6 @@ def choose_device(
         )
     count = torch.cuda.device_count() if accelerator == "cuda" else 0
     if isinstance(devices, list | tuple):
-        from trainrun.parallel.gpu_numbers import check_listed
-
         check_listed(list(devices), count)
         return torch.device("cuda", devices[local_rank])
     if accelerator != "cuda":
@@ -128,6 +129,108 @@ def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
         return True
     if "SLURM_PROCID" not in env:
         return False
-    from trainrun.parallel.slurm import as_torchrun
-
     return as_torchrun(env)
+
+
+def check_listed(listed: list[int], num_gpus: int) -> None:
+    """Raises ConfigError for numbers that are no GPUs of this machine."""
+    if not num_gpus:
+        raise ConfigError(
+            f"parallel.devices={listed}: names GPUs by their numbers, and this run computes on none; say how many, as "
+            f"parallel.devices={len(listed)}"
+        )
+    if wrong := [number for number in listed if number >= num_gpus]:
+        raise ConfigError(
+            f"parallel.devices={listed}: no GPU {wrong[0]}, {num_gpus} GPU(s) visible here, 0 to {num_gpus - 1}"
+        )
+
+
+def unseen(accelerator: str, count: int, driver: str) -> str:
+    """The message where the driver counts GPUs and torch sees none."""
+    import torch
+
+    cuda = torch.version.cuda
+    build = f"torch {torch.__version__} was built for {f'CUDA {cuda}' if cuda else 'the CPU alone'}"
+    return (
+        f"parallel.accelerator={accelerator}: {count} GPU(s) here ({driver}), but torch sees none; {build}. Install "
+        "the build of torch for this driver (trainrun help gpus-and-drivers), or say parallel.accelerator=cpu"
+    )
+
+
+def as_torchrun(env: MutableMapping[str, str]) -> bool:
+    """Translate the variables, only inside a job step of several tasks; whether this is one.
+
+    The batch script itself sees the job's tasks too, but is one process.
+    """
+    num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+    if not env.get("SLURM_STEP_ID", "").isdigit() or num_tasks < 2:
+        return False
+    env["RANK"] = env["SLURM_PROCID"]
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env["WORLD_SIZE"] = str(num_tasks)
+    if env.get("SLURM_STEP_NUM_NODES") == "1":
+        env["LOCAL_WORLD_SIZE"] = env["WORLD_SIZE"]
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
+    env["MASTER_ADDR"] = env.get("MASTER_ADDR") or address_of(first_node(nodes))
+    # one port per job step: two of them on a node must not meet
+    number = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
+    env.setdefault("MASTER_PORT", str(20000 + number % 10000))
+    return True
+
+
+def first_node(nodes: str) -> str:
+    """The first name of a Slurm node list: `gpu[03-05,9]-b,cpu1` -> `gpu03-b`; every bracket gives its first number."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, "the pattern matches every text"
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
+
+
+def address_of(node: str) -> str:
+    """The node's name, or the address that Slurm itself uses for it if the name does not resolve here."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        if shutil.which("scontrol"):
+            asked = subprocess.run(
+                ["scontrol", "show", "node", node], capture_output=True, text=True, check=False
+            )
+            if found := re.search(r"\bNodeAddr=(\S+)", asked.stdout):
+                return found.group(1)
+    return node
+
+
+def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None = None) -> tuple[int, str]:
+    """How many ranks, and why. devices: `auto`, a number, or the GPUs by theirs; num_gpus: counted here if None."""
+    listed = list(devices) if isinstance(devices, list | tuple) else None
+    if listed is not None:
+        devices = len(listed)
+    elif devices != "auto":
+        devices = int(devices)
+    if mode == "single":
+        if devices not in ("auto", 1):
+            raise ConfigError(
+                f"parallel.devices={listed or devices}: parallel=single uses 1; say parallel=ddp for more"
+            )
+        return 1, "parallel=single is one process"
+    if accelerator == "mps":
+        raise ConfigError(f"parallel.accelerator=mps: works with parallel=single only, not with {mode}")
+    if accelerator == "cpu":
+        num_gpus = 0
+    elif num_gpus is None:
+        num_gpus = count_gpus()
+    if accelerator == "cuda" and num_gpus == 0:
+        raise ConfigError("parallel.accelerator=cuda: no NVIDIA GPU is visible here; use cpu or auto")
+    if listed is not None:
+        check_listed(listed, num_gpus)
+        return len(listed), f"parallel.devices={listed}"
+    if devices != "auto":
+        if 0 < num_gpus < devices:
+            raise ConfigError(
+                f"parallel.devices={devices}: {num_gpus} GPU(s) visible here; "
+                f"allowed are 1 to {num_gpus}, or more with parallel.accelerator=cpu"
+            )
+        return devices, f"parallel.devices={devices}"
+    if num_gpus > 0:
+        return num_gpus, f"one for each of {num_gpus} GPU(s)"
+    cores = usable_cores()
+    return min(2, cores), f"on a CPU ({cores} core(s)) two ranks, at most one for each core"

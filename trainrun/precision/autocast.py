@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
-from trainrun.precision.update import AUTOCAST_TYPES, FULL, Update
+from trainrun.output import counted
+from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, Update
 from trainrun.timing.phases import PhaseTimer
 
 TRUE_TYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
@@ -51,13 +57,9 @@ def build_precision(
     """
     notes: list[str] = []
     if options.mode != FULL:
-        from trainrun.precision.other_types import refuse, type_notes
-
         refuse(options.mode, model, device)
         notes = type_notes(options.mode, device)
     elif any(param.requires_grad and param.dtype.itemsize == 2 for param in model.parameters()):
-        from trainrun.precision.other_types import half_notes
-
         notes = half_notes(model)
     precision = Update(
         model,
@@ -86,8 +88,6 @@ def prepare_model(model: nn.Module, mode: str) -> nn.Module:
     """
     dtype = TRUE_TYPES.get(mode)
     if dtype is not None:
-        from trainrun.precision.other_types import convert
-
         convert(model, dtype)
     return model
 
@@ -107,3 +107,176 @@ def is_tiny(model: nn.Module, batch_size: int) -> bool:
     return flop < SMALL_STEP_FLOP and all(
         isinstance(module, DENSE) or not list(module.parameters(recurse=False)) for module in model.modules()
     )
+
+
+# (major, minor) of the GPUs whose float64 units are not a token: P100, V100, A100, H100, B200
+DOUBLE_PRECISION_GPUS = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
+
+
+def refuse(mode: str, model: nn.Module, device: torch.device) -> None:
+    """Raises ConfigError for a model that cannot be trained so, here."""
+    if mode == "16-mixed" and any(param.is_complex() for param in model.parameters()):
+        raise ConfigError(
+            "precision=16-mixed: torch scales no gradients of complex parameters; use precision=bf16-mixed or 32-true"
+        )
+    half = [param for param in model.parameters() if param.requires_grad and param.dtype is torch.float16]
+    if mode == "16-mixed" and half:
+        raise ConfigError(
+            f"precision=16-mixed: the model makes {counted(len(half), 'float16 parameter')}, whose gradients torch "
+            "does not scale; use .float() in the model, or precision=bf16-true"
+        )
+    short = AUTOCAST_TYPES.get(mode)
+    has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
+    if device.type != "cpu" or short is None or not has_lstm or computes_lstm(short):
+        return
+    others = [name for name, dtype in AUTOCAST_TYPES.items() if dtype is not short and computes_lstm(dtype)]
+    raise ConfigError(
+        f"precision={mode}: torch has no kernel that trains torch.nn.LSTM in {short} on this CPU; "
+        f"use precision={' or '.join([*others, '32-true'])}"
+    )
+
+
+@cache
+def computes_lstm(dtype: torch.dtype) -> bool:
+    """Whether torch trains an LSTM under the autocast to `dtype` on this CPU: oneDNN needs AVX512-FP16 or AMX for
+    float16, and AVX-512 for bfloat16 (torch 2.13: "could not create a primitive descriptor")."""
+    lstm = nn.LSTM(1, 1, device="meta", dtype=torch.float32).to_empty(device="cpu")  # draws no random numbers
+    try:
+        with torch.enable_grad(), torch.autocast("cpu", dtype):
+            lstm(torch.zeros(1, 1, 1, dtype=torch.float32))
+    except RuntimeError:
+        return False
+    return True
+
+
+def convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """The weights in another type, in place; whatever floating-point tensors the model is called with follow them."""
+    cast = partial(cast_weight, dtype)  # Module.to would make complex numbers real: half of them lost
+    model._apply(cast)  # type: ignore[no-untyped-call]
+    model.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
+
+
+def cast_weight(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Whole numbers stay; complex ones become twice as precise with float64, and stay where there are no shorter."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128) if dtype is torch.float64 else tensor
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def cast_inputs(
+    dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The forward pre-hook of `convert`."""
+    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors inside lists, tuples and dicts become `dtype`; the rest stays itself."""
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(cast_floats(value, dtype) for value in tree))
+    if type(tree) in (tuple, list):
+        return type(tree)([cast_floats(value, dtype) for value in tree])
+    if type(tree) is dict:
+        return {key: cast_floats(value, dtype) for key, value in tree.items()}
+    return tree
+
+
+def matmul_note(matmul: str, mode: str, capability: tuple[int, int]) -> str:
+    """What a float32 run gives up on a GPU with TF32 (compute capability 8.0 and later); "" elsewhere."""
+    if matmul != "highest" or mode != "32-true" or capability < (8, 0):
+        return ""
+    return (
+        "precision.matmul=highest: float32 products and convolutions are computed in full; precision.matmul=high lets "
+        "this GPU round their inputs to TF32 (10 bits), 2 to 8 times as fast on data-centre GPUs by their data sheets"
+    )
+
+
+def type_notes(mode: str, device: torch.device) -> list[str]:
+    """What this device makes of the mode, where it is not what one would expect of it."""
+    if mode == "64-true" and device.type == "mps":
+        raise ConfigError(
+            "precision=64-true: the device mps has no float64; "
+            "use precision=32-true or parallel.accelerator=cpu"
+        )
+    probes = {"cpu": _cpu_note, "cuda": _cuda_note}
+    note = probes[device.type](mode, device) if device.type in probes else ""
+    lines = [f"precision={mode}: {note}"] if note else []
+    if mode == "bf16-true":
+        lines.append(
+            "precision=bf16-true: the weights are bfloat16 too, so an update below 1/256 of a weight "
+            "is lost; bf16-mixed keeps it"
+        )
+    return lines
+
+
+def _cpu_note(mode: str, _device: torch.device) -> str:
+    if not is_x86():
+        return ""  # nothing known, nothing claimed
+    bf16, fp16 = cpu_has("avx512_bf16", "amx_tile"), cpu_has("avx512_fp16", "amx_fp16")
+    emulated = "so it is emulated and slower than 32-true"
+    if mode == "16-mixed" and not fp16:
+        better = "; bf16-mixed is native here" if bf16 else ""
+        return f"this CPU has no float16 arithmetic for matrix products, {emulated}{better}"
+    if mode.startswith("bf16") and not bf16:
+        return f"this CPU has no bfloat16 arithmetic for matrix products, {emulated}"
+    return ""
+
+
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Whether the device is known to compute matrix products in bfloat16 without hardware for it."""
+    return (device.type == "cuda" or (device.type == "cpu" and is_x86())) and not has_bfloat16(device)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a CPU or a GPU has arithmetic for matrix products in bfloat16."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return cpu_has("avx512_bf16", "amx_tile")
+
+
+def cpu_has(*features: str) -> bool:
+    """Whether the CPU has one of them; torch 2.8 has a probe for some, later versions one table for all."""
+    table: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    probes = [getattr(torch.cpu, f"_is_{feature}_supported", bool) for feature in features]
+    return any(table.get(feature) for feature in features) or any(probe() for probe in probes)
+
+
+def _cuda_note(mode: str, device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    native_bf16 = not emulates_bfloat16(device)
+    if mode.startswith("bf16") and not native_bf16:
+        return "this GPU has no bfloat16 arithmetic, so it is emulated and slow; 16-mixed is native here"
+    if mode == "16-mixed" and capability < (7, 0):
+        return "this GPU has no tensor cores, so float16 saves memory but little time"
+    if mode == "16-mixed" and native_bf16:
+        return "this GPU computes bfloat16 as fast, and bf16-mixed needs no loss scaling"
+    if mode == "64-true" and capability not in DOUBLE_PRECISION_GPUS:
+        return "this GPU computes float64 at 1/32 of its float32 speed or less"
+    return ""
+
+
+def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
+    """What `precision=auto` means, where `trainrun.autotune` does not time both, and why. tiny: as of `is_tiny`."""
+    native = device.type in ("cpu", "cuda") and has_bfloat16(device)
+    if not native:
+        return FULL, f"this {device.type} has no bfloat16 arithmetic for matrix products"
+    if device.type == "cpu" and tiny:
+        return FULL, "a step this small loses more by casting than it gains"
+    return MIXED, f"this {device.type} has bfloat16 arithmetic"
+
+
+def half_notes(model: nn.Module) -> list[str]:
+    """On weights of 16 bits that the model itself makes; there is one."""
+    found = [param.dtype for param in model.parameters() if param.requires_grad and param.dtype.itemsize == 2]
+    kind = str(found[0]).removeprefix("torch.")
+    return [
+        f"precision={FULL}: the model makes {counted(len(found), f'{kind} parameter')}, trained as they are; "
+        "precision=bf16-mixed with .float() in the model keeps small updates"
+    ]

@@ -9,6 +9,7 @@ asks when the host waits anyway.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
@@ -71,8 +72,6 @@ class Update:
         self._context = build_context(autocast_dtype, device)
         self._scaler: torch.amp.GradScaler | None = None
         if autocast_dtype is torch.float16:
-            from trainrun.precision.loss_scaling import build_scaler, overflowed
-
             self._scaler, self._overflowed = build_scaler(device), overflowed
         self._limit = clip_value or None
         self._clips_norm = self._limit is not None and clip_algorithm == "norm"
@@ -248,8 +247,6 @@ class Update:
         most = MAX_SKIPS_IN_A_ROW if self._scaler is None else MAX_OVERFLOWS_IN_A_ROW
         if not self._stopped and self._skipped_in_a_row <= most:
             return ""
-        from trainrun.precision.loss_scaling import why_it_ends
-
         return why_it_ends(self._stopped, self._scaler is not None, most)
 
     def _look(self) -> None:
@@ -290,3 +287,41 @@ def takes_flag(optimizer: Optimizer) -> bool:
     """Whether its `step` reads `found_inf` on the device, as torch's own fused optimizers do, and Muon here."""
     own = type(optimizer).__module__.startswith(("torch.optim.", "trainrun.optimizer."))
     return own and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def build_scaler(device: torch.device) -> torch.amp.GradScaler:
+    """With its scale on the device already; torch makes it at the first loss only."""
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
+
+
+def overflowed(
+    scaler: torch.amp.GradScaler, optimizer: Optimizer, any_rank: Callable[[Tensor], Tensor]
+) -> bool:
+    """Whether `unscale_` saw a value that is not finite. The host waits for the device.
+
+    Asked before the step, so that `optimizer.step()` is not called at all: GradScaler.step would call a
+    fused one, and SGD would then start from an uninitialised momentum.
+    """
+    flags = scaler._found_inf_per_device(optimizer)
+    return math.fsum(any_rank(flag).item() for flag in flags.values()) != 0
+
+
+def why_it_ends(stopped: bool, scales: bool, most: int) -> str:
+    """stopped: by the policy; else more than `most` steps in a row were left out."""
+    if stopped:
+        return (
+            "a gradient was not finite (trainer.nan_policy=stop); the weights are those before it. Lower "
+            "optimizer.lr, set trainer.gradient_clip_val, or skip such steps with trainer.nan_policy=skip; "
+            "trainer.detect_anomaly=true names the operation"
+        )
+    if scales:
+        return (
+            f"the loss scale fell more than {most} times in a row: no scale makes the "
+            "gradients finite. Lower optimizer.lr, or use precision=bf16-mixed or 32-true"
+        )
+    return (
+        f"a gradient was not finite in more than {most} steps in a row "
+        "(trainer.nan_policy=skip). Lower optimizer.lr or set trainer.gradient_clip_val"
+    )

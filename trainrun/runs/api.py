@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
-from trainrun.checkpoint.load import choose_checkpoint
+from trainrun.checkpoint.files import committed_steps, folder_name
+from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint
 from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
@@ -21,8 +22,10 @@ from trainrun.errors import ConfigError, TrainingError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, typed_settings
 from trainrun.monitor.metric_rows import read_rows, with_numbers
 from trainrun.output import say
+from trainrun.runs.restore_config import load_model
 from trainrun.runs.run import begun, open_run, start
 from trainrun.seeding import kept_random_state
+from trainrun.transform.lora import LoraLinear, merge_lora
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -68,13 +71,9 @@ class Run:
         normalised where `data.augment.normalize` was. model: the like of that which the run was given from Python, if
         this is another process; it is left as it is. merge: a plain network, with what LoRA learned in its weights.
         """
-        from trainrun.runs.restore_config import load_model
-
         with holding(dict(self.objects) | ({} if model is None else {"model": model})):
             found = load_model(self.files, choose_checkpoint(self.files.checkpoints, which), self.trust)
         if merge:
-            from trainrun.transform.lora import LoraLinear, merge_lora
-
             if not any(isinstance(layer, LoraLinear) for layer in found.modules()):
                 raise ConfigError(f"{self.folder}: merge=True: its network has no LoRA layers; leave it out")
             return merge_lora(found)
@@ -138,9 +137,6 @@ def train(
         code = start(run, config, LaunchSpec(again, paths, began, typed))
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
-    from trainrun.checkpoint.files import committed_steps, folder_name
-    from trainrun.checkpoint.load import read_checkpoint
-
     trained = Run(run.root, objects=objects)
     if model is not None and "model" in used:
         take_weights(model, used["model"].state_dict())

@@ -17,7 +17,6 @@ from torch import nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
-from trainrun.assemble.resumption import loaded_state
 from trainrun.assemble.start_choices import Chosen, choose_memory, chosen_before
 from trainrun.assemble.unread_settings import check_settings_are_read
 from trainrun.checkpoint.files import committed_steps
@@ -163,6 +162,8 @@ def first_state(
     """A fresh state, or the one of the checkpoint to go on from."""
     state = TrainState()
     if resume or config.ckpt_path is not None:
+        from trainrun.assemble.resumption import loaded_state
+
         state = loaded_state(run, run_dir, config, resume)
     if back is not None:
         back.apply(state)

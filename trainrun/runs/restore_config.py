@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.data_pipeline import TrainingNames, build_sources, open_split
 from trainrun.assemble.resumption import load_weights, network_of
 from trainrun.assemble.start_choices import chosen_before
-from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
+from trainrun.checkpoint.files import committed_steps
+from trainrun.checkpoint.load import Loaded, choose_checkpoint, read_checkpoint, resolve
 from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.saved_config import translated
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir, read_identity, typed_settings
 from trainrun.instantiate import BUILT, is_node
+from trainrun.output import say
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.resume import check_modules, tell, trusted_config
@@ -177,3 +180,11 @@ def without_gpu(config: RunConfig) -> RunConfig:
         "trainer.cuda_graphs": False, "trainer.activation_offload": False, "monitor.sync_debug": False,
         "trainer.cpu_offload": "none",
     })  # fmt: skip
+
+
+def checkpoint_of(run: RunDir, which: str | None) -> str:
+    """Return what `--which` says; without it the best, or the last where no metric chose a best one."""
+    chosen = choose_checkpoint(run.checkpoints, which)
+    if which is None and chosen == "last" and committed_steps(run.checkpoints):
+        say("note: no metric chose a best checkpoint of this run; the last one is used", file=sys.stderr)
+    return chosen

@@ -18,9 +18,9 @@ import yaml
 
 from trainrun.checkpoint.files import FileLayer, committed_steps, set_aside
 from trainrun.config.saved_config import load_config, placed, plain_config, with_overrides
-from trainrun.config.saved_values import leaves_of, public, resolved
-from trainrun.config.schema import RunConfig, plain
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.config.saved_values import public, resolved
+from trainrun.config.schema import RunConfig, leaves_of, plain
+from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import (
     SEED,
     SEED_DRAWN,
@@ -41,7 +41,6 @@ from trainrun.folder.status import read_status
 from trainrun.instantiate import TARGET
 from trainrun.monitor.metric_rows import sound_rows
 from trainrun.output import say
-from trainrun.parallel.devices import external_ranks
 
 MAX_WORDS_BYTES = 2**22
 SHOWN = 8
@@ -246,16 +245,6 @@ def forget_failure(run: RunDir) -> bool:
     ):  # the last: until then it is all forgotten again
         path.unlink(missing_ok=True)
     return True
-
-
-def stay_finished(told: str) -> int:
-    """The exit code of a run that has nothing more to do; ranks that somebody else started are notified."""
-    say(told)
-    if external_ranks():
-        from trainrun.runs.torchrun import dismiss
-
-        dismiss()
-    return EXIT_DONE
 
 
 def finished(run: RunDir, config: RunConfig) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trainrun.config.compose import Composition, format_config
@@ -35,7 +36,7 @@ from trainrun.folder.run_folder import (
 from trainrun.folder.seal import is_sealed, seal_folder
 from trainrun.instantiate import BUILT
 from trainrun.output import counted, masked_word, say
-from trainrun.parallel.devices import external_ranks
+from trainrun.parallel.devices import external_ranks, num_devices
 from trainrun.runs import resume
 from trainrun.runs.failures import deadline, run_status
 from trainrun.runtime.signals import StopFlag, catch_signals, watchdog_limit
@@ -124,8 +125,23 @@ def _folder_of(composition: Composition) -> Path:
 def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """`execute`, unless the run has come to its end."""
     if order.resume and (text := resume.finished(run, config)):
-        return resume.stay_finished(text)
+        return stay_finished(text)
     return execute(run, config, order)
+
+
+def stay_finished(text: str) -> int:
+    """Return the exit code of a run that has nothing more to do; dismiss the ranks that torchrun or Slurm started."""
+    say(text)
+    if external_ranks():
+        torchrun_ranks().dismiss()
+    return EXIT_DONE
+
+
+def torchrun_ranks() -> ModuleType:
+    """Import what meets the ranks that torchrun or Slurm started; it needs torch, which a launcher does without."""
+    from trainrun.runs import torchrun
+
+    return torchrun
 
 
 def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
@@ -135,16 +151,12 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     if order.resume:  # else `new_run` has written it
         write_config(run, config, seal=is_sealed(run))
     if external_ranks():
-        from trainrun.runs.torchrun import lead_run
-
-        return lead_run(run, config, order)
+        return int(torchrun_ranks().lead_run(run, config, order))
     parallel = config.parallel
     if parallel.mode == "single":
         # imported here: a library may swallow the interrupt of a run that has begun
         from trainrun.runs.rank import train_here
     else:
-        from trainrun.parallel.rank_count import num_devices
-
         count, reason = num_devices(parallel.mode, parallel.accelerator, parallel.devices)
     write_json(run.job, {"resume": order.resume, "paths": order.paths, "typed": order.typed})
     began = command_start() if order.began is None else order.began
@@ -199,7 +211,7 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     resume.restore_config(run)
     if told := resume.finished(run, config):
-        return resume.stay_finished(told)
+        return stay_finished(told)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
         typed = typed_settings(translated(overrides).overrides)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 
-from trainrun.cli.run_arguments import Parser, add_trust, checkpoint_of
+from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.output import say
+from trainrun.parallel.devices import choose_device
+from trainrun.runs.restore_config import checkpoint_of, load_model
+from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run
+from trainrun.sampling.next_tokens import Draw, next_tokens
+from trainrun.sampling.run_tokens import context_of, encoded, first_line, pieces, tokens_of, writes_lines
+from trainrun.task.dict_batches import keywords_of
 
 MOST = 2**63 - 1
 
@@ -18,13 +24,6 @@ def main(argv: list[str]) -> int:
     asked = _checked(_parser().parse_args(argv))
     run_dir = open_run(asked.run_dir)
     which = checkpoint_of(run_dir, asked.which)
-
-    from trainrun.parallel.devices import choose_device
-    from trainrun.runs.restore_config import load_model
-    from trainrun.runs.resume import trusted_config
-    from trainrun.sampling.next_tokens import Draw, next_tokens
-    from trainrun.sampling.run_tokens import context_of, encoded, first_line, pieces, tokens_of, writes_lines
-    from trainrun.task.dict_batches import keywords_of
 
     config = trusted_config(run_dir, [], asked.trust)
     tokens = tokens_of(config, run_dir, "sample")

@@ -19,7 +19,6 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.load import read_checkpoint
 from trainrun.checkpoint.weights import fit_buffers
-from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.config.compose import Composition
 from trainrun.config.schema import InitConfig, RunConfig, with_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
@@ -37,7 +36,7 @@ from trainrun.folder.status import write_status
 from trainrun.output import quantity, say
 from trainrun.parallel.single import Single
 from trainrun.plots.compare import text_table
-from trainrun.runs.restore_config import give_task_state, parts_of, without_gpu
+from trainrun.runs.restore_config import checkpoint_of, give_task_state, parts_of, without_gpu
 from trainrun.runs.run import new_run
 from trainrun.runtime.signals import StopFlag
 from trainrun.sampling.run_tokenizer import SEAL

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from trainrun.cli.main import add_import_paths
-from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
+from trainrun.cli.commands import add_import_paths
+from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
 from trainrun.config.schema import with_values
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.export.served import record_call
 from trainrun.limits import EPOCH, STEP, parse_duration
 from trainrun.output import counted, say
-from trainrun.runs.restore_config import parts_of
+from trainrun.runs.restore_config import checkpoint_of, parts_of
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run, resume_run
 from trainrun.smaller.channels import format_reasons

@@ -8,11 +8,11 @@ from itertools import islice
 import torch
 
 from trainrun.assemble.model_and_transforms import split_words
-from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
+from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
 from trainrun.config.schema import with_values
 from trainrun.errors import ConfigError
 from trainrun.output import counted, say
-from trainrun.runs.restore_config import parts_of
+from trainrun.runs.restore_config import checkpoint_of, parts_of
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run
 from trainrun.smaller.channels import format_reasons

@@ -25,7 +25,7 @@ from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import TARGET, build
 from trainrun.interfaces import Batches, Parallel, batch_fields
 from trainrun.output import counted
-from trainrun.precision.other_types import cast_inputs
+from trainrun.precision.autocast import cast_inputs
 from trainrun.precision.update import AUTOCAST_TYPES
 from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import evaluating, kept_random_state

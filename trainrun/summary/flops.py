@@ -30,6 +30,7 @@ from trainrun.interfaces import counts_before
 from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.seeding import kept_random_state
 from trainrun.training.components import Components
+from trainrun.training.without_trace import first_batches, run_trial
 
 MIN_SECONDS = 10.0  # of training
 MIN_STEPS = 50  # counting takes about one
@@ -79,8 +80,6 @@ def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
 
 def flops_per_item(run: Components) -> float:
     """Count the operations an item takes in the first batch of the first epoch. Raises what the model raises."""
-    from trainrun.training.without_trace import first_batches, run_trial
-
     batch = map_leaves(first_batches(run.train)[0], lambda leaf: leaf)
     owners = (run.model, run.task, batch, run.optimizer, *run.hooks.by_key.values())
     return run_trial(partial(count_flops, run, batch), run.parallel.device, *owners)

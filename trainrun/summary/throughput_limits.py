@@ -21,6 +21,7 @@ from trainrun.seeding import kept_random_state
 from trainrun.timing.phases import Session
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
+from trainrun.training.without_trace import endless
 
 MIN_STEPS = 50  # the first ones warm up
 WORKER_START = 0.1  # seconds for each process
@@ -89,8 +90,6 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
     needed = (ahead(run) + BATCHES) * usual + start_seconds(run)
     if needed > MOST_SHARE * session.loop_seconds:
         return 0.0
-    from trainrun.training.without_trace import endless
-
     useful = positions = 0
     try:
         with kept_random_state(), closing(endless(run.train, [state.epoch, state.batches])) as batches:

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
-from trainrun.config.mistakes.messages import unreadable
+from trainrun.config.messages import unreadable
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import read_json, write_json
 from trainrun.folder.seal import check_files

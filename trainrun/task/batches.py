@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import IGNORED, TARGET_KEYS, batch_fields, input_key, target_key
+from trainrun.task.dict_batches import arguments_of, misfit
 from trainrun.tensors import HALF_TYPES
 
 
@@ -77,13 +78,9 @@ def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
         fields = batch_fields(batch)
         if not fields and isinstance(inputs, Tensor):
             return model(inputs, **more)
-        from trainrun.task.dict_batches import arguments_of
-
         args, named = arguments_of(model, inputs, batch, fields)
         return model(*args, **named, **more)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        from trainrun.task.dict_batches import misfit
-
         if fault := misfit(model, inputs, batch, error):
             raise PluginError(fault) from error
         raise

@@ -22,6 +22,15 @@ from trainrun.task.batches import (
     output_tensor,
     run_model,
 )
+from trainrun.task.losses import (
+    checked_weights,
+    is_summed,
+    no_sum,
+    out_of_range,
+    soft_step,
+    without_reduction,
+    wrong_number,
+)
 
 if TYPE_CHECKING:
     from trainrun.task.metrics.by_name import ClassMetrics
@@ -80,13 +89,9 @@ class Classification:
         self.loss: Callable[[Tensor, Tensor], Tensor] = partial(cross_entropy, **how)
         self.is_summed = True
         if class_weights is not None:  # a module, which moves its weights to the device
-            from trainrun.task.losses import checked_weights
-
             self.loss = nn.CrossEntropyLoss(checked_weights(class_weights, loss), **how)
         self.weighted = 0 if class_weights is None else len(class_weights)
         if loss is not None:
-            from trainrun.task.losses import is_summed, without_reduction
-
             self.loss = without_reduction(loss)
             self.is_summed = is_summed(self.loss)
         self.class_dim = class_dim
@@ -126,8 +131,6 @@ class Classification:
     def of_logits(self, logits: Tensor, target: Tensor) -> StepOutput:
         """logits: (B, C, ...), as `logits` gives them."""
         if target.is_floating_point():
-            from trainrun.task.losses import soft_step
-
             return soft_step(self, logits, target)
         if not self.checked:
             self._check(logits, target)
@@ -187,8 +190,6 @@ class Classification:
         if loss.ndim:
             return loss.sum()
         if not self.is_summed:
-            from trainrun.task.losses import no_sum
-
             raise no_sum(self.loss)
         return loss
 
@@ -220,14 +221,10 @@ class Classification:
 
     def _check_range(self, lowest: int, highest: int, num_classes: int, ndim: int) -> None:
         if not 0 <= lowest <= highest < num_classes:
-            from trainrun.task.losses import out_of_range
-
             raise out_of_range(lowest, highest, num_classes, self.ignore_index if ndim > 1 else None)
 
     def check_weights(self, logits: Tensor) -> None:
         if self.weighted and self.weighted != logits.shape[1]:
-            from trainrun.task.losses import wrong_number
-
             raise wrong_number(self.weighted, logits.shape[1])
 
 

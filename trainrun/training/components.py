@@ -34,6 +34,7 @@ from trainrun.scheduler.schedule import Schedule
 from trainrun.seeding import evaluating, random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
 from trainrun.train_state import OF_THIS_RANK, TrainState
+from trainrun.training.named_optimizers import optimizer_states, refuse
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import Hooks, TaskCalls, saved_state
 from trainrun.training.trained_parameters import TrainedParameters
@@ -113,8 +114,6 @@ class Components:
             self.schedule.rates if self.triggers.log else None
         )  # of this update: the schedule moves behind it
         if self.optimizers and (self.own_step is not None or self.config.loop):
-            from trainrun.training.named_optimizers import refuse
-
             refuse(self.optimizers)
         if closure is None:
             grad = self.precision.optimizer_step(self.optimizer, want_norm=self.triggers.log)
@@ -198,8 +197,6 @@ class Components:
 
     def _optimizer_state(self) -> dict[str, Any]:
         if self.optimizers:
-            from trainrun.training.named_optimizers import optimizer_states
-
             return optimizer_states(self.optimizers, self.model)
         return named_optimizer_state(self.optimizer, self.model)
 

@@ -17,6 +17,9 @@ from trainrun.interfaces import KeepsState, StepInfo
 from trainrun.seeding import derive_seed
 from trainrun.timing import phases
 from trainrun.train_state import TrainState
+from trainrun.training.checks.missing_gradients import WatchGradients
+from trainrun.training.checks.task_pictures import save_pictures
+from trainrun.training.checks.unsaved_state import UnsavedState
 from trainrun.training.triggers import STOP_INTERRUPT
 
 if TYPE_CHECKING:
@@ -93,9 +96,6 @@ class TaskCalls:
         parts = (self._task, run.own_step, *run.hooks.by_key.values(), *self._model.modules())
         packages = {type(part).__module__.partition(".")[0] for part in parts}
         if packages - {"builtins", "torch", "trainrun"}:
-            from trainrun.training.checks.missing_gradients import WatchGradients
-            from trainrun.training.checks.unsaved_state import UnsavedState
-
             self._unsaved = UnsavedState(run, self.unsaved_before)
             self._watching = [self._unsaved, WatchGradients(run)]
 
@@ -121,8 +121,6 @@ class TaskCalls:
     def evaluation_sees(self, model: nn.Module, batch: Any) -> None:
         """Each batch of it; the task makes pictures of the first."""
         if self._unseen and self._pictures is not None:
-            from trainrun.training.checks.task_pictures import save_pictures
-
             self._unseen = False
             save_pictures(self._pictures, self._hooks["pictures"](model, batch), self._name)
 

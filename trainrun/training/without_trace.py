@@ -5,7 +5,7 @@ what: `run_trial` runs the work on the objects of the run themselves. On a CPU i
     kept first and put back afterwards: the memory of tensors, gradients, optimizer state, random states, and the
     attributes of model, task and hooks with all that they hold.
 when: whatever runs code of the user's before the run uses it. What every step keeps for its own repetition is
-    `trainrun.training.recovery.buffer_copies`, which must cost next to nothing.
+    `trainrun.training.recovery.oom`, which must cost next to nothing.
 when not: functions of the user's that change global variables of their file, where no fork is possible.
 """
 

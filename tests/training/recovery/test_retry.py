@@ -17,9 +17,8 @@ from trainrun.data.split_batch import cut, num_rows
 from trainrun.interfaces import MicroBatch, StepOutput
 from trainrun.parallel.single import Single
 from trainrun.training.evaluate import sums_of
-from trainrun.training.recovery.buffer_copies import BufferCopies, not_finite
 from trainrun.training.recovery.nonfinite import num_nonfinite
-from trainrun.training.recovery.oom import OomRetry, no_memory
+from trainrun.training.recovery.oom import BufferCopies, OomRetry, no_memory, not_finite
 
 SINGLE = Single(torch.device("cpu"))
 NO_MEMORY = (

@@ -16,7 +16,7 @@ from trainrun.benchmark.remedies import FUSED, GRAPHS, tried_by_autotune
 from trainrun.benchmark.run_overrides import loader_overrides
 from trainrun.benchmark.search.acceptance import EXACT, NUMERIC
 from trainrun.benchmark.worker_messages import RunInfo
-from trainrun.config.mistakes.technique_rules import step_obstacles
+from trainrun.config.rules import step_obstacles
 from trainrun.config.schema import RunConfig
 from trainrun.data.engines.choice import numbers_up_to
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Final
 
-from trainrun.config.mistakes.value_words import nearest
 from trainrun.config.schema import RunConfig
+from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError, DataError, LaunchError, PluginError, TrainrunError
 from trainrun.instantiate import named_nodes
 from trainrun.runtime.child_process import ChildLate, can_fork, run_in_child

@@ -31,8 +31,7 @@ from trainrun.folder.run_folder import write_json
 from trainrun.interfaces import IGNORED, Batches, Parallel, Precision
 from trainrun.output import counted
 from trainrun.train_state import BadStep, RollBack, TrainState
-from trainrun.training.recovery.buffer_copies import numbers_in
-from trainrun.training.recovery.oom import OomRetry
+from trainrun.training.recovery.oom import OomRetry, numbers_in
 
 MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look
 MAX_SKIPPED_SHARE = 0.1

@@ -16,6 +16,7 @@ from trainrun.interfaces import KeepsState
 from trainrun.seeding import set_random_state
 from trainrun.train_state import OF_THIS_SESSION, TrainState
 from trainrun.training.components import Components
+from trainrun.training.named_optimizers import load_optimizer_states
 from trainrun.training.recovery.oom import no_memory
 from trainrun.training.task_calls import mapped
 from trainrun.user_code import line_of
@@ -102,8 +103,6 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
 
 def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
     if run.optimizers:
-        from trainrun.training.named_optimizers import load_optimizer_states
-
         load_optimizer_states(run.optimizers, run.model, place, tree, run.config.optimizer)
         return
     from trainrun.optimizer.load_named_state import configured_fields, load_named_optimizer_state

@@ -19,13 +19,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.config.aliases import aliases
+from trainrun.config.aliases import CASES, aliases, answer_to, answers
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
-from trainrun.config.mistakes.node_words import no_node
-from trainrun.config.mistakes.value_words import closest, described, nearest
-from trainrun.config.other_trainers.names import CASES, answer_to, answers
 from trainrun.config.saved_values import LOADER, read_yaml_text, yaml_place
 from trainrun.config.schema import RunConfig, open_nodes, settings
+from trainrun.config.validate import closest, described, nearest, no_node
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_duration
 from trainrun.model.choices import WORDS

@@ -1,0 +1,99 @@
+"""`trainrun KEY=VALUE ...`: a new run, a sweep, or the composed config without running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from trainrun.cli.commands import add_import_paths
+from trainrun.config.compose import Composition, compose_run, format_config, prepare
+from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
+from trainrun.folder.run_folder import LaunchSpec, RunDir, typed_settings
+from trainrun.folder.status import read_status
+from trainrun.output import say
+from trainrun.parallel.devices import external_ranks
+from trainrun.runs.run import begun, start, torchrun_ranks
+
+
+def main(words: list[str]) -> int:
+    """A new run, a sweep, or the composed config without running."""
+    if follows_others():
+        return int(torchrun_ranks().follow_run())
+    prepared, _ = prepare(words, Path.cwd())
+    if prepared.twice:
+        raise ConfigError(*prepared.twice)
+    sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
+    if len(prepared.flags) > len(sweeps):  # --cfg job
+        say(format_config(compose_run(words).config), end="")
+        return EXIT_DONE
+    paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
+    if sweeps:
+        if external_ranks():
+            raise ConfigError(
+                "--multirun: not inside torchrun; start the sweep alone, its jobs start their own ranks"
+            )
+        from trainrun.sweep.run_sweep import sweep_command
+
+        return sweep_command(prepared)
+    if "hydra.sweep.dir" in prepared.own:
+        raise ConfigError(
+            "hydra.sweep.dir: is the folder of a sweep (--multirun); one run has output_dir=..."
+        )
+    return train_one(words, paths)
+
+
+def train_one(words: list[str], paths: list[str]) -> int:
+    with others_dismissed():
+        composition = compose_run(words)
+    for note in composition.notes:
+        say(f"note: {note}", file=sys.stderr)
+    with contextlib.ExitStack() as held:
+        with others_dismissed():
+            run, config, again = held.enter_context(begun(in_earlier_folder(composition), words))
+        typed = () if again else typed_settings(composition.overrides)
+        return with_way_to_resume(run.root, lambda: start(run, config, LaunchSpec(again, paths, typed=typed)))
+
+
+@contextlib.contextmanager
+def others_dismissed() -> Iterator[None]:
+    """End the other ranks that torchrun or Slurm started, which wait for rank 0, if it finds a mistake."""
+    try:
+        yield
+    except TrainrunError as error:
+        if external_ranks():
+            torchrun_ranks().dismiss(error.exit_code)
+        raise
+
+
+def follows_others() -> bool:
+    """Whether this process is a rank above 0 that torchrun or Slurm started."""
+    return external_ranks() and os.environ["RANK"] != "0"
+
+
+def in_earlier_folder(composition: Composition) -> Composition:
+    """With the folder of this run before torchrun restarted the ranks, unless the words name one."""
+    if "hydra.run.dir" in composition.own or not external_ranks():
+        return composition
+    folder = torchrun_ranks().earlier_folder()
+    return composition if folder is None else replace(composition, own={"hydra.run.dir": folder})
+
+
+def with_way_to_resume(folder: Path, work: Callable[[], int]) -> int:
+    """A stopped run says how it goes on, also where a second Ctrl-C left no time to save."""
+    try:
+        code = work()
+    except KeyboardInterrupt as error:
+        with contextlib.suppress(OSError):
+            say(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    unfinished = code not in (EXIT_DONE, EXIT_USAGE) and read_status(RunDir(folder)).get("state") != "done"
+    if unfinished and (folder / "checkpoints").is_dir():
+        shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+        with contextlib.suppress(OSError):  # the terminal may be gone, the code still counts
+            say(f"go on with: trainrun resume {shlex.quote(shown)}", file=sys.stderr, flush=True)
+    return code
