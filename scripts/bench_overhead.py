@@ -39,8 +39,8 @@ from trainrun.timing.paired import Spent, ratio_of_totals
 def hand_written(epochs: int, hidden: list[int], folder: Path, device: str = "cpu") -> bench_kit.Hand:
     """Validation loss and steps of each epoch, which runs when it is asked for; then writes its files."""
     model = Mlp([1, 8, 8], 10, hidden).to(device)
-    x, y = (tensor.to(device) for tensor in tensors(digits.load("train")))
-    x_val, y_val = (tensor.to(device) for tensor in tensors(digits.load("val")))
+    x, y = (tensor.to(device) for tensor in tensors(digits.load()["train"]))
+    x_val, y_val = (tensor.to(device) for tensor in tensors(digits.load()["val"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     best, losses, step, before = 0.0, [], 0, 0
     kept: list[torch.Tensor] = []

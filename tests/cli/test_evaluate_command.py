@@ -39,7 +39,7 @@ def test_without_a_validation_the_last_checkpoint_is_taken_and_said(
 ) -> None:
     assert main(["trainer.max_steps=2", "monitor=none", "data.val=null", "hydra.run.dir=run"]) == 0
     capsys.readouterr()
-    words = ["run", "data.val._target_=trainrun.data.readers.builtin.digits.load", "data.val.split=val"]
+    words = ["run", "data.val._target_=trainrun.data.readers.builtin.digits.load"]
     assert main(["evaluate", *words]) == 0
     told = capsys.readouterr()
     assert told.out.startswith("step-00000002 (last): ")

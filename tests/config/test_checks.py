@@ -96,14 +96,14 @@ READER = {
         ({"seed": 1}, "data.val.seed=1: both parts are cut"),
         ({"path": "b.csv"}, "for validation data of its own set data.train.val_path=b.csv"),
         ({"path": "b.csv", "val_path": "b.csv"}, ""),
-        ({"path": "b.csv", "split": "test"}, ""),
+        ({"path": "b.csv", "val_fraction": 0}, ""),
         ({"path": "b.csv", "val_fraction": 0.5}, ""),
     ],
 )
 def test_a_validation_part_is_cut_as_the_training_part_is(val: dict[str, Any], said: str) -> None:
     config = with_values(
         RunConfig(),
-        {"data.train": {**READER, "split": "train"}, "data.val": {**READER, "split": "val", **val}},
+        {"data.train": READER, "data.val": {**READER, **val}},
     )
     faults = [line for line in pair_faults(config) if line.startswith("data.val")]
     assert len(faults) == bool(said)

@@ -397,8 +397,8 @@ def test_a_new_path_is_put_in_where_the_old_one_was_a_path(folder: str, tmp_path
     path = tmp_path / "config.yaml"
     path.write_text(format_config(compose_run(words).config))
     data = load_config(path, ["data.path=val"]).data
-    assert [data.train[name] for name in ("path", "file", "split", "target")] == ["val", "val", "train", "y"]
-    assert [data.val[name] for name in ("path", "split", "target")] == ["val", "val", "y"]
+    assert [data.train[name] for name in ("path", "file", "target")] == ["val", "val", "y"]
+    assert [data.val[name] for name in ("path", "target")] == ["val", "y"]
 
 
 def test_training_tells_of_a_validation_that_a_new_path_does_not_reach(

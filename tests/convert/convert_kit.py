@@ -91,7 +91,6 @@ def npz(folder: Path) -> list[str]:
         "a.npz",
         "data.test._target_=trainrun.data.readers.arrays.numpy_files.load",
         "data.test.path=a.npz",
-        "data.test.split=test",
     ]
 
 

@@ -242,9 +242,9 @@ def tables(tmp_path_factory):
 
 
 FORMATS = {
-    "csv": lambda folder: csv_files.load(str(folder / "t.csv"), "train", ["x"], "label"),
-    "parquet": lambda folder: parquet_files.load(str(folder / "t.parquet"), "train", ["x"], "label"),
-    "datasets": lambda folder: huggingface.load(str(folder / "t.parquet"), "train", ["x", "label"]),
+    "csv": lambda folder: csv_files.load(str(folder / "t.csv"), ["x"], "label")["train"],
+    "parquet": lambda folder: parquet_files.load(str(folder / "t.parquet"), ["x"], "label")["train"],
+    "datasets": lambda folder: huggingface.load(str(folder / "t.parquet"), ["x", "label"])["train"],
 }  # fmt: skip
 
 

@@ -27,12 +27,12 @@ def labels_with(wrong: int) -> list[int]:
 def as_csv(folder: Path, labels: list[int], **arguments: Any) -> Any:
     lines = [f"{i},{label}" for i, label in enumerate(labels)]
     (folder / "t.csv").write_text("\n".join(["a,y", *lines, ""]))
-    return csv_files.load(str(folder / "t.csv"), "train", val_fraction=0.1, **arguments)
+    return csv_files.load(str(folder / "t.csv"), val_fraction=0.1, **arguments)["train"]
 
 
 def as_arrays(folder: Path, labels: list[int]) -> Any:
     np.savez(folder / "t.npz", x_train=np.zeros((N, 2), np.float32), y_train=np.array(labels))
-    return arrays.load(str(folder / "t.npz"), "train", val_fraction=0.1)
+    return arrays.load(str(folder / "t.npz"), val_fraction=0.1)["train"]
 
 
 def as_pictures(folder: Path, labels: list[int]) -> Any:
@@ -42,20 +42,20 @@ def as_pictures(folder: Path, labels: list[int]) -> Any:
         Image.new("L", (2, 2)).save(folder / f"{i}.png")
     lines = [f"{i}.png,{label}" for i, label in enumerate(labels)]
     (folder / "labels.csv").write_text("\n".join(["file,label", *lines, ""]))
-    return image_folder.load(str(folder), "train", labels="labels.csv", val_fraction=0.1, shape=[1, 2, 2])
+    return image_folder.load(str(folder), labels="labels.csv", val_fraction=0.1, shape=[1, 2, 2])["train"]
 
 
 def as_parquet(folder: Path, labels: list[int]) -> Any:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"a": np.zeros(N), "y": labels}), folder / "t.parquet")
-    return parquet.load(str(folder / "t.parquet"), "train", val_fraction=0.1)
+    return parquet.load(str(folder / "t.parquet"), val_fraction=0.1)["train"]
 
 
 def as_hdf5(folder: Path, labels: list[int]) -> Any:
     h5py = pytest.importorskip("h5py")
     with h5py.File(folder / "t.h5", "w") as file:
         file["x"], file["y"] = np.zeros((N, 2), np.float32), labels
-    return hdf5.load(str(folder / "t.h5"), "train", val_fraction=0.1)
+    return hdf5.load(str(folder / "t.h5"), val_fraction=0.1)["train"]
 
 
 PLACES = {

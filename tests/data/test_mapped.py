@@ -80,7 +80,7 @@ def test_a_large_file_takes_no_memory_of_the_process(tmp_path):
     np.save(tmp_path / "y_train.npy", np.zeros(rows, np.int64))
     process = psutil.Process()
     before = process.memory_info()
-    stream, line = opened(arrays.load(str(tmp_path), "train"), shuffle=False, max_sequence_length=None)
+    stream, line = opened(arrays.load(str(tmp_path))["train"], shuffle=False, max_sequence_length=None)
     next(stream.epoch(0))
     after = process.memory_info()
     assert "mapped" in line
@@ -102,7 +102,7 @@ def test_a_part_that_is_held_out_is_gathered_like_the_whole(tmp_path, monkeypatc
     for listed in (8, 2**20):
         monkeypatch.setattr(arrays, "LISTED", listed)
         monkeypatch.setattr(arrays, "in_memory", lambda *_: False)
-        source = arrays.load(str(tmp_path), split, **words)
+        source = arrays.load(str(tmp_path), **words)[split]
         rows = [source.describe(index).rpartition(" ")[2] for index in range(len(source))]
         chosen = np.array(rows).astype(np.int64)
         x, y = np.load(tmp_path / "x_train.npy")[chosen], np.load(tmp_path / "y_train.npy")[chosen]

@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
 
 
 def pictures(folder, **words):
-    return image_folder.load(folder, "train", val_fraction=0.0, shape=[3, 8, 8], dtype="float32", **words)
+    return image_folder.load(folder, val_fraction=0.0, shape=[3, 8, 8], dtype="float32", **words)["train"]
 
 
 def arrays():
@@ -145,6 +145,6 @@ def test_a_part_of_it_and_bytes_that_were_asked_for(folder):
     part = Subset(pictures(folder), [5, 3, 8, 1])
     assert isinstance(opened(part)._batches, Scaled)
     assert_same(epochs(Plain(part)), epochs(part))
-    whole = image_folder.load(folder, "train", val_fraction=0.0, shape=[3, 8, 8], dtype="uint8")
+    whole = image_folder.load(folder, val_fraction=0.0, shape=[3, 8, 8], dtype="uint8")["train"]
     assert not isinstance(opened(whole), Scaled)
     assert epochs(whole)[0].data[0].dtype is torch.uint8

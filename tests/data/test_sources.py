@@ -54,7 +54,7 @@ def test_digits_are_those_of_scikit_learn():
     from sklearn.datasets import load_digits
 
     expected = load_digits()
-    train, val = digits.load("train"), digits.load("val")
+    train, val = digits.load()["train"], digits.load()["val"]
     images = torch.cat([train.tensors[0], val.tensors[0]])
     labels = torch.cat([train.tensors[1], val.tensors[1]])
     order = torch.cat(hold_out(torch.from_numpy(expected.target), 0.2, 0))
@@ -69,7 +69,7 @@ def test_a_damaged_file_of_digits_is_one_line(tmp_path, monkeypatch):
     for content in (b"", b"PK\x03\x04 cut", digits_file().read_bytes()[:20_000]):
         (tmp_path / "digits.npz").write_bytes(content)
         with pytest.raises(DataError, match="data=digits: cannot read .*install trainrun again"):
-            digits.load("train")
+            digits.load()["train"]
 
 
 def digits_file() -> Path:
@@ -80,7 +80,7 @@ def digits_file() -> Path:
 
 def test_no_such_part():
     with pytest.raises(DataError, match="split=test: no such part of the data; allowed: train, val"):
-        digits.load("test")
+        digits.load()["test"]
 
 
 # --- IDX files ----------------------------------------------------------------------------------
@@ -145,38 +145,38 @@ def no_fashion(tmp_path, monkeypatch):
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_fashion_mnist(tmp_path, suffix):
     write_fashion(tmp_path, suffix=suffix)
-    train, val, test = (fashion_mnist.load(split, str(tmp_path)) for split in ("train", "val", "test"))
+    train, val, test = (fashion_mnist.load(str(tmp_path))[split] for split in ("train", "val", "test"))
     assert train.tensors[0].shape == (20, 1, 28, 28)
     assert (train.num_classes, train.class_names[9]) == (10, "Ankle boot")
     assert torch.equal(val.tensors[0], test.tensors[0])
     assert val.tensors[1].tolist() == list(range(10))
     assert train.tensors[0].dtype is torch.uint8
-    plain = columns_of(fashion_mnist.load("train", str(tmp_path), normalize=False), "data.train")[0][0]
+    plain = columns_of(fashion_mnist.load(str(tmp_path), normalize=False)["train"], "data.train")[0][0]
     assert plain.flatten()[:256].tolist() == pytest.approx([i / 255 for i in range(256)])
     torch.testing.assert_close(columns_of(train, "data.train")[0][0], (plain - 0.2860) / 0.3530)
 
 
 def test_where_fashion_mnist_is_looked_for(no_fashion):
     with pytest.raises(DataError, match=r"not found in .*/trainrun/fashion-mnist or .*debian;") as caught:
-        fashion_mnist.load("train")
+        fashion_mnist.load()["train"]
     assert "apt-get install dataset-fashion-mnist, or download" in str(caught.value)
     assert str(caught.value).endswith("data.path=<folder>")
     write_fashion(no_fashion / "debian", first_label=1)
-    assert fashion_mnist.load("train").tensors[1][0] == 1
+    assert fashion_mnist.load()["train"].tensors[1][0] == 1
     write_fashion(no_fashion / "cache" / "trainrun" / "fashion-mnist", first_label=2)
-    assert fashion_mnist.load("train").tensors[1][0] == 2
+    assert fashion_mnist.load()["train"].tensors[1][0] == 2
     write_fashion(no_fashion / "mine", first_label=3)
-    assert fashion_mnist.load("train", str(no_fashion / "mine")).tensors[1][0] == 3
+    assert fashion_mnist.load(str(no_fashion / "mine"))["train"].tensors[1][0] == 3
 
 
 def test_a_wrong_path_is_not_replaced_by_another(no_fashion):
     write_fashion(no_fashion / "debian")
     with pytest.raises(DataError, match=r"data.path=/no/where: no such folder; it must hold the four IDX"):
-        fashion_mnist.load("train", "/no/where")
+        fashion_mnist.load("/no/where")["train"]
     write_fashion(no_fashion / "half")
     (no_fashion / "half" / "t10k-labels-idx1-ubyte.gz").unlink()
     with pytest.raises(DataError, match=r"data.path=.*/half: lacks t10k-labels-idx1-ubyte; it must"):
-        fashion_mnist.load("train", str(no_fashion / "half"))
+        fashion_mnist.load(str(no_fashion / "half"))["train"]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_fashion_mnist_of_the_wrong_shape(tmp_path, name, array, message):
     write_fashion(tmp_path)
     (tmp_path / name).write_bytes(gzip.compress(idx_bytes(array)))
     with pytest.raises(DataError, match=message):
-        fashion_mnist.load("train", str(tmp_path))
+        fashion_mnist.load(str(tmp_path))["train"]
 
 
 # --- arrays of the user's -----------------------------------------------------------------------
@@ -211,22 +211,22 @@ def test_arrays(tmp_path, named_arrays, kind):
         path = tmp_path
         for name, array in named_arrays.items():
             np.save(path / name, array)
-    x, y = arrays.load(str(path), "train").tensors
+    x, y = arrays.load(str(path))["train"].tensors
     np.testing.assert_array_equal(x, named_arrays["x_train"])
     np.testing.assert_array_equal(y, named_arrays["y_train"])
     for workers in ("auto", 1):
         options = StreamOptions("data.train", True, 6, 0, shuffle=False, num_workers=workers)
-        stream, _ = open_batches(arrays.load(str(path), "train"), options)
+        stream, _ = open_batches(arrays.load(str(path))["train"], options)
         assert next(stream.epoch(0)).data[0].tolist() == named_arrays["x_train"].tolist()
         stream.close()
     with pytest.raises(DataError, match=r"data.path=.*: y_val missing; found x_train, x_val, y_train"):
-        arrays.load(str(path), "val")
+        arrays.load(str(path))["val"]
 
 
 def test_arrays_that_cannot_be_read(tmp_path):
     def fault(path):
         with pytest.raises(DataError) as caught:
-            arrays.load(str(path), "train")
+            arrays.load(str(path))["train"]
         assert str(caught.value).startswith(f"data.path={path}: ")
         return str(caught.value)
 

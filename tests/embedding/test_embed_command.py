@@ -33,7 +33,7 @@ def run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
     from trainrun.data.readers.builtin.digits import load
 
-    return load("train").tensors
+    return load()["train"].tensors
 
 
 def words_told(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -81,7 +81,7 @@ def test_targets_exist_and_every_argument_is_listed(path: Path):
 def test_a_missing_argument_and_a_surplus_key_are_seen(tmp_path: Path):
     path = tmp_path / "mlp.yaml"
     path.write_text(
-        "train:\n  _target_: trainrun.data.readers.builtin.digits.load\n  split: train\n  val_fraction: 0.1\n  sed: 1\n"
+        "train:\n  _target_: trainrun.data.readers.builtin.digits.load\n  val_fraction: 0.1\n  sed: 1\n"
     )
     assert faults_of(path, "data") == [
         "trainrun.data.readers.builtin.digits.load: seed is not listed",

@@ -45,7 +45,7 @@ def test_of_tokens_and_of_bytes(folder: Path, capsys: pytest.CaptureFixture[str]
     named = [f"data.{split}.tokenizer=tokenizer.json" for split in ("train", "val")]
     for more, tokenizer in (([], None), (named, "tokenizer.json")):
         run = trainrun.train(*WORDS, *TEXT, *more)
-        size = load("a.txt", "train", block_size=16, tokenizer=tokenizer, cache_dir="kept").bytes_per_token
+        size = load("a.txt", block_size=16, tokenizer=tokenizer, cache_dir="kept")["train"].bytes_per_token
         assert (size == 1) == (tokenizer is None)
         row = evaluated(run)
         assert row["val/bpb"] == pytest.approx(row["val/loss"] / math.log(2) / size)

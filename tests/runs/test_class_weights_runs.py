@@ -17,7 +17,7 @@ WORDS = ("task.class_weights=balanced", "precision=64", "data.batch_size=48", *Q
 
 
 def test_balanced_is_a_list_of_numbers_and_a_resume_changes_no_bit(workdir: Path) -> None:
-    counts = facts_of(load("train", 0.2, 0)).class_counts
+    counts = facts_of(load(0.2, 0)["train"]).class_counts
     assert len(counts) == 10
     listed = ",".join(map(repr, balanced(counts)))
     whole = resumable(*WORDS)

@@ -50,7 +50,7 @@ def test_python_trains_with_the_same_words(workdir: Path) -> None:
     assert {"start", "train", "eval", "end"} <= kinds
     model = package.load_model(run.folder, which="best")
     assert not model.training
-    source = digits.load("val")
+    source = digits.load()["val"]
     inputs, target = source.tensors
     accuracy = float((model(torch.as_tensor(inputs)).argmax(1) == torch.as_tensor(target)).float().mean())
     assert accuracy == pytest.approx(run.status["value"], abs=1e-6)

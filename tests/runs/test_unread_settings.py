@@ -67,7 +67,7 @@ def test_new_validation_data_after_folds():
 def test_new_validation_data_beside_named_sets():
     node = "trainrun.data.readers.tables.csv_files.load"
     sets = [f"data.val.{name}.{word}" for name in ("day", "night")
-            for word in (f"_target_={node}", "path=t.csv", "split=train", "target=y", "val_fraction=0")]  # fmt: skip
+            for word in (f"_target_={node}", "path=t.csv", "val_path=t.csv", "target=y")]  # fmt: skip
     trainrun.train(*TABLE, "data.val=null", *(f"+{word}" for word in sets))
     check_new_data()
 

@@ -23,6 +23,7 @@ from trainrun.data.facts import (
 from trainrun.data.overlap.shared_rows import describe_shared_rows
 from trainrun.data.pipeline import open_batches, with_look
 from trainrun.data.stream_options import Report, StreamOptions, check_options
+from trainrun.data.tensor_dataset import SplitBuilder
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import build, named_nodes
 from trainrun.interfaces import IGNORED, DataFacts, Parallel
@@ -56,14 +57,14 @@ def build_sources(
     data, task = config.data, config.task or {}
     named = {f"train.{name}": node for name, node in named_nodes(data.train).items()} or {"train": data.train}
     validation = (validation_nodes(data) or {"val": None}) if data.folds is None else {}
-    sources: dict[str, Any] = {}
+    builder, sources = SplitBuilder(), dict[str, Any]()
     for name, node in {**named, **validation, "test": data.test}.items():
         arguments: dict[str, Any] = {}
         if node and node.get("target_dtype") == "auto" and task.get("_target_") == REGRESSION:
             arguments["target_dtype"] = "float32"
         if node and trained is not None and trained.inputs and node.get("inputs", ()) is None:
             arguments["inputs"] = list(trained.inputs)
-        sources[name] = build(node, key_of(name), **arguments) if node else None
+        sources[name] = builder.build(node, key_of(name), kind_of(name), **arguments) if node else None
     sources = with_training_names(sources, trained)
     told = {key_of(name): getattr(source, "notice", "") for name, source in sources.items()}
     notes += [f"{key}: {notice}" for key, notice in told.items() if notice and isinstance(notice, str)]

@@ -32,6 +32,7 @@ from trainrun.config import messages
 from trainrun.config.argv import CUSTOM, conf_dir, groups, options
 from trainrun.config.messages import base_60_faults, configs, limit_fault, yaml_fault
 from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
+from trainrun.instantiate import TARGET
 from trainrun.limits import ANY, NODES, fits, parse_seconds
 from trainrun.model.choices import WORDS
 
@@ -125,6 +126,7 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
     if cfg is not None:
         faults += base_60_faults(files, folders[:-1], [*choices, *LEFT_OUT]) if files else []
         raise_trackers(cfg)
+        fill_splits(cfg)
         if cfg.monitor.tracker is not None:
             add_trackers(cfg, cfg.monitor.tracker)
         for override in settings:
@@ -135,6 +137,26 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
         faults += [fault for override in refused if (fault := _put(cfg, override, folders))]
         _fill_epochs(cfg)
     return cfg
+
+
+SAME_SOURCE = "${data.train}"  # of data.val and data.test: another split of what data.train reads
+
+
+def fill_splits(cfg: DictConfig) -> None:
+    """Replace references to the whole node `data.train` by one for each argument, which single words may change."""
+    data = OmegaConf.to_container(cfg.data, resolve=False)
+    assert isinstance(data, dict)
+    for name in ("val", "test"):
+        if data[name] == SAME_SOURCE and isinstance(data["train"], dict):
+            cfg.data[name] = references_to(data["train"])
+
+
+def references_to(train: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments that follow those of `data.train`, whose node is given as it is written."""
+    return {
+        name: value if name == TARGET or str(value).startswith("${") else f"${{data.train.{name}}}"
+        for name, value in train.items()
+    }
 
 
 def _fill_epochs(cfg: DictConfig) -> None:

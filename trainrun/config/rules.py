@@ -136,9 +136,9 @@ def _held_out_parts(config: RunConfig) -> Iterator[str]:
     train = config.data.train or {}
     for split, node in validation_nodes(config.data).items():
         target, key = str(node.get(TARGET)), f"data.{split.replace('/', '.')}"
-        if target != train.get(TARGET) or not target.startswith(READERS) or node.get("split") != "val":
+        if target != train.get(TARGET) or not target.startswith(READERS):
             continue
-        if node.get("val_path") is not None:  # nothing is cut
+        if node.get("val_path") is not None or node.get("val_fraction") == 0:  # nothing is cut
             continue
         alike = node.get("path") == train.get("path")
         for name in {"val_fraction", "seed"} & node.keys() & train.keys() if alike else ():

@@ -20,6 +20,7 @@ from trainrun.config.argv import CommandLine, conf_dir, groups, split_command_li
 from trainrun.config.compose import idle_settings, untold, with_values_meant
 from trainrun.config.messages import explain_reference
 from trainrun.config.overrides import (
+    SAME_SOURCE,
     add_trackers,
     in_tracker,
     lower_trackers,
@@ -27,6 +28,7 @@ from trainrun.config.overrides import (
     put,
     raise_trackers,
     read_override,
+    references_to,
     schema_node,
 )
 from trainrun.config.rules import unread_path
@@ -78,7 +80,9 @@ def following(saved: DictConfig, words: list[str]) -> list[str]:
         target = node.get(TARGET)
         if target is None or f"data.{split}.{TARGET}" in given:
             continue
-        ours = option_of(target).get("train" if split == "train" else "val", {})
+        option = option_of(target)
+        ours = option.get("train" if split == "train" else "val", {})
+        ours = references_to(option["train"]) if ours == SAME_SOURCE else ours
         is_own = not ours and split != "train" and target == train.get(TARGET)
         for name, value in ({name: f"${{data.train.{name}}}" for name in node} if is_own else ours).items():
             reference, key = REFERENCE.fullmatch(str(value)), f"data.{split}.{name}"

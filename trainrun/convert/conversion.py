@@ -23,8 +23,9 @@ from trainrun.convert.source import DEST, filled
 from trainrun.convert.split_samples import Samples, iterate_encoded, leaves_of
 from trainrun.data.cache.fingerprint import own_fingerprint
 from trainrun.data.readers.records.record import META_NAME
+from trainrun.data.tensor_dataset import SplitBuilder
 from trainrun.errors import ConfigError, DataError
-from trainrun.instantiate import bind_faults, build
+from trainrun.instantiate import bind_faults
 from trainrun.runtime.signals import StopFlag, catch_stops
 
 SPLITS = ("train", "val", "test")
@@ -174,9 +175,9 @@ def read_splits(config: DataConfig) -> tuple[str, dict[str, Samples]]:
     errors = [error for name, node in nodes.items() for error in bind_faults(node, f"data.{name}")]
     if errors:
         raise ConfigError(*errors)
-    digest, splits = hashlib.sha256(), {}
+    digest, splits, builder = hashlib.sha256(), {}, SplitBuilder()
     for name, node in nodes.items():
-        source = build(node, f"data.{name}")
+        source = builder.build(node, f"data.{name}", name)
         if source is None:  # there is no test data
             continue
         digest.update(f"{name} {node} {own_fingerprint(source)}".encode())
@@ -204,9 +205,9 @@ def split_path(to: str, dest: str, split: str) -> str:
 def split_node(to: str, train: Mapping[str, Any], dest: str, split: str) -> dict[str, Any]:
     """Return the node of a split other than `train`. train: the node data.train of the printed settings."""
     if to == "npy":
-        return {**train, "split": split}
+        return dict(train)
     settings = {name: value for name, value in train.items() if name not in HELD_OUT_SETTINGS}
-    return {**settings, "split": split, f"{split}_path": split_path(to, dest, split)}
+    return {**settings, f"{split}_path": split_path(to, dest, split)}
 
 
 def check_written(to: str, dest: Path, splits: dict[str, Samples], use: list[str]) -> tuple[list[str], int]:
@@ -221,7 +222,7 @@ def check_written(to: str, dest: Path, splits: dict[str, Samples], use: list[str
         if to == "npy" or split == "test":
             node = split_node(to, config.train, str(dest), split)
         try:
-            written = Samples(build(node, f"data.{split}"), f"data.{split}")
+            written = Samples(SplitBuilder().build(node, f"data.{split}", split), f"data.{split}")
         except DataError as error:
             raise DataError(f"{dest}: cannot be read back: {error}") from error
         count += compare_samples(samples, written)

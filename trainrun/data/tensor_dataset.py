@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,12 +16,14 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from trainrun.data.batch import Preparation, as_tensor, is_integer
 from trainrun.data.readers.mapped_files import MappedFile, check_lengths, mapping_of, mappings_of
 from trainrun.errors import DataError
+from trainrun.instantiate import BUILT, build
 from trainrun.interfaces import target_key
 
 if TYPE_CHECKING:
     from trainrun.data.scale import Scale
 
 Column = Tensor | np.ndarray[Any, Any]
+SPLITS = ("train", "val", "test")
 COLUMN_TYPES = (Tensor, np.ndarray)
 INDEXED = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16")  # kind and bytes
 ALLOWED = (
@@ -54,6 +56,42 @@ class Arrays:
 
     def as_bytes(self) -> tuple[Arrays, Scale] | None:
         return None if self.scale is None else (replace(self, scale=None), self.scale)
+
+
+class Splits(Mapping[str, Any]):
+    """`train`, `val` and `test` of a source. A split is built when it is first asked for; test may be None."""
+
+    def __init__(self, build: Callable[[str], Any]) -> None:
+        self._build = cache(build)
+
+    def __getitem__(self, split: str) -> Any:
+        return self._build(split)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SPLITS)
+
+    def __len__(self) -> int:
+        return len(SPLITS)
+
+
+class SplitBuilder:
+    """Builds the data sets of nodes. Nodes of one reader with the same arguments are read once."""
+
+    def __init__(self) -> None:
+        self._splits: list[tuple[dict[str, Any], Splits]] = []
+
+    def build(self, node: dict[str, Any], key: str, split: str, **arguments: Any) -> Any:
+        """Return the data set of a node, of which a reader of several splits gives the named one."""
+        wanted = {**node, **arguments}
+        for known, splits in self._splits:
+            if known == wanted:
+                BUILT.add(key)
+                return splits[split]
+        built = build(node, key, **arguments)
+        if not isinstance(built, Splits):
+            return built
+        self._splits.append((wanted, built))
+        return built[split]
 
 
 @dataclass(frozen=True)

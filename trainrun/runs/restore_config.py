@@ -115,7 +115,7 @@ def validating_new_data(config: RunConfig, typed: set[str]) -> RunConfig:
     if data.folds is not None:
         config = with_values(config, NO_FOLDS)
     if "data.train.val_path" in typed and is_node(node) and not is_node(data.val):
-        config = with_values(config, {"data.val": {**node, "split": "val"}})
+        config = with_values(config, {"data.val": dict(node)})
     return config
 
 
@@ -147,7 +147,7 @@ def reading_whole_path(config: RunConfig, split: str) -> RunConfig:
     """Return the config with all samples of `data.path` in a split, or those that are called like it there."""
     data, key = config.data, f"{split}_path"
     own = getattr(data, split)
-    node = own if is_node(own) else {**(data.train or {}), "split": split}
+    node = own if is_node(own) else data.train or {}
     changes: dict[str, Any] = {
         "data.train": {**(data.train or {}), key: data.path},
         f"data.{split}": {**node, "path": data.path, key: data.path},

@@ -98,7 +98,7 @@ def _outcome(
         config = in_doubles(config, steps, batch_size, accumulate)
         if samples is not None:
             source = next(iter(named_nodes(config.data.train).values()), config.data.train)
-            config = with_values(config, {"data.train": first_samples(source, samples)})
+            config = with_values(config, {"data.train": first_samples(source, samples, "train")})
         if num_ranks > 1:
             config = with_values(config, {"parallel.mode": "ddp", "parallel.devices": num_ranks})
         return config

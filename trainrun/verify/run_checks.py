@@ -117,7 +117,9 @@ def exact_parts(config: RunConfig, folder: Path, val_batch_size: int | None) -> 
     nodes = validation_nodes(changed.data)
     changed = replace(in_doubles(changed, 1, min(16, changed.data.batch_size), 1), loop=None)
     if val_batch_size is not None and nodes:
-        few = {name.removeprefix("val/"): first_samples(node, FEW_SAMPLES) for name, node in nodes.items()}
+        few = {
+            name.removeprefix("val/"): first_samples(node, FEW_SAMPLES, "val") for name, node in nodes.items()
+        }
         changed = with_values(changed, {
             "data.val": few["val"] if "val" in nodes else few, "data.val_batch_size": val_batch_size,
             "trainer.limit_val_batches": 1.0,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainrun.data.tensor_dataset import columns_of
+from trainrun.data.tensor_dataset import Splits, columns_of
 from trainrun.errors import DataError
 
 MAKERS = (torch.randn, torch.rand, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace)
@@ -36,9 +36,10 @@ class Doubles(TorchFunctionMode):
 
 
 class First:
-    """A map-style data set; what else the source says of itself it says too."""
+    """A map-style data set; what else the source says of itself it says too. split: which of the source's splits."""
 
-    def __init__(self, source: Any, count: int) -> None:
+    def __init__(self, source: Any, count: int, split: str) -> None:
+        source = source[split] if isinstance(source, Splits) else source
         columns = columns_of(source, "data")
         self._about, self._samples = source, source if columns is None else columns
         if not hasattr(type(self._samples), "__len__"):
@@ -59,6 +60,6 @@ class First:
         return getattr(self._about, name)
 
 
-def first_samples(node: Any, count: int) -> dict[str, Any]:
-    """The node of a source with only its first samples."""
-    return {"_target_": f"{__name__}.First", "source": copy.deepcopy(node), "count": count}
+def first_samples(node: Any, count: int, split: str) -> dict[str, Any]:
+    """The node of a source with only the first samples of a split."""
+    return {"_target_": f"{__name__}.First", "source": copy.deepcopy(node), "count": count, "split": split}

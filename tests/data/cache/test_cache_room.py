@@ -197,7 +197,7 @@ def test_caches_of_texts_are_listed_held_and_removed(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_bytes(b"some words\n" * 500)
     folder = tmp_path / "tokens"
-    source = load_text(f"{tmp_path}/*.txt", "train", kind="lines", cache_dir=str(folder), val_fraction=0.0)
+    source = load_text(f"{tmp_path}/*.txt", kind="lines", cache_dir=str(folder), val_fraction=0.0)["train"]
     (entry,) = caches_in(known_folders())
     assert "a.txt" in entry.source
     assert entry.num_bytes > 10_000
@@ -207,7 +207,7 @@ def test_caches_of_texts_are_listed_held_and_removed(tmp_path: Path) -> None:
     gc.collect()
     assert entry.remove()
     assert not entry.path.exists()
-    again = load_text(f"{tmp_path}/*.txt", "train", kind="lines", cache_dir=str(folder), val_fraction=0.0)
+    again = load_text(f"{tmp_path}/*.txt", kind="lines", cache_dir=str(folder), val_fraction=0.0)["train"]
     assert len(again) == 1000
 
 

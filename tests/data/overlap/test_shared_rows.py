@@ -107,7 +107,7 @@ def test_pictures_are_compared_by_their_content(tmp_path: Path):
             folder = tmp_path / name / "ab"[number % 2]
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(tmp_path / "all" / "ab"[number % 2] / f"{number}.png", folder / f"copy-{number}.png")
-    train, val = (image_folder.load(str(tmp_path), split) for split in ("train", "val"))
+    train, val = (image_folder.load(str(tmp_path))[split] for split in ("train", "val"))
     found = count_shared_rows(train, val)
     assert found is not None
     assert (found.shared, found.compared) == (3, 7)
@@ -200,6 +200,6 @@ def write_parquet(path: Path, numbers: range) -> None:
 def test_samples_inside_of_files_are_compared(tmp_path: Path, module, write, ending: str, arguments: dict):
     for split, numbers in (("train", range(60)), ("val", range(50, 80)), ("test", range(60, 80))):
         write(tmp_path / f"{split}.{ending}", numbers)
-    sources = {split: module.load(str(tmp_path), split, **arguments) for split in OPTIONS}
+    sources = {split: module.load(str(tmp_path), **arguments)[split] for split in OPTIONS}
     lines = describe_shared_rows(sources, OPTIONS)
     assert [line.partition(" rows")[0] for line in lines] == ["data.val: 10 of 30"]

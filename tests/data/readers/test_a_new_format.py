@@ -17,7 +17,7 @@ MODULE = '''
 import json
 import torch
 from trainrun.data.readers.parts import SplitRequest
-from trainrun.data.readers.reader_protocol import Info, dataset_of
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 
 class JsonLines:
     """Samples `(x, y)` of .jsonl files."""
@@ -34,12 +34,11 @@ class JsonLines:
         rows = [json.loads(self.lines[index]) for index in indices]
         return [(torch.tensor(list(map(float, row["x"]))), row["y"]) for row in rows]
 
-def load(path, split, val_path=None, test_path=None, val_fraction=0.25, seed=0):
-    part = SplitRequest(split, path, val_path, test_path, val_fraction, seed).find_files((".jsonl",))
-    return None if part is None else dataset_of(JsonLines(part.files), part)
+def load(path, val_path=None, test_path=None, val_fraction=0.25, seed=0):
+    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files((".jsonl",))
+    return splits_of_files(found, lambda files: ReadFiles(JsonLines(files)))
 '''
-NODES = [f"data.{part}.{word}" for part in ("train", "val")
-         for word in ("_target_=my_format.load", "path=rows.jsonl", f"split={part}")]  # fmt: skip
+NODES = ["data.train._target_=my_format.load", "data.train.path=rows.jsonl", "data.val=${data.train}"]
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_parts_places_and_pickling_are_done_around_it(load):
-    train, val = load("rows.jsonl", "train"), load("rows.jsonl", "val")
+    train, val = (load("rows.jsonl")[split] for split in ("train", "val"))
     assert isinstance(train, ReaderDataset)
     assert (len(train), len(val)) == (24, 8)
     assert val.labels.tolist().count(1) == 4, "each class in proportion"
@@ -69,7 +68,7 @@ def test_parts_places_and_pickling_are_done_around_it(load):
 def test_a_damaged_sample_is_named_among_many(load):
     lines = Path("rows.jsonl").read_text().replace("[5, -5", '["five", -5')
     Path("rows.jsonl").write_text(lines)
-    data = load("rows.jsonl", "train", val_fraction=0.0)
+    data = load("rows.jsonl", val_fraction=0.0)["train"]
     with pytest.raises(DataError, match=r"rows\.jsonl, sample 5: could not convert string to float"):
         data.__getitems__([3, 5, 7])
 

@@ -58,11 +58,11 @@ def tensors_of(source: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_stored_columns_are_those_in_memory(table, monkeypatch, copied_bytes, split):
     monkeypatch.setattr(column_store, "STORED_FROM", 2**30)
-    memory = load(table, split, **ARGUMENTS)
+    memory = load(table, **ARGUMENTS)[split]
     assert not folders()
     monkeypatch.setattr(column_store, "STORED_FROM", 0)
     monkeypatch.setattr(mapped_rows, "COPIED_BYTES", copied_bytes)
-    stored = load(table, split, **ARGUMENTS)
+    stored = load(table, **ARGUMENTS)[split]
     assert hasattr(stored, "tensors") == (copied_bytes > 0)
     for one, other in zip(tensors_of(memory), tensors_of(stored), strict=True):
         assert one.dtype == other.dtype
@@ -80,29 +80,29 @@ def test_mapped_rows_come_in_the_same_batches(table, monkeypatch):
     batches = []
     for copied_bytes in (2**30, 0):
         monkeypatch.setattr(mapped_rows, "COPIED_BYTES", copied_bytes)
-        opened, _ = open_batches(load(table, "train", **ARGUMENTS), options)
+        opened, _ = open_batches(load(table, **ARGUMENTS)["train"], options)
         batches.append([batch.data for batch in opened.epoch(0)])
     for first, second in zip(*batches, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_a_table_is_parsed_once_until_it_changes(table, monkeypatch):
-    train = load(table, "train", **ARGUMENTS)
+    train = load(table, **ARGUMENTS)["train"]
     with monkeypatch.context() as patch:
         patch.setattr(csv_files, "blocks_of", lambda *_: pytest.fail("parsed again"))
-        again = load(table, "train", **ARGUMENTS)
-        assert len(load(table, "val", **ARGUMENTS).tensors[0]) == N - len(train.tensors[0])
+        again = load(table, **ARGUMENTS)["train"]
+        assert len(load(table, **ARGUMENTS)["val"].tensors[0]) == N - len(train.tensors[0])
     assert torch.equal(train.tensors[0], again.tensors[0])
     Path(table).write_text(Path(table).read_text().replace("cat", "cow"))
-    assert load(table, "train", **ARGUMENTS).class_names == ("cow", "dog")
+    assert load(table, **ARGUMENTS)["train"].class_names == ("cow", "dog")
     assert len(folders()) == 2
-    assert load(table, "train", **{**ARGUMENTS, "inputs": "b"}).tensors[0].shape[1] == 1
+    assert load(table, **{**ARGUMENTS, "inputs": "b"})["train"].tensors[0].shape[1] == 1
     assert len(folders()) == 3
 
 
 @pytest.mark.parametrize("damage", ["cut array", "no array", "cut facts", "empty facts"])
 def test_damaged_columns_are_built_again(table, damage, capsys):
-    first = tensors_of(load(table, "train", **ARGUMENTS))
+    first = tensors_of(load(table, **ARGUMENTS)["train"])
     gc.collect()
     (folder,) = folders()
     if damage == "no array":
@@ -111,7 +111,7 @@ def test_damaged_columns_are_built_again(table, damage, capsys):
         file = folder / ("inputs.npy" if damage == "cut array" else "meta.json")
         os.truncate(file, 0 if damage == "empty facts" else file.stat().st_size - 9)
     assert capsys.readouterr().err == ""
-    again = tensors_of(load(table, "train", **ARGUMENTS))
+    again = tensors_of(load(table, **ARGUMENTS)["train"])
     assert capsys.readouterr().err.count("\n") == 1
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
@@ -119,7 +119,7 @@ def test_damaged_columns_are_built_again(table, damage, capsys):
 def test_a_file_that_is_cut_while_it_is_mapped_is_an_error_and_no_signal(table, monkeypatch):
     monkeypatch.setattr(mapped_rows, "COPIED_BYTES", 0)
     options = StreamOptions("data.train", True, 32, 7)
-    opened, _ = open_batches(load(table, "train", **ARGUMENTS), options)
+    opened, _ = open_batches(load(table, **ARGUMENTS)["train"], options)
     os.truncate(folders()[0] / "inputs.npy", 200)
     with pytest.raises(DataError, match="was shortened"):
         list(opened.epoch(0))
@@ -186,7 +186,7 @@ def test_columns_without_room_stay_in_memory(monkeypatch, capsys, cause):
 def test_a_fault_of_the_data_leaves_no_folder(table):
     Path(table).write_text(Path(table).read_text() + "x,1,cat,p1\n")
     with pytest.raises(DataError, match=f"line {N + 2}: column 'a' is 'x'"):
-        load(table, "train", **ARGUMENTS)
+        load(table, **ARGUMENTS)["train"]
     assert not list((Path(os.environ["XDG_CACHE_HOME"]) / "trainrun" / "columns").iterdir())
 
 

@@ -23,13 +23,13 @@ def written(folder: Path, text: str = TABLE, name: str = "table.csv") -> str:
 
 def fault(path: str, split: str = "train", **arguments) -> str:
     with pytest.raises(DataError) as caught:
-        load(path, split, **arguments)
+        load(path, **arguments)[split]
     return str(caught.value)
 
 
 def everything(path: str, **arguments):
     """Inputs and target of train and val in the order of the file."""
-    train, val = (load(path, split, **arguments) for split in ("train", "val"))
+    train, val = (load(path, **arguments)[split] for split in ("train", "val"))
     inputs, target = (torch.cat(pair) for pair in zip(train.tensors, val.tensors, strict=True))
     order = inputs.flatten(1)[:, 0].argsort()
     return inputs[order], target[order], train
@@ -57,8 +57,8 @@ def test_one_input_and_all_but_the_target(tmp_path):
 @pytest.mark.parametrize("name", ["", "Unnamed: 0"])
 def test_row_numbers_of_pandas_are_inputs_only_where_they_are_named(tmp_path, name):
     path = written(tmp_path, f"{name},x,label\n0,5,0\n1,6,1\n")
-    assert load(path, "train", val_path=path).tensors[0].tolist() == [[5], [6]]
-    assert load(path, "train", inputs=[name, "x"], val_path=path).tensors[0].tolist() == [[0, 5], [1, 6]]
+    assert load(path, val_path=path)["train"].tensors[0].tolist() == [[5], [6]]
+    assert load(path, inputs=[name, "x"], val_path=path)["train"].tensors[0].tolist() == [[0, 5], [1, 6]]
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ def test_row_numbers_of_pandas_are_inputs_only_where_they_are_named(tmp_path, na
 )
 def test_kinds_of_target(tmp_path, dtype, shape, kind):
     path = written(tmp_path)
-    target = load(path, "train", inputs=["a"], target="grade", target_dtype=dtype).tensors[1]
+    target = load(path, inputs=["a"], target="grade", target_dtype=dtype)["train"].tensors[1]
     assert (target.shape, target.dtype) == (shape, kind)
-    several = load(path, "train", inputs=["a"], target=["b", "grade"]).tensors[1]
+    several = load(path, inputs=["a"], target=["b", "grade"])["train"].tensors[1]
     assert (several.shape, several.dtype) == ((36, 2), torch.float32)
-    assert load(path, "train", inputs=["a"], target="b").tensors[1].shape == (36, 1)
-    assert len(load(path, "train", inputs=["a"], target="none").tensors) == 1
+    assert load(path, inputs=["a"], target="b")["train"].tensors[1].shape == (36, 1)
+    assert len(load(path, inputs=["a"], target="none")["train"].tensors) == 1
 
 
 def test_classes_of_whole_numbers_are_in_the_order_of_numbers(tmp_path):
     path = written(tmp_path, "x,y\n" + "".join(f"{i},{[10, 2, -1][i % 3]}\n" for i in range(30)))
-    train = load(path, "train", target_dtype="class")
+    train = load(path, target_dtype="class")["train"]
     assert train.class_names == ("-1", "2", "10")
     assert set(train.tensors[1].tolist()) == {0, 1, 2}
 
@@ -85,33 +85,33 @@ def test_classes_of_whole_numbers_are_in_the_order_of_numbers(tmp_path):
 def test_words_of_one_number_are_numbered_in_the_same_order_by_every_process(tmp_path):
     words = ["1.5", "1.50", "1.500", "1.5000", "1.50000", "1.500000"]
     path = written(tmp_path, "x,y\n" + "".join(f"1,{word}\n" for word in words))
-    assert load(path, "train", target_dtype="class", val_path=path).class_names == tuple(words)
+    assert load(path, target_dtype="class", val_path=path)["train"].class_names == tuple(words)
 
 
 def test_spaces_around_a_word_make_no_other_class(tmp_path):
     path = written(tmp_path, "x,label\n1,cat\n2,cat \n3, dog\n")
-    assert load(path, "train", val_path=path).class_names == ("cat", "dog")
+    assert load(path, val_path=path)["train"].class_names == ("cat", "dog")
 
 
 def test_a_word_with_a_line_under_it_is_no_number(tmp_path):
     path = written(tmp_path, "x,y\n1,1_0\n2,1_1\n")
-    assert load(path, "train", val_path=path).class_names == ("1_0", "1_1")
+    assert load(path, val_path=path)["train"].class_names == ("1_0", "1_1")
 
 
 def test_validation_data_of_its_own_has_the_classes_of_the_training_data(tmp_path):
     path = written(tmp_path)
     val_path = written(tmp_path, "kind,a\ndog,1\ndog,2\n", "val.csv")
     arguments = {"inputs": ["a"], "target": "kind", "val_path": val_path}
-    val = load(path, "val", **arguments)
+    val = load(path, **arguments)["val"]
     assert val.tensors[0].tolist() == [[1], [2]]
     assert val.tensors[1].tolist() == [1, 1]
-    assert len(load(path, "train", **arguments).tensors[0]) == 40, "nothing is held out"
-    assert load(path, "test", **arguments, test_path=val_path).tensors[1].tolist() == [1, 1]
+    assert len(load(path, **arguments)["train"].tensors[0]) == 40, "nothing is held out"
+    assert load(path, **arguments, test_path=val_path)["test"].tensors[1].tolist() == [1, 1]
     written(tmp_path, "kind,a\ndog,1\ncow,2\n", "val.csv")
     assert f"{val_path} line 3: column 'kind' is 'cow', which is no class" in fault(path, "val", **arguments)
     written(tmp_path, "kind\ndog\n", "val.csv")
     assert "val.csv: has no column a, which the training data has" in fault(path, "val", **arguments)
-    assert load(path, "test", target="kind") is None
+    assert load(path, target="kind")["test"] is None
 
 
 def test_several_files_in_the_order_of_their_names(tmp_path):
@@ -121,13 +121,13 @@ def test_several_files_in_the_order_of_their_names(tmp_path):
     (tmp_path / ".ipynb_checkpoints").mkdir()
     written(tmp_path / ".ipynb_checkpoints", "x,y\n3,0\n4,1\n", "b-checkpoint.csv")
     for path in (str(tmp_path), f"{tmp_path}/?.csv*"):
-        inputs = load(path, "train", inputs="x", target="y", val_path=path).tensors[0]
+        inputs = load(path, inputs="x", target="y", val_path=path)["train"].tensors[0]
         assert inputs.flatten().tolist() == [1, 2, 3, 4]
     written(tmp_path, "x,z\n3,0\n", "b.csv")
     assert "b.csv: its columns are not those of" in fault(str(tmp_path), target="y")
     written(tmp_path, "x,z,y\n3,0,0\n", "b.csv")
     assert "b.csv: its columns are not those of" in fault(str(tmp_path), target="y")
-    named = load(str(tmp_path), "train", inputs="x", target="y", val_path=str(tmp_path))
+    named = load(str(tmp_path), inputs="x", target="y", val_path=str(tmp_path))["train"]
     assert named.tensors[0].tolist() == [[1], [2], [3]]
     written(tmp_path, "x,y\n3,0\nno,1\n", "b.csv")
     assert "b.csv line 3: column 'x' is 'no'" in fault(str(tmp_path), target="y")
@@ -135,22 +135,22 @@ def test_several_files_in_the_order_of_their_names(tmp_path):
 
 def test_forms_of_text(tmp_path):
     path = written(tmp_path, '\ufeff"x", y\r\n"1", "a, ""b"""\r\n\r\n2, c\r\n')
-    train = load(path, "train", val_path=path)
+    train = load(path, val_path=path)["train"]
     assert train.tensors[0].tolist() == [[1], [2]]
     assert train.class_names == ('a, "b"', "c")
     tabs = written(tmp_path, "1\t2\t0\n3\t4\t1\n", "no_header.tsv")
-    train = load(tabs, "train", target=2, header=False, val_path=tabs)
+    train = load(tabs, target=2, header=False, val_path=tabs)["train"]
     assert train.tensors[0].tolist() == [[1, 2], [3, 4]]
     semicolons = written(tmp_path, "x;y\n1;0\n2;1\n", "semi.csv")
-    assert load(semicolons, "train", delimiter=";", val_path=semicolons).tensors[0].tolist() == [[1], [2]]
+    assert load(semicolons, delimiter=";", val_path=semicolons)["train"].tensors[0].tolist() == [[1], [2]]
 
 
 def test_types_and_shape_of_inputs(tmp_path):
     path = written(tmp_path, "p,q,label\n" + "".join(f"{i},{2**62 + i},{i % 2}\n" for i in range(20)))
-    assert load(path, "train", dtype="int64").tensors[0][0, 1] == 2**62, "no way through floats"
-    assert load(path, "train", dtype="float64").tensors[0].dtype == torch.float64
-    assert load(path, "train", shape=[1, 2, 1], dtype="int64").tensors[0].shape == (18, 1, 2, 1)
-    assert load(path, "train", inputs="p", dtype="uint8").tensors[0].dtype == torch.uint8
+    assert load(path, dtype="int64")["train"].tensors[0][0, 1] == 2**62, "no way through floats"
+    assert load(path, dtype="float64")["train"].tensors[0].dtype == torch.float64
+    assert load(path, shape=[1, 2, 1], dtype="int64")["train"].tensors[0].shape == (18, 1, 2, 1)
+    assert load(path, inputs="p", dtype="uint8")["train"].tensors[0].dtype == torch.uint8
     assert "data.shape=[3]: needs 3 numbers a row, but data.train.inputs are 2" in fault(
         path, shape=[3], dtype="int64"
     )
@@ -167,7 +167,7 @@ def test_missing_inputs(tmp_path, monkeypatch, cell, rows_at_once):
     message = fault(path)
     assert message.startswith(f"{path} line 4: column 'w' is missing ({cell!r}); correct it")
     assert "data.train.fill=0" in message
-    assert load(path, "train", fill=-1, val_path=path).tensors[0][:, 1].tolist() == [2, 4, -1, 7]
+    assert load(path, fill=-1, val_path=path)["train"].tensors[0][:, 1].tolist() == [2, 4, -1, 7]
     assert "data.train.fill=0.5: must be a whole" in fault(path, fill=0.5, dtype="int64")
 
 
@@ -175,7 +175,7 @@ def test_missing_inputs(tmp_path, monkeypatch, cell, rows_at_once):
 def test_true_and_false_are_numbers_as_in_other_tables(tmp_path, monkeypatch, rows_at_once):
     monkeypatch.setattr(csv_files, "ROWS_AT_ONCE", rows_at_once)
     path = written(tmp_path, "flag,x,y\nTrue,1,0\nFALSE,2,1\n,3,0\n true,4,1\n")
-    found = load(path, "train", val_path=path, target="y", fill=0.5).tensors[0]
+    found = load(path, val_path=path, target="y", fill=0.5)["train"].tensors[0]
     assert found.tolist() == [[1, 1], [0, 2], [0.5, 3], [1, 4]]
     assert "line 4: column 'flag' is missing" in fault(path, val_path=path, target="y")
     path = written(tmp_path, "flag,y\nTrue,0\nFalse,1\n0.5,0\nTrue,1\n")
@@ -241,4 +241,4 @@ def test_the_delimiter_of_the_first_line_is_found(tmp_path, character):
     path = written(
         tmp_path, character.join("aby") + "\n" + character.join("120") + "\n" + character.join("341")
     )
-    assert load(path, "train", val_fraction=0.0).tensors[0].tolist() == [[1, 2], [3, 4]]
+    assert load(path, val_fraction=0.0)["train"].tensors[0].tolist() == [[1, 2], [3, 4]]

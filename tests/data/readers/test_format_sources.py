@@ -67,7 +67,7 @@ def test_a_missing_extra_names_itself(tmp_path, monkeypatch, module, load, file,
 
     monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
     with pytest.raises(DataError) as caught:
-        load(str(tmp_path / file), "train")
+        load(str(tmp_path / file))["train"]
     assert str(caught.value) == message
 
 

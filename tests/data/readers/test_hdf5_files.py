@@ -35,16 +35,16 @@ def read(source) -> list:
 
 def fault(path, split="train", **arguments) -> str:
     with pytest.raises(DataError) as caught:
-        read(load(str(path), split, **arguments))
+        read(load(str(path), **arguments)[split])
     return str(caught.value)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_on_demand_gives_the_samples_of_memory(path, split):
-    memory = load(path, split, val_fraction=0.2)
+    memory = load(path, val_fraction=0.2)[split]
     assert isinstance(memory, Arrays)
     assert memory.num_classes == 5
-    stored = load(path, split, val_fraction=0.2, in_memory=False)
+    stored = load(path, val_fraction=0.2, in_memory=False)[split]
     assert len(stored) == len(memory.tensors[0]) == (40 if split == "train" else 10)
     order = [3, 0, 7, 3, len(stored) - 1]
     for i, (x, y) in zip(order, stored.__getitems__(order), strict=True):
@@ -60,7 +60,7 @@ def test_the_first_name_that_is_there(tmp_path):
         file["train/x"], file["train/y"], file["x"] = X, Y, X + 1
         file["val/x"], file["val/y"] = X[:4] + 2, Y[:4]
         file["x_test"], file["y_test"] = X[:3] + 3, Y[:3]
-    first = {split: load(str(tmp_path / "a.h5"), split).tensors[0] for split in ("train", "val", "test")}
+    first = {split: load(str(tmp_path / "a.h5"))[split].tensors[0] for split in ("train", "val", "test")}
     assert {split: (len(x), x[0, 0]) for split, x in first.items()} == {
         "train": (50, 0),
         "val": (4, 2),
@@ -69,11 +69,11 @@ def test_the_first_name_that_is_there(tmp_path):
 
 
 def test_ragged_rows_have_lengths(path):
-    source = load(path, "train", inputs="tokens", target=None)
+    source = load(path, inputs="tokens", target=None)["train"]
     rows = [int(source.describe(i).rpartition(" ")[2]) for i in range(len(source))]
     assert [source[i].tolist() for i in range(len(source))] == [[*range(row % 6)] for row in rows]
     assert source.lengths.tolist() == [row % 6 for row in rows]
-    assert not hasattr(load(path, "train", in_memory=False), "lengths")
+    assert not hasattr(load(path, in_memory=False)["train"], "lengths")
 
 
 def test_rows_of_one_chunk_are_read_with_one_call():

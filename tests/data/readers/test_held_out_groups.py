@@ -86,7 +86,7 @@ FORMATS: dict[str, tuple[Any, Write]] = {
 def load(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
     module, write = FORMATS[request.param]
     arguments = write(tmp_path)
-    return lambda split, **more: module.load(split=split, **arguments, **more)
+    return lambda split, **more: module.load(**arguments, **more)[split]
 
 
 def test_all_rows_of_a_group_are_on_one_side(load: Callable[..., Any]):
@@ -204,7 +204,7 @@ def test_invented_patients_score_at_chance(tmp_path: Path, monkeypatch: pytest.M
 def test_the_first_lines_name_the_classes(tmp_path: Path):
     rows = [*["1,a", "2,b", "3,c"] * 5, "4,1O"]
     (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
-    source = csv_files.load(str(tmp_path / "t.csv"), "train", val_fraction=0.0)
+    source = csv_files.load(str(tmp_path / "t.csv"), val_fraction=0.0)["train"]
     assert describe_classes(facts_of(source)) == "classes 4: 1O (1), a (5), b (5), c (5)"
     labels = torch.tensor([0] * 5 + [2] * 3)
     assert describe_classes(facts_of((torch.zeros(8, 2), labels))) == "classes 2: 0 (5), 2 (3)"

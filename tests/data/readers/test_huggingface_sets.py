@@ -40,7 +40,7 @@ def rows_of(number: int, start: int = 0) -> "datasets.Dataset":
 
 
 def whole(path, **options):
-    return load(str(path), "train", val_fraction=0.0, **options)
+    return load(str(path), val_fraction=0.0, **options)["train"]
 
 
 def test_a_folder_of_save_to_disk(tmp_path):
@@ -65,7 +65,7 @@ def test_a_folder_of_save_to_disk(tmp_path):
 def test_classes_are_held_out_in_proportion(tmp_path):
     rows_of(40).save_to_disk(tmp_path / "set")
     train, val = (
-        load(str(tmp_path / "set"), split, columns=["tokens", "text", "label"], val_fraction=0.25)
+        load(str(tmp_path / "set"), columns=["tokens", "text", "label"], val_fraction=0.25)[split]
         for split in ("train", "val")
     )
     texts = [[part[i][1] for i in range(len(part))] for part in (train, val)]
@@ -143,7 +143,7 @@ def test_mistakes(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="files of one kind are needed"):
         whole(tmp_path / "[ab].*")
     with pytest.raises(DataError, match="data.path: name the data"):
-        load(None, "train")
+        load(None)["train"]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'trainrun\[datasets\]'"):
         whole(tmp_path / "set")

@@ -30,22 +30,22 @@ def write(file, array, code=8, dtype=">u1") -> None:
 
 def idx_fault(path, split="train", **arguments) -> str:
     with pytest.raises(DataError) as caught:
-        idx_files.load(str(path), split, **NAMES | arguments)
+        idx_files.load(str(path), **NAMES | arguments)[split]
     return str(caught.value)
 
 
 def test_idx_pictures_and_labels(tmp_path):
     write(tmp_path / "images", IMAGES)
     write(tmp_path / "labels.gz", LABELS)
-    train, val = (idx_files.load(str(tmp_path), s, **NAMES, val_fraction=0.2) for s in ("train", "val"))
+    train, val = (idx_files.load(str(tmp_path), **NAMES, val_fraction=0.2)[s] for s in ("train", "val"))
     assert (train.tensors[0].shape, train.num_classes) == ((16, 1, 4, 3), 4)
     assert sorted(val.tensors[1].tolist()) == [0, 1, 2, 3]
     both = torch.cat([train.tensors[0], val.tensors[0]])
     expected = torch.from_numpy(IMAGES).float().unsqueeze(1) / 255
     assert torch.equal(both[both[:, 0, 0, 1].argsort()], expected[expected[:, 0, 0, 1].argsort()])
-    stored = idx_files.load(str(tmp_path), "train", **NAMES, dtype="stored").tensors[0]
+    stored = idx_files.load(str(tmp_path), **NAMES, dtype="stored")["train"].tensors[0]
     assert stored.dtype == torch.uint8
-    alone = idx_files.load(str(tmp_path), "train", inputs="images", target=None)
+    alone = idx_files.load(str(tmp_path), inputs="images", target=None)["train"]
     assert len(alone.tensors) == 1
 
 
@@ -53,11 +53,11 @@ def test_idx_files_for_validation_and_test(tmp_path):
     for name, array in (("images", IMAGES), ("labels", LABELS), ("more", IMAGES[:3]), ("marks", LABELS[:3])):
         write(tmp_path / name, array)
     own = {"val_inputs": "more", "val_target": "marks", "test_inputs": "more", "test_target": "marks"}
-    assert len(idx_files.load(str(tmp_path), "train", **NAMES, **own).tensors[0]) == 20
+    assert len(idx_files.load(str(tmp_path), **NAMES, **own)["train"].tensors[0]) == 20
     for split in ("val", "test"):
-        assert idx_files.load(str(tmp_path), split, **NAMES, **own).tensors[1].tolist() == [0, 1, 2]
+        assert idx_files.load(str(tmp_path), **NAMES, **own)[split].tensors[1].tolist() == [0, 1, 2]
     assert "data.train.val_target: name the file" in idx_fault(tmp_path, "val", val_inputs="more")
-    assert idx_files.load(str(tmp_path), "test", **NAMES) is None
+    assert idx_files.load(str(tmp_path), **NAMES)["test"] is None
     assert "marks: has shape (3,), but images has 20 samples" in idx_fault(tmp_path, target="marks")
     message = idx_fault(tmp_path, inputs="pictures")
     assert (
@@ -77,17 +77,17 @@ def save(folder, n=40, **more):
 
 
 def test_npy_files_stay_on_disk_and_take_no_copy(tmp_path):
-    source = arrays.load(save(tmp_path), "train")
+    source = arrays.load(save(tmp_path))["train"]
     assert isinstance(source, Arrays)
     x = source.tensors[0]
     assert isinstance(x, np.memmap)
     torch.from_numpy(x)[0, 0] = 77  # a warning here would be an error
     assert np.load(tmp_path / "x_train.npy")[0, 0] == 0, "the file is as it was"
-    assert not isinstance(arrays.load(str(tmp_path), "train", mapped=False).tensors[0], np.memmap)
+    assert not isinstance(arrays.load(str(tmp_path), mapped=False)["train"].tensors[0], np.memmap)
 
 
 def test_a_mapped_file_is_sent_by_its_name_and_its_rows_as_numbers(tmp_path):
-    x = arrays.load(save(tmp_path, n=10_000), "train").tensors[0]
+    x = arrays.load(save(tmp_path, n=10_000))["train"].tensors[0]
     sent = pickle.dumps(x)
     assert len(sent) < 500
     again = pickle.loads(sent)
@@ -105,7 +105,7 @@ def test_a_part_of_the_training_arrays_held_out(tmp_path, monkeypatch, kind):
         np.savez(path, x_train=np.arange(80.0).reshape(40, 2), y_train=np.arange(40) % 4)
     if kind == "picked":
         monkeypatch.setattr(room, "SHARE", 10**15)
-    train, val = (arrays.load(path, split, val_fraction=0.2) for split in ("train", "val"))
+    train, val = (arrays.load(path, val_fraction=0.2)[split] for split in ("train", "val"))
     assert isinstance(val, ReaderDataset if kind == "picked" else Arrays)
     if kind == "picked":
         assert val.describe(0) == f"{path}/x_train.npy and {path}/y_train.npy, row {int(val[0][0][0]) // 2}"
@@ -125,7 +125,7 @@ def test_a_part_of_the_training_arrays_held_out(tmp_path, monkeypatch, kind):
 def test_arrays_that_cannot_be_divided(tmp_path):
     def fault(**arguments):
         with pytest.raises(DataError) as caught:
-            arrays.load(str(tmp_path), "train", **arguments)
+            arrays.load(str(tmp_path), **arguments)["train"]
         return str(caught.value)
 
     save(tmp_path, y_train=np.arange(3))
@@ -143,7 +143,7 @@ def test_a_part_of_large_mapped_arrays_is_held_out_without_a_list(tmp_path, monk
     np.save(folder / "x_train.npy", np.arange(number, dtype=np.float32)[:, None])
     np.save(folder / "y_train.npy", np.arange(number) // 100)
     parts = [
-        arrays.load(str(folder), split, val_fraction=0.25, stratify="auto") for split in ("train", "val")
+        arrays.load(str(folder), val_fraction=0.25, stratify="auto")[split] for split in ("train", "val")
     ]
     read = [[int(part[i][0][0]) for i in range(len(part))] for part in parts]
     assert [type(part) for part in parts] == [ReaderDataset, ReaderDataset]
@@ -160,8 +160,8 @@ def test_a_part_of_large_mapped_arrays_is_held_out_without_a_list(tmp_path, monk
     x, y = again.whole_batch([3, 1])
     assert x.tolist() == [[read[1][3]], [read[1][1]]]
     assert y.tolist() == [read[1][3] // 100, read[1][1] // 100]
-    other = arrays.load(str(folder), "val", val_fraction=0.25, stratify="auto", seed=1)
+    other = arrays.load(str(folder), val_fraction=0.25, stratify="auto", seed=1)["val"]
     assert [int(other[i][0][0]) for i in range(250)] != read[1]
-    assert arrays.load(str(folder), "val", val_fraction=0.25).tensors[1].tolist() == [
+    assert arrays.load(str(folder), val_fraction=0.25)["val"].tensors[1].tolist() == [
         label for label in range(10) for _ in range(25)
     ]  # as runs from before, which do not say

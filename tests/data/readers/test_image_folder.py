@@ -49,7 +49,7 @@ def gradient(width, height) -> Image.Image:
 
 def fault(path, split="train", **arguments) -> str:
     with pytest.raises(DataError) as caught:
-        load(str(path), split, **arguments)[0]
+        load(str(path), **arguments)[split][0]
     return str(caught.value)
 
 
@@ -57,7 +57,7 @@ def test_a_folder_for_each_class(tmp_path):
     (written(tmp_path) / "notes.txt").write_text("not a picture")
     (tmp_path / "cat" / "deep").mkdir()
     picture(colour=(1, 2, 3)).save(tmp_path / "cat" / "deep" / "x.PNG")
-    train, val = (load(str(tmp_path), split, val_fraction=0.2) for split in ("train", "val"))
+    train, val = (load(str(tmp_path), val_fraction=0.2)[split] for split in ("train", "val"))
     assert (train.class_names, train.num_classes) == (("cat", "dog"), 2)
     assert sorted(int(train[i][1]) for i in range(len(train))) == [0] * 5 + [1] * 4
     assert sorted(int(val[i][1]) for i in range(len(val))) == [0, 1]
@@ -73,13 +73,13 @@ def test_folders_for_train_val_and_test(tmp_path):
     written(tmp_path / "train", names=("cat", "dog", "zebra"))
     written(tmp_path / "val", per_class=2, names=("dog",))
     written(tmp_path / "test", per_class=1)
-    assert len(load(str(tmp_path), "train")) == 15
-    val = load(str(tmp_path), "val")
+    assert len(load(str(tmp_path))["train"]) == 15
+    val = load(str(tmp_path))["val"]
     assert [int(val[i][1]) for i in range(len(val))] == [1, 1], "numbered as in the training data"
     assert val.num_classes == 3
-    assert len(load(str(tmp_path), "test")) == 2
+    assert len(load(str(tmp_path))["test"]) == 2
     other = written(tmp_path / "other", per_class=3)
-    assert len(load(str(tmp_path), "val", val_path=str(other))) == 6
+    assert len(load(str(tmp_path), val_path=str(other))["val"]) == 6
     written(tmp_path / "cows", names=("cow",))
     message = fault(tmp_path, "val", val_path=str(tmp_path / "cows"))
     assert "0.png: its class is 'cow', which is no class of the training data" in message
@@ -90,20 +90,20 @@ def test_other_names_of_the_parts(tmp_path, train, val):
     written(tmp_path / train)
     written(tmp_path / val, per_class=2)
     for split, count in (("train", 10), ("val", 4)):
-        source = load(str(tmp_path), split)
+        source = load(str(tmp_path))[split]
         assert (len(source), source.class_names) == (count, ("cat", "dog"))
 
 
 def test_a_class_is_the_same_in_both_forms_of_unicode(tmp_path):
     written(tmp_path / "train", names=("chat", normalize("NFC", "été")))
     written(tmp_path / "val", names=("chat", normalize("NFD", "été")))
-    assert load(str(tmp_path), "val").labels.tolist() == [0] * 5 + [1] * 5
+    assert load(str(tmp_path))["val"].labels.tolist() == [0] * 5 + [1] * 5
 
 
 def test_folders_of_parts_are_no_classes(tmp_path):
     written(tmp_path / "Training")
     written(tmp_path / "Testing")
-    train, test = (load(str(tmp_path), split, val_fraction=0.0) for split in ("train", "test"))
+    train, test = (load(str(tmp_path), val_fraction=0.0)[split] for split in ("train", "test"))
     assert train.class_names == test.class_names == ("cat", "dog")
 
 
@@ -112,13 +112,13 @@ def test_a_table_of_labels(tmp_path):
         picture(colour=(i, 0, 0)).save(tmp_path / f"{i}.png")
     table = tmp_path / "labels.csv"
     table.write_text("file,label,more\n" + "".join(f"{i}.png,{'ab'[i % 2]},-\n" for i in range(10)))
-    train = load(str(tmp_path), "train", labels="labels.csv", val_fraction=0.2)
+    train = load(str(tmp_path), labels="labels.csv", val_fraction=0.2)["train"]
     assert train.class_names == ("a", "b")
     assert len(train) == 8
     for image, label in (train[i] for i in range(8)):
         assert int(image[0, 0, 0]) % 2 == int(label)
     table.write_text("file,label\n" + "".join(f"{i}.png,{i / 2}\n" for i in range(10)))
-    assert load(str(tmp_path), "train", labels="labels.csv", val_fraction=0.2)[0][1].shape == (1,)
+    assert load(str(tmp_path), labels="labels.csv", val_fraction=0.2)["train"][0][1].shape == (1,)
     table.write_text("file,label\n0.png,a\n77.png,b\n")
     assert "labels.csv line 3: there is no file" in fault(tmp_path, labels="labels.csv")
     table.write_text("0.png,a\n1.png,b\n")
@@ -157,7 +157,7 @@ def test_pixels_are_those_of_the_file_and_floats_are_scaled():
 @pytest.mark.parametrize("shape", [[3, 8, 12], [1, 5, 5]])
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
 def test_a_whole_batch_has_the_bits_of_collated_samples(tmp_path, shape, dtype):
-    source = load(str(written(tmp_path)), "train", shape=shape, dtype=dtype, val_fraction=0.0)
+    source = load(str(written(tmp_path)), shape=shape, dtype=dtype, val_fraction=0.0)["train"]
     recipe = Recipe(Preparation(), seed=0, key="data.train")
     key = Key(0, [3, 0, 7, 3], True, False)
     whole = BatchReader(source, recipe).read(key)
@@ -172,7 +172,7 @@ def test_a_whole_batch_has_the_bits_of_collated_samples(tmp_path, shape, dtype):
 
 
 def test_a_damaged_picture_of_a_whole_batch_is_named_and_can_be_skipped(tmp_path):
-    source = load(str(written(tmp_path)), "train", shape=[3, 8, 12], val_fraction=0.0)
+    source = load(str(written(tmp_path)), shape=[3, 8, 12], val_fraction=0.0)["train"]
     bad = source.describe(4)
     Path(bad).write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     recipe, key = Recipe(Preparation(), seed=0, key="data.train"), Key(0, [3, 4, 5], True, False)
@@ -240,7 +240,7 @@ def test_damaged_pictures_name_the_file(tmp_path):
     ):
         file.write_bytes(content)
         assert fault(tmp_path, val_path=str(tmp_path)).startswith(f"{file}: {message}")
-    source = load(str(tmp_path), "train", val_path=str(tmp_path))
+    source = load(str(tmp_path), val_path=str(tmp_path))["train"]
     file.unlink()
     with pytest.raises(DataError, match=f"{file}: cannot be read: No such file"):
         source[0]
@@ -257,11 +257,11 @@ def test_wrong_folders_and_words(tmp_path):
 
 def test_the_fingerprint_follows_files_and_form(tmp_path):
     def printed(**arguments):
-        return load(str(tmp_path), "train", **arguments).fingerprint()
+        return load(str(tmp_path), **arguments)["train"].fingerprint()
 
     written(tmp_path)
     first = printed()
-    assert first == printed() == pickle.loads(pickle.dumps(load(str(tmp_path), "train"))).fingerprint()
+    assert first == printed() == pickle.loads(pickle.dumps(load(str(tmp_path))["train"])).fingerprint()
     assert first != printed(shape=[3, 4, 4])
     assert first != printed(seed=1)
     picture((30, 30)).save(tmp_path / "cat" / "0.png")

@@ -36,7 +36,7 @@ def test_a_link_to_a_folder_above_is_neither_class_nor_pictures(tmp_path: Path) 
         Image.new("L", (2, 2)).save(tmp_path / "p" / name)
     for link, target in (("all", "."), ("up", ".."), ("cats/young/up", ".."), ("dogs/top", "../..")):
         (tmp_path / "p" / link).symlink_to(target, target_is_directory=True)
-    data = image_folder.load(str(tmp_path / "p"), "train", val_fraction=0.0, shape=[1, 2, 2])
+    data = image_folder.load(str(tmp_path / "p"), val_fraction=0.0, shape=[1, 2, 2])["train"]
     assert data is not None
     assert list(data.class_names) == ["cats", "dogs"]
     files = [Path(data.sample_file(i)).relative_to(tmp_path / "p").as_posix() for i in range(len(data))]

@@ -26,7 +26,7 @@ def samples(number: int, facts: bool = True, start: int = 0) -> dict[bytes, byte
 
 
 def whole(path):
-    return load(str(path), "train", val_fraction=0.0)
+    return load(str(path), val_fraction=0.0)["train"]
 
 
 @pytest.mark.parametrize("subdir", [True, False], ids=["folder", "file"])
@@ -59,15 +59,15 @@ def test_any_keys_count_in_their_order_where_nothing_is_said(tmp_path):
 
 def test_parts_of_one_file_or_a_file_each(tmp_path):
     write(tmp_path / "all.lmdb", samples(20))
-    train, val = (load(str(tmp_path / "all.lmdb"), split, val_fraction=0.2) for split in ("train", "val"))
+    train, val = (load(str(tmp_path / "all.lmdb"), val_fraction=0.2)[split] for split in ("train", "val"))
     labels = [[part[i][1] for i in range(len(part))] for part in (train, val)]
     assert sorted(labels[0] + labels[1]) == list(range(20))
     assert len(labels[1]) == 4
     write(tmp_path / "train.lmdb", samples(3))
     write(tmp_path / "val.lmdb", samples(2, start=50))
-    train, val = (load(str(tmp_path), split) for split in ("train", "val"))
+    train, val = (load(str(tmp_path))[split] for split in ("train", "val"))
     assert [len(train), len(val), val[0][1]] == [3, 2, 50]
-    assert load(str(tmp_path), "test") is None
+    assert load(str(tmp_path))["test"] is None
 
 
 @pytest.mark.process
@@ -119,7 +119,7 @@ def test_damage_is_named(tmp_path):
 
 def test_places_that_are_none(tmp_path):
     with pytest.raises(DataError, match="data.path: name an LMDB environment"):
-        load(None, "train")
+        load(None)["train"]
     with pytest.raises(DataError, match="no such place"):
         whole(tmp_path / "none.lmdb")
     with pytest.raises(DataError, match="no data.mdb in this folder"):

@@ -43,21 +43,21 @@ ENCODED = [encode_sample((ROWS[i], i)) for i in range(N)]
 def parquet_file(folder):
     table = pa.table({"x": [row.tolist() for row in ROWS], "y": np.arange(N) % 2})
     pq.write_table(table, folder / "a.parquet", row_group_size=5)
-    return parquet.load(f"{folder}/a.parquet", "train", val_fraction=0.0)
+    return parquet.load(f"{folder}/a.parquet", val_fraction=0.0)["train"]
 
 
 def hdf5_file(folder):
     with h5py.File(folder / "a.h5", "w") as file:
         file.create_dataset("x", data=ROWS, chunks=(4, 3), compression="gzip")
         file["y"] = np.arange(N) % 2
-    return hdf5.load(f"{folder}/a.h5", "train", in_memory=False, val_fraction=0.0)
+    return hdf5.load(f"{folder}/a.h5", in_memory=False, val_fraction=0.0)["train"]
 
 
 def pictures(folder):
     for i in range(N):
         (folder / str(i % 2)).mkdir(exist_ok=True)
         Image.new("RGB", (40, 30), (i, 2 * i, 255 - i)).save(folder / str(i % 2) / f"{i:02}.jpg")
-    return image_folder.load(str(folder), "train", val_fraction=0.0, shape=[3, 16, 16])
+    return image_folder.load(str(folder), val_fraction=0.0, shape=[3, 16, 16])["train"]
 
 
 def tfrecord_files(folder):
@@ -65,7 +65,7 @@ def tfrecord_files(folder):
         part = ENCODED[shard * 10 : shard * 10 + 10]
         content = [tfrecord.framed(encode_example({tfrecord.SAMPLE: sample})) for sample in part]
         (folder / f"{shard}.tfrecord").write_bytes(b"".join(content))
-    return tfrecord.load(str(folder), "train", val_fraction=0.0)
+    return tfrecord.load(str(folder), val_fraction=0.0)["train"]
 
 
 def tar_files(folder):
@@ -75,7 +75,7 @@ def tar_files(folder):
                 member = tarfile.TarInfo(f"{i:03}.safetensors")
                 member.size = len(ENCODED[i])
                 tar.addfile(member, io.BytesIO(ENCODED[i]))
-    return webdataset.load(str(folder), "train", val_fraction=0.0)
+    return webdataset.load(str(folder), val_fraction=0.0)["train"]
 
 
 def lmdb_environment(folder):
@@ -86,17 +86,17 @@ def lmdb_environment(folder):
         for i, content in enumerate(ENCODED):
             transaction.put(lmdb_file.key_of(i), content)
         transaction.put(META_KEY, encode_facts(Facts(N, ())))
-    return lmdb_file.load(str(folder / "a"), "train", val_fraction=0.0)
+    return lmdb_file.load(str(folder / "a"), val_fraction=0.0)["train"]
 
 
 def text_lines(folder):
     (folder / "a.txt").write_text("".join("x" * (i % 13 + 2) + f"{i}\n" for i in range(N)))
-    return text.load(str(folder / "a.txt"), "train", kind="lines", val_fraction=0.0)
+    return text.load(str(folder / "a.txt"), kind="lines", val_fraction=0.0)["train"]
 
 
 def text_blocks(folder):
     (folder / "a.txt").write_text("".join(chr(65 + i % 26) for i in range(N * 8 + 1)))
-    return text.load(str(folder / "a.txt"), "train", block_size=8, val_fraction=0.0)
+    return text.load(str(folder / "a.txt"), block_size=8, val_fraction=0.0)["train"]
 
 
 def picked_rows(folder):

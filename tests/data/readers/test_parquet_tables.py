@@ -62,7 +62,7 @@ def path(tmp_path) -> str:
 
 def whole(path: str, **arguments):
     """All rows: with validation data of its own nothing is held out."""
-    return load(path, "train", val_path=path, **arguments)
+    return load(path, val_path=path, **arguments)["train"]
 
 
 def read(source) -> list:
@@ -71,7 +71,7 @@ def read(source) -> list:
 
 def fault(path: str, split: str = "train", **arguments) -> str:
     with pytest.raises(DataError) as caught:
-        read(load(path, split, **arguments))
+        read(load(path, **arguments)[split])
     return str(caught.value)
 
 
@@ -93,21 +93,21 @@ def test_numbers_are_columns_in_memory(path):
 def test_mapped_columns_give_the_samples_of_memory(path, inputs, val_fraction, split, request):
     arguments = {"inputs": inputs, "target": "kind"}
     arguments |= {"val_path": path} if val_fraction is None else {"val_fraction": val_fraction}
-    memory = load(path, split, **arguments).tensors
+    memory = load(path, **arguments)[split].tensors
     request.getfixturevalue("store")
-    stored = load(path, split, **arguments)
+    stored = load(path, **arguments)[split]
     order = [*np.random.default_rng(0).permutation(len(stored)).tolist(), 0, 0]
     for i, (x, y) in zip(order, stored.__getitems__(order), strict=True):
         assert torch.equal(x, memory[0][i])
         assert x.dtype == torch.float32
         assert torch.equal(y, memory[1][i])
         assert torch.equal(stored[i][0], x)
-    shaped = load(path, split, **arguments, shape=[len(memory[0][0]), 1])
+    shaped = load(path, **arguments, shape=[len(memory[0][0]), 1])[split]
     assert shaped[0][0].shape == (len(memory[0][0]), 1)
 
 
 def test_the_two_parts_make_the_whole_with_every_class_in_proportion(path):
-    train, val = (load(path, s, inputs="tokens", target="kind", val_fraction=0.25) for s in ("train", "val"))
+    train, val = (load(path, inputs="tokens", target="kind", val_fraction=0.25)[s] for s in ("train", "val"))
     rows = [int(source.describe(i).rpartition(" ")[2]) for source in (train, val) for i in range(len(source))]
     assert sorted(rows) == [*range(N)]
     assert sorted(int(val[i][1]) for i in range(len(val))) == [0] * 10 + [1] * 5
@@ -122,7 +122,7 @@ def test_lists_are_arrays_of_their_own_length(path):
         assert int(label) == (0 if i % 3 else 1)
     assert source.lengths.tolist() == [len(tokens) for tokens in TOKENS]
     assert source.lengths.dtype == np.int64
-    val = load(path, "val", inputs="tokens", target="kind")
+    val = load(path, inputs="tokens", target="kind")["val"]
     assert val.lengths.tolist() == [len(val[i][0]) for i in range(len(val))]
     waves = whole(path, inputs="waves", target="none")
     assert [w.tolist() for w in waves.__getitems__([5, 1])] == [[2.5, 2.5], [0.5]]
@@ -289,7 +289,7 @@ def test_damaged_files(path, tmp_path):
 def test_row_groups_change_no_sample(path, tmp_path, row_group_size, inputs, store):
     other = str(tmp_path / "other.parquet")
     pq.write_table(table(), other, row_group_size=row_group_size)
-    sources = [load(file, "train", inputs=inputs, target="kind") for file in (path, other)]
+    sources = [load(file, inputs=inputs, target="kind")["train"] for file in (path, other)]
     for i in range(len(sources[0])):
         assert digest_of(sources[0][i]) == digest_of(sources[1][i])
     with pytest.raises(IndexError):
@@ -300,7 +300,7 @@ def test_lists_of_one_length_are_gathered_as_columns(tmp_path, store):
     path = str(tmp_path / "t.parquet")
     tokens = np.arange(400).reshape(40, 10)
     pq.write_table(pa.table({"tokens": list(tokens), "y": np.arange(40) % 2}), path, row_group_size=3)
-    source = load(path, "train", inputs="tokens", target="y")
+    source = load(path, inputs="tokens", target="y")["train"]
     columns = source.as_rows()
     assert len(columns) == len(source) == 36
     assert columns[5][0].tolist() == source[5][0].tolist()
@@ -317,13 +317,13 @@ def test_two_columns_of_one_name_are_named(tmp_path):
     path = tmp_path / "twice.parquet"
     pq.write_table(pa.table([[1, 2], [3, 4], [0, 1]], names=["a", "a", "y"]), path)
     with pytest.raises(DataError, match="two columns are called 'a'; names must differ"):
-        load(str(path), "train", val_fraction=0.5)
+        load(str(path), val_fraction=0.5)["train"]
 
 
 def test_a_part_may_have_no_row_in_a_row_group(tmp_path):
     columns = {"x": np.arange(40.0), "y": np.arange(40) % 2}
     pq.write_table(pa.table(columns), tmp_path / "t.parquet", row_group_size=2)
     file = str(tmp_path / "t.parquet")
-    parts = [load(file, split, inputs="x", target="y").tensors[0] for split in ("train", "val")]
+    parts = [load(file, inputs="x", target="y")[split].tensors[0] for split in ("train", "val")]
     assert [len(part) for part in parts] == [36, 4]
     assert torch.cat(parts).flatten().sort().values.tolist() == list(range(40))

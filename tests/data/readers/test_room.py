@@ -51,7 +51,7 @@ def no_waiting() -> Iterator[None]:
 
 def fault(load: Callable[..., Any], path: Path, **arguments: Any) -> str:
     with pytest.raises(DataError) as caught:
-        load(str(path), "train", **arguments)
+        load(str(path), **arguments)["train"]
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -67,7 +67,7 @@ def test_npz(tmp_path, little_memory):
     with np.load(file) as content:  # the way out that is named
         for name in content.files:
             np.save(folder / f"{name}.npy", content[name])
-    assert len(arrays.load(str(folder), "train").tensors[0]) == 500
+    assert len(arrays.load(str(folder))["train"].tensors[0]) == 500
     assert "leave data.train.mapped=false out" in fault(arrays.load, folder, mapped=False)
 
 
@@ -124,7 +124,7 @@ def test_text_on_a_full_disk(tmp_path, monkeypatch, max_bytes):
     assert needs in said
     assert "are free; name another disk by data.train.cache_dir, or read less by data.train.max_bytes" in said
     assert not cache.exists() or not list(cache.iterdir())
-    assert len(text.load(str(file), "train", cache_dir=str(cache), max_bytes=100_000, block_size=8)) > 0
+    assert len(text.load(str(file), cache_dir=str(cache), max_bytes=100_000, block_size=8)["train"]) > 0
 
 
 def test_parquet(tmp_path, little_memory, monkeypatch):
@@ -135,7 +135,7 @@ def test_parquet(tmp_path, little_memory, monkeypatch):
     assert "t.parquet: a copy of its columns needs 3.2 MB of memory, but 1.0 MB are free" in said
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(column_store, "STORED_FROM", 2**20)
-    data = parquet.load(str(tmp_path / "t.parquet"), "train", val_fraction=0.5)
+    data = parquet.load(str(tmp_path / "t.parquet"), val_fraction=0.5)["train"]
     assert len(data.tensors[0]) == 100_000
 
 

@@ -25,12 +25,12 @@ TOLD, READ = 7, 8
 
 def arrays(folder: Path) -> tuple[Any, Path]:
     np.save(folder / "x_train.npy", np.ones((ROWS, WIDTH)))
-    return numpy_files.load(str(folder), "train", target=None), folder / "x_train.npy"
+    return numpy_files.load(str(folder), target=None)["train"], folder / "x_train.npy"
 
 
 def part_of_arrays(folder: Path) -> tuple[Any, Path]:
     np.save(folder / "x_train.npy", np.ones((ROWS, WIDTH)))
-    source = numpy_files.load(str(folder), "train", target=None)
+    source = numpy_files.load(str(folder), target=None)["train"]
     reader = MappedRows(source.tensors, Info((folder / "x_train.npy",)))
     return numpy_files.ReaderDataset(reader, np.arange(0, ROWS, 2)), folder / "x_train.npy"
 
@@ -42,12 +42,12 @@ def own_arrays(folder: Path) -> tuple[Any, Path]:
 
 def blocks(folder: Path) -> tuple[Any, Path]:
     (folder / "a.txt").write_bytes(b"0123456789abcde\n" * 2**15)
-    return load_text(str(folder / "a.txt"), "train", block_size=64, val_fraction=0.0), folder / "a.txt"
+    return load_text(str(folder / "a.txt"), block_size=64, val_fraction=0.0)["train"], folder / "a.txt"
 
 
 def lines(folder: Path) -> tuple[Any, Path]:
     (folder / "a.txt").write_bytes(b"0123456789abcde\n" * 2**15)
-    return load_text(str(folder / "a.txt"), "train", kind="lines", val_fraction=0.0), folder / "a.txt"
+    return load_text(str(folder / "a.txt"), kind="lines", val_fraction=0.0)["train"], folder / "a.txt"
 
 
 class Counted:

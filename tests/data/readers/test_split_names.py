@@ -104,9 +104,9 @@ def test_names_of_files_and_folders_say_their_split(tmp_path: Path, name: str, s
         path.parent.mkdir(exist_ok=True)
         write(path, numbers_of(split))
     for split, written in (("train", "train"), ("val", "validation"), ("test", "test")):
-        assert numbers_in(module.load(str(tmp_path), split, **arguments)) == numbers_of(written)
-    assert module.load(str(tmp_path), "train", **arguments).notice
-    assert not module.load(str(tmp_path), "val", **arguments).notice
+        assert numbers_in(module.load(str(tmp_path), **arguments)[split]) == numbers_of(written)
+    assert module.load(str(tmp_path), **arguments)["train"].notice
+    assert not module.load(str(tmp_path), **arguments)["val"].notice
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "hdf5"])
@@ -116,11 +116,11 @@ def test_a_file_of_validation_data_inside_the_path_does_not_train(tmp_path: Path
     write(mine, numbers_of("train"))
     write(checked, numbers_of("validation"))
     arguments = {**arguments, "val_path": str(tmp_path / "." / checked.name)}
-    train, val = (module.load(str(tmp_path), split, **arguments) for split in ("train", "val"))
+    train, val = (module.load(str(tmp_path), **arguments)[split] for split in ("train", "val"))
     assert numbers_in(train) == numbers_of("train")
     assert numbers_in(val) == numbers_of("validation")
     assert checked.name in train.notice
-    again = module.load(str(checked), "train", **arguments)
+    again = module.load(str(checked), **arguments)["train"]
     assert numbers_in(again) == numbers_of("validation"), (
         "where nothing else is left, it is as it was asked for"
     )
@@ -131,10 +131,10 @@ def test_without_names_a_part_is_held_out_and_there_is_no_test_data(tmp_path: Pa
     module, ending, write, arguments, numbers_in = FORMATS[name]
     write(tmp_path / f"mine.{ending}", list(range(20)))
     train, val = (
-        module.load(str(tmp_path), split, val_fraction=0.2, **arguments) for split in ("train", "val")
+        module.load(str(tmp_path), val_fraction=0.2, **arguments)[split] for split in ("train", "val")
     )
     assert sorted(numbers_in(train) + numbers_in(val)) == list(range(20))
-    assert module.load(str(tmp_path), "test", **arguments) is None
+    assert module.load(str(tmp_path), **arguments)["test"] is None
     assert not train.notice
 
 
@@ -142,7 +142,7 @@ def test_tfrecord_files_are_sorted_by_their_names(tmp_path: Path):
     for split, size in SIZES.items():
         content = b"".join(tfrecord.framed(b"") for _ in range(size))
         (tmp_path / f"{split}-00000-of-00001.tfrecord").write_bytes(content)
-    sizes = [len(tfrecord.load(str(tmp_path), split)) for split in ("train", "val", "test")]
+    sizes = [len(tfrecord.load(str(tmp_path))[split]) for split in ("train", "val", "test")]
     assert sizes == [6, 3, 2]
 
 
@@ -152,7 +152,7 @@ def test_arrays_may_have_other_names_of_a_split_or_a_folder_each(tmp_path: Path)
         np.save(tmp_path / f"{name}.npy", np.array(numbers_of(split))[:, None])
         np.save(tmp_path / f"{name.replace('x', 'y')}.npy", np.array(numbers_of(split)) % 2)
     for split, written in (("train", "train"), ("val", "validation"), ("test", "test")):
-        assert first_numbers(numpy_files.load(str(tmp_path), split)) == numbers_of(written)
+        assert first_numbers(numpy_files.load(str(tmp_path))[split]) == numbers_of(written)
 
 
 def test_pictures_in_a_folder_of_validation_data_are_no_class(tmp_path: Path):
@@ -160,10 +160,10 @@ def test_pictures_in_a_folder_of_validation_data_are_no_class(tmp_path: Path):
         (tmp_path / folder).mkdir(parents=True)
         for number in range(count):
             Image.new("RGB", (4, 4)).save(tmp_path / folder / f"{number}.png")
-    train, val = (image_folder.load(str(tmp_path), split) for split in ("train", "val"))
+    train, val = (image_folder.load(str(tmp_path))[split] for split in ("train", "val"))
     assert train.class_names == val.class_names == ("cat", "dog")
     assert (len(train), len(val)) == (8, 3)
-    inside = image_folder.load(str(tmp_path), "train", val_path=str(tmp_path / "val"))
+    inside = image_folder.load(str(tmp_path), val_path=str(tmp_path / "val"))["train"]
     assert inside.class_names == ("cat", "dog")
     assert len(inside) == 8
 
@@ -206,13 +206,13 @@ def test_arguments_that_a_format_has_no_use_for_are_named(tmp_path: Path):
     (tmp_path / "pictures/cat").mkdir(parents=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "pictures/cat/1.png")
     sources = {
-        "fit": parquet.load(str(tmp_path / "a.parquet"), "train"),
-        "block_size": text.load(str(tmp_path / "a.txt"), "train", kind="lines"),
-        "seed stratify": numpy_files.load(str(tmp_path / "a.npz"), "train"),
-        "fit seed": image_folder.load(str(tmp_path / "pictures"), "train", val_fraction=0.0),
+        "fit": parquet.load(str(tmp_path / "a.parquet"))["train"],
+        "block_size": text.load(str(tmp_path / "a.txt"), kind="lines")["train"],
+        "seed stratify": numpy_files.load(str(tmp_path / "a.npz"))["train"],
+        "fit seed": image_folder.load(str(tmp_path / "pictures"), val_fraction=0.0)["train"],
     }
     for names, source in sources.items():
         assert source.unused_arguments.keys() >= set(names.split())
-    used = image_folder.load(str(tmp_path / "pictures"), "train", val_fraction=0.0, shape=[3, 2, 2])
+    used = image_folder.load(str(tmp_path / "pictures"), val_fraction=0.0, shape=[3, 2, 2])["train"]
     assert "fit" not in used.unused_arguments
-    assert "block_size" not in text.load(str(tmp_path / "a.txt"), "train", block_size=2).unused_arguments
+    assert "block_size" not in text.load(str(tmp_path / "a.txt"), block_size=2)["train"].unused_arguments

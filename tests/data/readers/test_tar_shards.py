@@ -46,7 +46,7 @@ def pairs(numbers) -> list[tuple[str, bytes]]:
 
 
 def whole(path, **options):
-    return load(str(path), "train", val_fraction=0.0, **options)
+    return load(str(path), val_fraction=0.0, **options)["train"]
 
 
 def found_in(tmp_path, content: bytes, begin: int = 0):

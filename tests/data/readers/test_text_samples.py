@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory) -> str:
 
 
 def whole(path, cache, **options):
-    return load(str(path), "train", val_fraction=0.0, cache_dir=cache, **options)
+    return load(str(path), val_fraction=0.0, cache_dir=cache, **options)["train"]
 
 
 def joined(data) -> bytes:
@@ -67,16 +67,16 @@ def test_blocks_cover_the_text_and_predict_each_token_once(tmp_path, cache):
 def test_validation_is_the_end_of_the_text(tmp_path, cache):
     (tmp_path / "a.txt").write_bytes(bytes(range(100)))
     train, val = (
-        load(str(tmp_path / "a.txt"), split, block_size=4, val_fraction=0.25, cache_dir=cache)
+        load(str(tmp_path / "a.txt"), block_size=4, val_fraction=0.25, cache_dir=cache)[split]
         for split in ("train", "val")
     )
     assert joined(train) == bytes(range(73))
     assert joined(val) == bytes(range(75, 100))[:25]
     assert train.fingerprint() != val.fingerprint()
     (tmp_path / "b.txt").write_bytes(bytes(range(200, 220)))
-    val = load(
-        str(tmp_path / "a.txt"), "val", block_size=4, val_path=str(tmp_path / "b.txt"), cache_dir=cache
-    )
+    val = load(str(tmp_path / "a.txt"), block_size=4, val_path=str(tmp_path / "b.txt"), cache_dir=cache)[
+        "val"
+    ]
     assert joined(val) == bytes(range(200, 217))
 
 
@@ -153,7 +153,7 @@ def test_lines_of_several_files_are_counted_in_each(tmp_path, cache):
     ]
     assert bytes(data[2][0].tolist()) == b"las"
     train, val = (
-        load(str(tmp_path), split, kind="lines", val_fraction=0.25, cache_dir=cache)
+        load(str(tmp_path), kind="lines", val_fraction=0.25, cache_dir=cache)[split]
         for split in ("train", "val")
     )
     assert (len(train), len(val), bytes(val[0][0].tolist())) == (3, 1, b"three")
@@ -327,7 +327,7 @@ def test_too_few_tokens_are_refused(tmp_path, cache):
     (tmp_path / "a.txt").write_text(VERSES)
     words = r"a\.txt: 56 tokens are too few for the train part.*block_size \+ 1 = 101"
     with pytest.raises(DataError, match=words):
-        load(str(tmp_path / "a.txt"), "train", cache_dir=cache, block_size=100)
+        load(str(tmp_path / "a.txt"), cache_dir=cache, block_size=100)["train"]
 
 
 def test_damaged_and_missing_texts_are_named(tmp_path, cache):

@@ -21,7 +21,7 @@ def samples(number: int, start: int = 0) -> list[bytes]:
 
 
 def whole(path, **options):
-    return load(str(path), "train", val_fraction=0.0, **options)
+    return load(str(path), val_fraction=0.0, **options)["train"]
 
 
 # --- checksums and protobuf ---------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_compressed_and_empty_and_missing_files(tmp_path):
     with pytest.raises(DataError, match="more than 100000 files"):
         whole(tmp_path / "a-{0..9999999}.tfrecord")
     with pytest.raises(DataError, match=r"data.path: name the data"):
-        load(None, "train")
+        load(None)["train"]
 
 
 def test_a_file_that_shrinks_is_named(tmp_path):

@@ -42,7 +42,7 @@ def test_validation_text_is_not_seen_and_none_is_in_both_parts(
         return  # four lines, of which the last is validation
     extra = {"block_size": 4} if kind == "blocks" else {}
     tokens = open_tokenizer(file)[0]
-    train, val = (load(**node, split=split, **extra) for split in ("train", "val"))
+    train, val = (load(**node, **extra)[split] for split in ("train", "val"))
     assert "zebu" not in tokens.decode(text_of(train))
     assert "zebu" in tokens.decode(text_of(val))
     assert train.num_classes == val.num_classes == tokens.vocabulary
@@ -60,6 +60,6 @@ def test_the_same_text_gives_the_same_tokenizer_from_whatever_place(tmp_path: Pa
         )
     assert files[0] != files[1]
     assert Path(files[0]).read_bytes() == Path(files[1]).read_bytes()
-    own = load(str(tmp_path / "a"), "val", tokenizer=SPEC, block_size=4, val_path=str(tmp_path / "b"),
-               cache_dir=str(tmp_path / "c"))  # fmt: skip
+    own = load(str(tmp_path / "a"), tokenizer=SPEC, block_size=4, val_path=str(tmp_path / "b"),
+               cache_dir=str(tmp_path / "c"))["val"]  # fmt: skip
     assert own.num_tokens > 100  # a text of its own is not divided

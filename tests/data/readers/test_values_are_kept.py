@@ -83,7 +83,7 @@ def test_a_folder_of_dark_16_bit_pictures_keeps_them_apart(tmp_path: Path) -> No
         for number in range(3):
             content = png_of(np.full((4, 4, 1), level + number, np.uint16))
             (tmp_path / name / f"{number}.png").write_bytes(content)
-    source = load_pictures(str(tmp_path), "train", shape=(1, 4, 4), dtype="float32", val_fraction=0)
+    source = load_pictures(str(tmp_path), shape=(1, 4, 4), dtype="float32", val_fraction=0)["train"]
     assert source.as_bytes() is None, "bytes would hold half of them"
     assert source.whole_batch([0, 1]) is None
     found = sorted(float(source[index][0].mean()) * 65535 for index in range(6))
@@ -109,10 +109,10 @@ IDS = 2**24 + np.arange(71)
 def test_ids_in_a_table_are_refused_where_float32_makes_them_one(tmp_path: Path) -> None:
     table = tmp_path / "t.csv"
     table.write_text("id,label\n" + "".join(f"{number},{number % 2}\n" for number in IDS))
-    words: dict[str, Any] = {"path": str(table), "split": "train", "target": "label", "val_fraction": 0.0}
+    words: dict[str, Any] = {"path": str(table), "target": "label", "val_fraction": 0.0}
     with pytest.raises(DataError, match=r"line 3.*id.* 16777217.*data\.train\.dtype=int64"):
-        load_csv(**words)
-    kept = load_csv(**words, dtype="int64")
+        load_csv(**words)["train"]
+    kept = load_csv(**words, dtype="int64")["train"]
     assert np.unique(np.asarray(kept.tensors[0])).tolist() == IDS.tolist()
 
 
@@ -121,7 +121,7 @@ def test_ids_in_a_parquet_table_too(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"id": IDS, "label": IDS % 2}), tmp_path / "t.parquet")
     with pytest.raises(DataError, match=r"16777217.*data\.train\.dtype=int64"):
-        load_parquet(str(tmp_path / "t.parquet"), "train", target="label", val_fraction=0.0)
+        load_parquet(str(tmp_path / "t.parquet"), target="label", val_fraction=0.0)["train"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +48,18 @@ def written(folder: Path, width: int, ending: str, rows: int = 4) -> str:
 @pytest.mark.parametrize(("load", "ending"), [(csv_files.load, ".csv"), (parquet.load, ".parquet")])
 def test_tables_take_time_with_their_columns_alone(tmp_path, load, ending):
     few, many = (written(tmp_path, width, ending) for width in (FEW, MANY))
-    load(few, "train", val_fraction=0.25)  # what is imported once
-    small, large = (calls_of(partial(load, path, "train", val_fraction=0.25)) for path in (few, many))
+    load(few, val_fraction=0.25)["train"]  # what is imported once
+    small, large = (
+        calls_of(lambda path=path: load(path, val_fraction=0.25)["train"]) for path in (few, many)
+    )
     assert large < 1.2 * MANY / FEW * small
 
 
 def test_wide_rows_are_read_in_short_blocks(tmp_path, monkeypatch):
     """The text of a block stays below a number of cells; short and long blocks give the same numbers."""
     path, dialect = written(tmp_path, 50, ".csv", rows=40), csv_files.Dialect()
-    whole = csv_files.load(path, "train", val_fraction=0.0).tensors
+    whole = csv_files.load(path, val_fraction=0.0)["train"].tensors
     monkeypatch.setattr(csv_files, "CELLS_AT_ONCE", 500)
     assert [len(rows) for rows, _ in csv_files._blocks(Path(path), dialect, 50)] == [10, 10, 10, 10]
-    short = csv_files.load(path, "train", val_fraction=0.0).tensors
+    short = csv_files.load(path, val_fraction=0.0)["train"].tensors
     assert all(one.equal(other) for one, other in zip(whole, short, strict=True))

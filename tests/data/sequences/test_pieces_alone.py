@@ -24,16 +24,16 @@ SIZE = 4
 def text(folder: Path) -> Any:
     for number, size in enumerate((30, 7, 4, 2, 19)):
         (folder / f"{number}.txt").write_bytes(bytes(range(65, 65 + size)))
-    return load_text(
-        f"{folder}/*.txt", "train", kind="documents", val_fraction=0.0, cache_dir=str(folder / "cache")
-    )
+    return load_text(f"{folder}/*.txt", kind="documents", val_fraction=0.0, cache_dir=str(folder / "cache"))[
+        "train"
+    ]
 
 
 def table_of(folder: Path, target: str | None, **columns: Any) -> Any:
     pyarrow, written = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     written.write_table(pyarrow.table(columns), folder / "t.parquet", row_group_size=2)
     words: dict[str, Any] = {"val_fraction": 0.0, "target": target or "none"}
-    return parquet.load(str(folder / "t.parquet"), "train", **words)
+    return parquet.load(str(folder / "t.parquet"), **words)["train"]
 
 
 LISTS = [list(range(n)) for n in (9, 3, 4, 1, 6)]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -214,9 +215,23 @@ def hold_out(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor
     if not 0 <= fraction < 1:
         raise DataError(f"val_fraction={fraction}: must be at least 0 and below 1")
     held = torch.zeros(len(labels), dtype=torch.bool)
-    classes, counts = torch.unique(labels, return_counts=True)
-    by_class = torch.split(labels.argsort(stable=True), counts.tolist())
-    for label, members in zip(classes.tolist(), by_class, strict=True):
-        order = epoch_order(len(members), seed, int(label), shuffle=True)
-        held[members[order[: round(fraction * len(members))]]] = True
+    for label, members in members_by_class(labels):
+        order = order_of(len(members), seed, label, shuffle=True)
+        positions = torch.arange(round(fraction * len(members)))
+        held[members[order(positions)]] = True
     return (~held).nonzero().flatten(), held.nonzero().flatten()
+
+
+def members_by_class(labels: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield each label that occurs, rising, and the indices of the samples that have it, rising."""
+    if len(labels) == 0:
+        return
+    low, high = int(labels.min()), int(labels.max())
+    if low == high:
+        yield low, torch.arange(len(labels))
+        return
+    # NumPy sorts numbers of 16 bits in linear time.
+    keys = (labels - low).to(torch.int16) if high - low < 2**15 else labels
+    order = torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
+    classes, counts = torch.unique_consecutive(labels[order], return_counts=True)
+    yield from zip(classes.tolist(), torch.split(order, counts.tolist()), strict=True)

@@ -11,8 +11,8 @@ import torch
 
 from trainrun.data.batch import as_tensor
 from trainrun.data.readers.mapped_files import check_lengths, mappings_of
-from trainrun.data.readers.parts import Part, rows_of
-from trainrun.data.readers.reader_protocol import Info, ReaderDataset
+from trainrun.data.readers.parts import rows_of
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.data.tensor_dataset import rows as gathered
 
@@ -46,25 +46,27 @@ class MappedRows:
 
 
 def rows_of_columns(
-    arrays: Sequence[np.ndarray[Any, Any]],
-    is_mapped: bool,
-    info: Info,
-    part: Part,
-    groups: Any,
-    unused_arguments: Mapping[str, str],
-) -> Arrays | ReaderDataset:
-    """Return the rows of a table that belong to a split: in memory, or mapped if they are many.
+    arrays: Sequence[np.ndarray[Any, Any]], is_mapped: bool, info: Info, groups: Any,
+    unused_arguments: Mapping[str, str] | None = None,
+) -> ReadFiles:  # fmt: skip
+    """Return the rows of a table as samples: in memory, or mapped if they are many.
 
-    arrays: inputs (N, ...), and targets. groups: (N,) numbers of the groups. unused_arguments: of the reader.
+    arrays: inputs (N, ...), and targets. groups: (N,) numbers of the groups.
     """
-    rows = part.rows(arrays[-1] if info.labels is not None else arrays[0], groups)
-    dataset = ReaderDataset(MappedRows(arrays, info, torch.from_numpy), rows, part.notice, unused_arguments)
-    dataset.groups = None if groups is None else rows_of(groups, rows)
-    if is_mapped and sum(array.nbytes for array in arrays) > COPIED_BYTES:
-        return dataset
-    copies = tuple(torch.from_numpy(np.array(rows_of(array, rows))) for array in arrays)
+    reader = MappedRows(arrays, info, torch.from_numpy)
+    is_large = is_mapped and sum(array.nbytes for array in arrays) > COPIED_BYTES
+    if is_large:
+        return ReadFiles(reader, groups, unused_arguments or {})
+    return ReadFiles(reader, groups, unused_arguments or {}, copied_rows)
+
+
+def copied_rows(dataset: ReaderDataset) -> Arrays:
+    """Return the samples of mapped rows as tensors in memory."""
+    info = dataset.reader.info
+    rows = None if dataset.rows is None else dataset.row_numbers()
+    copies = tuple(torch.from_numpy(np.array(rows_of(array, rows))) for array in info.arrays)
     return Arrays(
         copies, info.class_names, info.num_classes, describe=dataset.describe, column=dataset.column,
-        notice=part.notice, input_columns=info.input_columns, unused_arguments=unused_arguments,
+        notice=dataset.notice, input_columns=info.input_columns, unused_arguments=dataset.unused_arguments,
         groups=dataset.groups,
     )  # fmt: skip

@@ -20,10 +20,10 @@ from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import check_split, epoch_order, hold_out
 from trainrun.data.readers.paths import files_of, identity_of
 from trainrun.data.readers.targets import numbers_in, words_in
+from trainrun.data.tensor_dataset import SPLITS
 from trainrun.errors import DataError
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
-SPLITS = ("train", "val", "test")
 NAMES = {
     "train": ("train", "training"),
     "val": ("val", "validation", "valid", "dev", "validate", "eval", "holdout"),
@@ -34,6 +34,7 @@ SEPARATORS = re.compile(r"[-._ ]+")
 # A word of a file name that only counts shards, as in `train-00000-of-00001-a09b74b3.parquet`.
 SHARD_PART = re.compile(r"\d+|of|part|shard|(?=.*\d)[0-9a-f]{8,}")
 SOURCE_CODE = (".py",)  # a module is called test after what it does
+MOST_COUNTED = 2**20  # a table of so many counts is made faster than labels are sorted
 HOLDS_NOTHING_OUT = "data.train.val_fraction=0 holds nothing out"
 ListFiles = Callable[[str | None, str, Sequence[str]], tuple[Path, ...]]
 
@@ -65,7 +66,7 @@ class RandomRows:
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """What a node of `data.train`, `data.val` or `data.test` asks for.
+    """What the settings of a data source say of its splits.
 
     path: of the training data. val_path, test_path: data of their own; null: what the names below `path` say; the path
     itself: the same, and all of it where they say nothing.
@@ -73,7 +74,6 @@ class SplitRequest:
     groups: a column; rows with the same cell are held out together. val_by: which rows are held out, see `held_rows`.
     """
 
-    split: str
     path: str | None
     val_path: str | None = None
     test_path: str | None = None
@@ -83,7 +83,6 @@ class SplitRequest:
     val_by: str = "auto"
 
     def __post_init__(self) -> None:
-        check_split(self.split, SPLITS)
         if self.groups is None and self.val_by == "group":
             raise DataError(
                 "data.train.val_by=group: name the column of the groups, as data.train.groups=patient"
@@ -94,8 +93,8 @@ class SplitRequest:
                 "one of them out"
             )
 
-    def find_files(self, endings: Sequence[str], list_files: ListFiles = files_of) -> Part | None:
-        """Return the files of the split; None if there is no test data."""
+    def find_files(self, endings: Sequence[str], list_files: ListFiles = files_of) -> SplitFiles:
+        """Return the files of each split."""
         found = list_files(self.path, "data.path", endings)
         by_name = {"train": found, "val": (), "test": ()} if self.path is None else files_by_split(found)
         typed = {
@@ -113,11 +112,10 @@ class SplitRequest:
             training = tuple(file for file in training if file not in shared)
             names = f"{shared[0]}{'' if len(shared) == 1 else f' and {len(shared) - 1} more'}"
             notice = f"{names} is validation or test data, so it is left out of training"
-        files: dict[str, Sequence[Path]] = {**by_name, **typed, "train": training}
-        return self._part(files, notice)
+        return SplitFiles(self, {**by_name, **typed, "train": training}, notice)
 
-    def find_folder(self, is_split: Callable[[Path], bool] = Path.exists, ending: str = "") -> Part | None:
-        """Return the folder of the split, of a format whose samples are a folder or one file.
+    def find_folder(self, is_split: Callable[[Path], bool] = Path.exists, ending: str = "") -> SplitFiles:
+        """Return the folder of each split, of a format whose samples are a folder or one file.
 
         is_split: whether a path called like a split is one. ending: that its name may have.
         """
@@ -130,59 +128,100 @@ class SplitRequest:
         found |= {
             name: inside[name] for name in ("val", "test") if name in inside and found[name] == self.path
         }
-        paths = {name: [Path(path).expanduser()] if path else [] for name, path in found.items()}
+        paths: dict[str, tuple[Path, ...]] = {
+            name: (Path(path).expanduser(),) if path else () for name, path in found.items()
+        }
         names = [name for name, path in found.items() if path and path == inside.get(name)]
         told = ", ".join(f"{name} is {paths[name][0].name}/" for name in names)
-        return self._part(paths, f"{self.path}: {told}" if names else "")
+        return SplitFiles(self, paths, f"{self.path}: {told}" if names else "")
 
-    def _part(self, files: Mapping[str, Sequence[Path]], notice: str) -> Part | None:
-        if self.split == "test" and not files["test"]:
+    def divide(self, labels: Any, groups: Any = None) -> dict[str, Rows]:
+        """Return the rows of `train` and those that are held out for `val`, each rising.
+
+        labels: see `held_out`. groups: (N,) the cells of the column `groups`.
+        """
+        if self.val_by == "last" or groups is not None:
+            number = len(labels)
+            is_held = held_rows(number, self.val_fraction, self.seed, groups, self.val_by == "last")
+            check_both_sides(number, int(is_held.sum()), self.val_fraction)
+            return {"train": np.flatnonzero(~is_held), "val": np.flatnonzero(is_held)}
+        train, val = held_out(labels, self.val_fraction, self.seed)
+        return {"train": train, "val": val}
+
+
+@dataclass(frozen=True)
+class SplitFiles:
+    """The files of each split.
+
+    files: where there are none of `val`, a part of the training files is held out. notice: a line about the files for
+    the first lines of a run.
+    """
+
+    request: SplitRequest
+    files: Mapping[str, tuple[Path, ...]]
+    notice: str = ""
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether training and validation share their files."""
+        return not self.files["val"]
+
+    @property
+    def held(self) -> list[Path]:
+        """The files of validation and test data."""
+        return [*self.files["val"], *self.files["test"]]
+
+    def setting_of(self, files: tuple[Path, ...]) -> str:
+        """Return the setting that names the files of a split."""
+        names = [split for split, own in self.files.items() if own == files]
+        return Part(self, names[0]).setting
+
+    def part(self, split: str) -> Part | None:
+        """Return what a split reads; None if there is no test data."""
+        check_split(split, SPLITS)
+        if split == "test" and not self.files["test"]:
             return None
-        is_own = self.split == "test" or bool(files["val"])
-        own = files[self.split] if is_own else files["train"]
-        keys = {
-            "train": ("data.path", self.path),
-            "val": ("data.train.val_path", self.val_path),
-            "test": ("data.train.test_path", self.test_path),
-        }
-        key, path = keys[self.split]
-        if not is_own or path is None:
-            key, path = keys["train"]
-        return Part(
-            split=self.split,
-            files=tuple(own),
-            training=tuple(files["train"]),
-            held=tuple(file for name in ("val", "test") for file in files[name]),
-            is_own=is_own,
-            setting=f"{key}={path}",
-            val_fraction=self.val_fraction,
-            seed=self.seed,
-            groups=self.groups,
-            val_by=self.val_by,
-            notice=notice if self.split == "train" else "",
-        )
+        return Part(self, split)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The files of one split.
+    """What one split reads."""
 
-    training: the files of the training data. held: those of validation and test data. is_own: whether all rows of
-    `files` belong to the split; else training and validation share them. setting: names the files in messages.
-    notice: a line about the files for the first lines of a run.
-    """
-
+    of: SplitFiles
     split: str
-    files: tuple[Path, ...]
-    training: tuple[Path, ...]
-    held: tuple[Path, ...]
-    is_own: bool
-    setting: str
-    val_fraction: float
-    seed: int
-    groups: str | None = None
-    val_by: str = "auto"
-    notice: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether all rows of the files belong to the split; else training and validation share them."""
+        return self.split == "test" or not self.of.holds_out
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the split has all rows of its files."""
+        return self.is_own or (self.split == "train" and self.of.request.val_fraction == 0)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.of.files[self.split if self.is_own else "train"]
+
+    @property
+    def setting(self) -> str:
+        """Name the files in messages."""
+        request = self.of.request
+        keys = {
+            "train": ("data.path", request.path),
+            "val": ("data.train.val_path", request.val_path),
+            "test": ("data.train.test_path", request.test_path),
+        }
+        key, path = keys[self.split]
+        if not self.is_own or path is None:
+            key, path = keys["train"]
+        return f"{key}={path}"
+
+    @property
+    def notice(self) -> str:
+        return self.of.notice if self.split == "train" else ""
 
     @property
     def unused_arguments(self) -> dict[str, str]:
@@ -191,35 +230,15 @@ class Part:
         if self.is_own:
             reason = "there is separate validation data, so nothing is held out"
             unused |= {"val_fraction": reason, "seed": reason, "val_by": reason}
-        elif self.split == "train" and self.val_fraction == 0:
+        elif self.is_whole:
             unused |= dict.fromkeys(("val_by", "seed"), HOLDS_NOTHING_OUT)
-        elif self.val_by == "last":
+        elif self.of.request.val_by == "last":
             unused["seed"] = "data.train.val_by=last draws nothing"
-        leaves_files_out = self.split == "train" and self.notice
+        leaves_files_out = self.split == "train" and self.of.notice
         for split in ("val", "test"):
             if self.split != split and not leaves_files_out:
                 unused[f"{split}_path"] = f"this run has no data.{split} that reads it"
         return unused
-
-    @property
-    def is_training(self) -> bool:
-        """Whether the files of the split are those of the training data."""
-        return self.files == self.training
-
-    def rows(self, labels: Any, groups: Any = None) -> Rows | None:
-        """Return the rows of the files that belong to the split, rising; None is all.
-
-        labels: see `held_out`. groups: (N,) the cells of the column `groups`.
-        """
-        if self.is_own or (self.split == "train" and self.val_fraction == 0):
-            return None
-        if self.val_by == "last" or groups is not None:
-            number = len(labels)
-            held = held_rows(number, self.val_fraction, self.seed, groups, is_last=self.val_by == "last")
-            check_both_sides(number, int(held.sum()), self.val_fraction)
-            return np.flatnonzero(held == (self.split != "train"))
-        train, val = held_out(labels, self.val_fraction, self.seed)
-        return train if self.split == "train" else val
 
 
 def files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
@@ -346,6 +365,16 @@ def rows_of(values: Any, rows: Rows | None) -> Any:
     return values if rows is None else values[rows]
 
 
+def count_different(labels: torch.Tensor) -> int:
+    """Return how many different values integer labels have."""
+    if not len(labels):
+        return 0
+    low, high = int(labels.min()), int(labels.max())
+    if high - low < min(len(labels), MOST_COUNTED):
+        return int(torch.bincount(labels - low).count_nonzero())
+    return len(torch.unique(labels))
+
+
 def check_both_sides(number: int, held: int, fraction: float) -> None:
     """Raise DataError if a fraction leaves no samples for training or for validation."""
     if 0 < held < number:
@@ -369,7 +398,7 @@ def held_out(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:
     classes = torch.as_tensor(labels)
     number = len(classes)
     grouped = classes.ndim == 1 and not (classes.is_floating_point() or classes.is_complex())
-    if not grouped or len(torch.unique(classes)) > fraction * number:
+    if not grouped or count_different(classes.long()) > fraction * number:
         classes = torch.zeros(number, dtype=torch.int64)
     train, val = (rows.numpy() for rows in hold_out(classes.long(), fraction, seed))
     check_both_sides(number, len(val), fraction)

@@ -1,4 +1,4 @@
-"""One protocol for every format, and the data set that is made around a reader.
+"""One protocol for every format, and the data sets of the splits that are made around a reader.
 
 A format is a `Reader`: how many samples there are, how they are read, what is known of them. Which of them are train,
 val and test, where a damaged one lies and what a cache depends on is answered here, once for all formats.
@@ -7,16 +7,17 @@ val and test, where a damaged one lies and what a cache depends on is answered h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from trainrun.data.readers.parts import Part, RandomRows, Rows, group_numbers, rows_of
+from trainrun.data.readers.parts import RandomRows, Rows, SplitFiles, group_numbers, rows_of
 from trainrun.data.readers.paths import fingerprint_of
-from trainrun.data.tensor_dataset import Columns
+from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
 
 
@@ -170,15 +171,53 @@ class ReaderDataset:
         )
 
 
-def dataset_of(reader: Reader, part: Part, groups: Any = None) -> ReaderDataset:
-    """The samples that belong to the part. DataError: there is none, or nothing is left for one side.
+@dataclass(frozen=True)
+class ReadFiles:
+    """The samples of some files.
 
-    groups: (N,) the cells of the column of the groups."""
-    if len(reader) == 0:
-        raise DataError(f"{part.setting}: there is no record in it")
-    labels = reader.info.labels
-    rows = part.rows(np.zeros(len(reader), np.int64) if labels is None else labels, groups)
-    dataset = ReaderDataset(reader, rows, part.notice, part.unused_arguments)
-    if groups is not None:
-        dataset.groups = rows_of(group_numbers(groups), rows)
-    return dataset
+    groups: (N,) the cells of the column of the groups. unused_arguments: of the format, each with the reason.
+    build: makes the data set of a split from the reader's; it may copy the rows into memory.
+    """
+
+    reader: Reader
+    groups: Any = None
+    unused_arguments: Mapping[str, str] = field(default_factory=dict)
+    build: Callable[[ReaderDataset], Any] = lambda dataset: dataset
+
+    @cached_property
+    def group_numbers(self) -> Rows | None:
+        """(N,) equal for rows of one group."""
+        return None if self.groups is None else group_numbers(self.groups)
+
+
+def splits_of_files(found: SplitFiles, read: Callable[[tuple[Path, ...]], ReadFiles]) -> Splits:
+    """Return the splits of files, each of which is read once.
+
+    DataError, when a split is asked for: there is no sample, or nothing is left for one side.
+    """
+    read_once = cache(read)
+
+    @cache
+    def divide(files: tuple[Path, ...]) -> dict[str, Rows]:
+        samples = read_once(files)
+        labels = samples.reader.info.labels
+        number = len(samples.reader)
+        return found.request.divide(
+            np.zeros(number, np.int8) if labels is None else labels, samples.group_numbers
+        )
+
+    def build(split: str) -> Any:
+        part = found.part(split)
+        if part is None:
+            return None
+        samples = read_once(part.files)
+        if len(samples.reader) == 0:
+            raise DataError(f"{part.setting}: there is no record in it")
+        rows = None if part.is_whole else divide(part.files)[split]
+        unused = {**part.unused_arguments, **samples.unused_arguments}
+        dataset = ReaderDataset(samples.reader, rows, part.notice, unused)
+        if found.holds_out and samples.group_numbers is not None:
+            dataset.groups = rows_of(samples.group_numbers, rows)
+        return samples.build(dataset)
+
+    return Splits(build)

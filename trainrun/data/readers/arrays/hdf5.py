@@ -16,10 +16,10 @@ from trainrun.data.readers.free_space import check_memory
 from trainrun.data.readers.free_space import in_memory as stays_in_memory
 from trainrun.data.readers.open_files import Kept
 from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.parts import SplitRequest, check_groups
-from trainrun.data.readers.reader_protocol import Info, dataset_of
+from trainrun.data.readers.parts import Part, SplitRequest, check_groups
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles, splits_of_files
 from trainrun.data.readers.targets import Coding, coding_of, listed
-from trainrun.data.tensor_dataset import Arrays
+from trainrun.data.tensor_dataset import Arrays, Splits
 from trainrun.errors import DataError
 from trainrun.limits import Auto, BelowOne, HeldOutBy, TargetType
 from trainrun.plugin_faults import nearest
@@ -39,65 +39,57 @@ class Hdf5Layout(NamedTuple):
     words: bool
 
 
-def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_path: str | None = None,
+def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0, target_dtype: TargetType = "auto",
-         in_memory: bool | Auto = "auto", groups: str | None = None, val_by: HeldOutBy = "auto") -> Any:  # fmt: skip
-    """`train`, `val` or `test`: `Arrays` in memory, or samples read on demand; None: there is no test data.
+         in_memory: bool | Auto = "auto", groups: str | None = None, val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
+    """Return the splits: `Arrays` in memory, or samples read on demand.
 
     inputs, target: names of data sets. For x, the first that is there of train/x, x_train and x; where
         the file has val/x or x_val, those are the validation data, and nothing is held out.
     target: rows of one number or word are classes or numbers (see `targets`), all others are as stored.
     """
     h5py = extra("h5py", "hdf5", "hdf5")
-    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
-    part = request.find_files(ENDINGS)
-    if part is None:
-        part = replace(request, split="train").find_files(ENDINGS)
-    assert part is not None
-    training = _one_file(part.training, f"data.path={path}")
+    found = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by).find_files(ENDINGS)
+    training = _one_file(found.files["train"], f"data.path={path}")
     with open_file(str(training)) as file:
         known = _cells(file, layout_of(h5py, file, target, "train", "target")) if target else None
-        has_own = {name: _own_part(file, inputs, name) is not None for name in ("val", "test")}
-    if split == "test" and part.split == "train" and not has_own["test"]:
-        return None
-    place = _one_file(part.files, part.setting)
-    inside = place == training and (has_own["val"] or split == "test")
-    notice = part.notice if split == "train" else ""
-    part = replace(part, split=split, is_own=part.is_own or inside, notice=notice)
-    which = split if part.is_own else "train"
-    with open_file(str(place)) as file:
-        layouts = [layout_of(h5py, file, inputs, which, "inputs")]
-        layouts += [layout_of(h5py, file, target, which, "target")] if target else []
-        if len({layout.shape[0] for layout in layouts}) > 1:
-            sizes = " and ".join(f"{layout.name!r} has {layout.shape[0]} rows" for layout in layouts)
-            raise DataError(f"{place}: {sizes}; there must be a target for each input")
-        cells = _cells(file, layouts[1]) if target else None
-        coding = Coding("float32") if known is None else coding_of(known, target_dtype)
+        inside = [name for name in ("val", "test") if _own_part(file, inputs, name) is not None]
+    coding = Coding("float32") if known is None else coding_of(known, target_dtype)
+    places: dict[str, tuple[Path, ...]] = {
+        "train": (training, Path("train"))
+    }  # the file, and which split of those in it
+    for name in ("val", "test"):
+        files = found.files[name] or ((training,) if name in inside else ())
+        setting = Part(found, name).setting
+        places[name] = (_one_file(files, setting), Path(name)) if files else ()
+    found = replace(found, files=places)
+
+    def read(files: tuple[Path, ...]) -> ReadFiles:
+        place, split = files[0], str(files[1])
+        with open_file(str(place)) as file:
+            layouts = [layout_of(h5py, file, inputs, split, "inputs")]
+            layouts += [layout_of(h5py, file, target, split, "target")] if target else []
+            if len({layout.shape[0] for layout in layouts}) > 1:
+                sizes = " and ".join(f"{layout.name!r} has {layout.shape[0]} rows" for layout in layouts)
+                raise DataError(f"{place}: {sizes}; there must be a target for each input")
+            cells = _cells(file, layouts[1]) if target else None
+            group_cells = None
+            if groups is not None and found.holds_out:
+                group_cells = _cells(file, layout_of(h5py, file, groups, split, "groups"))
+                check_groups(group_cells, layouts[0].shape[0], f"{place}: {groups!r}")
         encoded = None if cells is None else coding.encode(cells, partial(_where, place, layouts[1].name))
-        read = layouts if cells is None else layouts[:1]
-        group_cells = None
-        if groups is not None and not part.is_own:
-            group_cells = _cells(file, layout_of(h5py, file, groups, which, "groups"))
-            check_groups(group_cells, layouts[0].shape[0], f"{place}: {groups!r}")
-        dataset = dataset_of(Hdf5Reader(place, read, encoded, coding), part, group_cells)
+        reader = Hdf5Reader(place, layouts if cells is None else layouts[:1], encoded, coding)
         row_bytes = sum(layout.dtype.itemsize * math.prod(layout.shape[1:]) for layout in layouts)
-        ragged = any(layout.ragged for layout in layouts)
-        if ragged or not stays_in_memory(len(dataset) * row_bytes, in_memory):
-            return dataset
-        rows: Any = slice(None) if dataset.rows is None else dataset.rows
-        with reading(file, "its data"):
-            parts = [file[layout.name][:][rows] for layout in read]
-    parts += [] if encoded is None else [encoded[rows]]
-    describe = dataset.describe if target else None
-    return Arrays(
-        tuple(parts),
-        coding.names,
-        coding.num_classes,
-        describe=describe,
-        notice=part.notice,
-        unused_arguments=part.unused_arguments,
-        groups=dataset.groups,
-    )
+        if any(layout.ragged for layout in layouts):
+            return ReadFiles(reader, group_cells)
+
+        def build(dataset: ReaderDataset) -> Arrays | ReaderDataset:
+            fits = stays_in_memory(len(dataset) * row_bytes, in_memory)
+            return reader.read_whole(dataset) if fits else dataset
+
+        return ReadFiles(reader, group_cells, build=build)
+
+    return splits_of_files(found, read)
 
 
 class Hdf5Reader:
@@ -122,6 +114,19 @@ class Hdf5Reader:
         if self._encoded is not None:
             parts.append([self._encoded[row] for row in indices])
         return list(zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+
+    def read_whole(self, dataset: ReaderDataset) -> Arrays:
+        """Return the samples of a data set of this reader in memory."""
+        rows: Any = slice(None) if dataset.rows is None else dataset.rows
+        with open_file(self._path) as file, reading(file, "its data"):
+            parts = [file[layout.name][:][rows] for layout in self._layouts]
+        parts += [] if self._encoded is None else [self._encoded[rows]]
+        has_target = self._encoded is not None or len(self._layouts) > 1
+        return Arrays(
+            tuple(parts), self.info.class_names, self.info.num_classes, notice=dataset.notice,
+            describe=dataset.describe if has_target else None, unused_arguments=dataset.unused_arguments,
+            groups=dataset.groups,
+        )  # fmt: skip
 
     def _lengths(self) -> np.ndarray[Any, Any]:
         """The lengths of ragged rows, found by reading them."""

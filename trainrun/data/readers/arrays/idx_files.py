@@ -6,7 +6,7 @@ import gzip
 import math
 import struct
 import zlib
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from trainrun.data.batch import in_float32
 from trainrun.data.order.sampler import check_split
 from trainrun.data.readers.free_space import GZIP_MAGIC, check_memory
-from trainrun.data.readers.parts import SPLITS, Part
+from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import existing_folder, plain_file
-from trainrun.data.readers.targets import coding_of
-from trainrun.data.tensor_dataset import Arrays
+from trainrun.data.readers.targets import Coding, coding_of
+from trainrun.data.tensor_dataset import SPLITS, Arrays, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne
 
@@ -28,39 +28,53 @@ MOST_UNPACKED = 1040  # bytes from one byte of gzip: deflate has at most 1032
 DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 
-def load(path: str | None, split: str, inputs: str, target: str | None, val_inputs: str | None = None,
+def load(path: str | None, inputs: str, target: str | None, val_inputs: str | None = None,
          val_target: str | None = None, test_inputs: str | None = None, test_target: str | None = None,
          val_fraction: BelowOne = 0.1, seed: int = 0,
-         dtype: Literal["float32", "stored"] = "float32") -> Arrays | None:  # fmt: skip
-    """`train`, `val` or `test`, None: there is no test data: inputs (N, ...) and integer labels (N,) or floats (N, 1).
+         dtype: Literal["float32", "stored"] = "float32") -> Splits:  # fmt: skip
+    """Return the splits: inputs (N, ...) and integer labels (N,) or floats (N, 1).
 
     inputs, target, and those of val and test: names of files in the folder `path`; without val_inputs,
         val_fraction of the training data is held out. Grey pictures (N, H, W) become (N, 1, H, W).
     dtype: "float32" divides bytes by 255; "stored" keeps the type of the file.
     """
     folder = existing_folder(path, "data.path")
+    request = SplitRequest(path, val_fraction=val_fraction, seed=seed)
     names = {"train": (inputs, target), "val": (val_inputs, val_target), "test": (test_inputs, test_target)}
-    check_split(split, SPLITS)
-    if split == "test" and test_inputs is None:
-        return None
-    is_own = split == "test" or val_inputs is not None
-    part = Part(split, (), (), (), is_own, f"data.path={path}", val_fraction, seed)
-    own = names[split] if is_own else names["train"]
-    values = _inputs(_stored(folder, own[0], split, "inputs"), dtype)
-    if target is None:
-        rows = part.rows(values)
-        return Arrays((values if rows is None else values[torch.from_numpy(rows)],))
-    coding = coding_of(_stored(folder, target, "train", "target"), "auto")
-    cells = _stored(folder, own[1], split, "target")
-    file = folder / str(own[1])
-    if cells.shape != (len(values),):
-        fault = f"has shape {cells.shape}, but {own[0]} has {len(values)} samples"
-        raise DataError(f"{file}: {fault}; it must hold one number for each")
-    labels = coding.encode(cells, partial(_label, file, None))
-    rows = part.rows(labels)
-    if rows is not None:
-        values, labels = values[torch.from_numpy(rows)], labels[torch.from_numpy(rows)]
-    return Arrays((values, labels), coding.names, coding.num_classes, describe=partial(_label, file, rows))
+
+    @cache
+    def read(split: str) -> tuple[Tensor, Tensor | None, Coding]:
+        own = names[split]
+        values = _inputs(_stored(folder, own[0], split, "inputs"), dtype)
+        if target is None:
+            return values, None, Coding("float32")
+        coding = coding_of(_stored(folder, target, "train", "target"), "auto")
+        cells = _stored(folder, own[1], split, "target")
+        file = folder / str(own[1])
+        if cells.shape != (len(values),):
+            fault = f"has shape {cells.shape}, but {own[0]} has {len(values)} samples"
+            raise DataError(f"{file}: {fault}; it must hold one number for each")
+        return values, coding.encode(cells, partial(_label, file, None)), coding
+
+    def build(split: str) -> Arrays | None:
+        check_split(split, SPLITS)
+        if split == "test" and test_inputs is None:
+            return None
+        is_own = split == "test" or val_inputs is not None
+        source = split if is_own else "train"
+        values, labels, coding = read(source)
+        rows = None
+        if not is_own and not (split == "train" and val_fraction == 0):
+            rows = request.divide(values if labels is None else labels)[split]
+        if rows is not None:
+            values = values[torch.from_numpy(rows)]
+        if labels is None:
+            return Arrays((values,))
+        labels = labels if rows is None else labels[torch.from_numpy(rows)]
+        describe = partial(_label, folder / str(names[source][1]), rows)
+        return Arrays((values, labels), coding.names, coding.num_classes, describe=describe)
+
+    return Splits(build)
 
 
 def _label(file: Path, rows: Any, index: int) -> str:

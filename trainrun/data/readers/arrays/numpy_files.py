@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.parts import (
     HOLDS_NOTHING_OUT,
     NAMES,
-    SPLITS,
-    Part,
     RandomRows,
     SplitRequest,
     check_groups,
@@ -30,16 +28,16 @@ from trainrun.data.readers.parts import (
 )
 from trainrun.data.readers.paths import plain_file
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset
-from trainrun.data.tensor_dataset import Arrays
+from trainrun.data.tensor_dataset import SPLITS, Arrays, Splits
 from trainrun.errors import DataError
 from trainrun.limits import Auto, BelowOne, HeldOutBy
 from trainrun.seeding import derive_seed
 
 
-def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_fraction: BelowOne = 0.0,
+def load(path: str | None, inputs: str = "x", target: str | None = "y", val_fraction: BelowOne = 0.0,
          seed: int = 0, mapped: bool = True, stratify: bool | Auto = True, groups: str | None = None,
-         val_by: HeldOutBy = "auto") -> Any:  # fmt: skip
-    """`train`, `val` or `test`: the arrays x_<split> and y_<split>, one row per sample. None: there is no test data.
+         val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
+    """Return the splits: the arrays x_<split> and y_<split>, one row per sample.
 
     The split may have another of its names, as x_valid, or be a folder, as valid/x.npy.
 
@@ -49,46 +47,60 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     stratify: what is held out has each class in proportion; "auto": up to `LISTED` rows that are mapped. Above,
         rows are held out by a permutation that is computed: no row is copied, and above 2^24 no list of them is made.
     """
-    check_split(split, SPLITS)
     if path is None:
         raise DataError("data.path: name an .npz file, or a folder of .npy files, as data.path=my_arrays.npz")
-    parted = split != "test" and val_fraction > 0
-    request = SplitRequest(split, path, None, None, val_fraction, seed, groups, val_by)
-    place = Path(path).expanduser()
+    place, request = (
+        Path(path).expanduser(),
+        SplitRequest(path, None, None, val_fraction, seed, groups, val_by),
+    )
     wanted = [name for name in (inputs, target) if name]
-    names = names_of_arrays(place, wanted, "train" if parted else split)
-    if names is None:
-        return None
-    if place.is_dir():
-        arrays = _files(path, place, names, mapped)
-    elif plain_file(place, f"data.path={path}"):
-        arrays = _members(path, place, names)
-    else:
+
+    @cache
+    def read(names: tuple[str, ...]) -> tuple[Any, ...]:
+        if place.is_dir():
+            return _files(path, place, names, mapped)
+        if plain_file(place, f"data.path={path}"):
+            return _members(path, place, names)
         raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
-    if not parted:
+
+    def build(split: str) -> Arrays | ReaderDataset | None:
+        check_split(split, SPLITS)
+        is_part = split != "test" and val_fraction > 0
+        names = names_of_arrays(place, wanted, "train" if is_part else split)
+        if names is None:
+            return None
+        arrays = read(tuple(names))
+        if is_part:
+            cells = None
+            if groups is not None:
+                is_plain = groups in arrays_there(place)
+                found = [groups] if is_plain else names_of_arrays(place, [groups], "train") or [groups]
+                cells = np.asarray(read(tuple(found))[0])
+                is_list = cells.ndim == 1
+                check_groups(cells if is_list else None, len(arrays[0]), f"data.path={path}: {found[0]}")
+            return part_of_arrays(request, split, place, names, arrays, stratify, cells)
         unused = dict.fromkeys(("groups", "val_by", "seed", "stratify"), HOLDS_NOTHING_OUT)
         return Arrays(arrays, describe=partial(_row, path, names[-1], None), unused_arguments=unused)
+
+    return Splits(build)
+
+
+def part_of_arrays(
+    request: SplitRequest, split: str, place: Path, names: Sequence[str], arrays: tuple[Any, ...],
+    stratify: bool | Auto, groups: Any,
+) -> Arrays | ReaderDataset:  # fmt: skip
+    """Return the rows of the training arrays that belong to a split. groups: (N,) the cells of an array."""
+    path = str(request.path)
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
         raise DataError(f"data.path={path}: its arrays need one row for each sample in each; found {shapes}")
     files = [place / f"{name}.npy" for name in names]
     info = Info(tuple(files), where=partial(describe_row, files))
     on_disk = all(isinstance(array, np.memmap) for array in arrays)
-    number, held = len(arrays[0]), round(val_fraction * len(arrays[0]))
-    group_cells = None
-    if groups is not None:
-        is_plain = groups in arrays_there(place)
-        group_names = [groups] if is_plain else names_of_arrays(place, [groups], "train") or [groups]
-        found = (
-            _files(path, place, group_names, mapped) if place.is_dir() else _members(path, place, group_names)
-        )
-        group_cells = np.asarray(found[0])
-        check_groups(
-            group_cells if group_cells.ndim == 1 else None, number, f"data.path={path}: {group_names[0]}"
-        )
-    is_random = group_cells is None and val_by != "last"
+    number, held = len(arrays[0]), round(request.val_fraction * len(arrays[0]))
+    is_random = groups is None and request.val_by != "last"
     if is_random and on_disk and stratify is not True and number > LISTED and 0 < held < number:
-        rows = KeyedPermutation(number, derive_seed(seed, number))
+        rows = KeyedPermutation(number, derive_seed(request.seed, number))
         part = RandomRows(rows, 0, held) if split == "val" else RandomRows(rows, held, number - held)
         labels = arrays[-1] if len(arrays) > 1 and arrays[-1].dtype.kind in "iu" else None
         largest = -1 if labels is None else int(labels.max())
@@ -96,12 +108,8 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         return ReaderDataset(MappedRows(arrays, info), part)
     by_class = bool(stratify) and len(arrays) > 1 and arrays[-1].dtype.kind in "biu"
     labels = np.asarray(arrays[-1]) if by_class else np.zeros(number)
-    held_part = Part(
-        split, (), (), (), False, f"data.path={path}", val_fraction, seed, groups, request.val_by
-    )
-    chosen = held_part.rows(labels, group_cells)
-    assert chosen is not None
-    row_groups = None if group_cells is None else group_numbers(group_cells)[chosen]
+    chosen = request.divide(labels, groups)[split]
+    row_groups = None if groups is None else group_numbers(groups)[chosen]
     if on_disk and not in_memory(sum(a.nbytes // len(a) * len(chosen) for a in arrays), "auto"):
         return ReaderDataset(MappedRows(arrays, info), chosen)
     copies = tuple(np.asarray(array)[chosen] for array in arrays)

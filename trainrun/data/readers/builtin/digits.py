@@ -13,24 +13,28 @@ import numpy as np
 import torch
 
 from trainrun.data.order.sampler import check_split, hold_out
-from trainrun.data.tensor_dataset import Arrays
+from trainrun.data.tensor_dataset import Arrays, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne
 
 LARGEST_PIXEL = 16
 
 
-def load(split: str, val_fraction: BelowOne = 0.2, seed: int = 0) -> Arrays:
-    """`train` or `val`: images (N, 1, 8, 8) float32 in [0, 1] and labels (N,) int64.
+def load(val_fraction: BelowOne = 0.2, seed: int = 0) -> Splits:
+    """Return `train` and `val`: images (N, 1, 8, 8) float32 in [0, 1] and labels (N,) int64.
 
     seed: of the division into the two parts, apart from the run's seed.
     """
-    check_split(split, ("train", "val"))
-    pixels, labels = _read(Path(__file__).with_name("digits.npz"))
-    images = (pixels.double() / LARGEST_PIXEL).float().unsqueeze(1)
-    train, val = hold_out(labels, val_fraction, seed)
-    chosen = train if split == "train" else val
-    return Arrays((images[chosen], labels[chosen]), tuple("0123456789"), 10)
+
+    def build(split: str) -> Arrays:
+        check_split(split, ("train", "val"))
+        pixels, labels = _read(Path(__file__).with_name("digits.npz"))
+        images = (pixels.double() / LARGEST_PIXEL).float().unsqueeze(1)
+        train, val = hold_out(labels, val_fraction, seed)
+        chosen = train if split == "train" else val
+        return Arrays((images[chosen], labels[chosen]), tuple("0123456789"), 10)
+
+    return Splits(build)
 
 
 def _read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from trainrun.data.order.sampler import check_split, hold_out
 from trainrun.data.readers.arrays.idx_files import read_idx
 from trainrun.data.scale import Scale
-from trainrun.data.tensor_dataset import Arrays
+from trainrun.data.tensor_dataset import SPLITS, Arrays, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne
 
@@ -24,25 +25,34 @@ CLASS_NAMES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat",
 PIXEL_MEAN, PIXEL_STD = 0.2860, 0.3530  # of the 60,000 training images, scaled to [0, 1]
 
 
-def load(split: str, path: str | None = None, val_fraction: BelowOne = 0.0, normalize: bool = True,
-         seed: int = 0) -> Arrays:  # fmt: skip
-    """`train`, `val` or `test`: images (N, 1, 28, 28), float32 in batches and uint8 until then; labels (N,) int64.
+def load(
+    path: str | None = None, val_fraction: BelowOne = 0.0, normalize: bool = True, seed: int = 0
+) -> Splits:
+    """Return the splits: images (N, 1, 28, 28), float32 in batches and uint8 until then; labels (N,) int64.
 
     `train` is the official 60,000 and `test` the official 10,000; `val` is the same as `test`. With a
     val_fraction above 0, `val` is that part of the 60,000, held out of `train` by `seed`.
     normalize: to mean 0 and deviation 1 over the training images; without it, pixels are in [0, 1].
     """
-    check_split(split, ("train", "val", "test"))
-    official = "train" if split == "train" or (split == "val" and val_fraction > 0) else "test"
-    pixels, classes = _read(find_folder(path), PREFIXES[official])
-    labels = torch.from_numpy(classes).long()
-    images = torch.from_numpy(pixels).unsqueeze(1)
-    if official == "train":
-        train, val = hold_out(labels, val_fraction, seed)
-        chosen = train if split == "train" else val
-        images, labels = images[chosen], labels[chosen]
+    folder = find_folder(path)
     scale = Scale(PIXEL_MEAN, PIXEL_STD) if normalize else Scale()
-    return Arrays((images, labels), CLASS_NAMES, len(CLASS_NAMES), scale)
+
+    @cache
+    def read(prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        pixels, classes = _read(folder, prefix)
+        return torch.from_numpy(pixels).unsqueeze(1), torch.from_numpy(classes).long()
+
+    def build(split: str) -> Arrays:
+        check_split(split, SPLITS)
+        official = "train" if split == "train" or (split == "val" and val_fraction > 0) else "test"
+        images, labels = read(PREFIXES[official])
+        if official == "train":
+            train, val = hold_out(labels, val_fraction, seed)
+            chosen = train if split == "train" else val
+            images, labels = images[chosen], labels[chosen]
+        return Arrays((images, labels), CLASS_NAMES, len(CLASS_NAMES), scale)
+
+    return Splits(build)
 
 
 def find_folder(path: str | None) -> Path:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
@@ -25,6 +26,7 @@ from trainrun.data.readers.pictures.decode import Form, decoded, form_of, has_16
 from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_words
 from trainrun.data.readers.targets import Coding, coding_of, named_columns
 from trainrun.data.scale import Scale
+from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, PixelType
 
@@ -114,67 +116,84 @@ def content_of(path: str) -> bytes:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def load(path: str | None, split: str, labels: str | None = None, val_path: str | None = None,
+def load(path: str | None, labels: str | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True, groups: str | None = None, val_by: HeldOutBy = "auto") -> ImageFolder | None:  # fmt: skip
-    """`train`, `val` or `test`; None: there is no test data. Classes are those of the training data, by their names.
+         draft: bool = True, groups: str | None = None, val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
+    """Return the splits. Classes are those of the training data, by their names.
 
     labels: a CSV file in the folder, whose first two columns are file and label. The others: see `Form`
         and `SplitRequest`; val_path and test_path are not needed where `path` has the folders val and test.
     """
     form = form_of(shape, fit, dtype, draft)
     existing_folder(path, "data.path")
-    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
-    part = request.find_folder(Path.exists if labels else has_folders)
-    if part is None:
-        return None
-    held = [folder for folder in part.held if is_inside(folder.parent, part.training)]
-    key = part.setting.partition("=")[0]
-    root = part.files[0]
-    existing_folder(str(root), key)
-    names, words, where, others = _listed(root, key, labels, [] if part.is_own and split != "train" else held)
-    known = words
-    if part.is_own and split != "train":
-        known = _listed(part.training[0], "data.path", labels, held)[1]
-        spelled = {normalize("NFC", word): word for word in set(known)}  # macOS takes accents apart
-        words = [spelled.get(normalize("NFC", word), word) for word in words]
-    classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
-    coding = coding_of(known, "auto") if labels else Coding("class", classes, len(classes))
-    targets = coding.encode(words, where)
-    group_cells = None
-    if groups is not None and not part.is_own:
-        if labels is None:
-            raise DataError(
-                f"data.train.groups={groups}: is a column of a table of labels; name the table by data.train.labels"
-            )
-        group_cells = _groups_in_table(root / labels, groups, names)
-    rows = part.rows(targets, group_cells)
-    if rows is not None:
-        names, targets = [names[row] for row in rows], targets[torch.from_numpy(rows)]
-    told = others and (part.is_own or split == "train")
-    notices = [f"{len(others)} pictures are no JPEG or PNG and are left out, as {others[0]}"] if told else []
-    notices += [part.notice] if part.notice else []
-    unused = {} if shape else {"fit": "without data.shape pictures keep their size"}
-    dataset = ImageFolder(
-        root, names, targets, coding, form, "; ".join(notices), part.unused_arguments | unused
-    )
-    dataset.groups = None if group_cells is None else rows_of(group_numbers(group_cells), rows)
-    return dataset
+    request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
+    found = request.find_folder(Path.exists if labels else has_folders)
+    training = found.files["train"][0]
+    held = [folder for folder in found.held if is_inside(folder.parent, [training])]
+
+    @cache
+    def read_training() -> FolderTable:
+        return read_folder(training, "data.path", labels, held)
+
+    def build(split: str) -> ImageFolder | None:
+        part = found.part(split)
+        if part is None:
+            return None
+        table = read_training()
+        words = known = table.words
+        if part.is_own and split != "train":
+            key = part.setting.partition("=")[0]
+            existing_folder(str(part.files[0]), key)
+            table = read_folder(part.files[0], key, labels, [])
+            spelled = {normalize("NFC", word): word for word in set(known)}  # macOS takes accents apart
+            words = [spelled.get(normalize("NFC", word), word) for word in table.words]
+        classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
+        coding = coding_of(known, "auto") if labels else Coding("class", classes, len(classes))
+        names, targets = table.names, coding.encode(words, table.describe)
+        cells = None
+        if groups is not None and not part.is_own:
+            if labels is None:
+                raise DataError(
+                    f"data.train.groups={groups}: is a column of a table of labels; name the table by data.train.labels"
+                )
+            cells = _groups_in_table(table.root / labels, groups, names)
+        rows = None if part.is_whole else request.divide(targets, cells)[split]
+        if rows is not None:
+            names, targets = [names[row] for row in rows], targets[torch.from_numpy(rows)]
+        others = table.others if part.is_own or split == "train" else []
+        notices = (
+            [f"{len(others)} pictures are no JPEG or PNG and are left out, as {others[0]}"] if others else []
+        )
+        notices += [part.notice] if part.notice else []
+        unused = {} if shape else {"fit": "without data.shape pictures keep their size"}
+        dataset = ImageFolder(
+            table.root, names, targets, coding, form, "; ".join(notices), part.unused_arguments | unused
+        )
+        dataset.groups = None if cells is None else rows_of(group_numbers(cells), rows)
+        return dataset
+
+    return Splits(build)
 
 
-def _listed(
-    folder: Path, key: str, labels: str | None, held: Sequence[Path]
-) -> tuple[list[str], list[str], Any, list[str]]:
-    """Names of files below the folder, the label of each, how to name a label in messages, and other pictures.
+class FolderTable(NamedTuple):
+    """Pictures of a folder. names: of the files below `root`; words: the label of each; describe: names a label in
+    messages; others: pictures of formats that are not read."""
 
-    held: folders inside it of validation or test data, which are left out.
-    """
+    root: Path
+    names: list[str]
+    words: list[str]
+    describe: Callable[[int], str]
+    others: list[str]
+
+
+def read_folder(folder: Path, key: str, labels: str | None, held: Sequence[Path]) -> FolderTable:
+    """Return the pictures of a folder. held: folders inside it of validation or test data, which are left out."""
     if labels is not None:
         files, classes, describe = _from_table(folder, folder / labels)
         kept = [row for row, name in enumerate(files) if not (held and is_inside(folder / name, held))]
         files, classes = [files[row] for row in kept], [classes[row] for row in kept]
-        return files, classes, lambda row: describe(kept[row]), []
+        return FolderTable(folder, files, classes, lambda row: describe(kept[row]), [])
     names: list[str] = []
     words: list[str] = []
     others: list[str] = []
@@ -198,7 +217,7 @@ def _listed(
         words += [child] * len(found)
     if not names:
         raise DataError(f"{key}={folder}: no folders with pictures in it; {EXAMPLE}")
-    return names, words, lambda row: f"{folder / names[row]}: its class", others
+    return FolderTable(folder, names, words, lambda row: f"{folder / names[row]}: its class", others)
 
 
 def has_folders(place: Path) -> bool:

@@ -20,30 +20,31 @@ from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import plain_file
 from trainrun.data.readers.pictures.decode import Form, form_of
-from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value, picture
+from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
 DATA_FILE = "data.mdb"  # in an environment that is a folder
 
 
-def load(path: str | None, split: str, val_path: str | None = None, test_path: str | None = None,
+def load(path: str | None, val_path: str | None = None, test_path: str | None = None,
          val_fraction: BelowOne = 0.1, seed: int = 0, shape: Sequence[Count] | None = None, fit: Fit = "crop",
-         dtype: PixelType = "uint8", draft: bool = True) -> ReaderDataset | None:  # fmt: skip
-    """`train`, `val` or `test`; None: there is no test data.
+         dtype: PixelType = "uint8", draft: bool = True) -> Splits:  # fmt: skip
+    """Return the splits.
 
     shape, fit, dtype, draft: of pictures, see `Form`; the others: see `SplitRequest`. A folder with train or
     train.lmdb in it (and val, test) names all splits by itself.
     """
     if path is None:
         raise DataError("data.path: name an LMDB environment, as data.path=train.lmdb (a folder or a file)")
-    part = SplitRequest(split, path, val_path, test_path, val_fraction, seed).find_folder(ending=".lmdb")
-    if part is None:
-        return None
+    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_folder(ending=".lmdb")
     form = form_of(shape, fit, dtype, draft)
-    return dataset_of(LmdbReader(_data_file(part.files[0], part.setting), form), part)
+    return splits_of_files(
+        found, lambda files: ReadFiles(LmdbReader(_data_file(files[0], found.setting_of(files)), form))
+    )
 
 
 def key_of(number: int) -> bytes:

@@ -19,10 +19,11 @@ import numpy as np
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.pictures.decode import Form, form_of
-from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import decode_sample, is_sample
 from trainrun.data.readers.records.shards import Shards, facts_beside
 from trainrun.data.readers.records.values import guessed_value
+from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
@@ -47,22 +48,22 @@ MESSAGES: dict[str, tuple[tuple[str, bool, str], ...]] = {
 }  # fmt: skip
 
 
-def load(path: str | None, split: str, columns: Sequence[str] | None = None,
+def load(path: str | None, columns: Sequence[str] | None = None,
          sequences: Sequence[str] = (), val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True) -> ReaderDataset | None:  # fmt: skip
-    """`train`, `val` or `test`; None: there is no test data.
+         draft: bool = True) -> Splits:  # fmt: skip
+    """Return the splits.
 
     columns: features by name; two or more form a tuple in this order. None: a dict of all of them.
     sequences: features that stay 1-D where they hold one number; others become a scalar.
     """
-    part = SplitRequest(split, path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
-    if part is None:
-        return None
+    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
     form = form_of(shape, fit, dtype, draft)
     names = None if columns is None else tuple(columns)
-    return dataset_of(TfrecordReader(part.files, names, frozenset(sequences), form), part)
+    return splits_of_files(
+        found, lambda files: ReadFiles(TfrecordReader(files, names, frozenset(sequences), form))
+    )
 
 
 def framed(content: bytes) -> bytes:

@@ -19,10 +19,11 @@ import numpy as np
 
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.pictures.decode import Form, form_of
-from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import decode_sample
 from trainrun.data.readers.records.shards import Shards, facts_beside
 from trainrun.data.readers.records.values import NUMBERS, PICTURES, decode_value
+from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
@@ -40,21 +41,19 @@ FAULTS = (
 )
 
 
-def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
+def load(path: str | None, columns: Sequence[str] | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True) -> ReaderDataset | None:  # fmt: skip
-    """`train`, `val` or `test`; None: there is no test data.
+         draft: bool = True) -> Splits:  # fmt: skip
+    """Return the splits.
 
     columns: what a sample consists of, as `[jpg;png, cls]`, where `;` separates alternatives; two or more
         form a tuple. None: a whole sample where there is one; (picture, number) where samples are such a
         pair; else a dict of all that the first sample has.
     """
-    part = SplitRequest(split, path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
-    if part is None:
-        return None
+    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
     form = form_of(shape, fit, dtype, draft)
-    return dataset_of(TarReader(part.files, columns, form), part)
+    return splits_of_files(found, lambda files: ReadFiles(TarReader(files, columns, form)))
 
 
 class TarReader:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -26,9 +26,9 @@ import numpy as np
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns, load_columns
 from trainrun.data.readers.free_space import check_memory, unpacked_bytes
 from trainrun.data.readers.mapped_rows import rows_of_columns
-from trainrun.data.readers.parts import Part, SplitRequest, group_numbers
+from trainrun.data.readers.parts import SplitRequest, group_numbers
 from trainrun.data.readers.paths import fingerprint_of
-from trainrun.data.readers.reader_protocol import Info, ReaderDataset
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.targets import (
     Coding,
     chosen_inputs,
@@ -37,7 +37,7 @@ from trainrun.data.readers.targets import (
     narrowed,
     numbers_in,
 )
-from trainrun.data.tensor_dataset import Arrays
+from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, HeldOutBy, NumberType, TargetType
 
@@ -52,43 +52,46 @@ FLAGS = {"true": "1", "false": "0"}
 WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
 
 
-def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
+def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
          fill: float | None = None, delimiter: str | None = None, header: bool = True, groups: str | None = None,
-         val_by: HeldOutBy = "auto") -> Arrays | ReaderDataset | None:  # fmt: skip
-    """`train`, `val` or `test`: the inputs (N, K), or (N, *shape), of `dtype`, and the target. None: no test data.
+         val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
+    """Return the splits: the inputs (N, K), or (N, *shape), of `dtype`, and the target.
 
     inputs: names of columns of numbers, or of True and False (1 and 0); null is all but the target. target: a name
         (int64 (N,) or floats (N, 1); words become classes 0, 1, ... in the order of their names), a list of names
         (floats (N, M)), or "none". fill: stands for a missing input.
     DataError: names the file, line and column.
     """
-    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
+    request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     if fill is not None and "int" in dtype and fill != int(fill):
         raise DataError(f"data.train.fill={fill}: must be a whole number with data.train.dtype={dtype}")
-    part = request.find_files(ENDINGS)
-    if part is None:
-        return None
-    training, files = part.training, part.files
+    found = request.find_files(ENDINGS)
+    training = found.files["train"]
     dialect = Dialect(delimiter or usual_delimiter(training[0]), header)
     columns = columns_in(training[0], dialect)
     goal = chosen_target(target, columns)
     names = chosen_inputs(inputs, goal, columns, groups)
-    own = set(columns_in(files[0], dialect))
-    if missing := [name for name in (*names, *goal) if name not in own]:
-        raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
     if shape is not None and math.prod(shape) != len(names):
         raise DataError(
             f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs are "
             f"{len(names)} columns"
         )
-    group = groups if groups is not None and not part.is_own else None
+    group = groups if found.holds_out else None
     choice = ColumnChoice(dialect, names, goal, group, dtype, target_dtype, fill, inputs is None)
-    coding = None
-    if files != training and len(goal) == 1:
-        coding = read_table(training, ColumnChoice(dialect, (), goal, target_dtype=target_dtype)).coding
-    return split_of(read_table(files, choice, coding), part, choice, shape)
+    read_training = cache(partial(read_table, training, choice))
+
+    def read(files: tuple[Path, ...]) -> ReadFiles:
+        if files == training:
+            return samples_of(read_training(), choice, shape)
+        own = set(columns_in(files[0], dialect))
+        if missing := [name for name in (*names, *goal) if name not in own]:
+            raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
+        coding = read_training().coding if len(goal) == 1 else None
+        return samples_of(read_table(files, choice._replace(group=None), coding), choice, shape)
+
+    return splits_of_files(found, read)
 
 
 class ColumnChoice(NamedTuple):
@@ -212,10 +215,8 @@ class WordColumn:
         return int((self.codes == code).argmax())
 
 
-def split_of(
-    table: TextTable, part: Part, choice: ColumnChoice, shape: Sequence[int] | None
-) -> Arrays | ReaderDataset:
-    """Return the rows of a table that belong to a split."""
+def samples_of(table: TextTable, choice: ColumnChoice, shape: Sequence[int] | None) -> ReadFiles:
+    """Return the rows of a table as samples."""
     columns, coding = table.columns.arrays, table.coding
     inputs, target = columns["inputs"], columns.get("target")
     if shape is not None:
@@ -227,9 +228,7 @@ def split_of(
         input_columns=dict.fromkeys(choice.inputs, "numbers"),
     )  # fmt: skip
     arrays = (inputs,) if target is None else (inputs, target)
-    return rows_of_columns(
-        arrays, table.columns.is_mapped, info, part, columns.get("groups"), part.unused_arguments
-    )
+    return rows_of_columns(arrays, table.columns.is_mapped, info, columns.get("groups"))
 
 
 def describe_target(table: TextTable, column: str, row: int) -> str:

@@ -18,11 +18,12 @@ import numpy as np
 from trainrun.data.batch import in_float32
 from trainrun.data.readers.free_space import check_disk, unpacked_bytes
 from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.parts import Part, SplitRequest
+from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import files_of, plain_file
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of
-from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.targets import named_columns
+from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, PixelType
 
@@ -32,33 +33,35 @@ SET_FILE, SETS_FILE = "state.json", "dataset_dict.json"
 MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")  # the package would open files and hosts for them
 
 
-def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
+def load(path: str | None, columns: Sequence[str] | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
          draft: bool = True, groups: str | None = None,
-         val_by: HeldOutBy = "auto") -> ReaderDataset | None:  # fmt: skip
-    """`train`, `val` or `test`; None: there is no test data. The last column is the target.
+         val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
+    """Return the splits. The last column is the target.
 
     shape, fit, dtype, draft: of pictures, see `Form`; the others: see `HuggingfaceReader` and `SplitRequest`.
     """
-    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
-    part = request.find_files(tuple(KINDS), set_or_files)
-    if part is None:
-        return None
+    request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
+    found = request.find_files(tuple(KINDS), set_or_files)
     form = form_of(shape, fit, dtype, draft)
-    dataset, files = _opened(part)
-    names = tuple(columns or dataset.column_names)
-    if missing := [name for name in names if name not in dataset.column_names]:
-        has = f"has no column {missing[0]}; it has {', '.join(dataset.column_names)}"
-        raise DataError(f"data.train.columns: {part.setting.partition('=')[2]} {has}")
-    group_cells = None
-    if groups is not None and not part.is_own:
-        named_columns(groups, dataset.column_names, "data.train.groups")
-        group_cells = dataset.select_columns([groups])[groups][:]
-        group_cells = [str(cell) for cell in group_cells]
-    if columns is None and groups is not None:
-        names = tuple(name for name in names if name != groups)
-    return dataset_of(HuggingfaceReader(dataset, names, columns is None, form, files), part, group_cells)
+
+    def read(files: tuple[Path, ...]) -> ReadFiles:
+        setting = found.setting_of(files)
+        dataset, arrow_files = _opened(files, setting)
+        names = tuple(columns or dataset.column_names)
+        if missing := [name for name in names if name not in dataset.column_names]:
+            has = f"has no column {missing[0]}; it has {', '.join(dataset.column_names)}"
+            raise DataError(f"data.train.columns: {setting.partition('=')[2]} {has}")
+        cells = None
+        if groups is not None and found.holds_out:
+            named_columns(groups, dataset.column_names, "data.train.groups")
+            cells = [str(cell) for cell in dataset.select_columns([groups])[groups][:]]
+        if columns is None and groups is not None:
+            names = tuple(name for name in names if name != groups)
+        return ReadFiles(HuggingfaceReader(dataset, names, columns is None, form, arrow_files), cells)
+
+    return splits_of_files(found, read)
 
 
 class HuggingfaceReader:
@@ -135,29 +138,28 @@ def set_or_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Pa
     return files_of(path, key, endings)
 
 
-def _opened(part: Part) -> tuple[Any, tuple[Path, ...]]:
-    datasets, files = extra("datasets", "datasets", "datasets"), part.files
+def _opened(files: tuple[Path, ...], setting: str) -> tuple[Any, tuple[Path, ...]]:
+    datasets = extra("datasets", "datasets", "datasets")
     if not files or (len(files) > 1 and files[0].is_dir()):
         sets = ", ".join(file.name for file in files) or "none"
         raise DataError(
-            f"{part.setting}: a set of data sets without a part train; name one, as {part.setting}/... "
-            f"(it has {sets})"
+            f"{setting}: a set of data sets without a part train; name one, as {setting}/... (it has {sets})"
         )
     if files[0].is_dir():
         for file in sorted(files[0].iterdir()):
-            plain_file(file, part.setting)
+            plain_file(file, setting)
         with _faults_of(files[0], datasets):
             return datasets.load_from_disk(str(files[0])), tuple(sorted(files[0].glob("*.arrow")))
     kinds = {next((kind for end, kind in KINDS.items() if f.name.lower().endswith(end)), None) for f in files}
     if len(kinds) > 1 or None in kinds:
         raise DataError(
-            f"{part.setting}: files of one kind are needed, {' or '.join(KINDS)}; choose with a pattern, as "
-            f"{part.setting.partition('=')[0]}=folder/*.parquet"
+            f"{setting}: files of one kind are needed, {' or '.join(KINDS)}; choose with a pattern, as "
+            f"{setting.partition('=')[0]}=folder/*.parquet"
         )
     names = [str(file) for file in files]
     if kinds == {"json"}:
         cache, way = Path(str(datasets.config.HF_DATASETS_CACHE)), "name another disk by HF_DATASETS_CACHE"
-        check_disk(unpacked_bytes(files), cache, f"{part.setting}: unpacked, it", way)
+        check_disk(unpacked_bytes(files), cache, f"{setting}: unpacked, it", way)
     with _faults_of(files[0], datasets):
         if kinds == {"arrow"}:
             return datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names]), files

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from trainrun.data.readers.mapped_rows import rows_of_columns
 from trainrun.data.readers.parts import SplitRequest, group_numbers
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.pictures.decode import Form, form_of
-from trainrun.data.readers.reader_protocol import Info, dataset_of
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.tables.arrow_columns import (
     Kind,
     class_names_in,
@@ -33,6 +33,7 @@ from trainrun.data.readers.tables.arrow_columns import (
 )
 from trainrun.data.readers.tables.stored_samples import SampleField, StoredSamples
 from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
+from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, NumberType, TargetType
 
@@ -42,78 +43,80 @@ ROWS_AT_ONCE, CELLS_AT_ONCE = 2**16, 2**22
 LEAST_BYTES = 8  # of a cell: a number, or where a word or list begins
 
 
-def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
+def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
          fill: float | None = None, fit: Fit = "crop", draft: bool = True, groups: str | None = None,
-         val_by: HeldOutBy = "auto") -> Any:  # fmt: skip
-    """`train`, `val` or `test`: `Arrays`, or a data set of stored columns for lists, pictures and large tables.
+         val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
+    """Return the splits: `Arrays`, or data sets of stored columns for lists, pictures and large tables.
 
     inputs, target: names of columns, as for CSV files. Inputs that are all numbers become one vector (K,);
         one list (int64 where it holds integers) or picture is taken as it is; several inputs with lists
         or pictures among them become a dict by name. A list as target is taken as it is too.
     dtype: of numbers and of lists of floats; pictures are float32 from 0 to 1, or with "uint8" as stored.
     """
-    request = SplitRequest(split, path, val_path, test_path, val_fraction, seed, groups, val_by)
-    part = request.find_files(ENDINGS)
-    if part is None:
-        return None
-    training = table_of(part.training)
+    request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
+    found = request.find_files(ENDINGS)
+    training = table_of(found.files["train"])
     goal = chosen_target(target, training.columns)
     names = chosen_inputs(inputs, goal, training.columns, groups)
-    table = training if part.is_training else table_of(part.files)
-    for one in (training, table):
-        one.check(one.unlike if inputs is None else (*names, *goal))
-    check_like(table, training, (*names, *goal))
-    kinds = [table.kinds[name] for name in names]
+    chosen = (*names, *goal)
+    training.check(training.unlike if inputs is None else chosen)
+    kinds = [training.kinds[name] for name in names]
     check_kinds(kinds, [training.kinds[name] for name in goal])
-    form = Form()
-    if any(kind.name == "picture" for kind in kinds):
-        form = form_of(shape, fit, "uint8" if dtype == "uint8" else "float32", draft)
-    shape = shape_of_inputs(shape, kinds)
-    group = groups if groups is not None and not part.is_own else None
+    has_pictures = any(kind.name == "picture" for kind in kinds)
+    form = form_of(shape, fit, "uint8" if dtype == "uint8" else "float32", draft) if has_pictures else Form()
+    group = groups if found.holds_out else None
     choice = ArrowChoice(names, goal, group, dtype, target_dtype, fill)
-    coding = None
-    if table is not training and len(goal) == 1 and not choice.has_list_target(training):
-        known = load_table(training, ArrowChoice((), goal, target_dtype=target_dtype))
-        coding = coding_in(known)
-    stored = load_table(table, choice, coding)
-    own_coding = coding_in(stored)
-    arrays = stored.arrays
-    encoded = arrays.get("target")
+    input_form = InputForm(form, shape_of_inputs(shape, kinds), has_pictures)
+    load_training = cache(partial(load_table, training, choice))
+
+    def read(files: tuple[Path, ...]) -> ReadFiles:
+        if files == training.files:
+            return samples_of(training, choice, input_form, load_training())
+        table = table_of(files)
+        table.check(table.unlike if inputs is None else chosen)
+        check_like(table, training, chosen)
+        coding = None
+        if len(goal) == 1 and not choice.has_list_target(training):
+            coding = coding_in(load_training())
+        own_choice = choice._replace(group=None)
+        return samples_of(table, own_choice, input_form, load_table(table, own_choice, coding))
+
+    return splits_of_files(found, read)
+
+
+class InputForm(NamedTuple):
+    """What is made of inputs. pictures: their form. shape: of numbers; None: as they are."""
+
+    pictures: Form
+    shape: tuple[int, ...] | None
+    has_pictures: bool
+
+
+def samples_of(table: ArrowTable, choice: ArrowChoice, form: InputForm, stored: StoredColumns) -> ReadFiles:
+    """Return the rows of a table as samples."""
+    arrays, coding = stored.arrays, coding_in(stored)
+    kinds = [table.kinds[name] for name in choice.inputs]
+    encoded, groups = arrays.get("target"), arrays.get("groups")
     info = Info(
-        table.files, (choice, form, shape), encoded, own_coding.names, own_coding.num_classes, table.place,
+        table.files, (choice, form.pictures, form.shape), encoded, coding.names, coding.num_classes, table.place,
         column=table.column, input_columns={kind.column: f"{kind.name}s" for kind in kinds},
     )  # fmt: skip
     target_field = None
     if choice.has_list_target(table):
-        target_field = sample_field(arrays, "list_target", goal[0], False)
-    unused = {**part.unused_arguments}
-    if not any(kind.name == "picture" for kind in kinds):
-        unused["fit"] = "no input is a picture"
+        target_field = sample_field(arrays, "list_target", choice.targets[0], False)
+    unused = {} if form.has_pictures else {"fit": "no input is a picture"}
     if is_matrix(kinds) and target_field is None:
-        matrix = arrays["inputs"] if shape is None else arrays["inputs"].reshape(-1, *shape)
+        matrix = arrays["inputs"] if form.shape is None else arrays["inputs"].reshape(-1, *form.shape)
         tensors = (matrix,) if encoded is None else (matrix, encoded)
-        return rows_of_columns(tensors, stored.is_mapped, info, part, arrays.get("groups"), unused)
-    if is_matrix(kinds):
-        fields = [SampleField("inputs", arrays["inputs"])]
-    else:
-        fields = [
-            sample_field(
-                arrays,
-                f"inputs.{number}",
-                kind.column,
-                kind.name == "list",
-                form if kind.name == "picture" else None,
-            )
-            for number, kind in enumerate(kinds)
-        ]
-    samples = StoredSamples(
-        fields, encoded if target_field is None else target_field, shape, info, table.where
-    )
-    dataset = dataset_of(samples, part, arrays.get("groups"))
-    dataset.unused_arguments = unused
-    return dataset
+        return rows_of_columns(tensors, stored.is_mapped, info, groups, unused)
+    fields = [SampleField("inputs", arrays["inputs"])] if is_matrix(kinds) else []
+    for number, kind in enumerate(kinds if not fields else ()):
+        own_form = form.pictures if kind.name == "picture" else None
+        fields.append(sample_field(arrays, f"inputs.{number}", kind.column, kind.name == "list", own_form))
+    target = encoded if target_field is None else target_field
+    return ReadFiles(StoredSamples(fields, target, form.shape, info, table.where), groups, unused)
 
 
 class ArrowChoice(NamedTuple):

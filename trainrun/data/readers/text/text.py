@@ -13,7 +13,7 @@ Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`, which is a mean over 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from trainrun.data.readers.mapped_files import MappedFile, check_lengths, map_file, mappings_of
-from trainrun.data.readers.parts import Part, SplitRequest
+from trainrun.data.readers.parts import Part, SplitFiles, SplitRequest
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.text.text_files import ENDINGS, text_files
 from trainrun.data.readers.text.token_file import Text, TokenFile, text_cache, token_file
 from trainrun.data.readers.text.trained_tokenizer import is_trained, trained_file
-from trainrun.data.tensor_dataset import Columns
+from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count
 
@@ -131,70 +131,84 @@ class TextSamples:
         return self._map
 
 
-def load(path: str | None, split: str, kind: Literal["blocks", "lines", "documents"] = "blocks",
+def load(path: str | None, kind: Literal["blocks", "lines", "documents"] = "blocks",
          block_size: Count = 256, tokenizer: str | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, max_bytes: Count | None = None,
-         cache_dir: str | None = None) -> TextSamples | None:  # fmt: skip
-    """`train`, `val` or `test`; None: there is no test text.
+         cache_dir: str | None = None) -> Splits:  # fmt: skip
+    """Return the splits.
 
     path: a file, a pattern or a folder; plain or gzip. None: Python's own sources.
     block_size: tokens in a sample, for blocks. max_bytes: only so much of the text is read.
     cache_dir: see `token_file`; None: ~/.cache/trainrun/text. tokenizer: a file, or see `trained_tokenizer`.
     """
-    request = SplitRequest(split, path, val_path, test_path, val_fraction)
-    part = request.find_files(ENDINGS, text_files)
-    if part is None:
-        return None
+    found = SplitRequest(path, val_path, test_path, val_fraction).find_files(ENDINGS, text_files)
     held = None
     if tokenizer is not None and is_trained(tokenizer):
-        held = unseen_share(request)
-        tokenizer = trained_file(tokenizer, part.training, kind, max_bytes, held, text_cache(cache_dir))
-    text = Text(part.files, kind, tokenizer, max_bytes, None if part.is_own else held)
-    tokens = token_file(text, cache_dir)
+        held = unseen_share(found)
+        tokenizer = trained_file(
+            tokenizer, found.files["train"], kind, max_bytes, held, text_cache(cache_dir)
+        )
+
+    @cache
+    def read(files: tuple[Path, ...], held: float | None) -> tuple[TokenFile, Text]:
+        text = Text(files, kind, tokenizer, max_bytes, held)
+        return token_file(text, cache_dir), text
+
+    def build(split: str) -> TextSamples | None:
+        part = found.part(split)
+        if part is None:
+            return None
+        tokens, text = read(part.files, None if part.is_own else held)
+        begins, ends = bounds_of_samples(tokens, kind, block_size, part)
+        if len(begins) == 0:
+            source = "Python's sources" if path is None else part.setting
+            needed = f"block_size + 1 = {block_size + 1}" if kind == "blocks" else f"2 in one of its {kind}"
+            smaller = "a smaller data.train.block_size or " if kind == "blocks" else ""
+            raise DataError(
+                f"{source}: {tokens.num_tokens} tokens are too few for the {split} part "
+                f"(val_fraction={val_fraction:g}): it needs at least {needed}; choose {smaller}another "
+                "data.train.val_fraction"
+            )
+        unused = {} if kind == "blocks" else {"block_size": f"data.train.kind={kind} has no blocks"}
+        return TextSamples(tokens, text, begins, ends, part.notice, part.unused_arguments | unused)
+
+    return Splits(build)
+
+
+def bounds_of_samples(
+    tokens: TokenFile, kind: str, block_size: int, part: Part
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the begins and ends of the samples of a split, (N,) each."""
     middle = tokens.num_training
     if kind == "blocks":
         begin, end = _cut(tokens.num_tokens, part, middle)
         begins = begin + block_size * np.arange(max(end - begin - 1, 0) // block_size, dtype=np.int64)
-        ends = begins + block_size + 1
-    else:
-        begins, ends = np.append(0, tokens.sample_ends[:-1])[: len(tokens.sample_ends)], tokens.sample_ends
-        long = ends - begins >= 2
-        middle = None if middle is None else int(np.searchsorted(ends[long], middle, side="right"))
-        begin, end = _cut(int(long.sum()), part, middle)
-        begins, ends = begins[long][begin:end], ends[long][begin:end]
-    if len(begins) == 0:
-        source = "Python's sources" if path is None else part.setting
-        needed = f"block_size + 1 = {block_size + 1}" if kind == "blocks" else f"2 in one of its {kind}"
-        smaller = "a smaller data.train.block_size or " if kind == "blocks" else ""
-        raise DataError(
-            f"{source}: {tokens.num_tokens} tokens are too few for the {split} part "
-            f"(val_fraction={val_fraction:g}): it needs at least {needed}; choose {smaller}another "
-            "data.train.val_fraction"
-        )
-    unused = {} if kind == "blocks" else {"block_size": f"data.train.kind={kind} has no blocks"}
-    return TextSamples(tokens, text, begins, ends, part.notice, part.unused_arguments | unused)
+        return begins, begins + block_size + 1
+    begins, ends = np.append(0, tokens.sample_ends[:-1])[: len(tokens.sample_ends)], tokens.sample_ends
+    long = ends - begins >= 2
+    middle = None if middle is None else int(np.searchsorted(ends[long], middle, side="right"))
+    begin, end = _cut(int(long.sum()), part, middle)
+    return begins[long][begin:end], ends[long][begin:end]
 
 
 def tokenizer_file(node: Mapping[str, Any]) -> str:
     """The tokenizer of a `data.train` node that has it trained; made where it is not kept yet."""
     arguments = {name: node[name] for name in ("val_path", "test_path", "val_fraction") if name in node}
-    request = SplitRequest("train", node.get("path"), **{"val_fraction": 0.1, **arguments})
-    part = request.find_files(ENDINGS, text_files)
-    assert part is not None
-    kind, cache = node.get("kind", "blocks"), text_cache(node.get("cache_dir"))
-    held = unseen_share(request)
-    return trained_file(node["tokenizer"], part.training, kind, node.get("max_bytes"), held, cache)
+    request = SplitRequest(node.get("path"), **{"val_fraction": 0.1, **arguments})
+    found = request.find_files(ENDINGS, text_files)
+    kind, cache_dir = node.get("kind", "blocks"), text_cache(node.get("cache_dir"))
+    training, held = found.files["train"], unseen_share(found)
+    return trained_file(node["tokenizer"], training, kind, node.get("max_bytes"), held, cache_dir)
 
 
-def unseen_share(request: SplitRequest) -> float:
+def unseen_share(found: SplitFiles) -> float:
     """Return the share at the end of the training text that validates, which no tokenizer may see."""
-    validation = replace(request, split="val").find_files(ENDINGS, text_files)
-    return 0.0 if validation is None or validation.is_own else request.val_fraction
+    return found.request.val_fraction if found.holds_out else 0.0
 
 
 def _cut(number: int, part: Part, middle: int | None) -> tuple[int, int]:
     """Begin and end of the part among `number` tokens or samples in their order. middle: where validation begins."""
     if part.is_own:
         return 0, number
-    middle = number - round(number * part.val_fraction) if middle is None else middle
+    middle = number - round(number * part.of.request.val_fraction) if middle is None else middle
     return (0, middle) if part.split == "train" else (middle, number)
