@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -80,6 +80,31 @@ def memory_tells_of_draws() -> bool:
         if changed != [generator == 0, generator == 1]:
             return False
     return True
+
+
+class Generator(Protocol):
+    """A random generator. `state` returns the same object as before if the generator has not moved."""
+
+    def state(self) -> Any: ...
+
+    def put_back(self, state: Any) -> None: ...
+
+
+class TorchGenerator:
+    """A generator of torch. `state` returns the same tensor as before if the generator has not moved."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._newest = torch.empty(0, dtype=torch.uint8)
+
+    def state(self) -> torch.Tensor:
+        state = self._generator.get_state()
+        if not torch.equal(state, self._newest):
+            self._newest = state
+        return self._newest
+
+    def put_back(self, state: torch.Tensor) -> None:
+        self._generator.set_state(state)
 
 
 class GlobalGenerator:

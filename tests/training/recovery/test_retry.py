@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from exact_parts import FEATURES, parts_of
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from trainrun.data.split_batch import cut, num_rows
 from trainrun.interfaces import MicroBatch, StepOutput
 from trainrun.parallel.single import Single
+from trainrun.seeding import random_state, set_random_state
 from trainrun.training.evaluate import sums_of
 from trainrun.training.recovery.nonfinite import num_nonfinite
 from trainrun.training.recovery.oom import BufferCopies, OomRetry, no_memory, not_finite
@@ -90,22 +93,42 @@ def failing(limit: int, work: Callable[[Tensor], Any], error: type[Exception] = 
     return compute
 
 
-def draws(_: Tensor) -> float:
-    return torch.rand(()).item()
+DRAWS: dict[str, Callable[[Any], float]] = {
+    "torch": lambda _: torch.rand(()).item(),
+    "torch normal": lambda _: torch.randn(3).sum().item(),
+    "python": lambda _: random.random(),
+    "python normal": lambda _: random.gauss(0, 1),
+    "numpy": lambda _: float(numpy.random.rand()),
+    "numpy normal": lambda _: float(numpy.random.randn()),
+}
 
 
-@pytest.mark.parametrize("quiet_windows", [0, 5])
-@pytest.mark.parametrize("earlier", [draws, len])
-def test_the_generator_of_torch_is_as_at_the_start_of_the_window(
-    quiet_windows: int, earlier: Callable[[Tensor], Any]
+@pytest.mark.parametrize("how", DRAWS)
+@pytest.mark.parametrize("earlier_windows", [0, 1, 2, 5, 64])
+@pytest.mark.parametrize("draws_earlier", [True, False])
+def test_random_states_are_as_at_the_start_of_the_window(
+    how: str, earlier_windows: int, draws_earlier: bool
 ) -> None:
+    """After quiet windows the first draw is in a window whose start was read: the first, the second, the 65th."""
+    draw = DRAWS[how]
     retry = OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
-    for _ in range(quiet_windows):
-        retry.run(windows(), failing(100, earlier))
-    before = torch.get_rng_state()
-    results = retry.run(windows(), failing(4, draws))
-    torch.set_rng_state(before)
-    assert results == [draws(torch.zeros(1)) for _ in range(2)]
+    for _ in range(earlier_windows):
+        retry.run(windows(), failing(100, draw if draws_earlier else len))
+    before = random_state()
+    if not draws_earlier and earlier_windows in (2, 5):
+        with pytest.raises(torch.OutOfMemoryError, match="the first random numbers of .* were drawn"):
+            retry.run(windows(), failing(4, draw))
+        return
+    results = retry.run(windows(), failing(4, draw))
+    set_random_state(before)
+    assert results == [draw(None) for _ in range(2)]
+
+
+def test_a_step_that_draws_nothing_runs_again_between_two_readings() -> None:
+    retry = OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
+    for _ in range(5):
+        retry.run(windows(), failing(100, len))
+    assert retry.run(windows(), failing(4, len)) == [4, 4]
 
 
 @pytest.mark.parametrize("quiet_windows", [0, 4])
