@@ -111,6 +111,15 @@ def forked_ranks() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def disk_is_not_waited_for() -> None:
+    """No test takes the power away: files need not be on the disk. A run waits 30 times for it, 1 to 5 ms each.
+
+    What is synced in which order is seen by tests of `FileLayer`, and commands in processes of their own sync.
+    """
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True, scope="session")
 def composed_once() -> None:
     """Hydra composes each choice of options of ours once in this process; later ones read a copy (50 ms and 3 ms). The
     working directory in it is that of the first, and nothing of ours reads it."""

@@ -6,12 +6,13 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from yaml import safe_load
 
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir, options
 from trainrun.config.compose import compose_run, format_config, prepare
 from trainrun.config.saved_config import load_config, plain_config, with_overrides
-from trainrun.config.schema import DataConfig
+from trainrun.config.schema import DataConfig, with_values
 from trainrun.errors import ConfigError
 
 
@@ -316,6 +317,27 @@ def test_a_config_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(format_config(config))
     assert load_config(path, []) == config
+
+
+TEXTS = ("1e6", "1_000", "012", "1:20", "yes", "off", "y", "N", "null", "", ".nan", "inf", "2026-01-01", "a: b", "a #b",
+         "- x", "&a", "a\nb", " a ", "ünï", "😀", "\x85", "'", '"', "x" * 300, "${nothing")  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_is_read_from_a_saved_config_as_it_was_written(text: str, tmp_path: Path) -> None:
+    shared = [text, 1.5, None]
+    config = with_values(compose_run([]).config, {"user": {"text": text, "more": shared, "again": shared}})
+    saved = format_config(config)
+    assert "*" not in saved  # no alias, which reading refuses
+    assert safe_load(saved)["user"]["text"] == text
+    if text != "${nothing":
+        (tmp_path / "config.yaml").write_text(saved, encoding="utf-8")
+        assert load_config(tmp_path / "config.yaml", []).user == config.user
+
+
+def test_a_path_that_is_not_utf_8_is_written() -> None:
+    config = with_values(compose_run([]).config, {"user": {"path": "a\udcff"}})
+    assert '  path: "a\\uDCFF"\n' in format_config(config)
 
 
 def test_single_values_of_a_saved_run_can_change_groups_cannot(tmp_path: Path) -> None:

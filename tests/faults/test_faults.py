@@ -26,8 +26,8 @@ def faults(folder: Path, *words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "suites",
     [
-        ["F1", "F3", "F7", "F8", "F9", "F10", "F16", "F24", "--size=0.0025"],
-        ["F4", "F17", "F19", "--size=0.03"],
+        ["F1", "F3", "F7", "F8", "F9", "F10", "F16", "F24", "--size=0.001"],
+        ["F4", "F17", "F19", "--size=0.01"],
     ],
     ids=["single", "ranks"],
 )

@@ -25,6 +25,7 @@ def _fresh() -> Iterator[None]:
     seen.clear()
     with kept_collector():
         yield
+    gc.unfreeze()
 
 
 def test_a_run_freezes_what_was_built_and_ends_as_it_began(workdir: object):

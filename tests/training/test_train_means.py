@@ -114,7 +114,7 @@ def test_rows_after_a_resume_between_log_points_and_validations_are_the_same(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = (
-        *WORDS, "monitor.log_every_n_steps=20", "checkpoint.every_n_train_steps=1", "task.metrics=[f1]",
+        *WORDS, "monitor.log_every_n_steps=20", "checkpoint.every_n_train_steps=4", "task.metrics=[f1]",
         "trainer.val_check_interval=0.5", "hook.stop._target_=tests.training.test_train_means.Fails",
         f"hook.stop.at={at}",
     )  # fmt: skip

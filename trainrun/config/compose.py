@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -176,4 +177,39 @@ def _plain(value: Any) -> Any:
 
 def format_config(config: RunConfig) -> str:
     """Return the config as YAML text, without secrets: what `load_config` reads."""
-    return OmegaConf.to_yaml(plain(public(config)[0]))
+    return write_yaml(plain(public(config)[0]))
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """Return YAML text of plain values. By libyaml it takes a tenth of the time of the writer in Python."""
+    try:
+        return dump_yaml(values, getattr(yaml, "CSafeDumper", yaml.SafeDumper))
+    except UnicodeEncodeError:  # libyaml takes no path with bytes that are not UTF-8
+        return dump_yaml(values, yaml.SafeDumper)
+
+
+def dump_yaml(values: dict[str, Any], writer: Any) -> str:
+    class Dumper(writer):  # type: ignore[misc]
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    Dumper.add_representer(str, represent_text)
+    text: str = yaml.dump(
+        values, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=Dumper
+    )
+    return text
+
+
+def represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
+    """Quote a text that OmegaConf would read as a number or a boolean."""
+    style = "'" if text in ("y", "Y", "n", "N") or is_read_as_number(text) else None
+    node: yaml.ScalarNode = dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    return node
+
+
+def is_read_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
