@@ -28,6 +28,7 @@ from trainrun.assemble.model_and_transforms import (
     build_changed,
     faults_of_words,
     split_words,
+    with_scope,
 )
 from trainrun.assemble.optimizer_and_schedule import (
     CONSTANT,
@@ -204,8 +205,6 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     warmup_steps(config, rhythm)
     model, frozen, base = build_changed(config, facts, parallel, site.init_from, notes)
     if config.trainer.compile.scope == "auto":
-        from trainrun.assemble.model_and_transforms import with_scope
-
         config = with_scope(
             config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, device, notes
         )

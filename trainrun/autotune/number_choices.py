@@ -38,9 +38,11 @@ from trainrun.autotune.timed_step import (
 from trainrun.config.schema import RunConfig
 from trainrun.data.split_batch import num_rows, rows_of, tensors_in
 from trainrun.interfaces import Batches, Parallel
+from trainrun.precision import autocast
 from trainrun.precision.autocast import is_tiny
 from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, build_context
 from trainrun.runtime.child_process import can_fork
+from trainrun.training.recovery.oom import batch_norm_in
 from trainrun.training.without_trace import first_batches, run_trial
 
 PRECISION = TrialBudget(0.5, 0.01)
@@ -92,14 +94,10 @@ class NumberTrial:
         self._device, self._count = step.parallel.device, num_rows(data)
         self._mode = config.precision.mode
         if self._mode == "auto":
-            from trainrun.precision.autocast import type_by_rule
-
-            self._mode = type_by_rule(self._device, is_tiny(step.model, config.data.batch_size))[0]
+            self._mode = autocast.type_by_rule(self._device, is_tiny(step.model, config.data.batch_size))[0]
 
     def usual_seconds(self) -> float | None:
         """Seconds of a step; None where it takes too long, by a few rows or by the whole batch."""
-        from trainrun.training.recovery.oom import batch_norm_in
-
         few = min(2 if batch_norm_in(self._step.model) else 1, self._count)
         weights = sum(parameter.numel() for parameter in self._step.model.parameters())
         numbers = tensors_in(self._data)[0]

@@ -20,6 +20,7 @@ from trainrun.data.batch import map_leaves
 from trainrun.interfaces import Parallel
 from trainrun.limits import SECOND, parse_seconds, parse_whole
 from trainrun.runtime.machine import settle
+from trainrun.training.recovery.oom import no_memory
 
 if TYPE_CHECKING:
     from trainrun.timing.paired import Turn
@@ -67,8 +68,6 @@ class TimedStep:
         try:
             self(data, autocast)
         except (MemoryError, RuntimeError) as error:
-            from trainrun.training.recovery.oom import no_memory
-
             if not no_memory(error):
                 raise
             gc.collect()

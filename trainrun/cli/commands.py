@@ -11,6 +11,8 @@ from pathlib import Path
 
 from trainrun.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, OF_NAMES, ConfigError
 from trainrun.output import say
+from trainrun.plugin_faults import missing_satellite
+from trainrun.user_code import of_the_system, user_traceback
 
 COMMANDS = {
     "resume": "go on with a run from its newest checkpoint",
@@ -103,9 +105,6 @@ def no_command(word: str) -> str:
 
 def report_crash(error: Exception) -> int:
     """An exception of the user's own code: their lines of it. A bug of ours keeps the whole traceback."""
-    from trainrun.plugin_faults import missing_satellite
-    from trainrun.user_code import of_the_system, user_traceback
-
     if missing := missing_satellite(error):
         say(f"trainrun: {missing}", file=sys.stderr)
         return EXIT_FAILED

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainrun.cli.run_arguments import Parser, add_trust
+from trainrun.config.overrides import tracker_nodes
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.folder.run_folder import RunDir
+from trainrun.folder.lock import only_writer
+from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.folder.seal import check_files, check_sealed
+from trainrun.monitor.metric_rows import read_rows
 from trainrun.output import counted, say
 from trainrun.runs.run import way_of_sweep
 
@@ -102,10 +105,6 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
 
 def send(run: RunDir, names: list[str], trust: bool) -> None:
     """Send all rows of a run to each named tracker, with the arguments that the run has for that tracker."""
-    from trainrun.config.overrides import tracker_nodes
-    from trainrun.folder.lock import only_writer
-    from trainrun.folder.run_folder import read_identity
-    from trainrun.monitor.metric_rows import read_rows
     from trainrun.plots.history import read_config
     from trainrun.trackers.sender import send_all
 

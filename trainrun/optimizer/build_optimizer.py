@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainrun.errors import OF_ARGUMENTS, CheckpointError, PluginError
+from trainrun.optimizer.other_optimizers import (
+    check_contract,
+    check_sparse,
+    inner_states,
+    lost_at_a_resume,
+    sparse_parameters,
+)
 from trainrun.runtime.memory_layout import is_dense
+from trainrun.user_code import is_of_torch, named
 
 if TYPE_CHECKING:
     from trainrun.optimizer.groups import GroupRules
@@ -70,21 +78,14 @@ def build_optimizer(
             or (isinstance(error, RuntimeError) and (wish.get("fused") or wish.get("foreach")))
         ):
             raise
-        from trainrun.user_code import named
-
         raise PluginError(f"optimizer: {name}: {named(error)}") from error
     lost = ""
     if type(optimizer) not in PLAIN:
-        from trainrun.optimizer.other_optimizers import check_contract, lost_at_a_resume
-
         check_contract(optimizer, name, closures)
         lost = lost_at_a_resume(optimizer, model)
     lines = division.settle(optimizer, factory, keywords) if division else []
-    if _is_sparse(model):
-        from trainrun.optimizer.other_optimizers import check_sparse, sparse_parameters
-
-        if sparse := sparse_parameters(model):
-            check_sparse(optimizer, model, sparse)
+    if _is_sparse(model) and (sparse := sparse_parameters(model)):
+        check_sparse(optimizer, model, sparse)
     start_momentum(optimizer)
     move_parameters_to_added_groups(optimizer)
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "trainrun"):
@@ -156,8 +157,6 @@ def _is_sparse(model: nn.Module) -> bool:
 
 def _is_refusal(error: Exception) -> bool:
     """Whether arguments were refused; other errors in the user's own code are mistakes in it."""
-    from trainrun.user_code import is_of_torch
-
     return isinstance(error, TypeError | ValueError) or (
         isinstance(error, OF_ARGUMENTS) and is_of_torch(error)
     )
@@ -254,8 +253,6 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
     """
     names, inner = names_of(optimizer, model), {}
     if type(optimizer) not in PLAIN:
-        from trainrun.optimizer.other_optimizers import inner_states
-
         inner = inner_states(optimizer, model, named_optimizer_state)
     groups = [
         {key: value for key, value in group.items() if key != "params"}

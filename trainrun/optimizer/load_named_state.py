@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError
 from trainrun.optimizer.build_optimizer import ADDED, names_of
+from trainrun.optimizer.other_optimizers import inner_of
 
 CYCLED = ("momentum", "betas")
 MAX_FAULTS_SHOWN = 5
@@ -58,8 +59,6 @@ def load_named_optimizer_state(
         kept = () if stored.get(ADDED) else configured
         _load_fields(group, stored, {name for name in kept if name not in cycled})
     if tree.get("inner"):
-        from trainrun.optimizer.other_optimizers import inner_of
-
         inner = inner_of(optimizer)
         for name, stored in tree["inner"].items():
             load_named_optimizer_state(inner[name], model, stored, configured)

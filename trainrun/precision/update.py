@@ -22,6 +22,7 @@ from torch.optim import Optimizer, SparseAdam
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport, Parallel
 from trainrun.optimizer.build_optimizer import start_momentum
+from trainrun.optimizer.other_optimizers import check_sparse
 from trainrun.optimizer.plain_step import FusedAdam, JointStep, fit_layout, parts_of, plain_step
 from trainrun.precision.gradients import (
     GradientLists,
@@ -177,8 +178,6 @@ class Update:
         for one in parts:
             start_momentum(one)
         if self._gradients.sparse or any(type(one) is SparseAdam for one in parts):
-            from trainrun.optimizer.other_optimizers import check_sparse
-
             sparse = set(self._gradients.sparse)
             check_sparse(optimizer, self._model, sparse, set(self._with_gradient) - sparse)
         if self._parallel is not None and self._parallel.adopt_trained(self._model):

@@ -37,6 +37,7 @@ from trainrun.folder.seal import is_sealed, seal_folder
 from trainrun.instantiate import BUILT
 from trainrun.output import counted, masked_word, say
 from trainrun.parallel.devices import external_ranks, num_devices
+from trainrun.parallel.launch import launch, module_command
 from trainrun.runs import resume
 from trainrun.runs.failures import deadline, run_status
 from trainrun.runtime.signals import StopFlag, catch_signals, watchdog_limit
@@ -175,8 +176,6 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
                     raise KeyboardInterrupt
                 return code
             say(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
-            from trainrun.parallel.launch import launch, module_command
-
             return launch(
                 lambda attempt: module_command("trainrun.runs.rank_process", str(run.root), str(attempt)),
                 count, run, grace_seconds=config.trainer.stop_grace_seconds,

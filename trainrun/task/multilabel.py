@@ -19,6 +19,7 @@ from trainrun.task.batches import (
     output_tensor,
     run_model,
 )
+from trainrun.task.metrics.by_name import OF_LABELS, LabelMetrics, chosen
 
 if TYPE_CHECKING:
     from trainrun.task.metrics.by_name import LabelMetrics
@@ -56,8 +57,6 @@ class MultiLabel:
         self.checked = False
         self.metrics: LabelMetrics | None = None
         if metrics:
-            from trainrun.task.metrics.by_name import OF_LABELS, LabelMetrics, chosen
-
             given = "probabilities (B, C) and labels (B, C) of 0 and 1"
             self.metrics = LabelMetrics(*chosen(metrics, OF_LABELS, "multilabel", given), per_class)
         elif per_class:

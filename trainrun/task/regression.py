@@ -19,6 +19,7 @@ from trainrun.task.batches import (
     run_model,
 )
 from trainrun.task.losses import is_summed, no_sum, without_reduction
+from trainrun.task.metrics.by_name import OF_NUMBERS, NumberMetrics, chosen
 
 if TYPE_CHECKING:
     from trainrun.task.metrics.by_name import NumberMetrics
@@ -54,8 +55,6 @@ class Regression:
         self.checked, self.width = False, 0
         self.metrics: NumberMetrics | None = None
         if metrics:
-            from trainrun.task.metrics.by_name import OF_NUMBERS, NumberMetrics, chosen
-
             self.metrics = NumberMetrics(*chosen(metrics, OF_NUMBERS, "regression", "outputs and targets"))
             self.summarize = self.metrics.summarize
 
