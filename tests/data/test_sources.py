@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainrun.data.order.sampler import hold_out
+from trainrun.data.order.sampler import count_different, epoch_order, hold_out
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.readers.arrays.idx_files import read_idx
@@ -45,6 +45,29 @@ def test_every_class_is_held_out_in_proportion():
     assert hold_out(labels, 0.0, seed=0)[1].tolist() == []
     with pytest.raises(DataError, match="val_fraction=1"):
         hold_out(labels, 1.0, seed=0)
+
+
+def held_by_sorting(labels: torch.Tensor, fraction: float, seed: int) -> list[int]:
+    """The rows that are held out, found class by class in the plainest way."""
+    held = []
+    for label in sorted(set(labels.tolist())):
+        members = (labels == label).nonzero().flatten()
+        order = epoch_order(len(members), seed, label, shuffle=True)
+        held += members[order[: round(fraction * len(members))]].tolist()
+    return sorted(held)
+
+
+@pytest.mark.parametrize("kind", ["few", "negative", "wide", "largest", "one", "none"])
+def test_the_same_rows_are_held_out_whatever_numbers_the_labels_are(kind: str):
+    draws = torch.arange(3000) ** 2 % 7
+    labels = {
+        "few": draws, "negative": draws - 4, "wide": draws * 40_000, "one": torch.full((3000,), 5),
+        "largest": torch.where(draws < 3, -(2**63), 2**63 - 1), "none": draws[:0],
+    }[kind]  # fmt: skip
+    train, val = hold_out(labels, 0.3, seed=2)
+    assert val.tolist() == held_by_sorting(labels, 0.3, 2)
+    assert sorted([*train.tolist(), *val.tolist()]) == list(range(len(labels)))
+    assert count_different(labels) == len(set(labels.tolist()))
 
 
 # --- digits -------------------------------------------------------------------------------------

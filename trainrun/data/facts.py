@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import as_tensor, is_integer
+from trainrun.data.order.sampler import count_different
 from trainrun.data.pipeline import with_look
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, columns_of, parts_of, said
@@ -183,8 +184,8 @@ def describe_unique_labels(source: Any, key: str, is_table: bool) -> str:
     target = labels_in(source, key)
     if target is None or target.ndim != 1 or len(target) < LEAST_IDS:
         return ""
-    labels = as_tensor(target[:LABELS_AT_ONCE]).cpu().numpy()
-    num_values = len(np.unique(labels))
+    labels = as_tensor(target[:LABELS_AT_ONCE]).cpu().long()
+    num_values = count_different(labels)
     if num_values <= MOST_UNIQUE * len(labels):
         return ""
     way = f"{key}.target=COLUMN" if is_table else "other targets"

@@ -21,11 +21,13 @@ from trainrun.data.overlap import shared_samples as reading
 from trainrun.data.overlap.shared_rows import (
     count_shared_rows,
     describe_shared_rows,
+    shared_numbers,
 )
 from trainrun.data.overlap.shared_samples import count_shared_samples
+from trainrun.data.readers import column_store, mapped_rows
 from trainrun.data.readers.pictures import image_folder
 from trainrun.data.readers.records import webdataset
-from trainrun.data.readers.tables import parquet
+from trainrun.data.readers.tables import csv_files, parquet
 from trainrun.data.stream_options import StreamOptions
 
 OPTIONS = {
@@ -93,6 +95,20 @@ def test_samples_of_one_data_set_are_compared_by_number():
     assert (found.shared, found.compared) == (10, 20)
     assert count_shared_rows(data, data) == (50, 50, 0.0, True)
     assert count_shared_rows(Mine(), Mine()) is None, "a user's own data is not read in this process"
+
+
+def test_splits_of_one_file_are_compared_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mapped_rows, "COPIED_BYTES", 0)
+    monkeypatch.setattr(column_store, "STORED_FROM", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    rows = "".join(f"{number},{number % 2}\n" for number in range(40))
+    (tmp_path / "t.csv").write_text("x,label\n" + rows)
+    splits = csv_files.load(str(tmp_path / "t.csv"), val_fraction=0.25, val_path=None)
+    assert shared_numbers(splits["train"], splits["val"]) == SharedRows(0, 10)
+    twice = Subset(splits["train"], [3, 3, 5]), Subset(splits["train"], [5, 3, 9, 9])
+    assert shared_numbers(*twice) == SharedRows(2, 4)
+    assert splits["val"].labels.tolist() == [splits["val"][row][1] for row in range(10)]
+    assert splits["val"].column("x").tolist() == [splits["val"][row][0].item() for row in range(10)]
 
 
 def test_pictures_are_compared_by_their_content(tmp_path: Path):

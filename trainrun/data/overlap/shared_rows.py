@@ -93,7 +93,14 @@ def shared_numbers(train: Any, other: Any) -> SharedRows | None:
             return None
     if rows is None or other_rows is None:
         return None
-    return SharedRows(len(np.intersect1d(rows, other_rows)), len(other_rows))
+    is_in = [np.zeros(max(len_of(rows), len_of(other_rows)), np.bool_) for _ in range(2)]
+    is_in[0][rows], is_in[1][other_rows] = True, True
+    return SharedRows(int(np.count_nonzero(is_in[0] & is_in[1])), len(other_rows))
+
+
+def len_of(rows: Numbers) -> int:
+    """Return the least number of samples of which these are rows."""
+    return int(rows.max(initial=-1)) + 1
 
 
 def numbered(source: Any) -> tuple[Any, Numbers | None]:

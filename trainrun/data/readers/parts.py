@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from trainrun.data.order.permutation import KeyedPermutation
-from trainrun.data.order.sampler import check_split, epoch_order, hold_out
+from trainrun.data.order.sampler import check_split, count_different, epoch_order, hold_out
 from trainrun.data.readers.paths import files_of, identity_of
 from trainrun.data.readers.targets import numbers_in, words_in
 from trainrun.data.tensor_dataset import SPLITS
@@ -34,7 +34,6 @@ SEPARATORS = re.compile(r"[-._ ]+")
 # A word of a file name that only counts shards, as in `train-00000-of-00001-a09b74b3.parquet`.
 SHARD_PART = re.compile(r"\d+|of|part|shard|(?=.*\d)[0-9a-f]{8,}")
 SOURCE_CODE = (".py",)  # a module is called test after what it does
-MOST_COUNTED = 2**20  # a table of so many counts is made faster than labels are sorted
 HOLDS_NOTHING_OUT = "data.train.val_fraction=0 holds nothing out"
 ListFiles = Callable[[str | None, str, Sequence[str]], tuple[Path, ...]]
 
@@ -363,16 +362,6 @@ def group_numbers(groups: Any) -> Rows:
 def rows_of(values: Any, rows: Rows | None) -> Any:
     """Return the chosen rows of an array; None is all."""
     return values if rows is None else values[rows]
-
-
-def count_different(labels: torch.Tensor) -> int:
-    """Return how many different values integer labels have."""
-    if not len(labels):
-        return 0
-    low, high = int(labels.min()), int(labels.max())
-    if high - low < min(len(labels), MOST_COUNTED):
-        return int(torch.bincount(labels - low).count_nonzero())
-    return len(torch.unique(labels))
 
 
 def check_both_sides(number: int, held: int, fraction: float) -> None:

@@ -112,21 +112,19 @@ class ReaderDataset:
     @property
     def labels(self) -> Any:
         """The target of each sample, if all are in memory."""
-        labels = self._info.labels
-        return labels if labels is None or self.rows is None else labels[self._numbers(range(len(self)))]
+        return self._of_rows(self._info.labels)
 
     @property
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """(N,) int64: of each sequence; computed at each call."""
         if self._info.lengths is None:
             raise AttributeError("lengths: the samples are no sequences")
-        lengths = self._info.lengths()
-        return lengths if self.rows is None else lengths[self._numbers(range(len(self)))]
+        lengths: np.ndarray[Any, np.dtype[np.int64]] = self._of_rows(self._info.lengths())
+        return lengths
 
     def column(self, name: str) -> Any:
         """The cells of another column, if the samples are rows of a table that has it."""
-        cells = None if self._info.column is None else self._info.column(name)
-        return cells if cells is None or self.rows is None else cells[self._numbers(range(len(self)))]
+        return self._of_rows(None if self._info.column is None else self._info.column(name))
 
     def describe(self, index: int) -> str:
         """The file of a sample and its place in it."""
@@ -142,6 +140,12 @@ class ReaderDataset:
         rows = None if self.rows is None else self.rows.tobytes()
         labels = None if self._info.labels is None else np.asarray(self._info.labels).tobytes()
         return fingerprint_of(self._info.files, type(self.reader).__name__, self._info.settings, rows, labels)
+
+    def _of_rows(self, values: Any) -> Any:
+        """Return those of the values of all samples that belong to these samples."""
+        if values is None or self.rows is None:
+            return values
+        return values[self.rows if isinstance(self.rows, np.ndarray) else self.rows[np.arange(len(self))]]
 
     def _number(self, index: int) -> int:
         if not 0 <= index < len(self):

@@ -16,6 +16,11 @@ from trainrun.data.readers.targets import narrowed
 from trainrun.errors import DataError
 
 NameCell = Callable[[int], str]
+NUMPY_NAMES = {
+    "halffloat": "float16",
+    "float": "float32",
+    "double": "float64",
+}  # Arrow asks pandas, which is slow
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,8 @@ def kind_of(field: Any) -> Kind:
         name, type_ = "list", type_.value_type
     if not (types.is_integer(type_) or types.is_floating(type_) or types.is_boolean(type_)):
         return Kind(column, "other", text)
-    empty = pyarrow().array([], type_).to_numpy(zero_copy_only=False)  # to_pandas_dtype() would need pandas
-    return Kind(column, name, text, np.dtype(empty.dtype), size)
+    number = str(type_)
+    return Kind(column, name, text, np.dtype(NUMPY_NAMES.get(number, number)), size)
 
 
 def class_names_in(schema: Any, column: str) -> tuple[str, ...]:
