@@ -62,8 +62,13 @@ class EncodableStream:
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
     """As `print`, for a text that holds what others wrote. file: None is standard output."""
+    print_plain(plain(text), file, end, flush)
+
+
+def print_plain(text: str, file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
+    """Print what `plain` returned, whatever the encoding of the file lacks."""
     out = file or sys.stdout
-    print(plain(text, getattr(out, "encoding", None) or "utf-8"), file=out, end=end, flush=flush)
+    print(encodable(text, getattr(out, "encoding", None) or "utf-8"), file=out, end=end, flush=flush)
 
 
 def redraw(text: str = "") -> None:

@@ -79,6 +79,27 @@ ended at step 900: trainer.max_epochs=20 reached
     )
 
 
+def test_the_log_has_the_lines_that_a_bar_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen, log, lines = io.StringIO(), io.StringIO(), io.StringIO()
+    console = Console(interactive=True, stream=screen, log=log)
+    console.on_start(FACTS, 0)
+    console.on_eval(135, 3.0, {"val/loss": 0.25})
+    console.close()
+    assert "epoch 3/20  step 135  val/loss 0.25" in log.getvalue()
+    assert "step 135" not in ESCAPES.sub("", screen.getvalue())
+    run(Console(interactive=True, stream=screen, log=(log := io.StringIO())))
+    run(Console(stream=lines))
+    assert log.getvalue() == lines.getvalue()
+
+
+def test_a_closed_screen_leaves_the_log_whole() -> None:
+    log, lines = io.StringIO(), io.StringIO()
+    run(Console(stream=ClosedPipe(), log=log))
+    run(Console(stream=lines))
+    assert log.getvalue() == lines.getvalue()
+
+
 def test_a_run_without_validation_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainrun.monitor.console.QUIET_SECONDS", 0.0)
     stream = io.StringIO()

@@ -45,20 +45,20 @@ class Listeners:
         self._made = perf_counter()  # the process may be older: a notebook's
         wanted = config.monitor
         trackers = self._build_trackers()  # before any file is opened: they may be refused
-        self._consoles: list[Console] = []
+        self._console: Console | None = None
         if wanted.verbose or wanted.progress_bar:
-            screen = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size,
-                             waited=lambda: phases.seconds_of(DATA), elsewhere=self._seconds_elsewhere,
-                             activity=self._activity)  # fmt: skip
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
-            self._consoles = [screen, Console(False, wanted.verbose, False, wanted.window_size, log)]
+            self._console = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size, log=log,
+                                    waited=lambda: phases.seconds_of(DATA), elsewhere=self._seconds_elsewhere,
+                                    activity=self._activity)  # fmt: skip
         self._has_file = wanted.metrics_file
         file = None
         if wanted.metrics_file:
             mend_end(run.metrics)
             file = MetricsFile(run.metrics, check=lambda: check_there(run))
         self._keeps_rows = bool(file or trackers)
-        self.bus = Bus(file, self._consoles, trackers, phases if self._keeps_rows else None)
+        screens = [] if self._console is None else [self._console]
+        self.bus = Bus(file, screens, trackers, phases if self._keeps_rows else None)
 
     def _build_trackers(self) -> list[Tracker]:
         wanted = self._config.monitor
@@ -102,8 +102,8 @@ class Listeners:
 
     def on_position(self, step: int) -> None:
         """After every step: where the progress bar is."""
-        for console in self._consoles:
-            console.on_batch(step)
+        if self._console is not None:
+            self._console.on_batch(step)
 
     def on_log(self, step: int) -> None:
         """Pictures while the run goes on, every `monitor.plot_every_n_steps`; in a long one a page that follows it."""

@@ -55,13 +55,18 @@ def typed_settings(overrides: list[str]) -> tuple[str, ...]:
 
 
 class _Inside:
-    """A path inside of a run folder."""
+    """A path inside of a run folder, made when it is first asked for."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
+    def __set_name__(self, owner: type[RunDir], attribute: str) -> None:
+        self._attribute = attribute
+
     def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
-        return run.root / self._name
+        path = run.root / self._name
+        run.__dict__[self._attribute] = path  # read from there the next time, without this method
+        return path
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What a person sees of a run: the choices at its start, a progress bar or lines, a summary at its end.
 
 In a terminal a bar is redrawn by a thread of its own, never by a step; in a notebook it is HTML. Anywhere else (a file,
-a pipe) there is one line per validation, and one now and then where validations are far apart.
+a pipe, and the log beside all of these) there is one line per validation, and one now and then where validations are
+far apart.
 """
 
 from __future__ import annotations
@@ -10,12 +11,22 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import RunFacts
-from trainrun.output import counted, duration, figure, plain, quantity, readings, say, speed_in
+from trainrun.output import (
+    counted,
+    duration,
+    figure,
+    plain,
+    print_plain,
+    quantity,
+    readings,
+    speed_in,
+)
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -30,15 +41,16 @@ class Console:
 
     interactive: None looks whether the output is a terminal. verbose: show the composed choices at the
     start. progress: a bar where there is a terminal. window: log points whose items and seconds the throughput is of.
+    log: has every line too, and the lines that a bar makes superfluous on the screen.
     clocks: `waited`, `elsewhere` and `activity` of a `ProgressBar`.
     """
 
     def __init__(
         self, interactive: bool | None = None, verbose: bool = True, progress: bool = True, window: int = 20,
-        stream: IO[str] | None = None, **clocks: Any,
+        stream: IO[str] | None = None, log: IO[str] | None = None, **clocks: Any,
     ) -> None:  # fmt: skip
         self._clocks = clocks
-        self._stream, self._verbose = stream, verbose
+        self._stream, self._log, self._verbose = stream, log, verbose
         terminal = (stream or sys.stdout).isatty() if interactive is None else interactive
         self._wants_bar = progress and terminal
         self._wants_html = progress and interactive is None and stream is None
@@ -47,10 +59,9 @@ class Console:
         self._window_began = 0  # the step of the last log point
         self._unit = "samples/s"
         self._latest: dict[str, float] = {}
-        self._unsaid: tuple[int, float, dict[str, float]] | None = (
-            None  # the newest numbers, if no line had them
-        )
-        self._due = False  # those are to be said once no validation of their step comes
+        self._newest: tuple[int, float, dict[str, float]] | None = None  # what the next line says
+        self._is_logged = self._is_on_screen = True  # whether a line has had those numbers
+        self._due = False  # they are to be said once no validation of their step comes
         self._facts: RunFacts | None = None
         self._last_line = time.monotonic()
         self._live: Live | None = None
@@ -63,7 +74,7 @@ class Console:
         if self._html is not None:
             self._html.update(step)
         if self._due:
-            self._say_newest()
+            self._say_newest(on_screen=not self._has_bar())
 
     def on_start(self, facts: RunFacts, step: int) -> None:
         self._facts, self.position, self._window_began = facts, step, step
@@ -92,10 +103,9 @@ class Console:
         self._window_began = step
         train = {name: value for name, value in row.items() if name.startswith("train/")}
         self._latest |= train
-        self._unsaid = step, epoch, train
-        self._due = (
-            self._live is None and self._html is None and time.monotonic() - self._last_line >= QUIET_SECONDS
-        )
+        self._note_newest(step, epoch, train)
+        is_quiet = time.monotonic() - self._last_line >= QUIET_SECONDS
+        self._due = is_quiet and (self._log is not None or not self._has_bar())
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
         shown = {name: value for name, value in row.items() if _is_shown(name)}
@@ -107,9 +117,8 @@ class Console:
         line = {
             name: value for name, value in shown.items() if name == "train/loss" or _split(name) != "train"
         }
-        self._unsaid = step, epoch, line
-        if self._live is None and self._html is None:
-            self._say_newest()
+        self._note_newest(step, epoch, line)
+        self._say_newest(on_screen=not self._has_bar())
 
     def on_note(self, text: str) -> None:
         self._print(text)
@@ -132,6 +141,9 @@ class Console:
             except OSError:
                 self._closed = True
 
+    def _has_bar(self) -> bool:
+        return self._live is not None or self._html is not None
+
     def _speed(self) -> float | None:
         """Items over seconds: log points are unequally long, so no mean of their speeds is right."""
         items, seconds = (sum(column) for column in zip((0.0, 0.0), *self._windows, strict=True))
@@ -144,32 +156,42 @@ class Console:
     def _values(self) -> list[str]:
         return [*self._shown_speed(), *readings(self._latest)]
 
-    def _say_newest(self) -> None:
-        """The newest numbers, unless a line has had them."""
-        newest, self._unsaid, self._due = self._unsaid, None, False
-        if newest is not None:
-            step, epoch, metrics = newest
-            self._print(
-                "  ".join([place_line(step, epoch, self._facts), *readings(metrics), *self._shown_speed()])
-            )
+    def _note_newest(self, step: int, epoch: float, metrics: dict[str, float]) -> None:
+        self._newest = step, epoch, metrics
+        self._is_logged, self._is_on_screen = self._log is None, False
 
-    def _print(self, line: str) -> None:
-        self._last_line = time.monotonic()
-        if self._closed:
+    def _say_newest(self, on_screen: bool = True) -> None:
+        """Say the newest numbers, unless a line has had them."""
+        self._due, on_screen = False, on_screen and not self._is_on_screen
+        if self._newest is None or not (on_screen or not self._is_logged):
             return
-        try:
-            if self._live is not None:
-                self._live.console.print(plain(line), markup=False, emoji=False, soft_wrap=True)
-            else:
-                say(line, file=self._stream, flush=True)
-        except OSError:  # a closed terminal or pipe ends no training; run.log has the same lines
-            self._closed = True
+        step, epoch, metrics = self._newest
+        parts = [place_line(step, epoch, self._facts), *readings(metrics), *self._shown_speed()]
+        self._print("  ".join(parts), on_screen, not self._is_logged)
+        self._is_logged, self._is_on_screen = True, self._is_on_screen or on_screen
+
+    def _print(self, line: str, on_screen: bool = True, in_log: bool = True) -> None:
+        self._last_line, text = time.monotonic(), plain(line)
+        if on_screen and not self._closed:
+            try:
+                if self._live is not None:
+                    self._live.console.print(text, markup=False, emoji=False, soft_wrap=True)
+                else:
+                    print_plain(text, self._stream, flush=True)
+            except OSError:  # a closed terminal or pipe ends no training; run.log has the same lines
+                self._closed = True
+        if in_log and self._log is not None:
+            try:
+                print_plain(text, self._log, flush=True)
+            except OSError:  # a full disk: what must not be lost is in other files
+                self._log = None
 
 
 def _split(name: str) -> str:
     return name.partition("/")[0]
 
 
+@lru_cache(maxsize=1024)
 def _is_shown(name: str) -> bool:
     """A metric; those of single classes (`val/f1/3`) are for the file and the trackers."""
     above, _, last = name.rpartition("/")

@@ -173,6 +173,7 @@ def wrong_field(row: Mapping[str, Any]) -> str:
 
 
 BLOCK_BYTES = 1 << 16
+ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 class MetricsFile:
@@ -220,13 +221,13 @@ class MetricsFile:
 
 def _append(path: Path, data: bytes) -> None:
     """All of it or, where the disk is full, nothing: half a line would damage the next one."""
-    with path.open("ab", buffering=0) as file:
-        before = file.tell()
+    with open(path, "ab", buffering=0) as file:
+        num_written = 0
         try:
-            while data:
-                data = data[file.write(data) :]
+            while num_written < len(data):
+                num_written += file.write(data[num_written:])
         except OSError:
-            file.truncate(before)
+            file.truncate(file.tell() - num_written)
             raise
 
 
@@ -249,6 +250,6 @@ def mend_end(path: Path) -> None:
 
 def _line(row: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(row, allow_nan=False) + "\n"
+        return ENCODER.encode(row) + "\n"
     except ValueError:  # rare, so the common row pays nothing for it
-        return json.dumps(strict(row), allow_nan=False) + "\n"
+        return ENCODER.encode(strict(row)) + "\n"
