@@ -223,6 +223,22 @@ def test_containers_come_back_as_they_were(source):
     assert torch.equal(next(stream.epoch(0)).data[0], 2 * columns()[0][:4]), "a subclass does more"
 
 
+@pytest.mark.parametrize("case", ["columns", "drop_last", "evaluation", "arrays"])
+def test_batches_gathered_together_are_those_gathered_one_by_one(case, monkeypatch):
+    source, changes, _ = CASES[case]
+    found = everything(source(), 0, 1, engine="resident", **changes)
+    monkeypatch.setattr("trainrun.data.engines.in_memory.BATCHES_BYTES", 1)
+    assert everything(source(), 0, 1, engine="resident", **changes) == found
+
+
+def test_batches_gathered_together_share_no_memory():
+    stream, _ = open_batches(columns(), options())
+    tensors = [column for batch in stream.epoch(0) for column in batch.data]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    assert len({storage.data_ptr() for storage in storages}) == len(tensors)
+    assert [storage.nbytes() for storage in storages] == [tensor.nbytes for tensor in tensors]
+
+
 def test_resident_batches_are_copies():
     data = columns()
     for batch in open_batches(data, options())[0].epoch(0):

@@ -110,7 +110,7 @@ class Columns:
 
     values: tuple[Column, ...]
     names: tuple[str, ...]
-    pack: Callable[[list[Any]], Any]
+    pack: Callable[[Sequence[Any]], Any]
     in_place: bool = False
     scale: Scale | None = None
     again: Callable[[], Columns] | None = None
@@ -296,11 +296,11 @@ def _is_column(value: Any) -> bool:
     return isinstance(value, COLUMN_TYPES) or hasattr(value, "to_numpy")
 
 
-def _as_dict(names: tuple[str, ...], values: list[Any]) -> dict[str, Any]:
+def _as_dict(names: tuple[str, ...], values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-def _checked(values: Sequence[Any], key: str, pack: Callable[[list[Any]], Any],
+def _checked(values: Sequence[Any], key: str, pack: Callable[[Sequence[Any]], Any],
              names: tuple[str, ...] = ()) -> Columns:  # fmt: skip
     if not values:
         raise DataError(f"{key}: the data set is empty: there is no array in it")

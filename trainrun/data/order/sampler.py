@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -124,7 +125,7 @@ class Plan:
     def global_size(self) -> int:
         return self.batch_size * self.world_size
 
-    @property
+    @cached_property
     def num_batches(self) -> int:
         """Global micro-batches in an epoch: the same on every rank."""
         if not self.training:
@@ -132,7 +133,7 @@ class Plan:
         full, rest = divmod(self.num_samples, self.global_size)
         return limited(full + (rest > 0 and not self.drop_last), self.limit)
 
-    @property
+    @cached_property
     def num_seen(self) -> int:
         """Samples in an epoch, over all ranks."""
         if not self.training:
