@@ -279,9 +279,11 @@ def batch_fields(batch: Any) -> Mapping[str, Any]:
     For a dict these are its entries. For a tensor, a pair or another structure these are the fields that padding and
     packing add (attention_mask, target_weight, segment_ids, position_ids), and the entries of inputs that are a dict.
     """
+    inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else None
+    if hasattr(inputs, "ndim") and not isinstance(inputs, Mapping):  # the common pair, in a third of the time
+        return getattr(inputs, FIELDS_BESIDE, None) or {}
     if is_mapping(batch):
         return batch
-    inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else None
     named: Mapping[str, Any] = inputs if is_mapping(inputs) else {}
     beside = fields_beside(batch)
     return {**beside, **named} if beside else named

@@ -202,7 +202,7 @@ def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task:
         )
     return KeepOptions(
         keep.enabled, metric, direction("checkpoint", metric, keep), keep.save_top_k,
-        keep.save_last, keep.keep_last, lambda state: any(one.passed(state) for one in distances),
+        keep.save_last, keep.keep_last, lambda state: bool(distances) and any(one.passed(state) for one in distances),
         parse_seconds(keep.train_time_interval), keep.async_save, keep.monitor is not None,
     )  # fmt: skip
 

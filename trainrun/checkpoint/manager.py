@@ -309,6 +309,8 @@ class CheckpointManager:
         return Metric(name, self.options.mode, value) if math.isfinite(value) else None
 
     def _is_best(self, state: TrainState) -> bool:
+        if state.validated_step != state.step:
+            return False
         metric = self._metric_of(state)
         return metric is not None and self._ranking.admits(Entry(state.step, metric.value))
 

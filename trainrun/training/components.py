@@ -95,10 +95,9 @@ class Components:
     def agree(self, items: int) -> Agreed:
         """One exchange between the ranks: the mean of their items in this step, and what they ask for."""
         ours = self.triggers
-        found = self.parallel.agree(
-            items, 2 * ours.stop_request() + ours.validation_request(), ours.save_request()
-        )
-        return found._replace(stop=found.stop // 2, validate=found.stop % 2 == 1)
+        wishes = 2 * ours.stop_request() + ours.validation_request()
+        mean, wishes, save, _ = self.parallel.agree(items, wishes, ours.save_request())
+        return Agreed(mean, wishes // 2, save, wishes % 2 == 1)
 
     def update(self, closure: Callable[[], Tensor] | None = None) -> GradReport:
         """Unscale, check, clip, update, and clear the gradients; then the schedule and the average take a step.

@@ -125,9 +125,10 @@ class Intervals:
         every, total = self.log_every, self.total_steps
         if every is None:
             return False
-        short = total is None or total < 2 * every
-        begins = short and step < every and step & (step - 1) == 0
-        return step % every == 0 or step == total or begins
+        if step % every == 0 or step == total:
+            return True
+        is_short = total is None or total < 2 * every
+        return is_short and step < every and step & (step - 1) == 0
 
     def sample_due(self, step: int) -> bool:
         """Whether the metrics of a training step are wanted: of every k-th, and at the end of a row without a k-th."""
@@ -235,10 +236,11 @@ class Triggers:
         Raises TrainingError or RollBack where the run cannot go on.
         """
         state.seconds = self._seconds_before + time.monotonic() - self._started
-        waited = self.rhythm.log_due(state.step)  # for its row, so the device has its answer ready
+        rhythm, limits = self.rhythm, self._limits
         validate = self.validation_due(state)
-        self.check(state, wait=waited or validate or state.save_request == SAVE_NOW)
-        limits = self._limits
+        # where a row was made the device has its answer ready
+        waits = validate or state.save_request == SAVE_NOW or rhythm.log_due(state.step)
+        self.check(state, waits)
         if state.stop_request == STOP_INTERRUPT:
             state.stop_reason = "interrupted by Ctrl-C"
         elif state.stop_request == STOP_TERMINATE:
@@ -254,8 +256,8 @@ class Triggers:
             state.stop_reason = f"{by_duration or f'trainer.max_time={limits.max_seconds:g} seconds'} reached"
         elif state.early_stop:
             state.stop_reason = state.early_stop
-        self.log = self.rhythm.log_due(state.step + 1)
-        self.sums = self.rhythm.sample_due(state.step + 1)
+        self.log = rhythm.log_due(state.step + 1)
+        self.sums = rhythm.sample_due(state.step + 1)
         if state.stop_reason:  # the end is validated too
             return Due(self.validation_due(state), True, self.log)
         return Due(validate, False, self.log)
@@ -302,19 +304,20 @@ class Triggers:
         """
         if self._again and state.stop_request < STOP_INTERRUPT:
             return True
-        own = bool(state.last_metrics) or not state.stop_reason
-        if (state.step == state.validated_step and own) or state.stop_request >= STOP_INTERRUPT:
+        if state.stop_request >= STOP_INTERRUPT:
+            return False
+        if state.step == state.validated_step and (state.last_metrics or not state.stop_reason):
             return False
         return self._scheduled(state) or (bool(state.stop_reason) and self.rhythm.validates)
 
     def _scheduled(self, state: TrainState) -> bool:
-        val, every = self.rhythm.val, self.rhythm.every_n_epoch
+        val = self.rhythm.val
         if state.validate_request:
             return True
         if val is None or not val.passed(state):
             return False
         epoch = state.epoch if state.batches == 0 else state.epoch + 1  # counted from 1
-        return val.unit != "epoch" or epoch % every == 0
+        return val.unit != "epoch" or epoch % self.rhythm.every_n_epoch == 0
 
     def note_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
         """Whether it was scheduled: only those update early stopping, a plateau schedule and hooks, so that a run
