@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from trainrun.errors import PluginError, TrainrunError
-from trainrun.plugin_faults import absent, examples, is_absent, nearest, not_built, place, unknown
+from trainrun.plugin_faults import absent, did_you_mean, examples, is_absent, not_built, place, unknown
 
 TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
 WORDS = (TARGET, ARGS, PARTIAL, CHECK)
@@ -39,7 +39,7 @@ def is_node(value: Any) -> bool:
     return isinstance(value, dict) and TARGET in value
 
 
-def target_of(node: Any, usual: str = "") -> str:
+def target_name(node: Any, usual: str = "") -> str:
     return str((node or {}).get(TARGET) or usual)
 
 
@@ -62,7 +62,7 @@ def locate(target: Any, key: str) -> Any:
     if len(names) < 2 or not all(name.isidentifier() for name in names):
         raise PluginError(f"{key}.{TARGET}={target}: name a class or function by its path, as my_net.Net")
     fault = f"{key}.{TARGET}={target}:"
-    refuse(names[0], fault)
+    refuse_module(names[0], fault)
     found: Any
     found, path, rest = import_longest(names, fault)
     for name in rest:
@@ -71,11 +71,11 @@ def locate(target: Any, key: str) -> Any:
         raise PluginError(f"{fault} this is a module; name a class or function in it{examples(found)}")
     if not callable(found):
         raise PluginError(f"{fault} this is a value of type {type(found).__name__}, not a class or function")
-    refuse(str(getattr(found, "__module__", "")).split(".")[0], fault)
+    refuse_module(str(getattr(found, "__module__", "")).split(".")[0], fault)
     return found
 
 
-def refuse(module: str, fault: str) -> None:
+def refuse_module(module: str, fault: str) -> None:
     if module in REFUSED:
         raise PluginError(f"{fault} targets from {module} are refused; name a function of your own instead")
 
@@ -87,7 +87,9 @@ def attribute(found: Any, path: str, name: str, fault: str) -> Any:
         modules = [module.name for module in pkgutil.iter_modules(list(getattr(found, "__path__", [])))]
         if name in modules:
             raise PluginError(f"{fault} this is a module; name a class or function in it") from error
-        raise PluginError(f"{fault} {path} has no {name}{nearest(name, [*dir(found), *modules])}") from error
+        raise PluginError(
+            f"{fault} {path} has no {name}{did_you_mean(name, [*dir(found), *modules])}"
+        ) from error
     except Exception as error:  # packages that import their parts when they are asked for
         raise PluginError(f"{fault} importing {path}.{name} failed: {place(error)}") from error
 

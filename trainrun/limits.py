@@ -81,20 +81,22 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float) or (whole and abs(value) <= sys.float_info.max)
 
 
-def fits(value: Any, kind: Any) -> bool:
+def fits_kind(value: Any, kind: Any) -> bool:
     """Whether a plain value of a config is of that kind; a type that is not listed here takes any value."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return any(fits(value, part) for part in inner)
+        return any(fits_kind(value, part) for part in inner)
     if origin is Annotated:
         limits = [limit for limit in inner[1:] if isinstance(limit, Limits | Lasts)]
-        return fits(value, inner[0]) and all(limit.allow(value) for limit in limits)
+        return fits_kind(value, inner[0]) and all(limit.allow(value) for limit in limits)
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in inner)
     if origin in (list, Sequence):
-        return isinstance(value, list | tuple) and all(fits(item, inner[0]) for item in value)
+        return isinstance(value, list | tuple) and all(fits_kind(item, inner[0]) for item in value)
     if origin is tuple and Ellipsis not in inner:
-        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(fits, value, inner))
+        return (
+            isinstance(value, list | tuple) and len(value) == len(inner) and all(map(fits_kind, value, inner))
+        )
     if kind in (NoneType, None):
         return value is None
     if kind in (int, float):

@@ -24,17 +24,17 @@ def matching(
     texts = [str(pattern) for pattern in given]
     faults = []
     for pattern in texts:
-        if not any(fits(name, pattern) for name in known):
+        if not any(matches_name(name, pattern) for name in known):
             near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
             guess = f"; did you mean {near[0]}?" if near else "."
             shown = ", ".join(known[:SHOWN]) + (", ..." if len(known) > SHOWN else "")
             faults.append(f"{key}={pattern}: fits no {things}{guess} There are: {shown or 'none'}")
     if faults:
         raise ValueError("; ".join(faults))
-    return [name for name in known if any(fits(name, pattern) for pattern in texts)]
+    return [name for name in known if any(matches_name(name, pattern) for pattern in texts)]
 
 
-def fits(name: str, pattern: str) -> bool:
+def matches_name(name: str, pattern: str) -> bool:
     """A weight that `torch.nn.utils.parametrize` computes, as by a mask, has the name of before too."""
     before = COMPUTED.sub(r"\1", name)
     return fnmatchcase(name, pattern) or (before != name and fnmatchcase(before, pattern))

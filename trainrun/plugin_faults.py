@@ -37,13 +37,15 @@ def top_modules(name: str) -> list[str]:
 def absent(name: str) -> str:
     """Nobody has a module of this name; what to install, or the name that was probably meant."""
     extra = EXTRAS.get(name)
-    guess = f"; pip install 'trainrun[{extra}]'" if extra else nearest(name, top_modules(name))
+    guess = f"; pip install 'trainrun[{extra}]'" if extra else did_you_mean(name, top_modules(name))
     return f"no module {name} (looked in {Path.cwd()}, PYTHONPATH and what is installed){guess}"
 
 
 def not_built(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -> str:
     """What became of a call with these arguments."""
-    given = f"its arguments: {shown(args, keywords)}" if args or keywords else "it got no arguments"
+    given = (
+        f"its arguments: {format_arguments(args, keywords)}" if args or keywords else "it got no arguments"
+    )
     refused = isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
     what = "does not take its arguments" if refused else "failed"
     tensor = "; give a tensor, as {_target_: torch.tensor, data: [1, 2]}" * (
@@ -52,7 +54,7 @@ def not_built(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -
     return f"{what}: {place(error)}; {given}{tensor}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean x?`, or nothing."""
     guesses = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {guesses[0]}?" if guesses else ""
@@ -88,19 +90,21 @@ def unknown(
     if name.startswith("_") and name.endswith("_"):
         return f"{key}.{name}: not a word of trainrun, which knows {', '.join(words)}"
     takes_text = f"It takes: {', '.join(takes)}" if takes else "It takes none"
-    near = nearest(name, [*takes, *also]) or "."
+    near = did_you_mean(name, [*takes, *also]) or "."
     if (key, name) == ("data.train", "val_fraction"):
         near = "; of data of your own nothing is held out: give data.val._target_=... too, or data.folds=5 data.fold=0."
     return f"{key}.{name}: {target} takes no such argument{near} {takes_text}"
 
 
-def shown(args: Sequence[Any], keywords: dict[str, Any]) -> str:
+def format_arguments(args: Sequence[Any], keywords: dict[str, Any]) -> str:
     """The arguments of a call, shortened: objects by their type alone."""
-    parts = [brief(value) for value in args] + [f"{name}={brief(value)}" for name, value in keywords.items()]
+    parts = [brief_value(value) for value in args] + [
+        f"{name}={brief_value(value)}" for name, value in keywords.items()
+    ]
     return ", ".join(parts)
 
 
-def brief(value: Any) -> str:
+def brief_value(value: Any) -> str:
     plain = value is None or isinstance(value, (bool, int, float, str, list, dict, tuple))
     return reprlib.repr(value) if plain else type(value).__name__
 

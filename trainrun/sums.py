@@ -88,7 +88,7 @@ def shape_fault(task: Any, name: str, value: Tensor, before: Tensor) -> str:
     )
 
 
-def joined(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def sum_by_name(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Both added up by name."""
     return {**sums, **{name: sums[name] + value if name in sums else value for name, value in more.items()}}
 

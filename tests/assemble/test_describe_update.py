@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainrun.assemble.assemble import check_targets
 from trainrun.assemble.optimizer_and_schedule import build_optimizer_of, build_schedule_of, describe_update
 from trainrun.config.compose import compose_run
-from trainrun.config.validate import check
+from trainrun.config.validate import check_config
 from trainrun.errors import ConfigError
 from trainrun.training.triggers import Intervals, Lengths
 
@@ -103,7 +103,7 @@ def test_an_argument_of_a_schedule_may_be_a_node():
     config = compose_run(
         [*words, "scheduler.lr_lambda._partial_=true", "scheduler.lr_lambda.timescale=1"]
     ).config
-    assert not check(config)
+    assert not check_config(config)
     check_targets(config)
     schedule = schedule_of(config)
     schedule._optimizer.step()

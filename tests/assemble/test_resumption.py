@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainrun.assemble.resumption import checkpoint_at, differences, last_step, tell
+from trainrun.assemble.resumption import checkpoint_at, environment_changes, last_step, resume_notes
 from trainrun.assemble.run_plan import data_at
 from trainrun.cli.main import main
 from trainrun.folder.run_folder import RunDir
@@ -77,7 +77,7 @@ def test_what_another_place_changes(then: dict[str, Any], told: str) -> None:
         config=SimpleNamespace(checkpoint=SimpleNamespace(strict=False)),
     )  # fmt: skip
     loaded: Any = SimpleNamespace(manifest=SimpleNamespace(step=4, fingerprint=then), folder=Path("step-4"))
-    tell(run, RunDir(Path("none")), loaded)
+    resume_notes(run, RunDir(Path("none")), loaded)
     assert [told in note for note in notes[1:]] == ([True] if told else [])
 
 
@@ -158,9 +158,9 @@ def test_data_that_is_not_looked_at(workdir: Path, path: object, monkeypatch: py
 
 
 def test_differences() -> None:
-    assert differences({"torch": "2.12", "ranks": 1, "gone": 1}, {"torch": "2.13", "ranks": 1, "new": 1}) == (
-        "torch (2.12, now 2.13)"
-    )
+    assert environment_changes(
+        {"torch": "2.12", "ranks": 1, "gone": 1}, {"torch": "2.13", "ranks": 1, "new": 1}
+    ) == ("torch (2.12, now 2.13)")
 
 
 @pytest.mark.parametrize(

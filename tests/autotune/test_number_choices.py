@@ -24,7 +24,7 @@ from trainrun.config.schema import RunConfig, with_values
 from trainrun.folder.run_folder import RunDir, read_identity, write_identity
 from trainrun.parallel.single import Single
 from trainrun.precision import autocast
-from trainrun.runs.restore_config import parts_of as restored
+from trainrun.runs.restore_config import load_parts as restored
 from trainrun.seeding import random_state
 from trainrun.training.components import Components
 
@@ -101,7 +101,7 @@ def chosen_of(
         patch.setattr(
             start, "choose_numbers", lambda *given: number_choices.choose_numbers(*given, clock=time)
         )
-        config = start_choices.choose_numbers(
+        config = start_choices.decide_numbers(
             config, model, task, train, parallel, chosen, measures, batches, notes
         )
     return config, chosen, notes

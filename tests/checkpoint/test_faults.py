@@ -129,8 +129,8 @@ def test_a_full_disk_is_told_with_numbers(
     make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
-    monkeypatch.setattr("trainrun.checkpoint.manager.free_bytes", lambda folder: 10)
-    monkeypatch.setattr("trainrun.checkpoint.files.free_bytes", lambda folder: 10)
+    monkeypatch.setattr("trainrun.checkpoint.manager.free_disk_bytes", lambda folder: 10)
+    monkeypatch.setattr("trainrun.checkpoint.files.free_disk_bytes", lambda folder: 10)
     with pytest.raises(
         SaveError, match=r"step-00000001: No space left on device \(needs \d+ bytes, 10 are free\)"
     ) as raised:

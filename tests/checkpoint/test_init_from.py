@@ -15,7 +15,7 @@ from torch import Tensor
 import trainrun
 from trainrun.checkpoint import weights
 from trainrun.checkpoint.load import read_checkpoint
-from trainrun.checkpoint.weights import weights_of
+from trainrun.checkpoint.weights import evaluated_weights
 from trainrun.cli.main import main
 from trainrun.model.mlp import Mlp
 
@@ -55,7 +55,7 @@ def source(workdir: Path) -> Path:
 
 
 def weights_at(folder: Path) -> dict[str, Tensor]:
-    return weights_of(read_checkpoint(folder))[0]
+    return evaluated_weights(read_checkpoint(folder))[0]
 
 
 def begun(*words: str) -> dict[str, Tensor]:

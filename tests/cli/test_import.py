@@ -10,7 +10,7 @@ from quiet_runs import QUIET
 
 import trainrun
 from trainrun.checkpoint.load import read_tensors
-from trainrun.cli.import_command import TORCH_NEEDED, convert
+from trainrun.cli.import_command import TORCH_NEEDED, write_safetensors
 from trainrun.cli.main import main
 from trainrun.errors import CheckpointError
 from trainrun.model.mlp import Mlp
@@ -51,24 +51,24 @@ def test_the_word_that_leads_to_the_weights_is_named(weights: dict[str, torch.Te
         (["model"], "the file has 'state_dict', 'epoch'"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            convert(path, Path("out.safetensors"), keys)
+            write_safetensors(path, Path("out.safetensors"), keys)
     assert not Path("out.safetensors").exists()
 
 
 def test_numbers_of_one_byte_are_imported_and_those_of_sixteen_refused(workdir: Path) -> None:
     narrow = torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)
     torch.save({"w": narrow}, "narrow.pt")
-    assert convert(Path("narrow.pt"), Path("narrow.safetensors"), [])["not_finite"] == ["w"]
+    assert write_safetensors(Path("narrow.pt"), Path("narrow.safetensors"), [])["not_finite"] == ["w"]
     assert read_tensors(Path("narrow.safetensors"))["w"].dtype is torch.float8_e4m3fn
     torch.save({"w": torch.ones(3, dtype=torch.complex128)}, "wide.pt")
     with pytest.raises(CheckpointError, match="'w' is torch.complex128"):
-        convert(Path("wide.pt"), Path("wide.safetensors"), [])
+        write_safetensors(Path("wide.pt"), Path("wide.safetensors"), [])
 
 
 def test_what_does_not_fit_is_refused_by_name(
     weights: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    convert(Path("theirs.pt"), Path("w.safetensors"), ["state_dict"])
+    write_safetensors(Path("theirs.pt"), Path("w.safetensors"), ["state_dict"])
     assert main(["init_from=w.safetensors", "model.hidden=[9]", *QUIET]) == 2
     assert "layers.1.weight is (8, 64) there and (9, 64) here" in capsys.readouterr().err
     assert main(["init_from=w.safetensors", "ckpt_path=x", *MODEL]) == 2
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused_by_name(
 def test_a_run_from_weights_resumes_bit_for_bit_and_without_the_file(
     weights: dict[str, torch.Tensor],
 ) -> None:
-    convert(Path("theirs.pt"), Path("w.safetensors"), ["state_dict"])
+    write_safetensors(Path("theirs.pt"), Path("w.safetensors"), ["state_dict"])
     words = ["init_from=w.safetensors", "data.batch_size=64", *MODEL]
     whole = trainrun.train(*words, "trainer.max_steps=6")
     part = trainrun.train(*words, "trainer.max_steps=3")

@@ -11,9 +11,9 @@ from trainrun.config.argv import conf_dir
 from trainrun.config.compose import compose_run, format_config
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import with_values
-from trainrun.config.validate import argument_faults, check, kinds_of
+from trainrun.config.validate import check_config, kinds_of, target_argument_faults
 from trainrun.errors import ConfigError
-from trainrun.limits import fits
+from trainrun.limits import fits_kind
 
 GROUPS = ("optimizer", "scheduler", "task", "model", "data.train")
 OPTIONS = [
@@ -45,7 +45,7 @@ def node_of(config: Any, group: str) -> Any:
 def wrong(config: Any, group: str, name: str, value: Any) -> list[str]:
     """The faults of that key when it has that value."""
     changed = with_values(config, {f"{group}.{name}": value})
-    faults = [*check(changed), *argument_faults(changed).values()]
+    faults = [*check_config(changed), *target_argument_faults(changed).values()]
     return [fault for fault in faults if fault.startswith(f"{group}.{name}=")]
 
 
@@ -54,14 +54,14 @@ def test_every_number_flag_and_list_of_an_option_is_looked_at(group: str, option
     config = composed(group, option)
     node = node_of(config, group)
     kinds = kinds_of(node["_target_"])
-    assert check(config) == []
-    assert argument_faults(config) == {}
+    assert check_config(config) == []
+    assert target_argument_faults(config) == {}
     for name, usual in node.items():
         if isinstance(usual, bool | int | float):
             for value in ("abc", {}, [[]], 10**400, float("nan")):
                 assert wrong(config, group, name, value), (name, value)
         if name in kinds:
-            assert bool(wrong(config, group, name, None)) is not fits(None, kinds[name])
+            assert bool(wrong(config, group, name, None)) is not fits_kind(None, kinds[name])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from trainrun.config.rules import pair_faults
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.config.validate import check
+from trainrun.config.validate import check_config
 from trainrun.limits import Duration, parse_distance, parse_interval, parse_saving, parse_seconds, parse_whole
 
 
@@ -74,10 +74,12 @@ def test_a_unit_that_makes_no_sense_is_refused(parse: Any, value: Any) -> None:
 @pytest.mark.parametrize("value", [5, "my_file.MyClass", {"width": 3}])
 def test_what_cannot_be_called_is_named_before_anything_starts(field: str, value: Any) -> None:
     key = field.replace(".listeners", "")
-    (fault,) = [fault for fault in check(with_values(RunConfig(), {field: value})) if fault.startswith(key)]
+    (fault,) = [
+        fault for fault in check_config(with_values(RunConfig(), {field: value})) if fault.startswith(key)
+    ]
     assert f"{key}._target_=my_file.MyClass" in fault
     mine = with_values(RunConfig(), {field: {"_target_": "my_file.MyClass"}})
-    assert not [fault for fault in check(mine) if fault.startswith(key)]
+    assert not [fault for fault in check_config(mine) if fault.startswith(key)]
 
 
 READER = {

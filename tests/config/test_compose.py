@@ -10,7 +10,7 @@ from yaml import safe_load
 
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir, options
-from trainrun.config.compose import compose_run, format_config, prepare
+from trainrun.config.compose import compose_run, format_config, prepare_command_line
 from trainrun.config.saved_config import load_config, plain_config, with_overrides
 from trainrun.config.schema import DataConfig, with_values
 from trainrun.errors import ConfigError
@@ -514,7 +514,9 @@ def test_two_values_for_one_key_are_refused_by_name(
 def test_the_same_value_twice_is_no_fault_and_a_program_may_add_to_its_words() -> None:
     assert compose_run(["epochs=3", "trainer.max_epochs=4"]).config.trainer.max_epochs == 4
     assert (
-        prepare(["epochs=3", "trainer.max_epochs=3", "hydra.run.dir=a", "output_dir=a"], Path())[0].twice
+        prepare_command_line(["epochs=3", "trainer.max_epochs=3", "hydra.run.dir=a", "output_dir=a"], Path())[
+            0
+        ].twice
         == []
     )
     assert compose_run(["epochs=3", "trainer.max_epochs=3", "hydra.run.dir=a", "output_dir=a"]).own == {

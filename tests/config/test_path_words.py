@@ -10,7 +10,7 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.config.argv import as_path, is_path
-from trainrun.config.compose import compose_run, format_config, prepare
+from trainrun.config.compose import compose_run, format_config, prepare_command_line
 from trainrun.config.saved_config import load_config
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, named_folder
@@ -39,7 +39,7 @@ def test_any_name_of_a_file_that_is_there(name: str) -> None:
         Path(place).write_text("a,y\n")
         config = compose_run(["data=csv", f"data.path={place}", f"data.train.val_path={place}"]).config
         assert (config.data.path, config.data.train["path"], config.data.train["val_path"]) == (place,) * 3
-        words, _ = prepare(["--multirun", "data=csv", f"data.path={place}"], Path.cwd())
+        words, _ = prepare_command_line(["--multirun", "data=csv", f"data.path={place}"], Path.cwd())
         (job,) = expand(words.overrides)  # no sweep
         assert data_path(*job[1:]) == place
 
@@ -77,7 +77,7 @@ def test_relative_paths_lead_from_where_a_run_began_and_from_a_copy_of_the_proje
 
 def test_a_comma_is_a_sweep_only_where_it_clearly_is_one() -> None:
     def jobs(word: str) -> list[str]:
-        words, _ = prepare(["--multirun", "data=csv", word], Path.cwd())
+        words, _ = prepare_command_line(["--multirun", "data=csv", word], Path.cwd())
         return [str(data_path(*job[1:])) for job in expand(words.overrides)]
 
     assert jobs("data.path=a b.csv,c=d.csv") == ["a b.csv", "c=d.csv"]
@@ -105,7 +105,7 @@ def test_what_stays_of_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_same_path_twice_and_two_paths() -> None:
     assert data_path("data.path=a=1", "data.path=a=1") == "a=1"
-    assert prepare(["data.path=a=1", "data.path=b,2"], Path.cwd())[0].twice == [
+    assert prepare_command_line(["data.path=a=1", "data.path=b,2"], Path.cwd())[0].twice == [
         "data.path=a=1 and data.path=b,2: two values for data.path; leave one of them out"
     ]
 

@@ -12,7 +12,7 @@ import yaml
 import trainrun
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir
-from trainrun.config.saved_values import leaves_of
+from trainrun.config.schema import config_leaves
 from trainrun.output import HIDDEN, hides, is_secret, masked, masked_word
 from trainrun.sweep.jobs import expand
 
@@ -63,7 +63,9 @@ def test_names_that_only_look_like_it(key: str) -> None:
 
 def test_no_setting_of_the_package_is_a_secret() -> None:
     names = [
-        key for path in conf_dir().rglob("*.yaml") for key, _ in leaves_of(yaml.safe_load(path.read_text()))
+        key
+        for path in conf_dir().rglob("*.yaml")
+        for key, _ in config_leaves(yaml.safe_load(path.read_text()))
     ]
     assert len(names) > 200
     assert [name for name in names if is_secret(name)] == []

@@ -12,7 +12,7 @@ import trainrun
 from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
-from trainrun.config.schema import plain
+from trainrun.config.schema import plain_values
 from trainrun.errors import ConfigError
 
 OWN = """
@@ -95,7 +95,7 @@ def own(workdir: Path) -> None:
 def value_at(key: str, *words: str) -> Any:
     composition = compose_run(list(words))
     assert composition.notes == []
-    node: Any = plain(composition.config)
+    node: Any = plain_values(composition.config)
     for name in key.split("."):
         node = node[name]
     return node

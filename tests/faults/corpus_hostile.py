@@ -23,7 +23,7 @@ import yaml
 import trainrun
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
 from trainrun.checkpoint.files import folder_name
-from trainrun.cli.import_command import convert
+from trainrun.cli.import_command import write_safetensors
 from trainrun.errors import CheckpointError, TrainrunError
 from trainrun.folder.run_folder import RunDir
 from trainrun.plots.history import read_config
@@ -297,7 +297,7 @@ def refused(said: Any) -> str:
 
 def attack_import(folder: Path) -> str:
     try:
-        convert(folder / "evil.pt", folder / "out.safetensors", [])
+        write_safetensors(folder / "evil.pt", folder / "out.safetensors", [])
     except CheckpointError:
         return "left a file" if (folder / "out.safetensors").exists() else ""
     return "was taken"

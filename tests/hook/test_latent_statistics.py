@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_for_code_of
-from trainrun.hook.vae_health import collapsed, line_of, normal_like, remedy, with_codes_of_others
+from trainrun.hook.vae_health import collapsed, format_health, normal_like, remedy, with_codes_of_others
 from trainrun.task.vae import Vae
 
 VARIANCES = torch.tensor([4.0, 2.0, 1.2, 0.3, 0.2], dtype=torch.float64)  # of the data
@@ -119,6 +119,6 @@ def test_the_remedy_is_that_of_the_likely_cause() -> None:
         (1.0, "task.free_bits=0.1"),
     ):
         assert remedy(annealed, SILENT | {"tokens": 30.0}, dropped).endswith(word)
-    assert line_of(FINE) == (
+    assert format_health(FINE) == (
         "vae: beta 1  KL 9 nats  active 6/16  MI >= 6.1 (ceiling 6.24)  marginal KL <= 2.9  gain 20"
     )

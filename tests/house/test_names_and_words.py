@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainrun.cli.commands import COMMANDS
 from trainrun.config.argv import options
-from trainrun.config.compose import prepare
+from trainrun.config.compose import prepare_command_line
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -99,7 +99,7 @@ def test_the_options_of_the_readme_exist(tmp_path: Path):
     for words in readme_commands():
         if "=" not in " ".join(words) or words[0] in COMMANDS:
             continue
-        prepared, folders = prepare([word for word in words if "=" in word], tmp_path)
+        prepared, folders = prepare_command_line([word for word in words if "=" in word], tmp_path)
         for word in prepared.overrides:
             group, _, value = word.partition("=")
             if (CONF / group).is_dir():

@@ -30,7 +30,7 @@ from test_sources import write_fashion
 from trainrun.cli.commands import COMMANDS
 from trainrun.cli.main import main
 from trainrun.cli.manual_pages import FOLDER
-from trainrun.config.compose import compose_run, prepare
+from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.sweep.jobs import expand
 
 pytestmark = pytest.mark.process
@@ -127,7 +127,7 @@ def composed(words: list[str]) -> None:
     if "--multirun" not in words:
         compose_run(settings)
         return
-    jobs = expand(prepare(["--multirun", *settings], Path.cwd())[0].overrides)
+    jobs = expand(prepare_command_line(["--multirun", *settings], Path.cwd())[0].overrides)
     assert len(jobs) > 1
     for job in jobs:
         compose_run(list(job))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainrun.errors import ConfigError
-from trainrun.sweep.jobs import expand, open_sweep, slug
+from trainrun.sweep.jobs import expand, file_name_of, open_sweep
 
 
 def test_the_first_word_varies_slowest():
@@ -63,7 +63,7 @@ def test_folder_names_tell_what_varies_and_fit_a_file_system(tmp_path: Path):
         "2-lr=2-model=x_y",
         "3-lr=2-model=z",
     ]
-    long, other = slug(["key=" + "a" * 300]), slug(["key=" + "a" * 299 + "b"])
+    long, other = file_name_of(["key=" + "a" * 300]), file_name_of(["key=" + "a" * 299 + "b"])
     assert len(long) < 80
     assert long != other
     assert re.fullmatch(r"[A-Za-z0-9_.=+-]+", long)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.errors import DataError, PluginError
-from trainrun.task.language_modeling import LanguageModeling, next_tokens
+from trainrun.task.language_modeling import LanguageModeling, shifted_targets
 
 
 class Table(nn.Module):
@@ -43,7 +43,7 @@ def test_the_loss_is_a_sum_over_the_tokens_that_count() -> None:
 
 def test_without_targets_the_tokens_are_moved_by_one() -> None:
     wanted = torch.tensor([[2, 3, 4, -100], [3, 2, 1, -100]])
-    assert next_tokens(TOKENS, None).tolist() == wanted.tolist()
+    assert shifted_targets(TOKENS, None).tolist() == wanted.tolist()
     assert LanguageModeling().count(TOKENS) == 6
     assert LanguageModeling().count({"input_ids": TOKENS}) == 6
 
@@ -57,7 +57,7 @@ def test_without_targets_the_tokens_are_moved_by_one() -> None:
     ],
 )
 def test_no_target_crosses_a_border(key: str, marks: list[Any], wanted: list[int]) -> None:
-    assert next_tokens(TOKENS[:1], torch.tensor(marks)).tolist() == [wanted]
+    assert shifted_targets(TOKENS[:1], torch.tensor(marks)).tolist() == [wanted]
     batch = {"input_ids": TOKENS[:1], key: torch.tensor(marks)}
     assert LanguageModeling().count(batch) == sum(one >= 0 for one in wanted)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import trainrun as package
 from trainrun.errors import ConfigError
-from trainrun.transform.fp8 import fitting, fp8_linear, swap_layers
+from trainrun.transform.fp8 import fp8_linear, layers_to_swap, swap_layers
 
 CUDA = torch.device("cuda")
 
@@ -25,8 +25,8 @@ def network() -> nn.Module:
 
 
 def test_sizes_choose_the_layers_and_the_last_is_left_alone() -> None:
-    assert fitting(network()) == {"0"}
-    assert fitting(nn.Linear(32, 32)) == set()
+    assert layers_to_swap(network()) == {"0"}
+    assert layers_to_swap(nn.Linear(32, 32)) == set()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_ragged_batch_is_computed_as_without_8_bits(monkeypatch: pytest.Monkey
     torch.manual_seed(0)
     plain = network().to(torch.bfloat16)
     on = copy.deepcopy(plain)
-    swap_layers(on, fitting(on))
+    swap_layers(on, layers_to_swap(on))
     x = torch.randn(29, 32, dtype=torch.bfloat16)
     losses = [model(x).float().square().sum() for model in (plain, on)]
     for loss in losses:

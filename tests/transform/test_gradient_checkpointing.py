@@ -14,7 +14,7 @@ from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
 from trainrun.model.mlp import Mlp
 from trainrun.transform import recompute
-from trainrun.transform.blocks import blocks_of
+from trainrun.transform.blocks import model_blocks
 from trainrun.transform.gradient_checkpointing import gradient_checkpointing
 
 MODES = ["full", "selective", 0.5]
@@ -205,7 +205,7 @@ def test_layers_that_would_save_nothing_are_left_alone() -> None:
     assert gradient_checkpointing(Mlp([6], 3, hidden=[8, 8]), "full") == 0
     assert gradient_checkpointing(Lstm(5), "full") == 0
     runs = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
-    assert [block.layers for block in blocks_of(runs)] == [(runs[1], runs[2])]
+    assert [block.layers for block in model_blocks(runs)] == [(runs[1], runs[2])]
 
 
 class Residual(nn.Sequential):
@@ -306,4 +306,4 @@ def test_products_that_were_written_into_are_told_and_full_computes_them_again()
 
 def test_a_list_may_hold_none() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    assert len(blocks_of(nn.ModuleList([block, None, copy.deepcopy(block)]))) == 2  # type: ignore[list-item]
+    assert len(model_blocks(nn.ModuleList([block, None, copy.deepcopy(block)]))) == 2  # type: ignore[list-item]

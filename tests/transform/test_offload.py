@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainrun.model.gpt import Gpt
 from trainrun.transform.activation_offload import activation_offload
-from trainrun.transform.blocks import blocks_of
+from trainrun.transform.blocks import model_blocks
 from trainrun.transform.parameter_offload import fetch_blocks, own_parameters
 
 
@@ -68,7 +68,7 @@ def test_what_was_moved_is_not_kept_on_the_device() -> None:
 
 def test_fetched_weights_give_the_same_bits() -> None:
     plain, on = model_of(), model_of()
-    blocks = blocks_of(on)
+    blocks = model_blocks(on)
     fetched: list[Tensor] = []
     alive: list[int] = []
     copies: weakref.WeakSet[Tensor] = weakref.WeakSet()
@@ -95,4 +95,4 @@ def test_fetched_weights_give_the_same_bits() -> None:
 def test_what_is_shared_with_the_outside_stays() -> None:
     model = model_of()
     model.head.weight = model.blocks[0].narrow.weight  # nonsense, but shared
-    assert all(param is not model.head.weight for param in own_parameters(model, blocks_of(model)))
+    assert all(param is not model.head.weight for param in own_parameters(model, model_blocks(model)))

@@ -18,10 +18,10 @@ from trainrun.assemble.data_pipeline import (
     applied,
     build_sources,
     check_alike,
-    check_classes,
+    check_labels_fit,
     describe_sources,
-    key_of,
     options_of_splits,
+    split_key,
 )
 from trainrun.assemble.model_and_transforms import (
     apply_built_in,
@@ -54,7 +54,7 @@ from trainrun.assemble.run_plan import (
     with_accumulation,
     with_warmup_in_steps,
 )
-from trainrun.assemble.start_choices import Chosen, choose_numbers, limit_outputs
+from trainrun.assemble.start_choices import Chosen, decide_numbers, limit_outputs
 from trainrun.assemble.step_function import (
     build_accumulate,
     build_counting,
@@ -66,7 +66,7 @@ from trainrun.assemble.step_function import (
 from trainrun.assemble.unread_settings import check_nodes_are_read
 from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.config.saved_values import public
-from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain, validation_nodes
+from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain_values, validation_nodes
 from trainrun.data.facts import facts_of_all
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
@@ -95,7 +95,7 @@ from trainrun.runtime.machine import host_memory
 from trainrun.runtime.signals import StopFlag
 from trainrun.scheduler.build_schedule import LENGTHS
 from trainrun.scheduler.schedule import Schedule
-from trainrun.task.losses import balanced
+from trainrun.task.losses import balanced_weights
 from trainrun.task.metrics.directions import taken_as_larger
 from trainrun.timing.phases import COPY, PhaseTimer
 from trainrun.train_state import TrainState
@@ -151,7 +151,7 @@ def check_targets(config: RunConfig) -> None:
         **dict(_one_or_named("data.train", data.train)),
         "data.test": data.test,
     }
-    nodes |= {key_of(split): node for split, node in validation_nodes(data).items()}
+    nodes |= {split_key(split): node for split, node in validation_nodes(data).items()}
     nodes |= {"task": config.task, "data.collate_fn": data.collate_fn}
     nodes |= {f"data.{name}": node for name, node in transforms.items() if node != SAME}
     nodes |= {f"data.augment.{name}": node for name, node in data.augment.items()}
@@ -198,7 +198,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     streams: dict[str, Any] = open_streams(config, site, sources, splits, task, tally, notes, places)
     train, test = streams.pop("train"), streams.pop("test", None)
     validation = streams
-    check_classes(config, facts, sources)
+    check_labels_fit(config, facts, sources)
     lengths = lengths_of(config, train, sources["train"], task, parallel.world_size)
     rhythm = build_rhythm(config, lengths, task, bool(validation), parallel.rank)
     config = with_warmup_in_steps(config, lengths, task)
@@ -212,7 +212,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     prepare_task(config, site, task, model, sources["train"], rhythm, notes)
     apply_built_in(config, model, device, notes)
     num_batches = math.inf if rhythm.total_steps is None else rhythm.total_steps * rhythm.accumulate
-    config = choose_numbers(
+    config = decide_numbers(
         config, model, task, train, parallel, site.chosen, site.measures, num_batches, notes
     )
     limit_outputs(task, model, parallel, site.chosen)
@@ -432,7 +432,7 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
     if takes and node.get("bytes_per_token") is None:
         node["bytes_per_token"] = facts.bytes_per_token
     if node.get("class_weights") == "balanced":
-        node["class_weights"] = balanced(facts.class_counts)
+        node["class_weights"] = balanced_weights(facts.class_counts)
     task = build(node, "task")
     if not callable(getattr(task, "step", None)):
         raise PluginError(
@@ -461,7 +461,7 @@ def precision_options(config: RunConfig) -> PrecisionOptions:
     )  # fmt: skip
 
 
-def total(numbers: Sequence[int | None]) -> int | None:
+def sum_of_known(numbers: Sequence[int | None]) -> int | None:
     """Their sum; None without any, or if one is not known."""
     known = [number for number in numbers if number is not None]
     return sum(known) if numbers and len(known) == len(numbers) else None
@@ -478,7 +478,7 @@ def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[
         batch_size=config.data.batch_size,
         accumulate=rhythm.accumulate,
         num_train=run.train.num_samples,
-        num_val=total([stream.num_samples for stream in run.validation.values()]),
+        num_val=sum_of_known([stream.num_samples for stream in run.validation.values()]),
         steps_per_epoch=rhythm.steps_per_epoch,
         total_steps=rhythm.total_steps,
         total_epochs=config.trainer.max_epochs,
@@ -490,5 +490,5 @@ def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[
         choices=(*notes, *filter(None, [cut])),
         update=describe_update(config, run.schedule),
         run_id=site.run_id,
-        config=plain(public(config)[0]),
+        config=plain_values(public(config)[0]),
     )

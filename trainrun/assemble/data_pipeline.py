@@ -64,9 +64,9 @@ def build_sources(
             arguments["target_dtype"] = "float32"
         if node and trained is not None and trained.inputs and node.get("inputs", ()) is None:
             arguments["inputs"] = list(trained.inputs)
-        sources[name] = builder.build(node, key_of(name), kind_of(name), **arguments) if node else None
+        sources[name] = builder.build(node, split_key(name), split_kind(name), **arguments) if node else None
     sources = with_training_names(sources, trained)
-    told = {key_of(name): getattr(source, "notice", "") for name, source in sources.items()}
+    told = {split_key(name): getattr(source, "notice", "") for name, source in sources.items()}
     notes += [f"{key}: {notice}" for key, notice in told.items() if notice and isinstance(notice, str)]
     if "train" in named and data.folds is None and data.sampling == "none":
         return sources, None
@@ -108,7 +108,7 @@ def describe_sources(
 def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) -> dict[str, Any]:
     """The sources with the class numbers of the training data. DataError: classes or input columns are others."""
     own = {name: class_names_of(source) for name, source in sources.items() if source is not None}
-    trains = next((names for name, names in own.items() if kind_of(name) == "train" and names), ())
+    trains = next((names for name, names in own.items() if split_kind(name) == "train" and names), ())
     classes = tuple(trained.classes) if trained is not None and trained.classes else trains
     inputs = {} if trained is None else trained.inputs
     if not inputs and not any(names and names != classes for names in own.values()):
@@ -117,24 +117,24 @@ def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) 
 
     changed = dict(sources)
     for name in own:
-        check_input_columns(sources[name], inputs, key_of(name))
-        changed[name] = with_training_classes(sources[name], classes, key_of(name))
+        check_input_columns(sources[name], inputs, split_key(name))
+        changed[name] = with_training_classes(sources[name], classes, split_key(name))
     return changed
 
 
-def key_of(split: str) -> str:
+def split_key(split: str) -> str:
     """`data.val.day` of `val/day`: the setting that names its samples."""
     return f"data.{split.replace('/', '.')}"
 
 
-def kind_of(split: str) -> str:
+def split_kind(split: str) -> str:
     """`train`, `val` or `test`; each named set is one of `train` or of `val`."""
     return split.partition("/")[0].partition(".")[0]
 
 
 def split_limit(config: RunConfig, name: str) -> int | float:
     """Return how much of a split an epoch reads: a fraction of it, or a number of batches; 0 leaves it out."""
-    limit: int | float = getattr(config.trainer, f"limit_{kind_of(name)}_batches")
+    limit: int | float = getattr(config.trainer, f"limit_{split_kind(name)}_batches")
     return limit
 
 
@@ -173,7 +173,7 @@ def stream_options(
     return StreamOptions(
         **{setting: getattr(data, setting) for setting in AS_IN_CONFIG},
         max_skipped_fraction=data.max_skipped_fraction if data.on_error == "skip" else 0.0,
-        key=key_of(name),
+        key=split_key(name),
         training=training,
         batch_size=data.batch_size if training else data.val_batch_size or data.batch_size,
         seed=config.seed,
@@ -181,8 +181,8 @@ def stream_options(
         drop_last=data.drop_last and training,
         timeout_seconds=data.worker_timeout_seconds,
         collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
-        transform=build_transform(config, kind_of(name)),
-        transform_key=transform_key(config, kind_of(name)) or "data.transform",
+        transform=build_transform(config, split_kind(name)),
+        transform_key=transform_key(config, split_kind(name)) or "data.transform",
         augment=augmentations_of(config),
         report=report,
         may_grow=not training and data.val_batch_size is None,
@@ -226,7 +226,7 @@ def applied(config: RunConfig, sources: Mapping[str, Any]) -> str:
     splits = {"training": "train", "validation": "val", "test": "test"}
     changes = {}
     for name, split in splits.items():
-        if any(source is not None and kind_of(key) == split for key, source in sources.items()):
+        if any(source is not None and split_kind(key) == split for key, source in sources.items()):
             one = transform_key(config, split)
             more = [a.key for a in augmentations_of(config) if split == "train" or not a.random]
             changes[name] = ", ".join([*([one] if one else []), *more])
@@ -241,7 +241,7 @@ def applied(config: RunConfig, sources: Mapping[str, Any]) -> str:
 def check_alike(config: RunConfig, sources: dict[str, Any], splits: dict[str, StreamOptions]) -> None:
     """Refuse inputs that become floats in training alone: a conversion there belongs to validation as well."""
     for split, options in splits.items():
-        kind = kind_of(split)
+        kind = split_kind(split)
         if not config.data.transform or kind == "train" or transform_key(config, kind):
             continue
         from trainrun.data.look import kind_of_input
@@ -249,7 +249,7 @@ def check_alike(config: RunConfig, sources: dict[str, Any], splits: dict[str, St
         kinds = [kind_of_input(sources["train"], splits["train"]), kind_of_input(sources[split], options)]
         if all(kinds) and kinds[0] != kinds[1]:
             raise ConfigError(
-                f"data.transform: makes {kinds[0]} of a training sample, and {key_of(split)} gives {kinds[1]} as "
+                f"data.transform: makes {kinds[0]} of a training sample, and {split_key(split)} gives {kinds[1]} as "
                 "it is; say data.val_transform=same, or data.val_transform._target_=... for one of its own"
             )
 
@@ -264,7 +264,7 @@ def is_table(config: RunConfig) -> bool:
     return "target_dtype" in (config.data.train or {})
 
 
-def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
+def check_labels_fit(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
     """Labels must lie inside the classes that the model is told of, or takes from the training data."""
     if is_classifier(config):
         check_targets_are_classes(sources["train"], "data.train", is_table(config))
@@ -296,4 +296,4 @@ def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) 
         return
     for name, source in sources.items():
         if source is not None:
-            check_labels(source, key_of(name), labels)
+            check_labels(source, split_key(name), labels)

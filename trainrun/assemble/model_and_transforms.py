@@ -13,7 +13,13 @@ from trainrun.config.rules import needs_gpu, step_obstacles
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import fault_of_value
 from trainrun.errors import ConfigError, DataError, PluginError, told_of_a_setting
-from trainrun.hook.unfreeze import Unfreeze, begin_training, built, faults_of_unfreezing, told
+from trainrun.hook.unfreeze import (
+    Unfreeze,
+    begin_training,
+    build_unfreezing,
+    describe_unfreezing,
+    faults_of_unfreezing,
+)
 from trainrun.instantiate import TARGET, build, locate, parameters_of
 from trainrun.interfaces import DataFacts, Parallel
 from trainrun.model.choices import WORDS
@@ -116,8 +122,8 @@ def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfre
     with told_of_a_setting(ValueError):
         frozen = Frozen(model, said["freeze"], said.get("freeze_norm", False))
     until = said.get("unfreeze_at")
-    notes.append(told(frozen, until))
-    return built(frozen, until, model)
+    notes.append(describe_unfreezing(frozen, until))
+    return build_unfreezing(frozen, until, model)
 
 
 def checked(model: object, key: str, way_out: str = "") -> nn.Module:

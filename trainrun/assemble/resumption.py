@@ -19,11 +19,11 @@ from trainrun.checkpoint.files import committed_steps
 from trainrun.checkpoint.load import Loaded, choose_checkpoint, load_together, read_checkpoint, resolve
 from trainrun.checkpoint.weights import (
     check_tensors,
+    evaluated_weights,
     fit_buffers,
     load_initial,
     place_of_base,
     tensor_kinds,
-    weights_of,
 )
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
@@ -63,7 +63,7 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
         raise CheckpointError(f"checkpoint {loaded.folder.name}: holds the state of step {state.step}")
     state.saved_step = state.step
     if is_own:
-        tell(run, run_dir, loaded)
+        resume_notes(run, run_dir, loaded)
     else:  # this run has none of the other run's checkpoints, and no best and no patience of its own yet
         new = TrainState()
         for name in ("saved_step", "ended_step", "best_step", "best_metric", "best_by", "watched_metric", "watched_by",
@@ -92,7 +92,7 @@ def load_weights(
     model: nn.Module, loaded: Loaded, device: torch.device, averaged: bool | None = None
 ) -> None:
     """averaged: which weights; None takes the averaged ones where there are any, else the trained ones."""
-    weights, _ = weights_of(loaded, model.state_dict(), averaged)
+    weights, _ = evaluated_weights(loaded, model.state_dict(), averaged)
     fit_buffers(model, weights, device)
     kinds = tensor_kinds(model.state_dict())
     check_tensors(loaded.folder.name, "this model", kinds, tensor_kinds(weights))
@@ -147,11 +147,11 @@ def begin_anew(run_dir: RunDir, rank: int) -> None:
         note_saved(run_dir, False)
 
 
-def tell(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
+def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
     """Where the run goes on, what is done again, and what else is another than it was. Raises CheckpointError."""
     step = loaded.manifest.step
     then, now = loaded.manifest.fingerprint, run.checkpoints.fingerprint()
-    changed = differences(then, now)
+    changed = environment_changes(then, now)
     if changed and run.config.checkpoint.strict:
         raise CheckpointError(
             f"checkpoint.strict=true: {loaded.folder.name} was saved with another {changed}; go on there, or leave "
@@ -170,7 +170,7 @@ def tell(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
         )
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def environment_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """`torch (2.12.0, now 2.13.0), num_threads (2, now 1)`; what only one of the two knows is left out."""
     return ", ".join(
         f"{name} ({then[name]}, now {now[name]})" for name in now if name in then and then[name] != now[name]

@@ -246,7 +246,7 @@ def build_fingerprint(
     data = {DATA: found} if (found := data_at((config.data.train or {}).get("path"))) else {}
     data |= {} if drawn is None else {DRAWN: drawn.mark}
     return lambda: {
-        **machine(parallel.device),
+        **versions_and_chips(parallel.device),
         "world_size": parallel.world_size,
         "num_threads": torch.get_num_threads(),
         "precision": config.precision.mode,
@@ -276,7 +276,7 @@ def data_at(path: Any) -> str:
 
 
 @functools.cache
-def machine(device: torch.device) -> dict[str, str]:
+def versions_and_chips(device: torch.device) -> dict[str, str]:
     """Versions and chips. cpu: the widest instructions that torch uses."""
     facts = {
         "torch": torch.__version__,

@@ -40,7 +40,7 @@ def autotune(lines: list[str]) -> ModuleType | None:
     return satellite("autotune.start", WITHOUT, lines.append)
 
 
-def choose_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batches, parallel: Parallel,
+def decide_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batches, parallel: Parallel,
                    chosen: Chosen, measures: bool, num_batches: float, notes: list[str]) -> RunConfig:  # fmt: skip
     """The config with `precision=auto` decided; this process with its number of threads.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainrun.assemble.data_pipeline import key_of
+from trainrun.assemble.data_pipeline import split_key
 from trainrun.config.schema import READ, RunConfig, settings, value_of
 from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import ConfigError
@@ -48,7 +48,7 @@ def check_nodes_are_read(typed: Iterable[str], config: RunConfig, sources: Mappi
     arguments it had no use for, each with the reason.
     """
     unused = {
-        key_of(name): unused_arguments(source) for name, source in sources.items() if source is not None
+        split_key(name): unused_arguments(source) for name, source in sources.items() if source is not None
     }
     faults = []
     for key in dict.fromkeys(typed):

@@ -18,7 +18,7 @@ from trainrun.data.split_batch import num_rows, rows_of, tensors_in
 from trainrun.runtime.child_process import can_fork
 from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
-from trainrun.training.recovery.oom import numbers_in
+from trainrun.training.recovery.oom import stored_numbers
 from trainrun.training.without_trace import first_batches, run_trial
 
 Forecast = tuple[int, int, int]  # bytes: gradients, what the forward keeps, the optimizer's state
@@ -36,7 +36,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
 
     def keep(tensor: Tensor) -> Tensor:
         if start_of(tensor) not in there:
-            kept[start_of(tensor)] = numbers_in(tensor).untyped_storage().nbytes()
+            kept[start_of(tensor)] = stored_numbers(tensor).untyped_storage().nbytes()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -53,7 +53,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
 
 
 def start_of(tensor: Tensor) -> int:
-    return numbers_in(tensor).untyped_storage().data_ptr()
+    return stored_numbers(tensor).untyped_storage().data_ptr()
 
 
 def memory_forecast(run: Components, rough: float) -> tuple[str, float]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from trainrun.benchmark.worker_messages import RunInfo
-from trainrun.config.compose import compose_run, prepare
+from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import named_folder
@@ -71,7 +71,7 @@ def replaced(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
 
 def plain_overrides(argv: Sequence[str]) -> list[str]:
     """Return the arguments of a command by the names that the config has, without the folder of a run."""
-    words, _ = prepare(list(argv), Path.cwd())
+    words, _ = prepare_command_line(list(argv), Path.cwd())
     if words.twice:
         raise ConfigError(*words.twice)
     own = [f"{key}={value}" for key, value in words.own.items() if key != "hydra.run.dir"]

@@ -157,7 +157,7 @@ def file_faults(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None
         reason = error.strerror or str(error)
         if error.errno in FULL:
             if error.errno != errno.EFBIG:
-                reason += f" (needs {needed_bytes:,} bytes, {free_bytes(folder):,} are free)"
+                reason += f" (needs {needed_bytes:,} bytes, {free_disk_bytes(folder):,} are free)"
             way = f"{FULL[error.errno]}, then: trainrun resume {shlex.quote(str(folder.parent))}"
             raise SaveError(f"{what}: {reason}; {way}") from error
         if error.filename is not None and str(error.filename) not in what:
@@ -165,6 +165,6 @@ def file_faults(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None
         raise SaveError(f"{what}: {reason}") from error
 
 
-def free_bytes(folder: Path) -> int:
+def free_disk_bytes(folder: Path) -> int:
     """What can still be written to the file system of a folder."""
     return shutil.disk_usage(folder if folder.exists() else folder.parent).free

@@ -43,8 +43,8 @@ from trainrun.checkpoint.save import (
     Keys,
     Manifest,
     Metric,
+    fills_memory,
     format_keys,
-    is_dense,
     rank_files,
 )
 from trainrun.errors import CheckpointError, SaveError
@@ -199,7 +199,7 @@ class _TreeDecoder:
         stride = stored.stride()
         if strides:
             stride = tuple(_as_list(*strides))
-            if not all(type(step) is int for step in stride) or not is_dense(tuple(stored.shape), stride):
+            if not all(type(step) is int for step in stride) or not fills_memory(tuple(stored.shape), stride):
                 raise ValueError(f"no memory format for the shape {tuple(stored.shape)}")
         if name not in self.views:
             view = stored

@@ -34,7 +34,7 @@ from trainrun.checkpoint.files import (
     committed_steps,
     file_faults,
     folder_name,
-    free_bytes,
+    free_disk_bytes,
 )
 from trainrun.checkpoint.load import (
     BEST,
@@ -60,7 +60,7 @@ from trainrun.checkpoint.save import (
     write_part,
 )
 from trainrun.interfaces import Parallel
-from trainrun.train_state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState, measured
+from trainrun.train_state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState, watched_value
 
 LEFTOVER_NAME = re.compile(r"\.(tmp|trash|before)-(step-\d{8}|best)-[0-9a-f]{8}", re.ASCII)
 LONG_WAIT_SECONDS = 1.0  # a longer wait for the save before is reported
@@ -305,7 +305,7 @@ class CheckpointManager:
         name = self.options.monitor
         if name is None or self.options.save_top_k == 0 or state.validated_step != state.step:
             return None
-        value = measured(state.last_metrics, name, self.options.named)
+        value = watched_value(state.last_metrics, name, self.options.named)
         return Metric(name, self.options.mode, value) if math.isfinite(value) else None
 
     def _is_best(self, state: TrainState) -> bool:
@@ -396,7 +396,7 @@ class CheckpointManager:
             with file_faults(failure, self.folder, needed_bytes):
                 is_saved = not save.replaces and os.path.lexists(target) and is_sound(target, self._run_id)
                 place = self.folder if self.folder.is_dir() else self.folder.parent
-                if not is_saved and free_bytes(place) < needed_bytes:
+                if not is_saved and free_disk_bytes(place) < needed_bytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._before_commit()
             if is_saved:

@@ -166,7 +166,7 @@ class _TreeEncoder:
         if name is None:
             name = self._names[view] = self._new_name(path)
             self.tensors[name] = tensor
-        if tensor.is_contiguous() or not is_dense(shape, stride):
+        if tensor.is_contiguous() or not fills_memory(shape, stride):
             return {"$tensor": [name]}
         return {"$tensor": [name, list(stride)]}
 
@@ -179,7 +179,7 @@ class _TreeEncoder:
         return name
 
 
-def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def fills_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether the elements fill their memory without gap or overlap, in any order of dimensions."""
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):

@@ -76,7 +76,10 @@ class FrozenBase:
                 f"{ADAPTER_ONLY}: no weight of init_from={source} stays frozen; add LoRA, or model.freeze without "
                 "model.unfreeze_at, or leave it out"
             )
-        self._told = {"from": str(Path(source).expanduser().absolute()), "sha256": digest(self._params)}
+        self._told = {
+            "from": str(Path(source).expanduser().absolute()),
+            "sha256": digest_tensors(self._params),
+        }
         left_out = {id(param) for param in self._params.values()}
         saved = sum(param.numel() for param in model.parameters() if id(param) not in left_out)
         notes.append(
@@ -102,7 +105,7 @@ class FrozenBase:
     def check(self, place: str, shared: Mapping[str, Any]) -> None:
         """Raises CheckpointError where a whole checkpoint has others, which the next ones would not save."""
         weights = shared["model"]
-        if BASE not in shared and self._told["sha256"] != digest(
+        if BASE not in shared and self._told["sha256"] != digest_tensors(
             {name: weights[name] for name in self._params if name in weights}
         ):
             raise CheckpointError(
@@ -118,12 +121,12 @@ def place_of_base(init_from: str | None, loaded: Loaded) -> str | None:
     return None if told is None else init_from if there else str(told["from"])
 
 
-def put_back(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
+def with_left_out(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
     """The tree of a checkpoint with what it leaves out, as the model has it. Raises CheckpointError."""
     if BASE not in shared:
         return shared
     base = {name: tensor for name, tensor in live.items() if name not in shared["model"]}
-    ema, told, here = shared["ema"], shared[BASE], digest(base)
+    ema, told, here = shared["ema"], shared[BASE], digest_tensors(base)
     if here != told["sha256"]:
         raise CheckpointError(
             f"checkpoint {place}: holds an adapter of init_from={told['from']} (frozen weights with SHA-256 "
@@ -136,7 +139,7 @@ def put_back(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> 
     }
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, types, shapes and bytes."""
     found = hashlib.sha256()
     for name in sorted(tensors):
@@ -146,7 +149,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def weights_of(
+def evaluated_weights(
     loaded: Loaded, live: Mapping[str, Tensor] | None = None, wish: bool | None = None
 ) -> tuple[dict[str, Tensor], bool]:
     """The weights that a checkpoint is evaluated with, and whether they are averaged. Raises CheckpointError.
@@ -161,7 +164,7 @@ def weights_of(
                 f"checkpoint {loaded.folder.name}: holds an adapter alone; write its whole network first: "
                 "trainrun export RUN --to huggingface (with --merge for LoRA)"
             )
-        shared = shared if live is None else put_back(loaded.folder.name, shared, live)
+        shared = shared if live is None else with_left_out(loaded.folder.name, shared, live)
         ema = shared.get("ema")
         averaged = ema.get("module") if isinstance(ema, dict) and wish is not False else None
         weights = averaged if averaged is not None else shared.get("model")
@@ -208,7 +211,7 @@ def _selected(
     device = next((tensor.device for tensor in here.values()), torch.device("cpu"))
     fit_buffers(model, {name: tensor for name, tensor in there.items() if name in made}, device)
     here = model.state_dict()
-    expected = {name: kind_of(tensor) for name, tensor in here.items() if name not in skipped}
+    expected = {name: tensor_kind(tensor) for name, tensor in here.items() if name not in skipped}
     found = {name: _as_here(tensor, here.get(name)) for name, tensor in there.items() if name not in skipped}
     _fill_tied({name: here[name] for name in expected}, found)
     kinds = tensor_kinds(found)
@@ -321,7 +324,7 @@ def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]
     name, why = on_rank_zero(parallel, lambda: _choice(path))
     if name:
         loaded = load_together(Path(name), parallel, None)
-        weights, averaged = weights_of(loaded)
+        weights, averaged = evaluated_weights(loaded)
         of_run = f" ({loaded.folder.name}{why})" if why else ""
         return loaded.folder.name, weights, of_run + (", averaged" if averaged else "")
     if path.is_dir():
@@ -386,10 +389,10 @@ def _what_it_is(path: Path) -> str:
 
 def tensor_kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
     """Shape and dtype by name, of a `state_dict()` for example."""
-    return {name: kind_of(tensor) for name, tensor in tensors.items()}
+    return {name: tensor_kind(tensor) for name, tensor in tensors.items()}
 
 
-def kind_of(tensor: Tensor) -> Kind:
+def tensor_kind(tensor: Tensor) -> Kind:
     return tuple(tensor.shape), tensor.dtype
 
 

@@ -37,10 +37,10 @@ COMMANDS = {
 }
 
 MODULES = {  # where the file, or the function, has another name
-    "evaluate": "cli.predict_command:evaluate",
+    "evaluate": "cli.predict_command:evaluate_command",
     "help": "cli.manual_pages",
     "again": "cli.resume_command:again",
-    "compare": "cli.report_command:compare",
+    "compare": "cli.report_command:compare_command",
     "sample": "sampling.sample_command",
     "export": "export.export_command",
     "embed": "embedding.embed_command",

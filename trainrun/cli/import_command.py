@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{dest}: is there already; name another")
     if not dest.absolute().parent.is_dir():
         raise ConfigError(f"{dest}: the folder {dest.parent} does not exist")
-    found = convert(source, dest.absolute(), words.key)
+    found = write_safetensors(source, dest.absolute(), words.key)
     say(f"{dest}: {found['tensors']:,} tensors, {dest.stat().st_size / 1e6:,.1f} MB")
     if found["num_not_finite"]:
         say(f"warning: {found['num_not_finite']} tensors hold nan or inf: {', '.join(found['not_finite'])}")
@@ -66,18 +66,18 @@ def import_parser() -> Parser:
     return parser
 
 
-def convert(source: Path, dest: Path, keys: list[str]) -> dict[str, Any]:
+def write_safetensors(source: Path, dest: Path, keys: list[str]) -> dict[str, Any]:
     """Write the tensors by way of a temporary file; what was found. Raises CheckpointError for whatever is wrong."""
     from trainrun.checkpoint.files import FileLayer
     from trainrun.checkpoint.save import DTYPES, flatten, stream
 
     temporary = dest.with_name(f".{dest.name}.{secrets.token_hex(4)}.tmp")
     try:
-        tensors = weights_in(load(source), keys)
+        tensors = weights_in(read_torch_file(source), keys)
         flatten(list(tensors.values()))  # raises TypeError for what a file cannot hold
         if wide := [name for name, tensor in tensors.items() if tensor.dtype not in DTYPES]:
             raise TypeError(f"{wide[0][:80]!r} is {tensors[wide[0]].dtype}")
-        names = [name for name, tensor in tensors.items() if not finite(tensor)]
+        names = [name for name, tensor in tensors.items() if not all_finite(tensor)]
         FileLayer().write(temporary, stream(tensors))
         os.link(temporary, dest)  # unlike a rename it replaces nothing
     except OSError as error:
@@ -86,20 +86,20 @@ def convert(source: Path, dest: Path, keys: list[str]) -> dict[str, Any]:
         raise CheckpointError(f"{source}: {error}") from error
     except (TypeError, RuntimeError, MemoryError) as error:
         raise CheckpointError(
-            f"{source}: holds a tensor that safetensors cannot ({first_line(error)})"
+            f"{source}: holds a tensor that safetensors cannot ({first_line_of(error)})"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
     return {"tensors": len(tensors), "not_finite": names[:SHOWN], "num_not_finite": len(names)}
 
 
-def finite(tensor: Any) -> bool:
+def all_finite(tensor: Any) -> bool:
     """Whether all its numbers are; those of one byte have no such function."""
     narrow = tensor.is_floating_point() and tensor.element_size() == 1
     return bool((tensor.float() if narrow else tensor).isfinite().all())
 
 
-def load(source: Path) -> Any:
+def read_torch_file(source: Path) -> Any:
     """What torch's reader of plain values and tensors makes of the file; it runs nothing of it."""
     import torch
 
@@ -121,7 +121,7 @@ def load(source: Path) -> Any:
         what = f"holds more than tensors and plain values{f' ({name})' if name else ''}, or no torch file"
         raise CheckpointError(f"{what}; nothing of it was run: ask for its state_dict alone") from error
     except Exception as error:  # torch has a dozen kinds for damaged files
-        raise CheckpointError(f"cannot be read ({type(error).__name__}: {first_line(error)})") from error
+        raise CheckpointError(f"cannot be read ({type(error).__name__}: {first_line_of(error)})") from error
 
 
 def weights_in(value: Any, keys: list[str]) -> dict[str, Any]:
@@ -148,5 +148,5 @@ def weights_in(value: Any, keys: list[str]) -> dict[str, Any]:
     return value
 
 
-def first_line(error: BaseException) -> str:
+def first_line_of(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

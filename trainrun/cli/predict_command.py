@@ -13,9 +13,9 @@ from trainrun.errors import EXIT_DONE, ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.interfaces import IGNORED, Predicts, batch_fields
 from trainrun.output import counted, say
-from trainrun.runs.restore_config import checkpoint_of, parts_of
+from trainrun.runs.restore_config import checkpoint_of, load_parts
 from trainrun.runs.run import open_run
-from trainrun.task.batches import inputs_and_maybe_target, joined, output_tensor, run_model
+from trainrun.task.batches import inputs_and_maybe_target, join_batches, output_tensor, run_model
 from trainrun.task.classification import Classification
 from trainrun.task.language_modeling import LanguageModeling
 from trainrun.training import evaluate as evaluation
@@ -94,10 +94,10 @@ def with_all_samples(
     asked = split.partition("/")[0]
     limits = [limit for limit in ("limit_val_batches", "limit_test_batches") if asked in limit.split("_")]
     lifted = [f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words)]
-    run, folder = parts_of(run_dir, which, [*words, *lifted], trust, split, is_held_out)
+    run, folder = load_parts(run_dir, which, [*words, *lifted], trust, split, is_held_out)
     sets = [stream for name, stream in run.splits().items() if split in (name, name.partition("/")[0])]
     if any(stream.num_samples is None for stream in sets):
-        return parts_of(run_dir, which, words, trust, split, is_held_out)
+        return load_parts(run_dir, which, words, trust, split, is_held_out)
     return run, folder
 
 
@@ -123,7 +123,7 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
                 columns = {"index": batch.indices, **columns}
             for name, column in columns.items():
                 collected.setdefault(name, []).append(column.detach().cpu())
-    found = {name: joined(chunks) for name, chunks in collected.items()}
+    found = {name: join_batches(chunks) for name, chunks in collected.items()}
     index = found.get("index")
     # a number twice: of data.truncate=split, in the order of the data
     if index is not None and bool((index.diff() == 0).any()):
@@ -183,7 +183,7 @@ def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
     temporary.replace(out)
 
 
-def evaluate(argv: list[str]) -> int:
+def evaluate_command(argv: list[str]) -> int:
     """Print the metrics and write them to `evaluation-SPLIT.json` in the run folder."""
     parser = run_parser("evaluate", "Loss and metrics of a saved model, each sample counted once.")
     add_checkpoint(parser)

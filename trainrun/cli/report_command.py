@@ -18,7 +18,7 @@ from trainrun.output import counted, say
 from trainrun.runs.run import way_of_sweep
 
 
-def compare(argv: list[str]) -> int:
+def compare_command(argv: list[str]) -> int:
     """Say what differs between runs; draw nothing of each alone."""
     parser = Parser(
         prog="trainrun compare", allow_abbrev=False,
@@ -31,7 +31,7 @@ def compare(argv: list[str]) -> int:
     runs = checked_runs(words)
     if len(runs) < 2:
         raise ConfigError(f"compare {words.run_dirs[0]}: give another run too; one alone: trainrun report")
-    with written():
+    with check_writable():
         draw_together(runs, words.out)
     return EXIT_DONE
 
@@ -53,11 +53,11 @@ def main(argv: list[str]) -> int:
     runs = checked_runs(words)
     if words.to:
         for run in runs:
-            send(run, words.to, words.trust)
+            send_rows(run, words.to, words.trust)
         return EXIT_DONE
     if words.out is not None and len(runs) == 1:
         raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
-    with written():
+    with check_writable():
         from trainrun.plots.report import draw_report
         from trainrun.plots.run_curves import draw_run
 
@@ -84,7 +84,7 @@ def checked_runs(words: Namespace) -> list[RunDir]:
 
 
 @contextmanager
-def written() -> Iterator[None]:
+def check_writable() -> Iterator[None]:
     """What cannot be written is the user's to mend."""
     try:
         yield
@@ -103,7 +103,7 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
         say(path)
 
 
-def send(run: RunDir, names: list[str], trust: bool) -> None:
+def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
     """Send all rows of a run to each named tracker, with the arguments that the run has for that tracker."""
     from trainrun.plots.history import read_config
     from trainrun.trackers.sender import send_all

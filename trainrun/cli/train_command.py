@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainrun.cli.commands import add_import_paths
-from trainrun.config.compose import Composition, compose_run, format_config, prepare
+from trainrun.config.compose import Composition, compose_run, format_config, prepare_command_line
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, typed_settings
 from trainrun.folder.status import read_status
@@ -24,7 +24,7 @@ def main(words: list[str]) -> int:
     """A new run, a sweep, or the composed config without running."""
     if follows_others():
         return int(torchrun_ranks().follow_run())
-    prepared, _ = prepare(words, Path.cwd())
+    prepared, _ = prepare_command_line(words, Path.cwd())
     if prepared.twice:
         raise ConfigError(*prepared.twice)
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trainrun.config.schema import PRECISION_WORDS, RunConfig, TrackerName, settings
-from trainrun.limits import fits
+from trainrun.limits import fits_kind
 from trainrun.output import say
 
 KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and what only other trainers say
@@ -158,11 +158,16 @@ def value_meant(key: str, value: str, schema: type = RunConfig) -> str:
     """The value that another word, or `3.0` where a whole number is wanted, stands for; any other value as it is."""
     found = settings(schema).get(key)
     with_unit = re.fullmatch(r"(\d+(?:e\d+)?)\s*(step|epoch)s?", value)
-    if found is not None and with_unit and with_unit[2] in key and fits(int(float(with_unit[1])), found.kind):
+    if (
+        found is not None
+        and with_unit
+        and with_unit[2] in key
+        and fits_kind(int(float(with_unit[1])), found.kind)
+    ):
         return str(int(float(with_unit[1])))  # `trainer.max_steps=500step`
-    if found is not None and re.fullmatch(r"\d+\.0+", value) and not fits(float(value), found.kind):
+    if found is not None and re.fullmatch(r"\d+\.0+", value) and not fits_kind(float(value), found.kind):
         whole = value.partition(".")[0]
-        return whole if fits(int(whole), found.kind) else value
+        return whole if fits_kind(int(whole), found.kind) else value
     return found.words.get(value.lower(), value) if found is not None else value
 
 

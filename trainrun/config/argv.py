@@ -403,18 +403,18 @@ def as_path(value: str, may_vary: bool) -> str:
     """
     if not value or value.lower() == "null" or "${" in value:
         return value
-    if is_there(value):
+    if names_a_file(value):
         return _quoted(value)
     in_quotes = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
     if in_quotes or value[0] == "[" or (may_vary and re.match(r"(?:choice|shuffle|sort)\(.*\)\Z", value)):
         return value
     parts = value.split(",")
-    if "," in _BRACES.sub("", value) and all(parts) and (may_vary or all(map(is_there, parts))):
+    if "," in _BRACES.sub("", value) and all(parts) and (may_vary or all(map(names_a_file, parts))):
         return ",".join(part if part[0] in "\"'{" else _quoted(part) for part in parts)
     return _quoted(value)
 
 
-def is_there(value: str) -> bool:
+def names_a_file(value: str) -> bool:
     """Whether it names a file or folder, or some by a pattern."""
     try:
         return Path(value).expanduser().exists() or (glob.has_magic(value) and bool(glob.glob(value)))

@@ -29,9 +29,9 @@ from trainrun.config.messages import explain_reference, unread_files
 from trainrun.config.overrides import composed, lower_trackers, override_fault
 from trainrun.config.rules import unread_path
 from trainrun.config.saved_values import public, remember, with_home_folder
-from trainrun.config.schema import RunConfig, plain, settings, value_of, with_values
+from trainrun.config.schema import RunConfig, plain_values, settings, value_of, with_values
 from trainrun.config.tuned_settings import stale
-from trainrun.config.validate import argument_faults, check
+from trainrun.config.validate import check_config, target_argument_faults
 from trainrun.errors import ConfigError
 from trainrun.limits import NODES, choices_of
 
@@ -47,7 +47,7 @@ class Composition:
     notes: list[str] = field(default_factory=list)
 
 
-def prepare(argv: list[str], working_dir: Path) -> tuple[CommandLine, list[Path]]:
+def prepare_command_line(argv: list[str], working_dir: Path) -> tuple[CommandLine, list[Path]]:
     """The command line ready for Hydra, and every folder of configs, the user's first."""
     words = split_command_line(argv)
     folders = [*user_conf_dirs(words.config_dirs, working_dir), conf_dir()]
@@ -66,7 +66,7 @@ def prepare(argv: list[str], working_dir: Path) -> tuple[CommandLine, list[Path]
 
 def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition:
     """The config that a command line asks for. Raises ConfigError with every fault of it."""
-    words, folders = prepare(argv, working_dir or Path.cwd())
+    words, folders = prepare_command_line(argv, working_dir or Path.cwd())
     try:
         return _composition(words, folders, working_dir or Path.cwd())
     except ConfigError as error:
@@ -91,10 +91,10 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
         raise ConfigError(*faults, *error.faults) from error
     except OmegaConfBaseException as error:
         raise ConfigError(*faults, explain_reference(error)) from error
-    faults += check(config)
+    faults += check_config(config)
     if config.data.path is not None:
         faults += unread_path(config)
-    faults += untold(argument_faults(config) | idle_settings(config, overrides), faults)
+    faults += untold(target_argument_faults(config) | idle_settings(config, overrides), faults)
     if faults:
         raise ConfigError(*faults)
     if config.run_name is None:
@@ -177,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 def format_config(config: RunConfig) -> str:
     """Return the config as YAML text, without secrets: what `load_config` reads."""
-    return write_yaml(plain(public(config)[0]))
+    return write_yaml(plain_values(public(config)[0]))
 
 
 def write_yaml(values: dict[str, Any]) -> str:

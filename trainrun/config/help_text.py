@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainrun.config.argv import conf_dir, groups
 from trainrun.config.schema import RunConfig, settings
-from trainrun.config.validate import described, nearest
+from trainrun.config.validate import describe_kind, nearest
 from trainrun.errors import ConfigError
 from trainrun.limits import Setting, choices_of
 
@@ -144,7 +144,7 @@ def setting_rows(schema: type = RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def _allowed(found: Setting) -> str:
     """What a number or a name may be; the other types show in the default."""
-    text = re.sub(r"^(one of|a whole number|a number)(, )?|, or null$", "", described(found.kind)).strip()
+    text = re.sub(r"^(one of|a whole number|a number)(, )?|, or null$", "", describe_kind(found.kind)).strip()
     limited = (
         choices_of(found.kind) or " or more" in text or "than" in text or "below" in text or "at most" in text
     )

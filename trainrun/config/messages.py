@@ -23,7 +23,7 @@ from trainrun.config.aliases import CASES, aliases, answer_to, answers
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.saved_values import LOADER, read_yaml_text, yaml_place
 from trainrun.config.schema import RunConfig, open_nodes, settings
-from trainrun.config.validate import closest, described, nearest, no_node
+from trainrun.config.validate import closest, describe_kind, nearest, no_node
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_duration
 from trainrun.model.choices import WORDS
@@ -39,7 +39,7 @@ _NO_SECTION = re.compile(r"In '(.+?)': .*\bis not a subclass of (\w+)\. value: (
 MAX_NAMES = 12  # that are listed where none is near
 
 
-def explain(error: Exception, words: list[str], folders: list[Path]) -> tuple[str, str | None]:
+def explain_composition(error: Exception, words: list[str], folders: list[Path]) -> tuple[str, str | None]:
     """One line on what Hydra does not compose, and the word to take out; None if no single word is to blame."""
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
@@ -95,7 +95,7 @@ def unread(word: str) -> str:
     return f"{word}: changes nothing here; of Hydra's own settings a run reads {' and '.join(OWN_KEYS)}"
 
 
-def unreadable(word: str) -> str:
+def explain_unreadable(word: str) -> str:
     """Hydra's grammar speaks of tokens; the usual reasons are few."""
     if not word.strip():
         return f"{word!r}: an empty word, as of a shell variable that is not set; leave it out"
@@ -116,7 +116,7 @@ def unreadable(word: str) -> str:
 
 def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: list[Path]) -> str:
     """Why a value cannot be set, or a reference not be followed."""
-    text, full_key = first_line(error), str(error.full_key or key)
+    text, full_key = first_line_of_error(error), str(error.full_key or key)
     place = f"{full_key} " if full_key != key else ""
     if "does not support deletion" in text:
         return f"~{key}: a setting cannot be taken away; give it another value, as {key}=null"
@@ -130,11 +130,11 @@ def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: 
     if "not in" in text or "is not in struct" in text:
         above = full_key.rpartition(".")[0]
         rate = learning_rate_of(error.parent_node)
-        return unknown_key(full_key, f"{key}={value}", above, names_of(error.parent_node), rate)
+        return unknown_key(full_key, f"{key}={value}", above, known_names(error.parent_node), rate)
     if "is not a ListConfig" in text:
         return f"{key}={value}: must be a list, as [1,28,28]"
     known = settings().get(key) if not place else None
-    allowed = f"must be {described(known.kind)}" if known and known.kind is not Any else _rule(text)
+    allowed = f"must be {describe_kind(known.kind)}" if known and known.kind is not Any else _rule(text)
     if key in ("trainer.max_epochs", "trainer.max_steps"):
         with suppress(ValueError):
             parse_duration(value)
@@ -152,7 +152,7 @@ def _rule(text: str) -> str:
 
 def explain_reference(error: OmegaConfBaseException) -> str:
     """Why a config of which every value was set cannot be read: a `${...}` leads nowhere, or to what does not fit."""
-    key, text = str(error.full_key or "config"), first_line(error)
+    key, text = str(error.full_key or "config"), first_line_of_error(error)
     node = error.parent_node
     above = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else {}
     value = str(above.get(error.key, "")) if isinstance(above, dict) else ""
@@ -167,7 +167,7 @@ def explain_reference(error: OmegaConfBaseException) -> str:
 def no_place(key: str, word: str, above: str, node: Any, folders: list[Path]) -> str:
     """Why a key stands nowhere. above: the part of it that is known; node: what is there."""
     if isinstance(node, DictConfig):
-        names = names_of(node) if above else top_names(folders)
+        names = known_names(node) if above else top_names(folders)
         return unknown_key(key, word, above, names, learning_rate_of(node))
     if node is None and above in open_nodes():
         return f"{word}: no such setting; nothing is chosen for {above}, which {above}._target_=my_file.MyClass does"
@@ -220,7 +220,7 @@ def learning_rate_of(node: Any) -> Any:
     return optimizer.get("lr") if isinstance(optimizer, dict) else None
 
 
-def names_of(node: Any) -> list[str]:
+def known_names(node: Any) -> list[str]:
     """List what may be typed there; `listeners`, which keeps the trackers, may not."""
     return [str(name) for name in node.keys() if name != "listeners"] if isinstance(node, DictConfig) else []  # noqa: SIM118
 
@@ -230,7 +230,7 @@ def top_names(folders: list[Path]) -> list[str]:
     return sorted({*(item.name for item in fields(RunConfig)), *groups(folders or [conf_dir()])})
 
 
-def first_line(error: BaseException) -> str:
+def first_line_of_error(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 

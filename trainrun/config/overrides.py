@@ -33,7 +33,7 @@ from trainrun.config.argv import CUSTOM, conf_dir, groups, options
 from trainrun.config.messages import base_60_faults, configs, limit_fault, yaml_fault
 from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
 from trainrun.instantiate import TARGET
-from trainrun.limits import ANY, NODES, fits, parse_seconds
+from trainrun.limits import ANY, NODES, fits_kind, parse_seconds
 from trainrun.model.choices import WORDS
 
 SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
@@ -59,7 +59,7 @@ def override_fault(word: str) -> str:
     kind = settings()[key].kind if key in settings() else None
     if kind is bool and value.lower() not in BOOLEANS:
         return f"{key}={value}: must be true or false"
-    if not value and (kind is str or (isinstance(kind, UnionType) and fits("", kind))):
+    if not value and (kind is str or (isinstance(kind, UnionType) and fits_kind("", kind))):
         return f"{key}=: has no value; give one, or leave it out"
     cores = os.cpu_count() or 1
     if key == "trainer.num_threads" and value.isdigit() and int(value) > cores:
@@ -220,7 +220,7 @@ def read_override(word: str, faults: list[str], if_several: str = SWEEP) -> Over
     if override is not None and key and not own and not override.is_sweep_override():
         return override
     several = f"{typed}: {if_several}"
-    faults.append((messages.unread(typed) if own else several) if key else messages.unreadable(typed))
+    faults.append((messages.unread(typed) if own else several) if key else messages.explain_unreadable(typed))
     return None
 
 
@@ -256,7 +256,7 @@ def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) 
             faults.append(yaml_fault(error))
             return None
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            fault, culprit = messages.explain(error, words, folders)
+            fault, culprit = messages.explain_composition(error, words, folders)
             faults.append(fault)
             if culprit is None:
                 return None

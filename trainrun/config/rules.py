@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from trainrun.config.schema import DISTILLATION, SAME, RunConfig, leaves_of, plain, validation_nodes
-from trainrun.instantiate import TARGET, is_node, named_nodes, target_of
+from trainrun.config.schema import (
+    DISTILLATION,
+    SAME,
+    RunConfig,
+    config_leaves,
+    plain_values,
+    validation_nodes,
+)
+from trainrun.instantiate import TARGET, is_node, named_nodes, target_name
 from trainrun.limits import EPOCH, Duration, is_finite, parse_interval
 
 Rules = tuple[tuple[Any, str], ...]  # whether a line applies, and the line
@@ -34,7 +41,7 @@ def _general(config: RunConfig) -> Rules:
     warmup = scheduler.get("warmup_steps")
     no_limit = trainer.max_epochs is trainer.max_steps is trainer.max_time is trainer.max_duration is None
     return (
-        (data.padding == "pack" and target_of(config.task) == "trainrun.task.regression.Regression",
+        (data.padding == "pack" and target_name(config.task) == "trainrun.task.regression.Regression",
          "data.padding=pack: task=regression needs a row for each sample; use data.padding=bucket"),
         (no_limit, "trainer.max_epochs=null: give a limit: trainer.max_epochs, max_steps or max_time"),
         (interval.unit != EPOCH and trainer.check_val_every_n_epoch != 1,
@@ -79,7 +86,7 @@ def _general(config: RunConfig) -> Rules:
          "type; use precision=bf16-mixed or bf16-true"),
         (warmup is not None and is_finite(warmup) and most is not None and warmup > most,
          f"scheduler.warmup_steps={warmup}: longer than the run: trainer.max_steps={most}; choose fewer"),
-        (scheduler.get("interval") == "epoch" and not target_of(config.loop, "trainrun.").startswith("trainrun."),
+        (scheduler.get("interval") == "epoch" and not target_name(config.loop, "trainrun.").startswith("trainrun."),
          "scheduler.interval=epoch: a loop of your own ends its epochs itself; use scheduler.interval=step"),
     )  # fmt: skip
 
@@ -157,9 +164,9 @@ def _held_out_parts(config: RunConfig) -> Iterator[str]:
 
 def unread_path(config: RunConfig) -> list[str]:
     """A fault where no node has the path: the run would train on other data than its words name."""
-    path, found = config.data.path, plain(config)
+    path, found = config.data.path, plain_values(config)
     del found["data"]["path"]
-    if path is None or any(value == path for _, value in leaves_of(found)):
+    if path is None or any(value == path for _, value in config_leaves(found)):
         return []
     return [
         f"data.path={path}: nothing reads it with data={config.data.name}; say what it is, as data=csv, data=text or "
@@ -176,13 +183,13 @@ CLASSIFICATION = "trainrun.task.classification.Classification"
 def _networks(config: RunConfig) -> Rules:
     """Networks that only their own task can train, and a hook that looks at one of them."""
     model, task = config.model or {}, config.task or {}
-    name, kind = target_of(model), target_of(task)
+    name, kind = target_name(model), target_name(task)
     class_dim, of_tokens = task.get("class_dim", 1), "gpt" if name == GPT else "lstm"
     classes_last = name == GPT or (name == LSTM and model.get("outputs", "each") == "each")
     return (
         (name in VAES and kind.startswith("trainrun.task.") and kind != VAE_TASK,
          f"model={name.split('.')[-2:][0]}: gives a reconstruction, not classes; its task is task=vae"),
-        *((kind.startswith("trainrun.task.") and kind != VAE_TASK and target_of(node) == VAE_HEALTH,
+        *((kind.startswith("trainrun.task.") and kind != VAE_TASK and target_name(node) == VAE_HEALTH,
            f"hook.{key}: monitor=vae watches the code of a VAE, and task={kind.split('.')[-2]} has none; use model=vae "
            "task=vae, or leave it out")
           for key, node in config.hook.items()),

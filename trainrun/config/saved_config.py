@@ -43,13 +43,13 @@ from trainrun.config.saved_values import (
 from trainrun.config.schema import (
     DataConfig,
     RunConfig,
-    leaves_of,
-    map_leaves,
+    config_leaves,
+    map_config,
     open_nodes,
     validation_nodes,
     with_values,
 )
-from trainrun.config.validate import argument_faults, check
+from trainrun.config.validate import check_config, target_argument_faults
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, read_json, read_origin
 from trainrun.instantiate import TARGET
@@ -80,7 +80,7 @@ def following(saved: DictConfig, words: list[str]) -> list[str]:
         target = node.get(TARGET)
         if target is None or f"data.{split}.{TARGET}" in given:
             continue
-        option = option_of(target)
+        option = data_option(target)
         ours = option.get("train" if split == "train" else "val", {})
         ours = references_to(option["train"]) if ours == SAME_SOURCE else ours
         is_own = not ours and split != "train" and target == train.get(TARGET)
@@ -100,7 +100,7 @@ def following(saved: DictConfig, words: list[str]) -> list[str]:
 
 
 @cache
-def option_of(target: str) -> dict[str, Any]:
+def data_option(target: str) -> dict[str, Any]:
     """The option of `data` with a reader of ours, its references as they are written; empty for any other reader."""
     for path in sorted((conf_dir() / "data").glob("*.yaml")):
         option: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -122,7 +122,7 @@ def follow_path(config: RunConfig, before: str | None, given: set[str]) -> RunCo
         return config.data.path if value == before and as_path else value
 
     sets = {f"data.{name}": getattr(config.data, name) for name in ("train", "val", "test")}
-    return with_values(config, {key: map_leaves(node, follow, key) for key, node in sets.items()})
+    return with_values(config, {key: map_config(node, follow, key) for key, node in sets.items()})
 
 
 def unreached(data: DataConfig, given: set[str], measured: str) -> Iterator[str]:
@@ -141,7 +141,7 @@ def unreached(data: DataConfig, given: set[str], measured: str) -> Iterator[str]
         line = ""
         if own not in (None, data.path) and source not in given and not measured:
             line = f"{key} reads {source}={own}; for other samples there set {source}={data.path}"
-        elif own is None and measured and all(value != data.path for _, value in leaves_of(node)):
+        elif own is None and measured and all(value != data.path for _, value in config_leaves(node)):
             line = f"{key} reads other data; name its samples by what {key}.{TARGET} takes"
         if line and not measured:
             say_once(f"data.path={data.path}: of training; {line}")
@@ -192,7 +192,7 @@ def placed(values: Any_, base: Path) -> Any_:
         is_there = os.path.exists(there) or (may_be_pattern and any(glob.iglob(pattern, root_dir=base)))
         return there if is_there else value
 
-    return map_leaves(values, place)  # type: ignore[no-any-return]
+    return map_config(values, place)  # type: ignore[no-any-return]
 
 
 def plain_config(path: Path) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def plain_config(path: Path) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict) or not found.get("model"):
         raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
-    for key, value in leaves_of(found):
+    for key, value in config_leaves(found):
         if isinstance(value, str) and "${" in value and not is_environment(value):
             raise ConfigError(
                 f"{path}: {key}={value[:80]}: a reference; a run saves its config with all of them resolved"
@@ -263,12 +263,14 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     has_moved = "data.path" in changed and config.data.path != before
     config = follow_path(config, before, changed) if has_moved else config
     config = placed(config, Path.cwd()) if places else config
-    faults += check(config)
+    faults += check_config(config)
     faults += untold(idle_settings(config, words.overrides), faults)
     # With its other values it has trained.
     if has_moved:
         faults += [*unread_path(config), *unreached(config.data, changed, measured)]
-    faults += untold({key: fault for key, fault in argument_faults(config).items() if key in changed}, faults)
+    faults += untold(
+        {key: fault for key, fault in target_argument_faults(config).items() if key in changed}, faults
+    )
     if faults:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])
     return config
@@ -306,7 +308,7 @@ def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None
 def with_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
     """Saved values with their secrets, as far as they are known."""
     known = secrets if isinstance(secrets, dict) else {}
-    filled: dict[str, Any] = map_leaves(
+    filled: dict[str, Any] = map_config(
         found, lambda key, value: known.get(key, value) if value == HIDDEN and hides(key, value) else value
     )
     return filled
@@ -316,6 +318,6 @@ def missing_secrets(cfg: DictConfig) -> list[str]:
     """A line for each secret that was not kept."""
     return [
         f"{key}: a secret that is not kept in this folder (.secrets.json); give it again, as {key}=..."
-        for key, value in leaves_of(OmegaConf.to_container(cfg, resolve=False))
+        for key, value in config_leaves(OmegaConf.to_container(cfg, resolve=False))
         if value == HIDDEN and hides(key, value)
     ]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from trainrun.config.schema import leaves_of, map_leaves
+from trainrun.config.schema import config_leaves, map_config
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import read_bytes
 from trainrun.output import HIDDEN, hides
@@ -53,7 +53,7 @@ def is_environment(text: Any) -> bool:
 def remember(cfg: DictConfig, config: Any_) -> Any_:
     """Has the config remember which of its texts came from the environment. cfg: the same, as it was composed."""
     raw = OmegaConf.to_container(cfg, resolve=False)
-    texts = {key: value for key, value in leaves_of(raw) if isinstance(value, str) and "${" in value}
+    texts = {key: value for key, value in config_leaves(raw) if isinstance(value, str) and "${" in value}
     for _ in range(3):  # references to references to references
         texts = {key: REFERENCE.sub(partial(_meant, texts), text) for key, text in texts.items()}
     known = {key: text for key, text in texts.items() if ENVIRONMENT in text}
@@ -61,7 +61,7 @@ def remember(cfg: DictConfig, config: Any_) -> Any_:
     def kept(key: str, value: Any) -> Any:
         return FromEnvironment.of(value, known[key]) if key in known and isinstance(value, str) else value
 
-    return map_leaves(config, kept) if known else config
+    return map_config(config, kept) if known else config
 
 
 def with_home_folder(config: Any_) -> Any_:
@@ -70,7 +70,7 @@ def with_home_folder(config: Any_) -> Any_:
     def expanded(_: str, value: Any) -> Any:
         return os.path.expanduser(value) if isinstance(value, str) and HOME_FOLDER.match(value) else value
 
-    found: Any_ = map_leaves(config, expanded)
+    found: Any_ = map_config(config, expanded)
     return found
 
 
@@ -81,7 +81,7 @@ def _meant(texts: dict[str, str], found: re.Match[str]) -> str:
 
 def resolved(config: Any_) -> Any_:
     """With plain strings, as OmegaConf takes them."""
-    return map_leaves(config, lambda _, value: str(value) if isinstance(value, FromEnvironment) else value)  # type: ignore[no-any-return]
+    return map_config(config, lambda _, value: str(value) if isinstance(value, FromEnvironment) else value)  # type: ignore[no-any-return]
 
 
 def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
@@ -96,7 +96,7 @@ def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
             return HIDDEN
         return value
 
-    return map_leaves(config, shown), secrets
+    return map_config(config, shown), secrets
 
 
 def read_yaml_text(path: Path, aliases: bool = False) -> str:

@@ -515,7 +515,7 @@ def is_tracker(key: str) -> bool:
     return parts[0] == "monitor" and len(parts) > 1 and f"monitor.{parts[1]}" not in settings()
 
 
-def plain(config: RunConfig) -> dict[str, Any]:
+def plain_values(config: RunConfig) -> dict[str, Any]:
     """The values as they are typed and saved: the trackers are keys of `monitor`."""
     found: dict[str, Any] = _plain_copy(config)
     found["monitor"] |= found["monitor"].pop("listeners")
@@ -557,21 +557,21 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-def map_leaves(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
+def map_config(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
     """Return a copy with other leaves: what `change` gives for the key and the value of each."""
     inner = f"{key}." if key else ""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = vars(value).items()
-        return type(value)(**{name: map_leaves(item, change, f"{inner}{name}") for name, item in items})
+        return type(value)(**{name: map_config(item, change, f"{inner}{name}") for name, item in items})
     if isinstance(value, dict):
-        return {name: map_leaves(item, change, f"{inner}{name}") for name, item in value.items()}
+        return {name: map_config(item, change, f"{inner}{name}") for name, item in value.items()}
     if isinstance(value, list):
-        return [map_leaves(item, change, f"{inner}{number}") for number, item in enumerate(value)]
+        return [map_config(item, change, f"{inner}{number}") for number, item in enumerate(value)]
     return change(key, value)
 
 
-def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
+def config_leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """The values that hold no others, with their keys."""
     found: list[tuple[str, Any]] = []
-    map_leaves(value, lambda key, leaf: found.append((key, leaf)))
+    map_config(value, lambda key, leaf: found.append((key, leaf)))
     return iter(found)

@@ -37,7 +37,7 @@ from trainrun.limits import (
     Setting,
     Steps,
     choices_of,
-    fits,
+    fits_kind,
 )
 from trainrun.model import choices as names
 
@@ -75,7 +75,7 @@ TORCH: dict[str, Any] = {  # torch's signatures name no limits, so those of the 
 }  # fmt: skip
 
 
-def check(config: RunConfig) -> list[str]:
+def check_config(config: RunConfig) -> list[str]:
     """All faults of the values, one line each; empty when the config can be run."""
     faults, wrong = value_faults(config), node_faults(config)
     told = tuple(f"{fault.partition('=')[0]}=" for fault in faults)
@@ -87,11 +87,11 @@ def value_faults(config: Any, schema: type = RunConfig) -> list[str]:
     return [
         f"{key}={fault}"
         for key, setting in settings(schema).items()
-        if setting.section is None and (fault := fault_of(setting, value_of(config, key)))
+        if setting.section is None and (fault := value_fault(setting, value_of(config, key)))
     ]
 
 
-def fault_of(setting: Setting, value: Any) -> str:
+def value_fault(setting: Setting, value: Any) -> str:
     """The value of a setting with what is wrong with it; empty if nothing is."""
     if setting.parse is not None:
         try:
@@ -103,9 +103,9 @@ def fault_of(setting: Setting, value: Any) -> str:
 
 def fault_of_value(value: Any, kind: Any) -> str:
     """The value with what is allowed; empty if it is of that kind."""
-    if fits(value, kind):
+    if fits_kind(value, kind):
         return ""
-    return misfit(value, kind)
+    return explain_misfit(value, kind)
 
 
 def node_faults(config: Any, schema: type = RunConfig) -> list[str]:
@@ -141,7 +141,7 @@ def _node_fault(setting: Setting, value: Any) -> str:
     return no_node(setting, key, value)
 
 
-def argument_faults(config: RunConfig) -> dict[str, str]:
+def target_argument_faults(config: RunConfig) -> dict[str, str]:
     """By key one line for each wrong argument of the optimizer, schedule, task, network, data, hooks, transforms."""
     faults: dict[str, str] = {}
     sets = (f"data.{split.replace('/', '.')}" for split in validation_nodes(config.data))
@@ -154,7 +154,7 @@ def argument_faults(config: RunConfig) -> dict[str, str]:
             kinds = {**SHARED.get(group, {}), **kinds_of(str(inner.get(TARGET)))}
             for name, kind in kinds.items():
                 if name in inner and (fault := fault_of_value(inner[name], kind)):
-                    key = source_of(config, group, name) if place == group else f"{place}.{name}"
+                    key = key_of_source(config, group, name) if place == group else f"{place}.{name}"
                     faults.setdefault(key, f"{key}={fault}")
             if group == "optimizer" and inner.get("groups") is not None:
                 lines = group_faults(place, inner["groups"], kinds)
@@ -227,15 +227,15 @@ def nearest(word: str, known: Iterable[object]) -> str:
     return f" Did you mean {name}?" if name else ""
 
 
-def misfit(value: Any, kind: Any) -> str:
+def explain_misfit(value: Any, kind: Any) -> str:
     """The value with what is allowed, where it is not."""
     choices = choices_of(kind)
     near = nearest(str(value), choices)
-    typed = value if choices and isinstance(value, str) else shown(value)
-    return f"{typed}: must be {described(kind)}{'.' if near else ''}{near}"
+    typed = value if choices and isinstance(value, str) else format_value(value)
+    return f"{typed}: must be {describe_kind(kind)}{'.' if near else ''}{near}"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it is typed; a text that looks like something else in its quotes."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -244,17 +244,17 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def described(kind: Any) -> str:
+def describe_kind(kind: Any) -> str:
     """What a value of that kind is, as a message says it: `a whole number, 1 or more, or auto`."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         last = {NoneType: "null"}
-        parts = [last.get(part) or described(part).removeprefix("one of ") for part in inner]
+        parts = [last.get(part) or describe_kind(part).removeprefix("one of ") for part in inner]
         if set(inner) == {bool, NoneType}:
             return "true, false or null"
         return ", or ".join(sorted(parts, key=lambda part: part == "null"))
     if origin is Annotated:
-        return ", ".join([described(inner[0]), *filter(None, map(_limit, inner[1:]))])
+        return ", ".join([describe_kind(inner[0]), *filter(None, map(_limit, inner[1:]))])
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (list, Sequence):
@@ -267,7 +267,7 @@ def described(kind: Any) -> str:
 
 
 def _plural(kind: Any) -> str:
-    return described(kind).removeprefix("a ").replace("number", "numbers", 1)
+    return describe_kind(kind).removeprefix("a ").replace("number", "numbers", 1)
 
 
 def _limit(limit: Any) -> str:
@@ -330,19 +330,20 @@ def group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str
         entry = f"{key}[{number}]"
         named = group.get("params") if isinstance(group, dict) else None
         patterns = [named] if isinstance(named, str) else named
-        if not patterns or not fits(patterns, list[str]):
+        if not patterns or not fits_kind(patterns, list[str]):
             yield f"{entry}={group}: must name parameters and what holds for them, as {example}"
             continue
         if len(group) == 1:
             yield f"{entry}={group}: says nothing of its parameters; add an option, as {example}"
         for name, value in group.items():
             if name in OF_ALL:
-                yield f"{entry}.{name}={shown(value)}: holds for all parameters; use {place}.{name}={shown(value)}"
-            elif name in kinds and not fits(value, kinds[name]):
-                yield f"{entry}.{name}={misfit(value, kinds[name])}"
+                typed = f"{name}={format_value(value)}"
+                yield f"{entry}.{typed}: holds for all parameters; use {place}.{typed}"
+            elif name in kinds and not fits_kind(value, kinds[name]):
+                yield f"{entry}.{name}={explain_misfit(value, kinds[name])}"
 
 
-def source_of(config: RunConfig, group: str, name: str) -> str:
+def key_of_source(config: RunConfig, group: str, name: str) -> str:
     """The key that an argument has its value from, if it still has that."""
     key = f"{group}.{name}"
     beside = [f"data.train.{name}"] if group.startswith(("data.val", "data.test")) else []

@@ -24,7 +24,7 @@ from trainrun.folder.run_folder import RunDir
 from trainrun.output import say
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.restore_config import checkpoint_of, load_model
+from trainrun.runs.restore_config import checkpoint_of, load_network
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run
 
@@ -110,7 +110,7 @@ def _parts(
     from trainrun.convert.split_samples import Samples
 
     parallel = Single(choose_device(config.parallel.accelerator, local_rank=0))
-    layer = LayerOutput(load_model(run_dir, checkpoint.name, trust).to(parallel.device), name)
+    layer = LayerOutput(load_network(run_dir, checkpoint.name, trust).to(parallel.device), name)
     if "bpe:" in str(config.data.train):
         from trainrun.sampling.run_tokenizer import with_tokenizer
 

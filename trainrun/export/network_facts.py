@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from trainrun.config.saved_values import public
-from trainrun.config.schema import RunConfig, plain
+from trainrun.config.schema import RunConfig, plain_values
 from trainrun.export.served import RealSamples
 from trainrun.folder.run_folder import RunDir, read_identity
 
@@ -16,7 +16,7 @@ def describe_network(
     run: RunDir, config: RunConfig, model: nn.Module, samples: RealSamples
 ) -> dict[str, Any]:
     """Return how the network is built and what goes in, as plain values without what is named like a secret."""
-    values, data = plain(public(config)[0]), read_identity(run).get("data", {})
+    values, data = plain_values(public(config)[0]), read_identity(run).get("data", {})
     sizes = {
         "in_shape": data.get("shape"),
         **dict.fromkeys(("num_classes", "vocab_size"), data.get("num_classes")),

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from trainrun.assemble.assemble import build_task
-from trainrun.assemble.data_pipeline import build_sources, kind_of, open_split, stream_options, transform_key
+from trainrun.assemble.data_pipeline import (
+    build_sources,
+    open_split,
+    split_kind,
+    stream_options,
+    transform_key,
+)
 from trainrun.checkpoint.load import Loaded
 from trainrun.cli.run_arguments import no_split
 from trainrun.config.saved_values import public
@@ -113,7 +119,7 @@ class RealSamples:
 
 def changes_outside(config: RunConfig, split: str) -> dict[str, Any]:
     """Return the settings with the user's functions that samples of a split go through before the network."""
-    keys = (transform_key(config, kind_of(split)), "data.collate_fn")
+    keys = (transform_key(config, split_kind(split)), "data.collate_fn")
     config = public(config)[0]
     nodes = {key: value_of(config, key) for key in keys if key is not None}
     return {key: node for key, node in nodes.items() if node}

@@ -37,12 +37,14 @@ class RunBusy(TrainrunError):
     exit_code = EXIT_AGAIN
 
 
-def tell(text: str) -> None:
+def print_note(text: str) -> None:
     say(f"trainrun: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def only_writer(run: RunDir, note: Callable[[str], None] = tell, patient: bool = False) -> Iterator[None]:
+def only_writer(
+    run: RunDir, note: Callable[[str], None] = print_note, patient: bool = False
+) -> Iterator[None]:
     """Nobody else trains in this folder inside. Raises RunBusy, at once while the other process runs.
 
     patient: waits for that one too, for it is known to be about to end.

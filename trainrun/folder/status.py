@@ -24,12 +24,12 @@ def read_status(run: RunDir) -> dict[str, Any]:
     """The fields of `status.json`; empty if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         status = read_json(run.status)
-        if isinstance(status, dict) and is_sound(status):
+        if isinstance(status, dict) and is_valid_status(status):
             return status
     return {}
 
 
-def is_sound(status: dict[str, Any]) -> bool:
+def is_valid_status(status: dict[str, Any]) -> bool:
     """Whether it holds only what a run writes."""
     held = [(status[name], kinds) for name, kinds in KINDS.items() if name in status]
     return (

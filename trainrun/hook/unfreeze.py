@@ -42,7 +42,7 @@ def faults_of_unfreezing(said: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def built(frozen: Frozen, until: str | None, model: nn.Module) -> Unfreeze:
+def build_unfreezing(frozen: Frozen, until: str | None, model: nn.Module) -> Unfreeze:
     """Freeze the parameters, and return the hook that trains them later."""
     frozen.set(model, True)
     if until is None:
@@ -51,7 +51,7 @@ def built(frozen: Frozen, until: str | None, model: nn.Module) -> Unfreeze:
     return Unfreeze(frozen, int(found.amount), found.unit == EPOCH, until)
 
 
-def told(frozen: Frozen, until: str | None) -> str:
+def describe_unfreezing(frozen: Frozen, until: str | None) -> str:
     size = sum(param.numel() for param in frozen.params)
     return (
         f"model.freeze: {counted(len(frozen.params), 'tensor')} ({counted(size, 'parameter')}) frozen"

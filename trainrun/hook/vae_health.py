@@ -135,7 +135,7 @@ class VaeHealth:
         if self._verbose and not self._said_beta and ("values" in found or "tokens" in found):
             self._said_beta = True
             run.monitors.note(effective_beta(run.task, found))
-        self._line = line_of(found)
+        self._line = format_health(found)
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class VaeHealth:
         waking = self._kl[-1] > WAKING * self._kl[0] + WAKING_NATS
         if len(self._kl) < self._window or waking or self._told:
             return
-        text = f"posterior collapse: {said(found)}. {remedy(task, found, word_dropout(run))}"
+        text = f"posterior collapse: {describe_health(found)}. {remedy(task, found, word_dropout(run))}"
         if self._action == "raise":
             raise TrainingError(f"{text} (hook.vae.on_collapse=raise)")
         if self._action == "boost_free_bits" and task.free_bits < LAST_BOOST:
@@ -276,7 +276,7 @@ def collapsed(found: Mapping[str, Any], last_beta: float) -> bool:
     return bool(found["beta"] >= RISEN * last_beta > 0 and (silent or ignored))
 
 
-def said(found: Mapping[str, Any]) -> str:
+def describe_health(found: Mapping[str, Any]) -> str:
     """`KL 0.02 nats, 0 of 16 dimensions active, codes of other samples cost 0.1 % of the reconstruction, beta 50`"""
     parts = [
         f"KL {found['kl']:.3g} nats",
@@ -333,7 +333,7 @@ def effective_beta(task: Any, found: Mapping[str, Any]) -> str:
     )
 
 
-def line_of(found: Mapping[str, Any]) -> str:
+def format_health(found: Mapping[str, Any]) -> str:
     """`vae: beta 1  KL 12.3 nats  active 9/16  MI >= 6.1 (ceiling 6.24)  marginal KL <= 6.2  gain 21.0`"""
     parts = [
         f"vae: beta {found['beta']:.3g}", f"KL {found['kl']:.4g} nats",

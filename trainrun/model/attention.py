@@ -36,7 +36,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     if kernel == "auto":
         kernel = fastest_kernel(query.device.type, query.dtype, query.shape[-2])
     if kernel == "plain":
-        return plain(query, key, value, mask, drop)
+        return plain_attention(query, key, value, mask, drop)
     causal = mask is None
     if kernel == "fp32" and query.dtype in HALF_TYPES:
         with torch.autocast(query.device.type, enabled=False):
@@ -53,7 +53,7 @@ def fastest_kernel(device: str, dtype: torch.dtype, length: int) -> str:
     return "plain" if device == "cpu" and dtype in HALF_TYPES and length < LONG else "flash"
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop: float) -> Tensor:
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop: float) -> Tensor:
     """A causal mask and the scale come with the first product."""
     batch, heads, length, width = query.shape
     if mask is None:

@@ -112,7 +112,7 @@ class Gpt(nn.Module):
         if tied:
             self.head.weight = self.tokens.weight
         self.register_buffer("turns", rotary_table(context, width // heads), persistent=False)
-        initialize(self, layers)
+        initialize_gpt(self, layers)
 
     def forward(
         self,
@@ -174,7 +174,7 @@ def rotary_table(context: int, head_width: int) -> Tensor:
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).float()
 
 
-def initialize(model: Gpt, layers: int) -> None:
+def initialize_gpt(model: Gpt, layers: int) -> None:
     """Normal with 0.02; what is added to the stream less, by the number of additions (GPT-2)."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

@@ -40,12 +40,12 @@ class Mobilenet(nn.Module):
         now = width
         super().__init__()
         self.in_shape = shape
-        layers: list[nn.Module] = [*conv(channels, now, 3), nn.ReLU6(inplace=True)]
+        layers: list[nn.Module] = [*conv_norm(channels, now, 3), nn.ReLU6(inplace=True)]
         for times, stride in BLOCKS:
-            layers.append(block(now, times * width, stride, expansion))
+            layers.append(inverted_block(now, times * width, stride, expansion))
             now = times * width
         self.layers = nn.Sequential(
-            *layers, *conv(now, 2 * now, 1), nn.ReLU6(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            *layers, *conv_norm(now, 2 * now, 1), nn.ReLU6(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
             *dropout_layers(dropout), nn.Linear(2 * now, num_classes),
         )  # fmt: skip
         initialize(self, init)
@@ -55,16 +55,16 @@ class Mobilenet(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-def conv(channels: int, then: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+def conv_norm(channels: int, then: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
     layer = nn.Conv2d(channels, then, size, stride, size // 2, groups=groups, bias=False)
     return [layer, nn.BatchNorm2d(then)]
 
 
-def block(channels: int, then: int, stride: int, expansion: int) -> nn.Module:
+def inverted_block(channels: int, then: int, stride: int, expansion: int) -> nn.Module:
     """Widen, convolve each channel alone, and narrow; added to what came in where the shape stays."""
     wide = expansion * channels
     branch = nn.Sequential(
-        *conv(channels, wide, 1), nn.ReLU6(inplace=True),
-        *conv(wide, wide, 3, stride, groups=wide), nn.ReLU6(inplace=True), *conv(wide, then, 1),
+        *conv_norm(channels, wide, 1), nn.ReLU6(inplace=True),
+        *conv_norm(wide, wide, 3, stride, groups=wide), nn.ReLU6(inplace=True), *conv_norm(wide, then, 1),
     )  # fmt: skip
     return Residual(branch) if stride == 1 and channels == then else branch

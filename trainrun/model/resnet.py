@@ -68,7 +68,10 @@ class ResNet(nn.Module):
 
 
 def stem_layers(channels: int, width: int, norm: str, large: bool) -> list[nn.Module]:
-    layers = [*conv(channels, width, 7 if large else 3, 2 if large else 1, norm), nn.ReLU(inplace=True)]
+    layers = [
+        *normed_conv(channels, width, 7 if large else 3, 2 if large else 1, norm),
+        nn.ReLU(inplace=True),
+    ]
     return [*layers, nn.MaxPool2d(3, stride=2, padding=1)] if large else layers
 
 
@@ -76,21 +79,21 @@ def block(channels: int, width: int, stride: int, norm: str, bottleneck: bool) -
     """Two convolutions, or three of which the outer ones are 1 x 1, and a shortcut."""
     wide = width * BOTTLENECK if bottleneck else width
     if bottleneck:
-        branch = [*conv(channels, width, 1, 1, norm), nn.ReLU(inplace=True)]
+        branch = [*normed_conv(channels, width, 1, 1, norm), nn.ReLU(inplace=True)]
         branch += [
-            *conv(width, width, 3, stride, norm),
+            *normed_conv(width, width, 3, stride, norm),
             nn.ReLU(inplace=True),
-            *conv(width, wide, 1, 1, norm),
+            *normed_conv(width, wide, 1, 1, norm),
         ]
     else:
-        branch = [*conv(channels, width, 3, stride, norm), nn.ReLU(inplace=True)]
-        branch += conv(width, wide, 3, 1, norm)
+        branch = [*normed_conv(channels, width, 3, stride, norm), nn.ReLU(inplace=True)]
+        branch += normed_conv(width, wide, 3, 1, norm)
     same = stride == 1 and channels == wide
-    shortcut = None if same else nn.Sequential(*conv(channels, wide, 1, stride, norm))
+    shortcut = None if same else nn.Sequential(*normed_conv(channels, wide, 1, stride, norm))
     return [Residual(nn.Sequential(*branch), shortcut), nn.ReLU(inplace=True)]
 
 
-def conv(channels: int, next_channels: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
+def normed_conv(channels: int, next_channels: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
     """A convolution and its norm; a bias only where there is no norm."""
     layer = nn.Conv2d(channels, next_channels, kernel, stride, kernel // 2, bias=norm == "none")
     return [layer, *norm_layers(norm, next_channels, images=True)]

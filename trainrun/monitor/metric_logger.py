@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport, Summarizes
-from trainrun.sums import ITEMS, LOSSES, joined, over_ranks, shape_fault, train_metrics
+from trainrun.sums import ITEMS, LOSSES, over_ranks, shape_fault, sum_by_name, train_metrics
 from trainrun.timing.phases import CHECKPOINT, DEVICE, PhaseTimer
 from trainrun.train_state import TrainState
 
@@ -113,9 +113,9 @@ class MetricLogger:
             state.losses, state.logged_items = list(report.losses), report.items
         new_tokens = self._tokens.take() if self._tokens is not None else 0.0
         found, (tokens,) = self._read_sums(state, [new_tokens])
-        row = self._train_metrics(joined(state.logged, found))
+        row = self._train_metrics(sum_by_name(state.logged, found))
         if not only_skipped:
-            state.since_validation = joined(state.since_validation, found)
+            state.since_validation = sum_by_name(state.since_validation, found)
         state.logged = {}
         self._forget(state)
         row |= report.grad.learning_rates or self._learning_rates()
@@ -204,9 +204,9 @@ class MetricLogger:
         if not self._logs:
             return {}
         found, _ = self._read_sums(state, [])
-        metrics = self._train_metrics(joined(state.since_validation, found))
+        metrics = self._train_metrics(sum_by_name(state.since_validation, found))
         if scheduled:
-            state.logged, state.since_validation = joined(state.logged, found), {}
+            state.logged, state.since_validation = sum_by_name(state.logged, found), {}
             self._forget(state)
         return metrics
 

@@ -57,7 +57,7 @@ def sound_rows(path: Path) -> tuple[list[str], int]:
     return lines, len(whole) - len(lines)
 
 
-def row_of(line: bytes) -> Row:
+def parse_row(line: bytes) -> Row:
     """Raises ValueError if no run writes such a line."""
     return _text_and_row(line)[1]
 

@@ -48,10 +48,10 @@ def layers_above(
         depths[param] = depth
         names.setdefault(depth, []).append(name)
     layers = list(depth_of_layer)
-    parts = [f"depth 0 {brief(names[0])}"] if 0 in names else []
+    parts = [f"depth 0 {list_names(names[0])}"] if 0 in names else []
     last = next(layer for layer in layers if depth_of_layer[layer] == num_layers)
     parts.append(f"depths 1 to {num_layers} {layers[0]} ... {last}")
-    parts += [f"depth {depth} {brief(names[depth])}" for depth in names if depth > num_layers]
+    parts += [f"depth {depth} {list_names(names[depth])}" for depth in names if depth > num_layers]
     deepest = max(depths.values())
     return {param: deepest - depth for param, depth in depths.items()}, ", ".join(parts)
 
@@ -115,6 +115,6 @@ def number_of_layers(row: Row) -> int:
     return max(number_layers(row).values(), default=0)
 
 
-def brief(names: list[str]) -> str:
+def list_names(names: list[str]) -> str:
     more = ", ..." if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"

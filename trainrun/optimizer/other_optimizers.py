@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from trainrun.errors import PluginError
-from trainrun.optimizer.plain_step import parts_of
+from trainrun.optimizer.plain_step import joined_optimizers
 
 StateOf = Callable[[Optimizer, nn.Module], dict[str, Any]]
 DEEPEST = 3  # lists in lists of what an optimizer keeps
@@ -116,7 +116,7 @@ def check_sparse(
 
     sparse: parameters whose gradients are sparse. dense: those with dense gradients, as far as they are known.
     """
-    for part in parts_of(optimizer) or [optimizer]:
+    for part in joined_optimizers(optimizer) or [optimizer]:
         kind = type(part)
         if kind.__module__.startswith("torch.optim") or kind.__name__ == "Muon":
             _check_sparse_of_one(part, model, set(sparse), set(dense))

@@ -35,7 +35,7 @@ KERNEL: Any = getattr(torch, "_fused_adamw_", None)  # where a version has it no
 
 def plain_step(optimizer: Optimizer) -> Step:
     """To be called in place of `optimizer.step`, which it is where that is not torch's own, or has hooks."""
-    if parts := parts_of(optimizer):
+    if parts := joined_optimizers(optimizer):
         return JointStep([plain_step(part) for part in parts])
     if is_fused(optimizer) and has_hooks(optimizer):
         optimizer.register_step_pre_hook(lay_out_gradients)  # behind those hooks, which may replace gradients
@@ -43,7 +43,7 @@ def plain_step(optimizer: Optimizer) -> Step:
     return FusedAdam(optimizer, step) if step != optimizer.step and suits(optimizer) else step
 
 
-def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+def joined_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers of one that joins several by name."""
     parts: list[Optimizer] = getattr(optimizer, "parts", [])
     return parts if type(optimizer).__module__.startswith("trainrun.") else []
@@ -53,7 +53,7 @@ def switching_optimizers(optimizer: Optimizer) -> list[Any]:
     """Return the optimizer, or those of several by name, that have `train()` and `eval()`."""
     return [
         part
-        for part in parts_of(optimizer) or [optimizer]
+        for part in joined_optimizers(optimizer) or [optimizer]
         if callable(getattr(part, "train", None)) and callable(getattr(part, "eval", None))
     ]
 

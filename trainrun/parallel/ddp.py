@@ -224,8 +224,8 @@ class Ddp:
         if not self._has_buffers:
             return
         assert self._ddp is not None
-        buffers = sorted(self._ddp.module.buffers(), key=kind_of)
-        for _, group in groupby(buffers, key=kind_of):
+        buffers = sorted(self._ddp.module.buffers(), key=device_and_type)
+        for _, group in groupby(buffers, key=device_and_type):
             same = [buffer.detach() for buffer in group]
             joined = torch.cat([buffer.reshape(-1) for buffer in same])
             dist.broadcast(joined, src=0, group=self._host if joined.device.type == "cpu" else None)
@@ -253,7 +253,7 @@ def without_gradient(model: nn.Module) -> PluginError:
     )
 
 
-def kind_of(tensor: Tensor) -> tuple[str, str]:
+def device_and_type(tensor: Tensor) -> tuple[str, str]:
     return str(tensor.device), str(tensor.dtype)
 
 

@@ -235,7 +235,7 @@ def watch(
     while True:
         codes = poll(ranks, deaths)
         if any(code not in (None, *CLEAN_CODES) for code in codes):
-            raise explain(ranks, run_dir, received, deaths)
+            raise explain_end(ranks, run_dir, received, deaths)
         if None not in codes:
             return max(rank.returncode for rank in ranks)
         if len(deaths) > num_ended:
@@ -246,7 +246,7 @@ def watch(
             ):
                 kill(ranks)
                 raise KeyboardInterrupt
-            send(ranks, received[0])
+            send_signal(ranks, received[0])
             deadline = time.monotonic() + grace_seconds
         elif len(received) > 1 and received[-1] == signal.SIGINT:
             kill(ranks)
@@ -286,7 +286,9 @@ def still_there(ranks: list[Rank]) -> list[int]:
     return [number for number in left if ranks[number].poll() not in CLEAN_CODES]
 
 
-def explain(ranks: list[Rank], run_dir: RunDir, received: list[int], deaths: dict[int, float]) -> RankFailed:
+def explain_end(
+    ranks: list[Rank], run_dir: RunDir, received: list[int], deaths: dict[int, float]
+) -> RankFailed:
     """Let the other ranks notice and write down what they saw, then name where it began.
 
     That is the earliest error that is not an echo: a rank that lost contact to another only tells
@@ -308,7 +310,7 @@ def explain(ranks: list[Rank], run_dir: RunDir, received: list[int], deaths: dic
     return RankFailed(f"rank {first.rank} {first.message}", first.exit_code, first)
 
 
-def send(ranks: list[Rank], number: int) -> None:
+def send_signal(ranks: list[Rank], number: int) -> None:
     for rank in ranks:
         rank.send_signal(number)  # nothing happens to one that has ended
 
@@ -322,7 +324,7 @@ def kill(ranks: list[Rank]) -> None:
 
 def end(ranks: list[Rank]) -> None:
     """Send the ranks that still run a SIGTERM and a moment later a SIGKILL; return when all are gone."""
-    send(ranks, signal.SIGTERM)
+    send_signal(ranks, signal.SIGTERM)
     until = time.monotonic() + END_SECONDS
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
         time.sleep(POLL_SECONDS)

@@ -57,7 +57,7 @@ def build_precision(
     """
     notes: list[str] = []
     if options.mode != FULL:
-        refuse(options.mode, model, device)
+        check_model_type(options.mode, model, device)
         notes = type_notes(options.mode, device)
     elif any(param.requires_grad and param.dtype.itemsize == 2 for param in model.parameters()):
         notes = half_notes(model)
@@ -88,7 +88,7 @@ def prepare_model(model: nn.Module, mode: str) -> nn.Module:
     """
     dtype = TRUE_TYPES.get(mode)
     if dtype is not None:
-        convert(model, dtype)
+        convert_weights(model, dtype)
     return model
 
 
@@ -113,7 +113,7 @@ def is_tiny(model: nn.Module, batch_size: int) -> bool:
 DOUBLE_PRECISION_GPUS = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 
 
-def refuse(mode: str, model: nn.Module, device: torch.device) -> None:
+def check_model_type(mode: str, model: nn.Module, device: torch.device) -> None:
     """Raises ConfigError for a model that cannot be trained so, here."""
     if mode == "16-mixed" and any(param.is_complex() for param in model.parameters()):
         raise ConfigError(
@@ -149,7 +149,7 @@ def computes_lstm(dtype: torch.dtype) -> bool:
     return True
 
 
-def convert(model: nn.Module, dtype: torch.dtype) -> None:
+def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """The weights in another type, in place; whatever floating-point tensors the model is called with follow them."""
     cast = partial(cast_weight, dtype)  # Module.to would make complex numbers real: half of them lost
     model._apply(cast)  # type: ignore[no-untyped-call]

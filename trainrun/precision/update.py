@@ -23,7 +23,7 @@ from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport, Parallel
 from trainrun.optimizer.build_optimizer import start_momentum
 from trainrun.optimizer.other_optimizers import check_sparse
-from trainrun.optimizer.plain_step import FusedAdam, JointStep, fit_layout, parts_of, plain_step
+from trainrun.optimizer.plain_step import FusedAdam, JointStep, fit_layout, joined_optimizers, plain_step
 from trainrun.precision.gradients import (
     GradientLists,
     Groups,
@@ -174,7 +174,7 @@ class Update:
         """Take up that other parameters have gradients than in the step before."""
         self._with_gradient = self._gradients.with_gradient
         self.had_gradient |= set(self._with_gradient)
-        parts = parts_of(optimizer) or [optimizer]
+        parts = joined_optimizers(optimizer) or [optimizer]
         for one in parts:
             start_momentum(one)
         if self._gradients.sparse or any(type(one) is SparseAdam for one in parts):

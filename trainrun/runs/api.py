@@ -22,7 +22,7 @@ from trainrun.errors import ConfigError, TrainingError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, typed_settings
 from trainrun.monitor.metric_rows import read_rows, with_numbers
 from trainrun.output import say
-from trainrun.runs.restore_config import load_model
+from trainrun.runs.restore_config import load_network
 from trainrun.runs.run import begun, open_run, start
 from trainrun.seeding import kept_random_state
 from trainrun.transform.lora import LoraLinear, merge_lora
@@ -72,7 +72,7 @@ class Run:
         this is another process; it is left as it is. merge: a plain network, with what LoRA learned in its weights.
         """
         with holding(dict(self.objects) | ({} if model is None else {"model": model})):
-            found = load_model(self.files, choose_checkpoint(self.files.checkpoints, which), self.trust)
+            found = load_network(self.files, choose_checkpoint(self.files.checkpoints, which), self.trust)
         if merge:
             if not any(isinstance(layer, LoraLinear) for layer in found.modules()):
                 raise ConfigError(f"{self.folder}: merge=True: its network has no LoRA layers; leave it out")
@@ -119,7 +119,7 @@ def train(
             )
         named |= {"val": None, **{f"val.{name}": part for name, part in val.items()}}
     objects = {name: found for name, found in named.items() if found is not None}
-    all_words = [*words_of(objects, list(words)), *words]
+    all_words = [*settings_of_objects(objects, list(words)), *words]
     composition = compose_run(all_words)
     if objects and composition.config.parallel.mode != "single":
         raise ConfigError(
@@ -153,7 +153,7 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {}
 PLACES = {"model": "model", "data": "data.train", "val": "data.val", "test": "data.test", "task": "task"}
 
 
-def place_of(name: str) -> str:
+def config_place(name: str) -> str:
     """Where it stands in the config: `data.val.day` of `val.day`."""
     head, dot, rest = name.partition(".")
     return PLACES[head] + dot + rest
@@ -181,13 +181,13 @@ def given(name: str, about: str) -> Any:
     """
     if name not in GIVEN:
         raise ConfigError(
-            f"{place_of(name)}: this run was given it from Python ({about}); give the like again, as "
+            f"{config_place(name)}: this run was given it from Python ({about}); give the like again, as "
             f"trainrun.train(..., {name.partition('.')[0]}=...)"
             + (" or load_model(run_dir, model=...)" if name == "model" else "")
         )
     found, used = GIVEN[name]
     if about_of(found) != about:
-        raise ConfigError(f"{place_of(name)}: this run was given {about}, and now {about_of(found)}")
+        raise ConfigError(f"{config_place(name)}: this run was given {about}, and now {about_of(found)}")
     if name == "model":
         found = copy.deepcopy(found)
     elif name == "task":
@@ -196,7 +196,7 @@ def given(name: str, about: str) -> Any:
     return found
 
 
-def words_of(objects: Mapping[str, Any], words: list[str]) -> list[str]:
+def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[str]:
     """The settings that stand for the objects. Raises ConfigError for what cannot be used, or is said twice."""
     from torch import nn
     from torch.utils.data import DataLoader
@@ -206,7 +206,7 @@ def words_of(objects: Mapping[str, Any], words: list[str]) -> list[str]:
     said = {word.lstrip("+~").partition("=")[0] for word in words}
     out = []
     for name, found in objects.items():
-        place = place_of(name)
+        place = config_place(name)
         if twice := said & {place.partition(".")[0], place, f"{place}._target_"}:
             raise ConfigError(
                 f"trainrun.train({name}=...): {twice.pop()}= says it too; leave one of them out"

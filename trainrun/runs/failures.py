@@ -65,7 +65,7 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
         if refused and resumes and earlier is not None:
             write_text(run.status, earlier)
             raise
-        fault = told(run, error)
+        fault = explain_os_error(run, error)
         try:
             note_failure(run, config, fault)
         except OSError:  # no room for a second status next to the first
@@ -78,7 +78,7 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
         raise fault from error
 
 
-def told(run: RunDir, error: Exception) -> Exception:
+def explain_os_error(run: RunDir, error: Exception) -> Exception:
     """What to do about a disk that is full, or a place that cannot be used; other errors as they are."""
     if isinstance(error, OSError | SaveError):
         try:

@@ -60,10 +60,10 @@ from trainrun.training.components import Components
 def train_here(run_dir: RunDir, config: RunConfig, order: LaunchSpec, flag: StopFlag, began: float) -> int:
     """A run on one device, in this process. Returns the exit code."""
     device = choose_device(config.parallel.accelerator, devices=config.parallel.devices)
-    return train(run_dir, config, order, Single(device), flag, PhaseTimer(began))
+    return train_rank(run_dir, config, order, Single(device), flag, PhaseTimer(began))
 
 
-def train(
+def train_rank(
     run_dir: RunDir,
     config: RunConfig,
     order: LaunchSpec,
@@ -253,7 +253,7 @@ def finish(
     check_there(run_dir)
     note_commit(run_dir)
     run.phases.open(MEASURING)
-    measured = at_end.measured(run, state, run_dir, session) if at_end is not None else {}
+    measured = at_end.measure_finished_run(run, state, run_dir, session) if at_end is not None else {}
     run.phases.open(RUNNER)
     summary = summary_of(run, state, facts) | measured | listeners.end_hardware()
     if faults := listeners.faults():

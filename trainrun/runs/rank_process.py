@@ -12,7 +12,7 @@ from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.interfaces import Parallel
 from trainrun.output import complain
 from trainrun.parallel.worker import run_as_rank
-from trainrun.runs.rank import train
+from trainrun.runs.rank import train_rank
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.streams import guard_streams
 from trainrun.timing.phases import PhaseTimer, process_start
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
 
     def work(parallel: Parallel, flag: StopFlag) -> int:
         order = LaunchSpec(bool(job["resume"]) or attempt > 0, job["paths"], typed=tuple(job["typed"]))
-        return train(run_dir, config, order, parallel, flag, PhaseTimer(process_start()))
+        return train_rank(run_dir, config, order, parallel, flag, PhaseTimer(process_start()))
 
     return run_as_rank(run_dir, config.parallel, work)
 

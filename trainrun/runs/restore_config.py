@@ -41,14 +41,14 @@ HOLDS_OUT = (
 NO_FOLDS = {"data.folds": None, "data.fold": None, "data.stratified": False, "data.fold_groups": None}
 
 
-def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
+def load_network(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
     """The network alone, with its averaged weights where the run kept them; nothing else is built."""
     config = trusted_config(run_dir, [], trust)
     check_modules(run_dir, config)
     return network_of(run_dir, config, which)
 
 
-def parts_of(
+def load_parts(
     run_dir: RunDir,
     which: str,
     overrides: list[str],
@@ -93,7 +93,7 @@ def parts_of(
         init_from=place_of_base(config.init_from, loaded),
         chosen=chosen_before(identity),
         trains=False,
-        trained=names_in(loaded),
+        trained=saved_names(loaded),
         typed=tuple(sorted(typed)),
     )
     BUILT.clear()
@@ -133,7 +133,7 @@ def names_samples(config: RunConfig, typed: set[str], split: str) -> bool:
 def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) -> bool:
     """Return whether `data.path` holds what the run was trained on, as far as the number of training samples says."""
     try:
-        sources, drawn = build_sources(config, [], names_in(loaded))
+        sources, drawn = build_sources(config, [], saved_names(loaded))
         stream = open_split(config, Single(device), "train", sources["train"], [], lambda text: None, drawn)
     except DataError:
         return False
@@ -157,7 +157,7 @@ def reading_whole_path(config: RunConfig, split: str) -> RunConfig:
     return with_values(config, changes)
 
 
-def names_in(loaded: Loaded) -> TrainingNames:
+def saved_names(loaded: Loaded) -> TrainingNames:
     """Return the names of classes and input columns that a checkpoint holds; an older one may hold none."""
     stream = loaded.shared.get("stream", {})
     return TrainingNames(stream.get("classes") or (), stream.get("inputs") or {})

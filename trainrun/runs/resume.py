@@ -19,7 +19,7 @@ import yaml
 from trainrun.checkpoint.files import FileLayer, committed_steps, set_aside
 from trainrun.config.saved_config import load_config, placed, plain_config, with_overrides
 from trainrun.config.saved_values import public, resolved
-from trainrun.config.schema import RunConfig, leaves_of, plain
+from trainrun.config.schema import RunConfig, config_leaves, plain_values
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import (
     SEED,
@@ -80,7 +80,7 @@ def readable_config(run: RunDir) -> dict[str, Any]:
 
 def check_modules(run: RunDir, config: RunConfig) -> None:
     """Raise ConfigError if a module that the run names is not found from here. Import nothing."""
-    for key, target in leaves_of(plain(config)):
+    for key, target in config_leaves(plain_values(config)):
         if key.rpartition(".")[2] != TARGET or not isinstance(target, str):
             continue
         module = target.partition(".")[0]
@@ -150,7 +150,7 @@ def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
     if config.seed is None and read_identity(run).get(SEED_DRAWN, True):
         config = replace(config, seed=before.seed)
     if found := differences(placed(before, Path.cwd()), placed(config, Path.cwd())):
-        there, here = (values_of(public(item)[0]) for item in (before, config))  # without secrets
+        there, here = (flat_values(public(item)[0]) for item in (before, config))  # without secrets
         changed = [Difference(key, there.get(key, ABSENT), here.get(key, ABSENT)) for key, _, _ in found]
         shown = ", ".join(f"{key}={word(old)} (here {word(new)})" for key, old, new in changed[:SHOWN])
         more = f" and {len(changed) - SHOWN} other values" if len(changed) > SHOWN else ""
@@ -190,7 +190,7 @@ def check_same_network(run: RunDir, config: RunConfig) -> None:
 
 
 def differences(before: RunConfig, config: RunConfig) -> list[Difference]:
-    there, here = values_of(before), values_of(config)
+    there, here = flat_values(before), flat_values(config)
     return [
         Difference(key, there.get(key, ABSENT), here.get(key, ABSENT))
         for key in {**there, **here}
@@ -198,7 +198,7 @@ def differences(before: RunConfig, config: RunConfig) -> list[Difference]:
     ]
 
 
-def values_of(config: RunConfig) -> dict[str, object]:
+def flat_values(config: RunConfig) -> dict[str, object]:
     """By the keys that can be typed; a list is one value."""
 
     def flat(value: Any, key: str) -> Iterator[tuple[str, object]]:
@@ -208,7 +208,7 @@ def values_of(config: RunConfig) -> dict[str, object]:
         for name, item in value.items():
             yield from flat(item, f"{key}.{name}" if key else str(name))
 
-    return dict(flat(plain(resolved(config)), ""))
+    return dict(flat(plain_values(resolved(config)), ""))
 
 
 def word(value: object) -> str:

@@ -26,7 +26,7 @@ from trainrun.parallel.handshake import Meeting, folder_before, follow, lead
 from trainrun.parallel.rank_place import LostContact
 from trainrun.parallel.worker import run_as_rank
 from trainrun.runs.failures import deadline
-from trainrun.runs.rank import train
+from trainrun.runs.rank import train_rank
 from trainrun.runtime.signals import StopFlag
 from trainrun.timing.phases import PhaseTimer, process_start
 
@@ -122,7 +122,7 @@ def _work(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -
 
     def work(parallel: Parallel, flag: StopFlag) -> int:
         meeting.end()  # all ranks are here: nobody asks rank 0 any more
-        return train(run, config, order, parallel, flag, PhaseTimer(process_start()))
+        return train_rank(run, config, order, parallel, flag, PhaseTimer(process_start()))
 
     run.rank_error(rank).unlink(missing_ok=True)
 

@@ -33,7 +33,7 @@ EMPTY: tuple[Iterable[Any], ...] = ([], (), "", b"", {}, set(), range(0), {}.val
 ITERATORS = tuple(type(iter(one)) for one in EMPTY)
 
 
-def attributes_of(owner: Any) -> dict[str, Any]:
+def unsaved_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of an object; of a module those that its state_dict leaves out."""
     held = getattr(owner, "__dict__", {})
     if not isinstance(owner, nn.Module):
@@ -42,9 +42,9 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return {name: value for name, value in held.items() if name not in OF_MODULES} | unsaved
 
 
-def values_of(owner: Any, known: set[int]) -> dict[str, str]:
+def comparable_values(owner: Any, known: set[int]) -> dict[str, str]:
     """Return the attributes of an object that can be compared, as texts."""
-    texts = {name: state_text(value, known) for name, value in attributes_of(owner).items()}
+    texts = {name: state_text(value, known) for name, value in unsaved_attributes(owner).items()}
     return {name: text for name, text in texts.items() if text}
 
 

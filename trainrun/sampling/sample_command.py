@@ -9,7 +9,7 @@ from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.output import say
 from trainrun.parallel.devices import choose_device
-from trainrun.runs.restore_config import checkpoint_of, load_model
+from trainrun.runs.restore_config import checkpoint_of, load_network
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run
 from trainrun.sampling.next_tokens import Draw, next_tokens
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     prompt = encoded(tokens, given)
     if not prompt:
         raise ConfigError(f"--prompt {given!r}: the run's tokenizer makes no token of it; give another text")
-    model = load_model(run_dir, which, asked.trust).to(
+    model = load_network(run_dir, which, asked.trust).to(
         choose_device(config.parallel.accelerator, local_rank=0)
     )
     cached = not asked.no_cache and "cache" in keywords_of(type(model).forward)[0]

@@ -31,7 +31,7 @@ class TorchScheduler:
     def __init__(self, scheduler: LRScheduler, metric: str | None = None, by_epoch: bool = False) -> None:
         self._scheduler, self._metric, self._by_epoch = scheduler, metric, by_epoch
         self._groups = scheduler.optimizer.param_groups
-        self._first = json.dumps(plain(scheduler.state_dict()), default=Tensor.tolist, sort_keys=True)
+        self._first = json.dumps(plain_state(scheduler.state_dict()), default=Tensor.tolist, sort_keys=True)
         self._fields = [{name: group[name] for name in _fields(group)} for group in self._groups]
 
     def after_update(self, count: int) -> None:
@@ -66,7 +66,7 @@ class TorchScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """What differs of the state of a schedule."""
-        wrapped = plain(self._scheduler.state_dict())
+        wrapped = plain_state(self._scheduler.state_dict())
         return {"interval": self._interval, "wrapped": wrapped, "first": self._first}
 
     @property
@@ -87,7 +87,7 @@ class TorchScheduler:
                 f"scheduler.interval={self._interval}: the checkpoint's schedule was counted by {interval}; use "
                 f"scheduler.interval={interval}"
             )
-        wrapped, first, rates = plain(state["wrapped"] or {}), state.get("first"), list(state["lrs"])
+        wrapped, first, rates = plain_state(state["wrapped"] or {}), state.get("first"), list(state["lrs"])
         plateau = isinstance(self._scheduler, ReduceLROnPlateau)
         if plateau and "num_bad_epochs" not in wrapped:
             return []
@@ -107,7 +107,7 @@ class TorchScheduler:
 
     def _changed(self, before: dict[str, Any]) -> dict[str, Any]:
         """What a new scheduler begins with that is another than it was; a mapping in it may hold progress too."""
-        now, mine = json.loads(self._first), plain(self._scheduler.state_dict())
+        now, mine = json.loads(self._first), plain_state(self._scheduler.state_dict())
         names = [name for name in now.keys() - MOVING if before.get(name) != now[name]]
         return {name: mine[name] for name in names if not isinstance(mine[name], dict)}
 
@@ -131,13 +131,17 @@ def _is_of_torch(scheduler: LRScheduler) -> bool:
     return type(scheduler).__module__.startswith("torch.")
 
 
-def plain(tree: Any) -> Any:
+def plain_state(tree: Any) -> Any:
     """The state of one of torch's schedulers as a tree that survives JSON: a copy without the entries of dicts that
     are no plain values (functions), or whose keys are not strings; a freshly built scheduler has those."""
     if isinstance(tree, dict):
-        return {key: plain(value) for key, value in tree.items() if isinstance(key, str) and _is_plain(value)}
+        return {
+            key: plain_state(value)
+            for key, value in tree.items()
+            if isinstance(key, str) and _is_plain(value)
+        }
     if isinstance(tree, list | tuple):
-        return [plain(value) for value in tree]
+        return [plain_state(value) for value in tree]
     return tree.detach().clone() if isinstance(tree, Tensor) else tree
 
 

@@ -36,7 +36,7 @@ from trainrun.folder.status import write_status
 from trainrun.output import quantity, say
 from trainrun.parallel.single import Single
 from trainrun.plots.compare import text_table
-from trainrun.runs.restore_config import checkpoint_of, give_task_state, parts_of, without_gpu
+from trainrun.runs.restore_config import checkpoint_of, give_task_state, load_parts, without_gpu
 from trainrun.runs.run import new_run
 from trainrun.runtime.signals import StopFlag
 from trainrun.sampling.run_tokenizer import SEAL
@@ -175,7 +175,7 @@ def measure_run(parts: Components) -> Measurement:
 
 def compare_runs(run: RunDir, before: Measurement, parts: Components) -> int:
     """Load the new run, print both measurements, and return the exit code."""
-    again, _ = parts_of(run, checkpoint_of(run, None), UNCOMPILED, trust=True)
+    again, _ = load_parts(run, checkpoint_of(run, None), UNCOMPILED, trust=True)
     # a loss that depends on the step is compared at the same one
     again.task_calls.start(parts.task_calls.place)
     print_comparison(before, measure_run(again), parts)

@@ -12,7 +12,7 @@ from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.export.served import record_call
 from trainrun.limits import EPOCH, STEP, parse_duration
 from trainrun.output import counted, say
-from trainrun.runs.restore_config import checkpoint_of, parts_of
+from trainrun.runs.restore_config import checkpoint_of, load_parts
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run, resume_run
 from trainrun.smaller.channels import format_reasons
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     source = open_run(words.run_dir)
     run = choose_folder(words.out, source, NAME)
     which = checkpoint_of(source, words.which)
-    parts, checkpoint = parts_of(source, which, [*UNCOMPILED, *words.overrides], words.trust)
+    parts, checkpoint = load_parts(source, which, [*UNCOMPILED, *words.overrides], words.trust)
     config = trusted_config(source, words.overrides, words.trust)
     if NAME in config.transform or "int8" in config.transform:
         name = NAME if NAME in config.transform else "int8"

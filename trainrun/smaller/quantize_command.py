@@ -12,7 +12,7 @@ from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
 from trainrun.config.schema import with_values
 from trainrun.errors import ConfigError
 from trainrun.output import counted, say
-from trainrun.runs.restore_config import checkpoint_of, parts_of
+from trainrun.runs.restore_config import checkpoint_of, load_parts
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run
 from trainrun.smaller.channels import format_reasons
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     source = open_run(words.run_dir)
     run = choose_folder(words.out, source, words.to)
     which = checkpoint_of(source, words.which)
-    parts, checkpoint = parts_of(source, which, [*UNCOMPILED, *words.overrides], words.trust)
+    parts, checkpoint = load_parts(source, which, [*UNCOMPILED, *words.overrides], words.trust)
     config = trusted_config(source, words.overrides, words.trust)
     if STEP in config.transform:
         raise ConfigError(

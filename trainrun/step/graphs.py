@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trainrun.errors import PluginError, TrainrunError
-from trainrun.runtime.held_state import changed, values_of
+from trainrun.runtime.held_state import changed, comparable_values
 from trainrun.seeding import kept_random_state
-from trainrun.training.checks.unsaved_state import parts_of
+from trainrun.training.checks.unsaved_state import ids_of_saved_parts
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import no_memory
 from trainrun.training.without_trace import NoTrial, put_back
@@ -47,7 +47,7 @@ def rehearse(run: Components, batch: Any) -> None:
             for key, value in vars(module).items()
             if isinstance(value, PLAIN)
         }
-        return draws, values_of(run.task, parts_of(run.model)), attributes
+        return draws, comparable_values(run.task, ids_of_saved_parts(run.model)), attributes
 
     try:
         with torch.no_grad(), put_back((run.model,), run.parallel.device):

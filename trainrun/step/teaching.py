@@ -70,7 +70,7 @@ def give_teacher(
         if not isinstance(source, IterableDataset):
             stream = in_order()
             try:
-                compare(task, teacher, model, next(iter(stream.epoch(0))).data)
+                compare_answers(task, teacher, model, next(iter(stream.epoch(0))).data)
                 why = reason_to_ask_again(config, source, stream.num_samples, rhythm, parallel.world_size)
                 if not why:
                     answers, right, why = all_answers(teacher, stream, parallel)
@@ -139,7 +139,7 @@ def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
         )
 
 
-def compare(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
+def compare_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
     """Ask both of two samples. Raises ConfigError where their answers cannot be compared."""
     count = num_rows(batch)
     few = rows_of(batch, 0, min(2, count), count)

@@ -31,7 +31,7 @@ from trainrun.sums import add_sums, flat_sums
 from trainrun.timing.phases import FORWARD, RANKS
 from trainrun.training.checks.unsaved_state import saves_all
 from trainrun.training.components import Accumulate, Components, Step
-from trainrun.transform.compile import check_options
+from trainrun.transform.compile import check_compile_options
 from trainrun.transform.compile_log import CompileLog
 
 MAX_SHAPES = 8
@@ -63,7 +63,7 @@ def build_whole_step(
         )
     if compiles:
         try:
-            check_options(wanted.mode, wanted.backend, on_cpu=device.type == "cpu")
+            check_compile_options(wanted.mode, wanted.backend, on_cpu=device.type == "cpu")
         except RuntimeError as error:
             raise ConfigError(str(error)) from error
     record = OnCuda()

@@ -33,7 +33,9 @@ def sample_rows(run: Components, state: TrainState, run_dir: RunDir) -> list[dic
     return [] if row is None else [row | {"step": state.step}]
 
 
-def measured(run: Components, state: TrainState, run_dir: RunDir, session: Session) -> dict[str, Any]:
+def measure_finished_run(
+    run: Components, state: TrainState, run_dir: RunDir, session: Session
+) -> dict[str, Any]:
     """Measure FLOP/s, the bottleneck, and the share of padding of a finished run."""
     long = state.seconds >= MIN_SECONDS and state.step >= MIN_STEPS
     work = measured_work(run) if long else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainrun.data.split_batch import tensors_in
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Predicts
-from trainrun.task.batches import joined
+from trainrun.task.batches import join_batches
 from trainrun.training.components import Components
 
 MAX_SAMPLES = 10_000  # per rank: the pictures are for the eye
@@ -92,7 +92,7 @@ def _predictions(run: Components) -> tuple[dict[str, Tensor], Tensor | None]:
             seen += len(next(iter(columns.values())))
             if seen >= MAX_SAMPLES:
                 break
-    return {name: joined(columns) for name, columns in collected.items()}, images
+    return {name: join_batches(columns) for name, columns in collected.items()}, images
 
 
 def _images(batch: Any) -> Tensor | None:

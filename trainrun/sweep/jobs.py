@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
-from trainrun.config.messages import unreadable
+from trainrun.config.messages import explain_unreadable
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import read_json, write_json
 from trainrun.folder.seal import check_files
@@ -75,7 +75,10 @@ def open_sweep(words: list[str], folder: Path | None) -> Sweep:
     """A new sweep, or one that goes on in its folder with these words. Raises ConfigError."""
     combinations = expand(words)
     varied = [place for place, column in enumerate(zip(*combinations, strict=True)) if len(set(column)) > 1]
-    names = [slug(masked_words([row[place] for place in varied] or row)) or "default" for row in combinations]
+    names = [
+        file_name_of(masked_words([row[place] for place in varied] or row)) or "default"
+        for row in combinations
+    ]
     keys = [combinations[0][place].partition("=")[0].lstrip("+") for place in varied]
     folder = (folder or new_folder(keys)).expanduser().absolute()
     sweep = load_sweep(folder)
@@ -146,7 +149,7 @@ def values_of(word: str) -> list[str]:
             )
         values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
     except HydraException as error:
-        raise ConfigError(unreadable(word)) from error
+        raise ConfigError(explain_unreadable(word)) from error
     if not values:
         raise ConfigError(f"{word}: holds no value")
     if len(set(masked_words(values))) < len(set(values)):
@@ -161,11 +164,11 @@ def values_of(word: str) -> list[str]:
 def new_folder(keys: list[str]) -> Path:
     """A folder that no other sweep has, named after what is varied."""
     now = datetime.now()
-    name = slug(keys) if keys else "sweep"
+    name = file_name_of(keys) if keys else "sweep"
     return Path("sweeps") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{name}-{secrets.token_hex(4)}"
 
 
-def slug(words: list[str] | tuple[str, ...]) -> str:
+def file_name_of(words: list[str] | tuple[str, ...]) -> str:
     """The words as a file name; a long one is cut and ends in a hash of the whole."""
     text = re.sub(
         r"[^A-Za-z0-9_.=+-]+", "_", "-".join(word.replace('"', "").replace("'", "") for word in words)

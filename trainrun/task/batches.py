@@ -105,7 +105,7 @@ def output_tensor(output: Any) -> Tensor:
     return output.float() if output.dtype in HALF_TYPES else output
 
 
-def joined(columns: list[Tensor]) -> Tensor:
+def join_batches(columns: list[Tensor]) -> Tensor:
     """Columns of several batches, one under the other; shorter rows end with -100, or NaN among floats."""
     widths = {column.shape[1:] for column in columns}
     if len(widths) > 1 and all(column.ndim >= 2 for column in columns):

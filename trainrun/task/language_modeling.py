@@ -75,7 +75,7 @@ class LanguageModeling:
                 return self.chunked(model, batch, layer, chunks)
         logits = output_tensor(run_model(model, tokens, batch))
         if not self.checked:
-            check(logits, target)
+            check_tokens(logits, target)
             self.checked = True
         loss = cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum")
         return StepOutput(loss, {**self.bits(loss), "acc": lambda: num_right(logits, target)})
@@ -118,10 +118,10 @@ def tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Tensor, T
         return tokens, target.long()
     fields = batch_fields(batch)
     segments = fields.get("segment_ids", fields.get("attention_mask"))
-    return tokens, next_tokens(tokens if target is None else target, segments)
+    return tokens, shifted_targets(tokens if target is None else target, segments)
 
 
-def next_tokens(tokens: Tensor, segments: Tensor | None) -> Tensor:
+def shifted_targets(tokens: Tensor, segments: Tensor | None) -> Tensor:
     """(B, T) int64. segments: (B, T), 0 at padding; None is one whole segment a row."""
     target = torch.full_like(tokens, IGNORED, dtype=torch.int64)
     target[:, :-1] = tokens[:, 1:]
@@ -153,7 +153,7 @@ def num_right(logits: Tensor, target: Tensor) -> Tensor:
     return ((logits.argmax(-1) == target) & (target != IGNORED)).sum()
 
 
-def check(logits: Tensor, target: Tensor) -> None:
+def check_tokens(logits: Tensor, target: Tensor) -> None:
     """Check shapes and token numbers of the first batch only, as it waits for the device."""
     if logits.ndim != 3 or logits.shape[:2] != target.shape:
         raise PluginError(

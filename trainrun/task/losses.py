@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import IGNORED, StepOutput
-from trainrun.limits import NotNegative, fits
+from trainrun.limits import NotNegative, fits_kind
 from trainrun.task.batches import check_target_type, lost_dimension
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -56,13 +56,13 @@ def arguments(loss: Any) -> Mapping[str, Any]:
         signature.bind(None, None)
     except TypeError as error:
         raise PluginError(
-            f"task.loss: {name_of(loss)} is called with (output, target): {error}; for another call write a task of "
+            f"task.loss: {loss_name(loss)} is called with (output, target): {error}; for another call write a task of "
             "your own (task._target_=...)"
         ) from error
     return signature.parameters
 
 
-def name_of(loss: Any) -> str:
+def loss_name(loss: Any) -> str:
     inner = loss.func if isinstance(loss, partial) else loss
     return str(getattr(inner, "__name__", type(inner).__name__))
 
@@ -75,7 +75,7 @@ def is_summed(loss: Any) -> bool:
 
 def no_sum(loss: Any) -> PluginError:
     """The fault of a loss whose single number may be a mean."""
-    name = name_of(loss)
+    name = loss_name(loss)
     return PluginError(
         f"task.loss: {name} gives one number, which may be a mean; trainrun adds up sums over micro-batches "
         "and ranks, and divides once. Return one number per item (task.loss.reduction=none, where it takes that), or "
@@ -88,7 +88,7 @@ def checked_weights(weights: Any, loss: Any) -> Tensor:
     """One number a class. Raises ConfigError."""
     if loss is not None:
         raise ConfigError("task.class_weights: has no effect on task.loss; give the loss its weights there")
-    if not weights or not fits(weights, list[NotNegative]) or not any(weights):
+    if not weights or not fits_kind(weights, list[NotNegative]) or not any(weights):
         raise ConfigError(
             f"task.class_weights={weights}: must be numbers, 0 or more and not all 0, one for each class"
         )
@@ -102,7 +102,7 @@ def wrong_number(weights: int, classes: int) -> ConfigError:
     )
 
 
-def balanced(counts: Sequence[int]) -> list[float]:
+def balanced_weights(counts: Sequence[int]) -> list[float]:
     """N / (C x items of the class), for `task.class_weights`. Raises ConfigError."""
     key = "task.class_weights=balanced"
     if not counts:

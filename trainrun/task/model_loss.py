@@ -50,7 +50,7 @@ class ModelLoss:
             )
         if self.rule == "auto":
             self.rule = found_rule(bare_model(model), batch)
-        return StepOutput(loss_mean=loss_of(model, batch), count=counted(batch, self.rule))
+        return StepOutput(loss_mean=loss_of(model, batch), count=count_labels(batch, self.rule))
 
 
 def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -67,14 +67,14 @@ def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return loss.reshape(())
 
 
-def labels_of(batch: Mapping[str, Any]) -> tuple[str, Tensor] | None:
+def labels_in_batch(batch: Mapping[str, Any]) -> tuple[str, Tensor] | None:
     found = ((key, batch[key]) for key in TARGET_KEYS if key in batch)
     return next(((key, value) for key, value in found if isinstance(value, Tensor)), None)
 
 
-def counted(batch: Mapping[str, Any], rule: str) -> Tensor | int:
+def count_labels(batch: Mapping[str, Any], rule: str) -> Tensor | int:
     """The items of a batch. PluginError: it has no labels of the form that the rule counts."""
-    found = labels_of(batch)
+    found = labels_in_batch(batch)
     if rule == "samples":
         tensor = next(value for value in batch.values() if isinstance(value, Tensor))
         return len(tensor)
@@ -90,10 +90,10 @@ def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
     Of labels (B, T, ...) both rows are the first of the batch, with all labels and with two of them. PluginError: none
     or several; DataError: they are the inputs, and the model does not shift them.
     """
-    labels = labels_of(batch)
+    labels = labels_in_batch(batch)
     with evaluating(model), torch.autocast(batch_device(batch), enabled=False):
         pair = probe(batch, labels)
-        parts = [rows(pair, [0]), rows(pair, [1])]
+        parts = [copy_rows(pair, [0]), copy_rows(pair, [1])]
         whole, *means = (float(loss_of(model, part)) for part in (pair, *parts))
         rules: tuple[str, ...] = RULES[:1]
         if labels is not None and labels[1].ndim > 1:  # one that shifts does not look at the first label
@@ -103,9 +103,9 @@ def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
     tolerance = TOLERANCE_16_BITS if half else TOLERANCE
     fitting = []
     for rule in rules:
-        counts = [int(counted(part, rule)) for part in parts]
+        counts = [int(count_labels(part, rule)) for part in parts]
         sums = [mean * count for mean, count in zip(means, counts, strict=True)]
-        fitting += [rule] if adds_up(whole * sum(counts), sums, tolerance) else []
+        fitting += [rule] if is_additive(whole * sum(counts), sums, tolerance) else []
     if len(fitting) != 1:
         raise PluginError(
             f"task.count=auto: the loss {whole:.6g} of two rows, {means[0]:.6g} and {means[1]:.6g} of each, may be the "
@@ -119,7 +119,7 @@ def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
     return fitting[0]
 
 
-def adds_up(whole: float, parts: Sequence[float], tolerance: float) -> bool:
+def is_additive(whole: float, parts: Sequence[float], tolerance: float) -> bool:
     """Whether the sum over some rows is that over their parts; so is what is not finite, which tells nothing."""
     size = max(abs(whole), sum(map(abs, parts)))
     return not isfinite(size) or abs(whole - sum(parts)) <= tolerance * size
@@ -132,8 +132,8 @@ def probe(batch: Mapping[str, Any], labels: tuple[str, Tensor] | None) -> dict[s
             raise PluginError(
                 f"task.count=auto: the first batch has one row, and two are compared; {WAY_OUT}"
             )
-        return rows(batch, [0, 1])
-    key, pair = labels[0], rows(batch, [0, 0])
+        return copy_rows(batch, [0, 1])
+    key, pair = labels[0], copy_rows(batch, [0, 0])
     real = labels[1][labels[1] != IGNORED]
     if labels[1].shape[1] < LEAST_LENGTH or not len(real):
         raise PluginError(f"task.count=auto: the first batch has too few labels to find out; {WAY_OUT}")
@@ -149,7 +149,7 @@ def with_another_first(labels: Tensor) -> Tensor:
     return changed
 
 
-def rows(batch: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
+def copy_rows(batch: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
     """Copies of some rows of every tensor."""
     return {
         key: value[indices] if isinstance(value, Tensor) and value.ndim else value

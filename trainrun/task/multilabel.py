@@ -70,9 +70,9 @@ class MultiLabel:
         inputs, target = inputs_and_target(batch)
         if "target_weight" in batch_fields(batch):
             raise DataError(PADDED)
-        logits, target = column(output_tensor(run_model(model, inputs, batch))), column(target)
+        logits, target = as_column(output_tensor(run_model(model, inputs, batch))), as_column(target)
         if not self.checked:
-            check(logits, target, self.weights)
+            check_multilabel(logits, target, self.weights)
             if self.metrics is not None:
                 self.metrics.check(logits, target >= 0.5)
             self.weights = None if self.weights is None else self.weights.to(logits)
@@ -108,16 +108,16 @@ class MultiLabel:
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction` (B, C): the probability of each label; and `target` where the data has one."""
         inputs, target = inputs_and_maybe_target(batch)
-        columns = {"prediction": column(output_tensor(run_model(model, inputs, batch))).sigmoid()}
-        return columns if target is None else columns | {"target": column(target)}
+        columns = {"prediction": as_column(output_tensor(run_model(model, inputs, batch))).sigmoid()}
+        return columns if target is None else columns | {"target": as_column(target)}
 
 
-def column(values: Tensor) -> Tensor:
+def as_column(values: Tensor) -> Tensor:
     """(B, 1) of (B,)."""
     return values.unsqueeze(1) if values.ndim == 1 else values
 
 
-def check(logits: Tensor, target: Tensor, weights: Tensor | None) -> None:
+def check_multilabel(logits: Tensor, target: Tensor, weights: Tensor | None) -> None:
     """Check shapes, targets and weights of the first batch only, as it waits for the device."""
     if target.ndim != 2:
         raise DataError(

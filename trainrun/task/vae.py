@@ -144,7 +144,7 @@ class Vae:
             return self._terms_of_tokens(model, batch)
         output, bernoulli = run_model(model, inputs, batch), self.likelihood == "bernoulli"
         if not self.checked:
-            check(output, inputs, bernoulli)
+            check_inputs(output, inputs, bernoulli)
             check_noise(batch, output[1])
             self.checked = True
         rebuilt, mean, log_var = (item.float() if item.dtype in HALF_TYPES else item for item in output)
@@ -249,7 +249,7 @@ def check_tokens(output: Any, tokens: Tensor) -> None:
         )
 
 
-def check(output: Any, inputs: Any, bernoulli: bool) -> None:
+def check_inputs(output: Any, inputs: Any, bernoulli: bool) -> None:
     """Check the form and range of the first batch only, as it waits for the device."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
         raise DataError(f"data: the inputs are {form_of(inputs)}; task=vae needs a tensor (B, ...)")

@@ -34,7 +34,7 @@ from trainrun.scheduler.schedule import Schedule
 from trainrun.seeding import evaluating, random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
 from trainrun.train_state import OF_THIS_RANK, TrainState
-from trainrun.training.named_optimizers import optimizer_states, refuse
+from trainrun.training.named_optimizers import optimizer_states, refuse_single_update
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import Hooks, TaskCalls, saved_state
 from trainrun.training.trained_parameters import TrainedParameters
@@ -113,7 +113,7 @@ class Components:
             self.schedule.rates if self.triggers.log else None
         )  # of this update: the schedule moves behind it
         if self.optimizers and (self.own_step is not None or self.config.loop):
-            refuse(self.optimizers)
+            refuse_single_update(self.optimizers)
         if closure is None:
             grad = self.precision.optimizer_step(self.optimizer, want_norm=self.triggers.log)
         else:

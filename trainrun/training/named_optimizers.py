@@ -84,7 +84,7 @@ class JoinedOptimizers(Optimizer):
         return defaultdict(dict, {key: own for state in states for key, own in state.items()})
 
     def step(self, closure: Any = None) -> NoReturn:
-        refuse(self._named)
+        refuse_single_update(self._named)
 
 
 class JoinedPrecision:
@@ -97,10 +97,10 @@ class JoinedPrecision:
         return self._common.autocast()
 
     def backward(self, loss_sum: Tensor, share: float) -> None:
-        refuse(self._named)
+        refuse_single_update(self._named)
 
     def optimizer_step(self, optimizer: Optimizer, want_norm: bool) -> GradReport:
-        refuse(self._named)
+        refuse_single_update(self._named)
 
     @property
     def had_gradient(self) -> set[Tensor]:
@@ -187,7 +187,7 @@ def nobody_looks() -> None:
     """Before there is a run with hooks."""
 
 
-def refuse(named: Named) -> NoReturn:
+def refuse_single_update(named: Named) -> NoReturn:
     raise PluginError(
         f'step: there are several optimizers ({", ".join(named)}); call run.optimizers["{next(iter(named))}"]'
         ".backward(loss_sum, share) and .update()"

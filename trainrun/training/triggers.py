@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trainrun.errors import ConfigError
 from trainrun.output import counted
 from trainrun.runtime.signals import StopFlag
-from trainrun.train_state import SAVE_NOW, TrainState, measured
+from trainrun.train_state import SAVE_NOW, TrainState, watched_value
 
 STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the largest wins
 
@@ -218,7 +218,9 @@ class Triggers:
         if state.best_by not in ("", best_by):
             state.best_step, state.best_metric = best or (-1, None)
             if state.step == state.validated_step:
-                self._note_best(state, measured(state.last_metrics, self.best.metric or "", self.best.named))
+                self._note_best(
+                    state, watched_value(state.last_metrics, self.best.metric or "", self.best.named)
+                )
         if state.watched_by not in ("", watched_by):
             state.watched_metric, state.bad_validations, state.early_stop = None, 0, ""
         state.best_by, state.watched_by = best_by, watched_by
@@ -378,4 +380,4 @@ def _metric(metrics: dict[str, float], tracker: MetricTracker, key: str) -> floa
     if (name := tracker.metric or "") not in metrics:
         known = ", ".join(known for known in metrics if not known.endswith("/seconds"))
         raise ConfigError(f"{key}={name}: no such metric; there are {known}")
-    return measured(metrics, name, tracker.named)
+    return watched_value(metrics, name, tracker.named)

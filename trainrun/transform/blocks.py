@@ -23,7 +23,7 @@ class ModelBlock(NamedTuple):
     start: int = 0
 
 
-def blocks_of(model: nn.Module) -> list[ModelBlock]:
+def model_blocks(model: nn.Module) -> list[ModelBlock]:
     """In the order of the model; none twice, and none inside of another.
 
     Children of a ModuleList or a Sequential that have layers of their own and are not the only ones of their

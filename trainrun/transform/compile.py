@@ -40,7 +40,7 @@ def compile_model(
     RuntimeError: no such backend or mode, no repeated blocks, or no C++ compiler where the CPU needs one.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    check_options(mode, backend, on_cpu)
+    check_compile_options(mode, backend, on_cpu)
     options: dict[str, Any] = {"mode": mode, "backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
     plain: Callable[..., Any] = model._call_impl
     call = plain
@@ -91,7 +91,7 @@ def _blocks_in(module: nn.Module) -> list[nn.Module]:
     return [block for child in children for block in _blocks_in(child)]
 
 
-def check_options(mode: str | None, backend: str, on_cpu: bool) -> None:
+def check_compile_options(mode: str | None, backend: str, on_cpu: bool) -> None:
     import torch._dynamo  # a second to import: only where it is used
 
     if backend not in torch._dynamo.list_backends(exclude_tags=()):

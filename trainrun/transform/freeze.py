@@ -57,12 +57,12 @@ def norms_of(model: nn.Module, patterns: Patterns, frozen: set[str]) -> list[str
         if getattr(layer, "running_mean", None) is not None:
             beginning = f"{name}." if name else ""
             own = {f"{beginning}{each}" for each, _ in layer.named_parameters()}
-            if own <= frozen if own else fits(f"{beginning}running_mean", patterns):
+            if own <= frozen if own else is_named(f"{beginning}running_mean", patterns):
                 found.append(name)
     return found
 
 
-def fits(name: str, patterns: Patterns) -> bool:
+def is_named(name: str, patterns: Patterns) -> bool:
     try:
         return bool(matching([name], patterns, ""))
     except ValueError:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainrun.transform.blocks import ModelBlock, blocks_of, wrap_blocks
+from trainrun.transform.blocks import ModelBlock, model_blocks, wrap_blocks
 from trainrun.transform.recompute import Recompute
 
 Around = Callable[[Callable[..., Any], Sequence[nn.Module]], Callable[..., Any]]
@@ -31,7 +31,7 @@ def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
     mode: full, selective, or the share of the blocks that is left alone, above 0 and below 1: the last ones,
     whose activations are the first to go in the backward.
     """
-    blocks = blocks_of(model)
+    blocks = model_blocks(model)
     if not isinstance(mode, str):
         blocks = blocks[: len(blocks) - int(mode * len(blocks))]
     recompute_blocks(model, blocks, selective=mode == "selective")

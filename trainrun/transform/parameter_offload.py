@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainrun.transform.blocks import ModelBlock, blocks_of
+from trainrun.transform.blocks import ModelBlock, model_blocks
 from trainrun.transform.gradient_checkpointing import recompute_blocks
 
 Fetch = Callable[[Tensor], Tensor]
@@ -30,7 +30,7 @@ def parameter_offload(model: nn.Module, device: torch.device) -> int:
 
     Parameters outside of blocks, or shared with what is outside, and all buffers stay on the device.
     """
-    blocks = blocks_of(model)
+    blocks = model_blocks(model)
     for param in own_parameters(model, blocks):
         param.data = param.data.cpu().pin_memory()
     fetch_blocks(model, blocks, partial(on_device, device=device))

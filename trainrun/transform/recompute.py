@@ -47,7 +47,7 @@ class Recompute:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         parameters = [parameter for module in self._modules for parameter in module.parameters()]
-        call = _Call([*tensors_in([args, kwargs]), *parameters], self._modules, self._selective)
+        call = _Call([*nested_tensors([args, kwargs]), *parameters], self._modules, self._selective)
 
         def forward(args: Any, kwargs: Any, _device: Any) -> Any:
             return self._forward(*args, **kwargs)
@@ -113,7 +113,7 @@ class _Call:
         if not is_kept(function, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         result = getattr(context, "op_output", None)  # of later versions of torch
-        self._products += [(tensor, tensor._version) for tensor in tensors_in([result])]
+        self._products += [(tensor, tensor._version) for tensor in nested_tensors([result])]
         return CheckpointPolicy.MUST_SAVE
 
     def _check_unchanged(self) -> None:
@@ -157,13 +157,13 @@ def is_kept(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return "dropout_p" in names and not given.get("dropout_p", 0.0)
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
+def nested_tensors(tree: Any) -> Iterator[Tensor]:
     """Those inside lists, tuples and dicts."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from tensors_in(value)
+            yield from nested_tensors(value)
     elif isinstance(tree, dict):
         for value in tree.values():
-            yield from tensors_in(value)
+            yield from nested_tensors(value)

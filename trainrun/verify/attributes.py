@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainrun.runtime.held_state import attributes_of as own_attributes
 from trainrun.runtime.held_state import state_text
-from trainrun.training.checks.unsaved_state import parts_of, saves_all
+from trainrun.runtime.held_state import unsaved_attributes as own_attributes
+from trainrun.training.checks.unsaved_state import ids_of_saved_parts, saves_all
 from trainrun.training.components import Components
 
 KEPT = ("state", "param_groups", "defaults", "step")  # of an optimizer, or the task's own function
@@ -21,7 +21,7 @@ def attributes_of(run: Components) -> dict[str, str]:
         owners["task"] = run.task
     if type(run.optimizer).__module__.partition(".")[0] != "torch":
         owners["optimizer"] = run.optimizer
-    known = parts_of(run.model)
+    known = ids_of_saved_parts(run.model)
     texts = {
         f"{place}.{name}": state_text(value, known)
         for place, owner in owners.items()

@@ -21,7 +21,7 @@ from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.config.validate import check
+from trainrun.config.validate import check_config
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TrainingError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, write_json
 from trainrun.monitor.metric_rows import read_rows
@@ -106,7 +106,7 @@ class Trials:
         """
         self._progress(about)
         config = change(quiet(self.config))
-        if faults := check(config):
+        if faults := check_config(config):
             raise NotApplicable(f"it is another run than that of these words: {faults[0]}")
         own = {"hydra.run.dir": str(self.folder / secrets.token_hex(4))}
         said = io.StringIO()

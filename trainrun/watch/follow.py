@@ -16,7 +16,7 @@ import psutil
 
 from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.folder.status import read_status
-from trainrun.monitor.metric_rows import row_of
+from trainrun.monitor.metric_rows import parse_row
 from trainrun.output import duration
 
 MOST_POINTS = 2000  # of a curve; then every second one goes
@@ -60,7 +60,7 @@ class Follower:
                 *lines, self._rest = (self._rest + block).split(b"\n")
                 for line in lines:
                     with contextlib.suppress(ValueError):  # a damaged line tells nothing
-                        self._take(row_of(line))
+                        self._take(parse_row(line))
 
     def _take(self, row: dict[str, Any]) -> None:
         kind, step = row.get("kind"), row.get("step", 0)

@@ -33,7 +33,7 @@ from trainrun.data.same_samples import check_same, digest_of
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
 from trainrun.runtime.child_process import run_in_child
-from trainrun.runtime.held_state import changed, first_names, values_of
+from trainrun.runtime.held_state import changed, comparable_values, first_names
 from trainrun.user_code import line_of
 
 PASS_SECONDS = 10.0  # for the first sample of a pass in a child process
@@ -266,7 +266,7 @@ class PassComparison:
 
         Called in each pass. Where attributes differ, a child process reads the first sample of two passes.
         """
-        held, before = values_of(self._source, set()), self._held
+        held, before = comparable_values(self._source, set()), self._held
         self._held, self.is_done = held, before is not None
         names = [] if before is None else changed(before, held)
         if not names or not differs_in_passes(self._source):

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainrun.data.batch import changed_wholes
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS
-from trainrun.plugin_faults import nearest
+from trainrun.plugin_faults import did_you_mean
 
 KEY = "data.train.target"
 NO_TARGET = "none"
@@ -62,7 +62,7 @@ class Coding:
             row = numbers.index(-1)
             raise DataError(
                 f"{where(row)} is {words_in(cells)[row]!r}, which is no class of the training data"
-                f"{nearest(words_in(cells)[row], self.names) or '.'} It has {listed(self.names)}"
+                f"{did_you_mean(words_in(cells)[row], self.names) or '.'} It has {listed(self.names)}"
             )
         return torch.tensor(numbers, dtype=torch.int64)
 
@@ -137,7 +137,7 @@ def named_columns(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, .
     for name in names:
         if name not in known:
             raise DataError(
-                f"{key}={name}: no such column{nearest(name, columns) or ';'} columns: {listed(columns)}"
+                f"{key}={name}: no such column{did_you_mean(name, columns) or ';'} columns: {listed(columns)}"
             )
     if not names:
         raise DataError(f"{key}=[]: name at least one column; columns: {listed(columns)}")

@@ -57,14 +57,14 @@ def chosen(
             near = difflib.get_close_matches(str(name), known, n=1)
             guess = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"task.metrics={shown(names)}: no metric {name} of task={task}; there are {', '.join(known)}"
+                f"task.metrics={format_names(names)}: no metric {name} of task={task}; there are {', '.join(known)}"
                 f"{' (or another number)' if 'top5' in known else ''}, or any class of torchmetrics by "
                 f"_target_.{guess}"
             )
     return tuple(names), own
 
 
-def shown(names: Iterable[object]) -> str:
+def format_names(names: Iterable[object]) -> str:
     return f"[{','.join(map(str, names))}]"
 
 
@@ -82,7 +82,7 @@ class ClassMetrics:
         for name in self._names:
             if name.startswith("top") and int(name[3:]) >= num_classes:
                 raise ConfigError(
-                    f"task.metrics={shown(self._names)}: {name} of {num_classes} classes is always right; "
+                    f"task.metrics={format_names(self._names)}: {name} of {num_classes} classes is always right; "
                     "choose a smaller number"
                 )
 
@@ -120,7 +120,7 @@ class ClassMetrics:
             if scores.shape[1] == 1:
                 scores = torch.cat([-scores, scores], 1)
             hot = labels[:, None] == torch.arange(scores.shape[1])
-            each |= ranked(scores, hot, self._names)
+            each |= ranking_scores(scores, hot, self._names)
         each = {name: each[name] for name in self._names if name in each}
         return means(each) | (by_class(each) if self._per_class else {}) | more
 
@@ -158,7 +158,7 @@ class LabelMetrics:
         parts = ratios(sums[PER_CLASS])
         each = {name: parts[name.removesuffix("_macro")] for name in self._names if name.endswith("_macro")}
         if SCORES in sums:
-            each |= ranked(sums[SCORES], sums[LABELS], self._names)
+            each |= ranking_scores(sums[SCORES], sums[LABELS], self._names)
         found |= means(each)
         if self._per_class:
             each |= {name: parts[name] for name in ("f1", "precision", "recall") if name in self._names}
@@ -176,8 +176,8 @@ class NumberMetrics:
         """Raises ConfigError for a metric that cannot read these. padded: sequences of several lengths."""
         if padded and ("r2" in self._names or self._own is not None):
             raise ConfigError(
-                f"task.metrics={shown(self._names)}: r2 and metrics with _target_ are not defined for sequences of "
-                "several lengths; use rmse"
+                f"task.metrics={format_names(self._names)}: r2 and metrics with _target_ are not defined for sequences "
+                "of several lengths; use rmse"
             )
         if self._own is not None:
             self._own.check(*flat(output.detach(), target))
@@ -244,7 +244,7 @@ def ratios(counts: Tensor) -> dict[str, Tensor]:
     }
 
 
-def ranked(scores: Tensor, hot: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+def ranking_scores(scores: Tensor, hot: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
     """AUROC and average precision of each class. scores: (N, C) float64; hot: (N, C) bool."""
     pairs = [ranking(scores[:, i], hot[:, i]) for i in range(scores.shape[1])]
     columns = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)

@@ -34,7 +34,7 @@ def told_apart(metrics: Any) -> tuple[list[Any], dict[str, Any]]:
         if not isinstance(item, Mapping) and not is_metric(item):
             names.append(item)
             continue
-        for name, metric in item.items() if isinstance(item, Mapping) else [(name_of(item), item)]:
+        for name, metric in item.items() if isinstance(item, Mapping) else [(metric_name(item), item)]:
             if not is_metric(metric):
                 raise ConfigError(
                     f"task.metrics.{name}: must be a metric with update, compute and reset, as "
@@ -56,7 +56,7 @@ def is_metric(value: Any) -> bool:
     ) and not isinstance(value, Mapping)
 
 
-def name_of(metric: Any) -> str:
+def metric_name(metric: Any) -> str:
     """`MulticlassCohenKappa` -> `cohen_kappa`."""
     name = re.sub(r"^(Binary|Multiclass|Multilabel)(?=[A-Z])", "", type(metric).__name__)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

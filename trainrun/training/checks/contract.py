@@ -27,7 +27,7 @@ from trainrun.data.split_batch import num_rows, rows_of, twice
 from trainrun.errors import PluginError
 from trainrun.interfaces import Counting, counts_before
 from trainrun.sums import OWN, check_names, flat_sums, metrics_of
-from trainrun.task.model_loss import adds_up
+from trainrun.task.model_loss import is_additive
 from trainrun.tensors import HALF_TYPES
 from trainrun.training.components import Components
 from trainrun.training.without_trace import run_trial
@@ -151,7 +151,7 @@ def look_of(run: Components) -> Callable[..., dict[str, Pair]]:
     def look(data: Any, exact: bool = False) -> dict[str, Pair]:
         with nullcontext() if exact else run.precision.autocast():
             out = run.task.step(run.model, data)
-        return values_of(run.task, run.counting, data, out)
+        return loss_and_sums(run.task, run.counting, data, out)
 
     return look
 
@@ -169,7 +169,7 @@ def no_sum_of_parts(looks: Looks) -> tuple[float, float] | None:
     whole, *halves = (float(seen[LOSS][0]) for seen in looks.parts) if looks.parts else (once, once)
     if max(map(abs, (whole, *halves))) < LEAST or abs(once - again) > 0.1 * looks.rounding * abs(once):
         return None
-    return None if adds_up(whole, halves, looks.rounding) else (whole, sum(halves))
+    return None if is_additive(whole, halves, looks.rounding) else (whole, sum(halves))
 
 
 def not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
@@ -191,7 +191,7 @@ def not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
         # whole numbers count rows, of which rounding may move one from one side of a threshold to the other
         counted_rows = all(float(part[name][0]).is_integer() for part in looks.parts)
         slack = max(2 / float(count), 0.1 * max(abs(whole), abs(parts))) if counted_rows else 0.0
-        if abs(whole - parts) > slack and not adds_up(whole, [parts], looks.rounding):
+        if abs(whole - parts) > slack and not is_additive(whole, [parts], looks.rounding):
             names.append(name)
     return names
 
@@ -203,7 +203,7 @@ def ratio_of(looks: Sequence[dict[str, Pair]], name: str) -> float:
     return total / count if count else 0.0
 
 
-def values_of(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, Pair]:
+def loss_and_sums(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, Pair]:
     """The loss and all sums, each with what it is divided by. BadOutput: they are not what the contract says."""
     name, loss = type(task).__name__, getattr(out, "loss_sum", None)
     if not isinstance(loss, Tensor):

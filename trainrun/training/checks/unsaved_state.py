@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.interfaces import KeepsState
-from trainrun.runtime.held_state import changed, first_names, shape_of, values_of
+from trainrun.runtime.held_state import changed, comparable_values, first_names, shape_of
 from trainrun.user_code import is_users_class
 
 
@@ -37,7 +37,7 @@ class UnsavedState:
         task, model = self._run.task, self._run.model
         if self._first is None:
             self._first = self._held()
-            self._own_versions = {name: value._version for name, value in own_parameters(task, model)}
+            self._own_versions = {name: value._version for name, value in task_parameters(task, model)}
             return False
         if log:
             self._tell_untrained()
@@ -79,20 +79,20 @@ class UnsavedState:
         """Return for each owner its attributes as texts that can be compared."""
         run, owners = self._run, self._owners()
         known = {id(part) for part in (*vars(run).values(), *owners.values())}
-        known |= parts_of(run.model)
-        held = {key: values_of(owner, known) for key, owner in owners.items()}
+        known |= ids_of_saved_parts(run.model)
+        held = {key: comparable_values(owner, known) for key, owner in owners.items()}
         modules = users_modules(run.model)
         if modules:
             held["model"] = {
                 f"{place}.{name}".lstrip("."): text
                 for place, module in modules.items()
-                for name, text in values_of(module, known).items()
+                for name, text in comparable_values(module, known).items()
             }
         return held
 
     def _tell_untrained(self) -> None:
         """Name parameters of the task that get gradients and that nothing updates."""
-        own = own_parameters(self._run.task, self._run.model)
+        own = task_parameters(self._run.task, self._run.model)
         still = [
             name
             for name, value in own
@@ -117,7 +117,7 @@ def saves_all(owner: Any) -> bool:
     )
 
 
-def own_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
+def task_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the tensors that take gradients and that attributes of the task hold, and the model does not."""
     known = {id(parameter) for parameter in model.parameters()}
     found: list[tuple[str, Tensor]] = []
@@ -144,7 +144,7 @@ def users_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def parts_of(model: nn.Module) -> set[int]:
+def ids_of_saved_parts(model: nn.Module) -> set[int]:
     """Return the ids of the model's modules, and of what a checkpoint holds of them."""
     buffers = (
         buffer

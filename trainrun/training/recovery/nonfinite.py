@@ -31,7 +31,7 @@ from trainrun.folder.run_folder import write_json
 from trainrun.interfaces import IGNORED, Batches, Parallel, Precision
 from trainrun.output import counted
 from trainrun.train_state import BadStep, RollBack, TrainState
-from trainrun.training.recovery.oom import OomRetry, numbers_in
+from trainrun.training.recovery.oom import OomRetry, stored_numbers
 
 MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look
 MAX_SKIPPED_SHARE = 0.1
@@ -160,7 +160,7 @@ class BadSteps:
         tensors = {
             name: leaf.detach().cpu().contiguous()
             for number, batch in enumerate(bad.window)
-            for name, leaf in named_tensors(batch.data, str(number))
+            for name, leaf in tensors_of_batch(batch.data, str(number))
         }
         temporary = place / f".rank-{rank:05d}.{os.getpid()}.tmp"
         temporary.unlink(missing_ok=True)
@@ -187,29 +187,29 @@ def _facts(bad: BadStep) -> list[dict[str, Any]]:
             "counts": batch.real,
             "tensors": {
                 name: {"shape": list(leaf.shape), "nonfinite": num_nonfinite(leaf)}
-                for name, leaf in named_tensors(batch.data, str(number))
+                for name, leaf in tensors_of_batch(batch.data, str(number))
             },
         }
         for number, batch in enumerate(bad.window)
     ]
 
 
-def named_tensors(data: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def tensors_of_batch(data: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a batch with the way to it: `0.inputs`, `0.1`."""
     if isinstance(data, Tensor):
         yield name, data
     elif isinstance(data, Mapping):
         for key, value in data.items():
-            yield from named_tensors(value, f"{name}.{key}")
+            yield from tensors_of_batch(value, f"{name}.{key}")
     elif isinstance(data, list | tuple):
         for number, value in enumerate(data):
-            yield from named_tensors(value, f"{name}.{number}")
+            yield from tensors_of_batch(value, f"{name}.{number}")
 
 
 def num_nonfinite(tensor: Tensor) -> int:
     """The host waits for the device: asked after a bad step only."""
     floating = tensor.is_floating_point() or tensor.is_complex()
-    return int((~torch.isfinite(numbers_in(tensor))).sum()) if floating else 0
+    return int((~torch.isfinite(stored_numbers(tensor))).sum()) if floating else 0
 
 
 def likely_cause(model: nn.Module, batches: Batches) -> str:
@@ -221,7 +221,7 @@ def likely_cause(model: nn.Module, batches: Batches) -> str:
                 return f"the model's {kind} {name} is not finite"
     ignored = []
     for batch in islice(batches.epoch(0), MOST_BATCHES):
-        leaves = [leaf for _, leaf in named_tensors(batch.data, "")]
+        leaves = [leaf for _, leaf in tensors_of_batch(batch.data, "")]
         for leaf in leaves:
             if num_nonfinite(leaf):
                 return f"the data is not finite{_sample(leaf, batch.indices)}"

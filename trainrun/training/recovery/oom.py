@@ -357,7 +357,7 @@ class BufferCopies:
                 continue
             if name not in self._copies:
                 return f"the model's buffer {name} was written into, which the first window did not do"
-            put_back(self.model, name, *self._copies[name])
+            restore_buffer(self.model, name, *self._copies[name])
         return ""
 
     @torch.no_grad()
@@ -368,11 +368,11 @@ class BufferCopies:
         """
         poisoned = [name for name in not_finite(self.model) if name not in self._never_finite]
         for name in poisoned:
-            if name not in self._copies or not is_finite(self._copies[name][1]):
+            if name not in self._copies or not has_finite_values(self._copies[name][1]):
                 return f"the model's buffer {name} is not finite any more, and no copy of it from before is there"
         if poisoned:
             for name, (buffer, contents) in self._copies.items():
-                put_back(self.model, name, buffer, contents)
+                restore_buffer(self.model, name, buffer, contents)
         return ""
 
     def _look_at_buffers(self, first: bool) -> None:
@@ -414,7 +414,7 @@ class BufferCopies:
             copy_(copies, sources)
 
 
-def put_back(model: nn.Module, name: str, buffer: Tensor, contents: Tensor) -> None:
+def restore_buffer(model: nn.Module, name: str, buffer: Tensor, contents: Tensor) -> None:
     """Restore a buffer; the same tensor, also where the model put another in its place."""
     module, _, own = name.rpartition(".")
     buffer.copy_(contents)
@@ -422,14 +422,14 @@ def put_back(model: nn.Module, name: str, buffer: Tensor, contents: Tensor) -> N
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    return [name for name, buffer in model.named_buffers() if not is_finite(buffer)]
+    return [name for name, buffer in model.named_buffers() if not has_finite_values(buffer)]
 
 
-def is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(numbers_in(tensor).isfinite().all())
+def has_finite_values(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(stored_numbers(tensor).isfinite().all())
 
 
-def numbers_in(tensor: Tensor) -> Tensor:
+def stored_numbers(tensor: Tensor) -> Tensor:
     """Itself; of a sparse one, whose zeros torch asks for no more than its sum, those that it holds."""
     if tensor.layout is torch.strided:
         return tensor

@@ -44,7 +44,7 @@ def load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str
 
 
 def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
-    from trainrun.checkpoint.weights import check_tensors, fit_buffers, put_back, tensor_kinds
+    from trainrun.checkpoint.weights import check_tensors, fit_buffers, tensor_kinds, with_left_out
 
     if longer := fit_buffers(run.model, shared["model"], run.parallel.device):
         run.monitors.note(
@@ -53,7 +53,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     live = run.model.state_dict()
     if run.base is not None:
         run.base.check(place, shared)
-    shared = put_back(place, run.parallel.load_state_dict(shared, live), live)
+    shared = with_left_out(place, run.parallel.load_state_dict(shared, live), live)
     check_classes(place, shared, run.data_facts.class_names)
     check_inputs(place, shared, run.data_facts.inputs)
     check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))

@@ -22,7 +22,7 @@ from trainrun.data.readers.targets import Coding, coding_of, listed
 from trainrun.data.tensor_dataset import Arrays, Splits
 from trainrun.errors import DataError
 from trainrun.limits import Auto, BelowOne, HeldOutBy, TargetType
-from trainrun.plugin_faults import nearest
+from trainrun.plugin_faults import did_you_mean
 
 ENDINGS = (".h5", ".hdf5")
 CHUNK_CACHE_BYTES = 32 * 2**20  # for each data set of an open file; HDF5's own default is 1 MiB
@@ -156,7 +156,7 @@ def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> H
         file.visititems(lambda item, value: names.append(item) if isinstance(value, h5py.Dataset) else None)
         raise DataError(
             f"{full}: no data set {split}/{name}, {name}_{split} or {name} in {file.filename}"
-            f"{nearest(str(name), names) or ';'} it has {listed(names) or 'none'}"
+            f"{did_you_mean(str(name), names) or ';'} it has {listed(names) or 'none'}"
         )
     data = file[found]
     words = h5py.check_string_dtype(data.dtype) is not None

@@ -112,7 +112,7 @@ class Form:
         return torch.stack(planes).div_(65535)
 
 
-def form_of(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> Form:
+def form_of_picture(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> Form:
     """DataError: no shape of a picture."""
     if shape is not None and (len(shape) != 3 or shape[0] not in MODES or min(shape) < 1):
         raise DataError(

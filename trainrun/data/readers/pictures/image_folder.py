@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainrun.data.readers.parts import SplitRequest, group_numbers, is_inside, rows_of
 from trainrun.data.readers.paths import existing_folder, fingerprint_of, folders_below
-from trainrun.data.readers.pictures.decode import Form, decoded, form_of, has_16_bits
+from trainrun.data.readers.pictures.decode import Form, decoded, form_of_picture, has_16_bits
 from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_words
 from trainrun.data.readers.targets import Coding, coding_of, named_columns
 from trainrun.data.scale import Scale
@@ -125,7 +125,7 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
     labels: a CSV file in the folder, whose first two columns are file and label. The others: see `Form`
         and `SplitRequest`; val_path and test_path are not needed where `path` has the folders val and test.
     """
-    form = form_of(shape, fit, dtype, draft)
+    form = form_of_picture(shape, fit, dtype, draft)
     existing_folder(path, "data.path")
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     found = request.find_folder(Path.exists if labels else has_folders)

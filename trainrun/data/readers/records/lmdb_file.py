@@ -19,7 +19,7 @@ from typing import Any
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import plain_file
-from trainrun.data.readers.pictures.decode import Form, form_of
+from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value, picture
@@ -41,7 +41,7 @@ def load(path: str | None, val_path: str | None = None, test_path: str | None = 
     if path is None:
         raise DataError("data.path: name an LMDB environment, as data.path=train.lmdb (a folder or a file)")
     found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_folder(ending=".lmdb")
-    form = form_of(shape, fit, dtype, draft)
+    form = form_of_picture(shape, fit, dtype, draft)
     return splits_of_files(
         found, lambda files: ReadFiles(LmdbReader(_data_file(files[0], found.setting_of(files)), form))
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import SplitRequest
-from trainrun.data.readers.pictures.decode import Form, form_of
+from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import decode_sample, is_sample
 from trainrun.data.readers.records.shards import Shards, facts_beside
@@ -59,7 +59,7 @@ def load(path: str | None, columns: Sequence[str] | None = None,
     sequences: features that stay 1-D where they hold one number; others become a scalar.
     """
     found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
-    form = form_of(shape, fit, dtype, draft)
+    form = form_of_picture(shape, fit, dtype, draft)
     names = None if columns is None else tuple(columns)
     return splits_of_files(
         found, lambda files: ReadFiles(TfrecordReader(files, names, frozenset(sequences), form))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from trainrun.data.readers.parts import SplitRequest
-from trainrun.data.readers.pictures.decode import Form, form_of
+from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import decode_sample
 from trainrun.data.readers.records.shards import Shards, facts_beside
@@ -52,7 +52,7 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
         pair; else a dict of all that the first sample has.
     """
     found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
-    form = form_of(shape, fit, dtype, draft)
+    form = form_of_picture(shape, fit, dtype, draft)
     return splits_of_files(found, lambda files: ReadFiles(TarReader(files, columns, form)))
 
 

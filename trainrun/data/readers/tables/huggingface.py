@@ -20,7 +20,7 @@ from trainrun.data.readers.free_space import check_disk, unpacked_bytes
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import files_of, plain_file
-from trainrun.data.readers.pictures.decode import Form, decoded, form_of
+from trainrun.data.readers.pictures.decode import Form, decoded, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.targets import named_columns
 from trainrun.data.tensor_dataset import Splits
@@ -44,7 +44,7 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     found = request.find_files(tuple(KINDS), set_or_files)
-    form = form_of(shape, fit, dtype, draft)
+    form = form_of_picture(shape, fit, dtype, draft)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         setting = found.setting_of(files)

@@ -19,7 +19,7 @@ from trainrun.data.readers.column_store import Array, ColumnWriter, StoredColumn
 from trainrun.data.readers.mapped_rows import rows_of_columns
 from trainrun.data.readers.parts import SplitRequest, group_numbers
 from trainrun.data.readers.paths import fingerprint_of
-from trainrun.data.readers.pictures.decode import Form, form_of
+from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.tables.arrow_columns import (
     Kind,
@@ -65,7 +65,11 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     kinds = [training.kinds[name] for name in names]
     check_kinds(kinds, [training.kinds[name] for name in goal])
     has_pictures = any(kind.name == "picture" for kind in kinds)
-    form = form_of(shape, fit, "uint8" if dtype == "uint8" else "float32", draft) if has_pictures else Form()
+    form = (
+        form_of_picture(shape, fit, "uint8" if dtype == "uint8" else "float32", draft)
+        if has_pictures
+        else Form()
+    )
     group = groups if found.holds_out else None
     choice = ArrowChoice(names, goal, group, dtype, target_dtype, fill)
     input_form = InputForm(form, shape_of_inputs(shape, kinds), has_pictures)
