@@ -505,8 +505,8 @@ class RunFacts:
 
     sample_every: every such step counts for metrics of training; `train/loss` is over all steps. max_seconds: the limit
     of training time over all sessions. seconds_before, epochs_before: training of earlier sessions. choices: automatic
-    choices with their reasons, one line each. update: optimizer, learning rate and schedule as text. run_id: kept by a
-    resume. config: as in `config.yaml`, without secrets.
+    choices with their reasons, one line each. advice: what a user should know or change, one line each. update:
+    optimizer, learning rate and schedule as text. run_id: kept by a resume. config: `config.yaml`, without secrets.
     """
 
     name: str
@@ -525,6 +525,7 @@ class RunFacts:
     num_trainable: int
     choices: tuple[str, ...] = ()
     update: str = ""
+    advice: tuple[str, ...] = ()
     run_id: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     sample_every: int = 1

@@ -138,6 +138,23 @@ def short_list(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
+def fitting(widths: Sequence[int], ranks: Sequence[int], room: int, gap: int = 2) -> list[int]:
+    """Return the numbers of the fields that fit side by side into `room`; the largest rank is dropped first."""
+    kept = list(range(len(widths)))
+    while len(kept) > 1 and sum(widths[one] + gap for one in kept) - gap > room:
+        kept.remove(max(kept, key=lambda one: ranks[one]))
+    return kept
+
+
+def clock(seconds: float) -> str:
+    """Return 0:12, 2:05, 1:02:05."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def counted(number: int | None, thing: str) -> str:
     """1 epoch, 2,000 steps, an unknown number of samples."""
     if number is None:

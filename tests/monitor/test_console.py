@@ -18,10 +18,11 @@ import pytest
 from trainrun.interfaces import RunFacts
 from trainrun.monitor import notebook
 from trainrun.monitor.bar import ProgressBar
-from trainrun.monitor.console import Console, start_lines
+from trainrun.monitor.console import Console
+from trainrun.monitor.run_lines import start_lines
 
 FACTS = RunFacts(
-    "digits-mlp", "runs/x", "cpu", 2, 32, 4, 1437, 360, 45, 900, 20, "MLP (layers)", 19210, 19210,
+    "digits-mlp", "runs/x", "cpu", 2, 32, 4, 1437, 360, 45, 900, 20, "MLP", 19210, 19210,
     ("data.engine=resident: 0.4 MiB fits in memory", "parallel.devices=2: [two] cores"),
     "AdamW, lr 0.001, schedule cosine",
 )  # fmt: skip
@@ -55,49 +56,47 @@ def run(console: Console, folder: str = "runs/x") -> None:
 def test_lines_without_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     stream = io.StringIO()
-    run(Console(stream=stream), str(tmp_path))
+    run(Console(stream=stream, best=lambda: ("val/acc", 135)), str(tmp_path))
     assert (
         stream.getvalue()
         == f"""\
 digits-mlp on cpu
-  model      MLP (layers), 19,210 parameters
   data       1,437 training samples, 360 for validation
+  model      MLP, 19,210 parameters
+  optimizer  AdamW, lr 0.001, schedule cosine
   batch      32 x 4 accumulated x 2 ranks = 256
-  update     AdamW, lr 0.001, schedule cosine
   length     900 steps, 45 an epoch, 20 epochs
-  chosen     data.engine=resident: 0.4 MiB fits in memory
-             parallel.devices=2: [two] cores
   folder     {tmp_path}
-epoch 3/20  step 135  train/loss 0.2135  val/loss 0.25  val/acc 0.921  5.5k samples/s
+epoch   step  train/loss  val/loss   val/acc   samples/s
+ 3/20    135      0.2135    0.2500    0.9210*       5.5k
 saved [bold]checkpoint[/bold] :smile:
 test  test/loss 0.2  test/acc 0.95
 ended at step 900: trainer.max_epochs=20 reached
   best       val/acc 0.9812 at step 810
-  time       1:05 of training, 5.91k samples/s
-  files      {tmp_path}/checkpoints
+  time       1:05 of training at 5.91k samples/s
+  next       trainrun evaluate {tmp_path}
 """
     )
 
 
-def test_the_log_has_the_lines_that_a_bar_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+CHOICES = "  chosen     data.engine=resident: 0.4 MiB fits in memory\n             parallel.devices=2: [two] cores\n"
+
+
+def test_log_has_all_choices_and_the_lines_of_a_screen_of_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    screen, log, lines = io.StringIO(), io.StringIO(), io.StringIO()
-    console = Console(interactive=True, stream=screen, log=log)
-    console.on_start(FACTS, 0)
-    console.on_eval(135, 3.0, {"val/loss": 0.25})
-    console.close()
-    assert "epoch 3/20  step 135  val/loss 0.25" in log.getvalue()
-    assert "step 135" not in ESCAPES.sub("", screen.getvalue())
-    run(Console(interactive=True, stream=screen, log=(log := io.StringIO())))
+    monkeypatch.setenv("COLUMNS", "30")
+    log, lines = io.StringIO(), io.StringIO()
+    run(Console(interactive=True, stream=io.StringIO(), log=log))
     run(Console(stream=lines))
-    assert log.getvalue() == lines.getvalue()
+    assert log.getvalue().replace(CHOICES, "") == lines.getvalue()
+    assert CHOICES in log.getvalue()
 
 
 def test_a_closed_screen_leaves_the_log_whole() -> None:
     log, lines = io.StringIO(), io.StringIO()
     run(Console(stream=ClosedPipe(), log=log))
     run(Console(stream=lines))
-    assert log.getvalue() == lines.getvalue()
+    assert log.getvalue().replace(CHOICES, "") == lines.getvalue()
 
 
 def test_a_run_without_validation_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +107,15 @@ def test_a_run_without_validation_is_not_silent(monkeypatch: pytest.MonkeyPatch)
     console.on_step(50, 1.111111, {"train/loss": 0.3, "lr": 1e-3})
     console.on_batch(51)
     console.on_batch(52)
-    assert stream.getvalue().splitlines()[1:] == ["epoch 1.111/20  step 50  train/loss 0.3"]
+    head, line = stream.getvalue().splitlines()[1:]
+    assert head.split() == ["epoch", "step", "train/loss"]
+    assert line.split() == ["1.11/20", "50", "0.3000"]
 
 
 def test_the_length_names_epochs_where_they_end_the_run() -> None:
     facts = replace(FACTS, steps_per_epoch=10**6, total_steps=5000)
     assert "  length     5,000 steps, 1,000,000 an epoch" in start_lines(facts, 0, True)
-    assert ProgressBar(facts, 0).draw(80, 1200, []).plain.startswith("training  ")
+    assert ProgressBar(facts, 0).draw(80, 1200, []).plain.startswith("training  ━")
 
 
 def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,15 +137,13 @@ def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatc
     shown = ESCAPES.sub("", stream.getvalue())
     assert "epoch 10/20" in shown
     assert "450/900  50%" in shown
-    assert "5.9k samples/s  train/loss 0.25  val/loss 0.5  val/acc 0.9" in shown
+    assert "train/loss 0.25  val/loss 0.5  5.9k samples/s  val/acc 0.9" in shown
     assert "saved [bold]x[/bold] :smile:" in shown
     assert "a print of the user's" in shown
-    last = "epoch 10/20  step 450  train/loss 0.25  val/loss 0.5  val/acc 0.9  5.9k samples/s\n"
-    assert shown.count("step 450  ") == 1  # no lines beside the bar; the newest numbers stay when it goes
-    assert shown.index("a print of the user's") < shown.index(last) < shown.index("ended at step")
-    assert shown.endswith(
-        "  best       val/acc 0.9812 at step 810\n  time       1:05 of training, 5.91k samples/s\n  files      runs/x\n"
-    )
+    line = "10/20    450      0.2500    0.5000    0.9000       5.9k\n"
+    assert shown.count(line) == 1  # above the bar, and it stays
+    assert shown.index(line) < shown.index("a print of the user's") < shown.index("ended at step")
+    assert shown.endswith("  time       1:05 of training at 5.91k samples/s\n  folder     runs/x\n")
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # the cursor is back
     assert sys.stdout is before[0]
     for thread in set(threading.enumerate()) - before[1]:
@@ -160,7 +159,7 @@ def test_no_bar_where_none_is_wanted_or_possible(
     stream = io.StringIO()
     run(Console(interactive=True, progress=progress, stream=stream))
     assert "\x1b" not in stream.getvalue()
-    assert "epoch 3/20  step 135" in stream.getvalue()
+    assert " 3/20    135 " in stream.getvalue()
 
 
 @pytest.mark.process
@@ -224,14 +223,19 @@ def bar_of(
     return ProgressBar(facts, start, **{"clock": lambda: 0.0} | kwargs)
 
 
-@pytest.mark.parametrize("width", [20, 60, 80, 200])
-def test_the_bar_fits_the_terminal(width: int) -> None:
-    first = bar_of(100_000, 45, 20).draw(width, 50_000, ["train/loss 0.5"]).plain.splitlines()[0]
-    if width >= 60:
-        assert len(first) <= width
-        assert first.count("━") == min(40, width - len(first.replace("━", "")))
-    else:
-        assert "━" not in first
+@pytest.mark.parametrize("width", [30, 44, 60, 80, 100, 200])
+def test_bar_shows_whole_fields_that_fit(width: int) -> None:
+    bar = bar_of(100_000, 45, 20, 50_000, activity=lambda: "validating 40/79")
+    values = ["val/acc 0.912", "train/loss 0.5", "val/loss 0.6", "5.9k samples/s", "waits for data 3 %"]
+    first, second = bar.draw(width, 50_000, values).plain.splitlines()
+    assert len(first) <= width
+    assert len(second) <= width
+    assert set(second.split("  ")) <= set(values)
+    assert second.startswith("val/acc 0.912")
+    assert "validating 40/79" in first
+    assert "0:00 < ?" in first
+    assert (first.count("━") >= 8) == (width >= 60)
+    assert ("epoch 1/20" in first) == (width >= 80)
 
 
 def test_the_bar_shows_the_share_of_waiting_of_the_last_half_minute() -> None:
@@ -277,7 +281,9 @@ def test_a_notebook_has_a_bar_of_html(
     assert 'value="11" max="' in shown[-1]
     assert "train/loss 0.5" in shown[-1]
     assert "val/&lt;b&gt; 0.25" in shown[-1]
-    assert "val/" not in capsys.readouterr().out  # the bar has it
+    assert "<th>val/&lt;b&gt;</th>" in shown[-1]
+    assert "<td>0.2500</td>" in shown[-1]
+    assert "val/" not in capsys.readouterr().out  # the table has it
     console.close()
     number = len(shown)
     console.on_batch(12)

@@ -67,7 +67,7 @@ def test_fault_in_the_bar_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_terminal(words: list[str], folder: Path, env: dict[str, str]) -> tuple[int, str]:
-    """Run a command in a terminal of 40 columns; its exit code and what it wrote."""
+    """Run a command in a terminal, of 40 columns if `env` does not say; return its exit code and what it wrote."""
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "40", **env}
     process = subprocess.Popen(

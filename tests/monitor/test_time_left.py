@@ -12,7 +12,7 @@ from tests.monitor.test_console import FACTS
 from tests.quiet_runs import QUIET
 from trainrun.folder.run_folder import RunDir
 from trainrun.monitor.bar import ProgressBar
-from trainrun.monitor.console import start_lines
+from trainrun.monitor.run_lines import start_lines
 from trainrun.watch.follow import Follower
 
 SEEN: list[tuple[int, int | None]] = []
@@ -33,7 +33,7 @@ class Machine:
         return self.bar.draw(120, step, []).plain.splitlines()[0]
 
     def left(self, step: int) -> str:
-        return self.shown(step).rpartition("%  ")[2]
+        return self.shown(step).rpartition(" < ")[2].partition("  ")[0]
 
 
 def test_time_left_stands_still_while_the_run_validates() -> None:
@@ -43,7 +43,7 @@ def test_time_left_stands_still_while_the_run_validates() -> None:
         machine.now += 1.0
         machine.left(step)
     before = machine.left(10)
-    assert before == "1:30 left"
+    assert before == "1:30"
     machine.activity = "validating 40/79"
     for _ in range(30):
         machine.now += 1.0
@@ -52,13 +52,13 @@ def test_time_left_stands_still_while_the_run_validates() -> None:
     assert "validating 40/79" in machine.shown(10)
     machine.activity = ""
     machine.now += 1.0
-    assert machine.left(11) == "5:32 left"  # 89 steps of a second, and eight more validations
+    assert machine.left(11) == "5:32"  # 89 steps of a second, and eight more validations
     assert "validating" not in machine.shown(11)
 
 
 def test_validation_after_an_epoch_belongs_to_that_epoch() -> None:
     machine = Machine()
-    assert machine.shown(0).startswith("epoch 1/10  ")
+    assert machine.shown(0).startswith("epoch 1/10  training  ")
     machine.activity = "validating 1/3"
     assert machine.shown(20).startswith("epoch 2/10  validating 1/3")
     machine.activity = ""
@@ -70,16 +70,16 @@ def test_time_left_is_shown_on_a_narrow_terminal_too() -> None:
     machine.left(0)
     machine.now, machine.activity = 10.0, "validating 40/79"
     line = machine.bar.draw(44, 10, []).plain.splitlines()[0]
-    assert line == "validating 40/79  10/100  10%  1:30 left"
+    assert line == "validating 40/79  10/100  10%  0:10 < 1:30"
 
 
 def test_time_left_is_no_more_than_the_time_allows() -> None:
     machine = Machine(max_seconds=30.0, seconds_before=5.0)
     machine.left(0)
     machine.now = 10.0
-    assert machine.left(10) == "15 s left"
+    assert machine.left(10) == "0:15"
     machine.now = 40.0
-    assert machine.left(20) == "0.0 s left"
+    assert machine.left(20) == "0:00"
 
 
 def test_length_names_the_time_that_may_end_the_run() -> None:
@@ -144,4 +144,4 @@ def test_validation_says_how_far_it_is(tmp_path: Any) -> None:
 def test_schedule_that_the_time_may_cut_is_named(words: tuple[str, ...], told: bool, tmp_path: Any) -> None:
     run = trainrun.train(*QUIET, "trainer.max_epochs=1", *words, f"output_dir={tmp_path / 'run'}")
     (start,) = [row for row in run.metrics if row["kind"] == "start"]
-    assert any("scheduler" in choice for choice in start["facts"]["choices"]) == told
+    assert any("scheduler" in advice for advice in start["facts"]["advice"]) == told

@@ -8,14 +8,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.monitor.test_console import FACTS
 from trainrun.cli.main import main
-from trainrun.monitor.console import end_lines, place_line
-from trainrun.monitor.measured_lines import bottleneck_line
+from trainrun.monitor.evaluation_table import position_cells
 from trainrun.monitor.metric_rows import read_rows
+from trainrun.monitor.run_lines import bottleneck_line, end_lines
 from trainrun.output import duration, quantity
 from trainrun.plots.time_stack import blocks_of
 from trainrun.runs import run
@@ -42,11 +41,11 @@ def test_shares_of_the_last_line_and_of_the_picture_are_those_of_the_account(fin
     folder, log = finished
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "ledger"]
     ledger = rows[-1]["seconds"]
-    (line,) = re.findall(r"  wall clock +(.*)", log)
+    (line,) = re.findall(r"  time +.*; (.*)", log)
     total = sum(ledger.values())
-    assert line.startswith(f"{duration(total)} from start to end")
+    assert line.startswith(f"{duration(total)} in all: ")
     shares = shares_of(line.partition(":")[2])
-    assert len(shares) > 1
+    assert shares
     assert shares == {name: round(100 * ledger[name] / total) for name in shares}
     drawn = blocks_of(rows).sum(axis=0)  # what plots/time.png shows
     assert dict(zip(ACCOUNTS, drawn, strict=True)) == pytest.approx(
@@ -58,11 +57,9 @@ def test_shares_of_the_last_line_and_of_the_picture_are_those_of_the_account(fin
 def test_time_speed_and_bottleneck_are_those_of_the_status(finished: Any) -> None:
     folder, log = finished
     status = json.loads((folder / "status.json").read_text())
-    (time,) = re.findall(r"  time +(.*)", log)
-    assert (
-        time
-        == f"{duration(status['seconds'])} of training, {quantity(status['samples_per_second'])} samples/s"
-    )
+    (time,) = re.findall(r"  time +(.*);", log)
+    speed = f"{quantity(status['samples_per_second'])} samples/s"
+    assert time == f"{duration(status['seconds'])} of training at {speed}"
     (bottleneck,) = re.findall(r"  bottleneck +(.*)", log)
     found = status["throughput_limits"]
     assert f"take {quantity(found['train_per_second'])}" in bottleneck
@@ -81,20 +78,21 @@ def test_nothing_is_booked_as_plots_without_plots(workdir: Path) -> None:
     assert main([*WORDS, "trainer.max_steps=20", "monitor.plots=false"]) == 0
     rows = [row for row in read_rows(workdir / "run" / "metrics.jsonl") if row["kind"] == "ledger"]
     assert all("plots" not in row["seconds"] for row in rows)
-    assert "plots" not in (workdir / "run" / "run.log").read_text().partition("wall clock")[2]
+    assert "plots" not in (workdir / "run" / "run.log").read_text().partition("  time  ")[2]
 
 
 def test_epochs_of_a_resume_with_half_the_batch_end_behind_the_place(workdir: Path) -> None:
     words = ("trainer.max_epochs=null", "monitor.plots=false")
     assert main([*WORDS, *words, "trainer.max_steps=60"]) == 0
     assert main(["resume", "run", "data.batch_size=16", "trainer.max_steps=120"]) == 0
-    places = re.findall(r"epoch ([\d.]+)/([\d.]+)  step", (workdir / "run" / "run.log").read_text())
-    assert places
-    assert all(float(at) <= float(end) for at, end in places)
-    assert float(places[-1][0]) == float(places[-1][1])
+    lines = (workdir / "run" / "run.log").read_text().splitlines()
+    epochs = [float(line.split()[0]) for line in lines if re.match(r" *\d[\d.]* +\d+ ", line)]
+    assert epochs == sorted(epochs)
+    assert epochs
 
 
-def test_place_of_a_usual_run_is_as_it_was() -> None:
-    assert place_line(135, 3.0, FACTS) == "epoch 3/20  step 135"
+def test_position_of_a_line() -> None:
+    assert position_cells(135, 3.0, FACTS) == {"epoch": "3/20", "step": "135"}
+    assert position_cells(1350, 2.504, FACTS) == {"epoch": "2.5/20", "step": "1,350"}
+    assert position_cells(1, 0.1, None) == {"step": "1"}
     assert end_lines({"step": 5, "ledger": {"forward": 1.0}}, None)
-    assert np.isfinite(len(place_line(1, 0.1, None)))

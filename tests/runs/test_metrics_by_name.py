@@ -78,8 +78,8 @@ def test_a_validation_line_leaves_out_the_single_classes(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*NAMES, "trainer.max_epochs=1"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch 1/1"))
-    assert "val/f1 " in line
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch "))
+    assert "val/f1" in line.split()
     assert "val/f1/3" not in line
 
 

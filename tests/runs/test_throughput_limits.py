@@ -9,7 +9,7 @@ import exact_parts
 import pytest
 import torch
 
-from trainrun.monitor.measured_lines import bottleneck_line
+from trainrun.monitor.run_lines import bottleneck_line
 from trainrun.summary.at_end import hint, limit_facts
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
 from trainrun.timing.phases import Session

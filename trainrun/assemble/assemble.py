@@ -223,11 +223,11 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     ema = build_average(config, model, optimizer)
     monitors = build_monitors(config, site, schedule, rhythm, task, tally, model, ema, validation)
     default_metric = default_monitor(task, list(validation))
-    notes += told_of_validation(config, site.trains, default_metric, list(validation))
+    advice = told_of_validation(config, site.trains, default_metric, list(validation))
     trainer, keep = config.trainer, keep_options(config, default_metric, lengths, task)
     watched = {keep.monitor, trainer.early_stopping.monitor} - {None}
     if not all(str(name).endswith(("/loss", "/acc")) for name in watched):
-        notes += filter(None, [taken_as_larger(config, default_metric)])
+        advice += filter(None, [taken_as_larger(config, default_metric)])
     checkpoints = build_checkpoints(config, site, keep, monitors.note, drawn)
     retry = OomRetry(
         trainer.out_of_memory, model, task, parallel, monitors.note, mends=trainer.nan_policy == "skip"
@@ -259,7 +259,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     calls.after_user_code = run.after_user_code
     for one in optimizers.values():
         one.show = run.show_gradients
-    return run, run_facts(run, site, rhythm, notes)
+    return run, run_facts(run, site, rhythm, notes, advice)
 
 
 def told_of_validation(config: RunConfig, trains: bool, default: str | None, names: list[str]) -> list[str]:
@@ -467,7 +467,9 @@ def sum_of_known(numbers: Sequence[int | None]) -> int | None:
     return sum(known) if numbers and len(known) == len(numbers) else None
 
 
-def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[str]) -> RunFacts:
+def run_facts(
+    run: Components, site: RunContext, rhythm: Intervals, notes: list[str], advice: list[str]
+) -> RunFacts:
     config, parameters = run.config, list(run.model.parameters())
     cut = planned_beyond(config, run.triggers.max_seconds, rhythm)
     return RunFacts(
@@ -482,12 +484,13 @@ def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[
         steps_per_epoch=rhythm.steps_per_epoch,
         total_steps=rhythm.total_steps,
         total_epochs=config.trainer.max_epochs,
-        model_summary=f"{type(run.model).__name__} ({', '.join(name for name, _ in run.model.named_children())})",
+        model_summary=type(run.model).__name__,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         sample_every=rhythm.sample_every,
         max_seconds=run.triggers.max_seconds,
-        choices=(*notes, *filter(None, [cut])),
+        choices=tuple(notes),
+        advice=(*advice, *filter(None, [cut])),
         update=describe_update(config, run.schedule),
         run_id=site.run_id,
         config=plain_values(public(config)[0]),

@@ -21,7 +21,16 @@ from trainrun.monitor.hardware import Hardware
 from trainrun.monitor.metric_rows import MetricsFile, cut_rows_after, mend_end
 from trainrun.monitor.tracker import Tracker
 from trainrun.parallel.launch import module_command
-from trainrun.timing.phases import CHECKPOINT, COMPILE, DATA, LOGGING, PLOTS, VALIDATION, PhaseTimer
+from trainrun.timing.phases import (
+    CHECKPOINT,
+    COMPILE,
+    DATA,
+    LOGGING,
+    MEASURING,
+    PLOTS,
+    VALIDATION,
+    PhaseTimer,
+)
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 
@@ -41,6 +50,7 @@ class Listeners:
         self._hardware: Hardware | None = None
         self._told = ""
         self._components: Components | None = None
+        self._state: TrainState | None = None
         self._page: subprocess.Popen[bytes] | None = None
         self._made = perf_counter()  # the process may be older: a notebook's
         wanted = config.monitor
@@ -48,9 +58,9 @@ class Listeners:
         self._console: Console | None = None
         if wanted.verbose or wanted.progress_bar:
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
-            self._console = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size, log=log,
-                                    waited=lambda: phases.seconds_of(DATA), elsewhere=self._seconds_elsewhere,
-                                    activity=self._activity)  # fmt: skip
+            self._console = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size, None, log,
+                                    wanted.summary, self._best, waited=lambda: phases.seconds_of(DATA),
+                                    elsewhere=self._seconds_elsewhere, activity=self._activity)  # fmt: skip
         self._has_file = wanted.metrics_file
         file = None
         if wanted.metrics_file:
@@ -80,7 +90,7 @@ class Listeners:
 
     def attach(self, run: Components, state: TrainState) -> None:
         """Rows behind the step that a resume starts from are redone, so they are cut."""
-        self._components = run
+        self._components, self._state = run, state
         if self._has_file and self._run.metrics.exists():
             cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
         if self._keeps_rows and self._config.monitor.hardware:
@@ -92,11 +102,19 @@ class Listeners:
     def _seconds_elsewhere(self) -> float:
         return sum(self._phases.seconds_of(account) for account in (VALIDATION, CHECKPOINT, PLOTS))
 
+    def _best(self) -> tuple[str, int]:
+        """Return the metric that chooses the best checkpoint, and the step of its best value so far."""
+        if self._components is None or self._state is None:
+            return "", -1
+        return self._components.triggers.best.metric or "", self._state.best_step
+
     def _activity(self) -> str:
         """What the run does that is no training, by its account of time; from any thread."""
         account = self._phases.account
         if account != VALIDATION or self._components is None:
-            return {CHECKPOINT: "saving", PLOTS: "drawing plots", COMPILE: "compiling"}.get(account, "")
+            return {CHECKPOINT: "saving", PLOTS: "drawing", COMPILE: "compiling", MEASURING: "measuring"}.get(
+                account, ""
+            )
         number, total = self._components.monitors.validated
         return f"validating {number:,}" + (f"/{total:,}" if total is not None else "")
 

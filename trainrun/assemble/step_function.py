@@ -95,7 +95,12 @@ def seen_step(
     device: torch.device,
     note: Callable[[str], None],
 ) -> Step:
-    """The step, watched where that was asked for."""
+    """Return the step, watched where that was asked for."""
+    if config.monitor.summary:
+        from trainrun.training.checks.layer_table import WithLayerTable
+
+        is_eager = config.trainer.compile.scope == "off" and not config.trainer.cuda_graphs
+        step = WithLayerTable(step, is_eager)
     if not config.monitor.sync_debug:
         return step
     if device.type != "cuda":

@@ -404,6 +404,11 @@ class MonitorConfig:
     sync_debug: bool = setting(False, "names the lines that make the host wait for a GPU")
     plots: bool = setting(True, "draw them at the end", read_by="the end of a run")
     verbose: bool = setting(True, "one line for every validation")
+    summary: bool = setting(
+        False,
+        "automatic choices and a table of the layers at the start; also --summary",
+        aliases=("summary",),
+    )
     tracker: Any = setting(
         None, "where numbers, config and pictures go too: csv, mlflow, tensorboard, trackio, wandb, or a list",
         kind=TrackerName | list[TrackerName] | None, read_by="the composition of the config",

@@ -8,22 +8,30 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from trainrun.interfaces import RunFacts
-from trainrun.output import EncodableStream, duration, plain
+from trainrun.output import EncodableStream, clock, duration, fitting, plain
 
 WIDEST, NARROWEST = 40, 8
+GAP = "  "
 REDRAWS_PER_SECOND = 5  # a redraw takes the interpreter from the training for about a millisecond
 REMEMBERED_SECONDS = 30.0  # the time left follows the speed of the last half minute
 
 
+class BarField(NamedTuple):
+    """A part of a line. rank: the fields of the largest one are left out first where the line is too long."""
+
+    text: Text
+    rank: int
+
+
 class ProgressBar:
-    """Position, time left and the newest values; drawn by the thread that redraws the terminal.
+    """Phase, position, time left and the newest values; drawn by the thread that redraws the terminal.
 
     waited: seconds of waiting for data so far. elsewhere: of validations, checkpoints and pictures so far.
     activity: what the run does now, if that is no training: `validating 40/79`.
@@ -48,21 +56,26 @@ class ProgressBar:
         self._seen: deque[tuple[float, int]] = deque([(self._started, start)])
 
     def draw(self, width: int, step: int, values: Sequence[str]) -> Text:
-        """Two lines, at most `width` wide."""
-        (left, right), total = self.words(step), self._facts.total_steps
-        activity = self._activity()
-        if activity and len(left) + len(right) + 2 > width:
-            left = activity  # the time left matters more than the epoch
-        room = min(width - len(left) - len(right) - 4, WIDEST)
-        text = Text(no_wrap=True, overflow="ellipsis")
-        text.append(left, "bold")
-        if total and room >= NARROWEST:
-            full = min(room, room * step // total)
-            text.append("  " + self._full * full, "green").append(self._empty * (room - full), "bright_black")
-        return text.append(f"  {right}\n" + plain("  ".join([*values, *self._share_waiting()])))
+        """Return two lines of whole fields, at most `width` wide: phase, bar and time; the values."""
+        first = joined(self._with_graphic(self.fields(step), step, width), width)
+        values = [*values, *self._share_waiting()]
+        second = joined([BarField(Text(plain(value)), rank) for rank, value in enumerate(values)], width)
+        return Text("\n", no_wrap=True, overflow="crop").join([first, second])
+
+    def _with_graphic(self, fields: list[BarField], step: int, width: int) -> list[BarField]:
+        """Add the bar itself behind the phase, as long as the other fields leave room for; the first to shrink."""
+        total = self._facts.total_steps
+        if not total:
+            return fields
+        others = sum(len(field.text) + len(GAP) for field in fields)
+        room = max(min(width - others, WIDEST), NARROWEST)
+        full = min(room, room * step // total)
+        graphic = Text(self._full * full, "green").append(self._empty * (room - full), "bright_black")
+        at = next(number for number, field in enumerate(fields) if field.rank == PHASE) + 1
+        return [*fields[:at], BarField(graphic, GRAPHIC), *fields[at:]]
 
     def _share_waiting(self) -> list[str]:
-        """The share of waiting in the last half minute."""
+        """Return the share of waiting in the last half minute."""
         if self._waited is None:
             return []
         now, waited = self._clock(), self._waited()
@@ -72,30 +85,32 @@ class ProgressBar:
         then, before = self._waits[0]
         return [f"waits for data {100 * (waited - before) / (now - then):.0f} %"] if now > then else []
 
-    def words(self, step: int) -> tuple[str, str]:
-        """What stands before the bar, and after it."""
-        return "  ".join(filter(None, [self._epoch(step), self._activity()])), self._numbers(step)
+    def fields(self, step: int) -> list[BarField]:
+        """Return epoch, phase, steps, share, `elapsed < left` and the time of a step, as far as they are known."""
+        total, elapsed = self._facts.total_steps, self._clock() - self._started
+        left, each = self._time_left(step, total)
+        known = math.isfinite(left) or total
+        time_text = clock(elapsed) + (f" < {clock(left)}" if known else "")
+        texts = {EPOCH: self._epoch(step), PHASE: self._activity() or "training"}
+        texts[STEPS] = f"{step:,}/{total:,}" if total else f"step {step:,}"
+        texts[SHARE] = f"{100 * step // total}%" if total else ""
+        texts[TIME] = time_text
+        texts[STEP_TIME] = f"{duration(each)}/step" if each else ""
+        styles = {PHASE: "bold"}
+        return [BarField(Text(text, styles.get(rank, "")), rank) for rank, text in texts.items() if text]
 
     def _epoch(self, step: int) -> str:
         length, total, epochs = (
             self._facts.steps_per_epoch, self._facts.total_steps, self._facts.total_epochs
         )  # fmt: skip
         if not length or (total or length) < length:
-            return "training"
+            return ""
         finished = self._facts.epochs_before + (step - self._start) / length
         current = max(math.ceil(finished - 1e-9), 1)  # a validation after an epoch belongs to it
         return f"epoch {current}" if epochs is None else f"epoch {min(current, epochs)}/{epochs}"
 
-    def _numbers(self, step: int) -> str:
-        total = self._facts.total_steps
-        if not total:
-            left = self._seconds_to_limit()
-            ends = "" if math.isinf(left) else f"  {duration(left)} left"
-            return f"step {step:,}  {duration(self._clock() - self._started)}{ends}"
-        return f"{step:,}/{total:,}  {100 * step // total}%  {self._time_left(step, total)} left"
-
-    def _time_left(self, step: int, total: int) -> str:
-        """Return the time left: from the speed of the newest steps and the pauses between all steps, up to `max_time`.
+    def _time_left(self, step: int, total: int | None) -> tuple[float, float]:
+        """Return the seconds left, up to `max_time`, and those of a step: from the newest steps and all pauses.
 
         The clock of the steps stands still while the run validates or saves.
         """
@@ -108,10 +123,11 @@ class ProgressBar:
             self._seen.popleft()
         then, before = self._seen[0]
         left = self._seconds_to_limit()
-        if step > before:
-            each = (now - then) / (step - before) + self._spent_elsewhere / (step - self._start)
-            left = min(left, (total - step) * each)
-        return "?" if math.isinf(left) else duration(left)
+        if step <= before:
+            return left, 0.0
+        each = (now - then) / (step - before)
+        with_pauses = each + self._spent_elsewhere / (step - self._start)
+        return min(left, (total - step) * with_pauses if total else math.inf), each
 
     def _seconds_to_limit(self) -> float:
         """Return the seconds until `trainer.max_time` ends the run; infinity without a limit."""
@@ -119,6 +135,16 @@ class ProgressBar:
             return math.inf
         done = self._facts.seconds_before + self._clock() - self._started
         return max(self._facts.max_seconds - done, 0.0)
+
+
+# The ranks of the fields of the first line.
+PHASE, TIME, STEPS, SHARE, GRAPHIC, EPOCH, STEP_TIME = range(7)
+
+
+def joined(fields: Sequence[BarField], width: int) -> Text:
+    """Return the fields that fit, side by side."""
+    kept = fitting([len(field.text) for field in fields], [field.rank for field in fields], width, len(GAP))
+    return Text(GAP).join(fields[number].text for number in kept)
 
 
 def live_bar(

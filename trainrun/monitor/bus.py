@@ -14,6 +14,7 @@ from trainrun.monitor.metric_rows import MetricsFile
 from trainrun.timing.phases import PhaseTimer
 
 if TYPE_CHECKING:
+    from trainrun.monitor.console import Console as Screen
     from trainrun.monitor.tracker import Tracker
 
 NOT_IN_ROWS = ("run_id", "config")  # of the facts: they stand in files of their own
@@ -28,10 +29,11 @@ class Bus:
     """
 
     def __init__(
-        self, file: MetricsFile | None = None, screens: Sequence[Monitor] = (), trackers: Sequence[Tracker] = (),
+        self, file: MetricsFile | None = None, screens: Sequence[Screen] = (), trackers: Sequence[Tracker] = (),
         phases: PhaseTimer | None = None,
     ) -> None:  # fmt: skip
         self._file, self._screens, self._trackers = file, screens, trackers
+        self._listeners: list[Monitor] = [*screens, *trackers]
         self._phases = phases
         self._ledger_at = 0.0
         self.ledger: dict[str, float] = {}  # the newest row of the account of time: seconds of each phase
@@ -42,12 +44,15 @@ class Bus:
         """Take a row of any kind: plain numbers, texts, lists and mappings."""
         if self._file is not None:
             self._file.write(row)
+        if row.get("kind") == "layers":
+            for screen in self._screens:
+                screen.on_layers(row["layers"])
         if self._trackers:
             self._waiting.append(dict(row))
 
     def on_start(self, facts: RunFacts, step: int) -> None:
         self._step = step
-        for monitor in (*self._screens, *self._trackers):
+        for monitor in self._listeners:
             monitor.on_start(facts, step)
         told = {item.name: getattr(facts, item.name) for item in fields(facts)}
         self._publish("start", facts={name: told[name] for name in told if name not in NOT_IN_ROWS})
@@ -75,7 +80,7 @@ class Bus:
         self._hand_on()
 
     def on_note(self, text: str) -> None:
-        for monitor in (*self._screens, *self._trackers):
+        for monitor in self._listeners:
             monitor.on_note(text)  # a tracker whose on_note fails is told of once, so this ends
         self._publish("note", text=text)
 
@@ -88,7 +93,7 @@ class Bus:
 
     def show_end(self, summary: Mapping[str, Any]) -> None:
         self._hand_on()
-        for monitor in (*self._screens, *self._trackers):
+        for monitor in self._listeners:
             monitor.on_end(summary)
 
     def write_phases(self, every_seconds: float = 0.0) -> None:

@@ -9,7 +9,9 @@ from html import escape
 from typing import Any
 
 from trainrun.monitor.bar import ProgressBar
+from trainrun.monitor.evaluation_table import BEST, EvaluationTable
 
+MOST_ROWS = 200  # evaluations in the output of a cell
 SECONDS = 0.5  # between updates, each of which takes the training about a millisecond
 
 
@@ -20,11 +22,17 @@ def in_notebook() -> bool:
 
 
 class NotebookBar:
-    """values: the newest numbers as texts. Updated by the thread that trains: a kernel knows the cell by its thread."""
+    """The bar and a table of evaluations below it, in the output of the cell.
 
-    def __init__(self, bar: ProgressBar, total: int | None, values: Callable[[], Sequence[str]]) -> None:
+    values: the newest numbers as texts. Updated by the thread that trains: a kernel knows the cell by its thread.
+    """
+
+    def __init__(
+        self, bar: ProgressBar, total: int | None, values: Callable[[], Sequence[str]], table: EvaluationTable
+    ) -> None:
         display: Any = sys.modules["IPython"].display
         self._bar, self._total, self._values, self._html = bar, total, values, display.HTML
+        self._table = table
         self._shown = time.monotonic()
         self._handle = display.display(self._html(self._text(0)), display_id=True)
 
@@ -35,5 +43,22 @@ class NotebookBar:
 
     def _text(self, step: int) -> str:
         part = f'value="{step}" max="{self._total}"' if self._total else ""
-        words = "  ".join([*self._bar.words(step), *self._values()])
-        return f'<progress {part} style="width: 20em"></progress> <code>{escape(words)}</code>'
+        words = "  ".join([*(field.text.plain for field in self._bar.fields(step)), *self._values()])
+        bar = f'<progress {part} style="width: 20em"></progress> <code>{escape(words)}</code>'
+        return bar + self._rows()
+
+    def _rows(self) -> str:
+        """Return the newest evaluations as a table, or "" before the first one. The best value so far is bold."""
+        rows = self._table.rows[-MOST_ROWS:]
+        if not rows:
+            return ""
+        names = self._table.columns()
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
+        body = "".join(f"<tr>{''.join(cell_html(row.get(name, '')) for name in names)}</tr>" for row in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def cell_html(text: str) -> str:
+    """Return a cell of the table, bold with its mark if it is a new best."""
+    shown = escape(text)
+    return f"<td><b>{shown}</b></td>" if text.endswith(BEST) else f"<td>{shown}</td>"

@@ -52,7 +52,11 @@ def draw_report(run: RunDir) -> Path:
         page.beside(
             [page.pairs("Result", result_rows(history)), page.pairs("Set-up", setup_rows(history.facts))]
         ),
-        page.listing("Choices", [str(choice) for choice in history.facts.get("choices", [])]),
+        *layer_table(history),
+        page.listing(
+            "Choices",
+            [str(choice) for name in ("advice", "choices") for choice in history.facts.get(name, [])],
+        ),
         *class_tables(history),
         page.pictures(pictures_in_order(run)),
         page.written(history.of("sample")[-MOST_SAMPLES:]),
@@ -66,6 +70,17 @@ def draw_report(run: RunDir) -> Path:
     ]
     write_text(run.report, page.page(name, parts))
     return run.report
+
+
+def layer_table(history: History) -> list[str]:
+    """Return the table of the layers, if the run wrote one (`monitor.summary`)."""
+    if not (found := history.of("layers")):
+        return []
+    rows = (
+        [str(one["layer"]), one["class"], one["output"], figure(one["parameters"])]
+        for one in found[-1]["layers"]
+    )
+    return [page.heading("Layers") + page.table(["layer", "class", "output", "parameters"], rows)]
 
 
 def state_banner(history: History) -> str:

@@ -1,0 +1,127 @@
+"""Aligned lines, one per evaluation: epoch, step, losses, metrics and speed, with a mark at a new best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from trainrun.interfaces import RunFacts
+from trainrun.output import fitting, quantity
+
+GAP = "  "
+NUMBER_WIDTH = 8  # of the longest usual number, -1.23e-05 aside
+HEAD_EVERY = 40  # lines
+BEST = "*"
+
+
+class TableLine(NamedTuple):
+    """One line of the table. kind: `head`, `best` or `usual`."""
+
+    text: str
+    kind: str
+
+
+class EvaluationTable:
+    """The lines of one run. A column keeps its place and width; one that does not fit the screen is left out whole.
+
+    monitored: the metric by which the best checkpoint is chosen, or "".
+    """
+
+    def __init__(self, facts: RunFacts | None) -> None:
+        self._facts = facts
+        self._metrics: list[str] = []
+        self._head, self._lines_since_head = "", 0
+        self._unit, self._has_epochs = usual_unit(facts), False
+        self.monitored = ""
+        self.rows: list[dict[str, str]] = []  # the cells of each line, by the name of their column
+
+    def add(
+        self, step: int, epoch: float, metrics: Mapping[str, float], speed: tuple[float, str] | None,
+        is_best: bool, width: int | None,
+    ) -> list[TableLine]:  # fmt: skip
+        """Return the line of an evaluation, after a head where one is needed. width: None for any."""
+        cells = position_cells(step, epoch, self._facts)
+        cells |= {name: format_number(value) for name, value in metrics.items()}
+        if is_best and self.monitored in cells:
+            cells[self.monitored] += BEST
+        if speed is not None:
+            self._unit = speed[1]
+            cells[speed[1]] = quantity(speed[0])
+        self._has_epochs = self._has_epochs or "epoch" in cells
+        self._metrics += [name for name in metrics if name not in self._metrics]
+        self.rows.append(cells)
+        columns = self.columns(width)
+        head = self._format({name: name for name in columns}, columns)
+        lines = []
+        if head != self._head or self._lines_since_head >= HEAD_EVERY:
+            self._head, self._lines_since_head = head, 0
+            lines.append(TableLine(head, "head"))
+        self._lines_since_head += 1
+        return [*lines, TableLine(self._format(cells, columns), "best" if is_best else "usual")]
+
+    def columns(self, width: int | None = None) -> list[str]:
+        """Return the names of the columns that fit, from left to right."""
+        position = ["epoch", "step"] if self._has_epochs else ["step"]
+        units = [self._unit] if self._unit else []
+        names = [*position, *sorted(self._metrics, key=self._place), *units]
+        if width is None:
+            return names
+        by_importance = [self.monitored, "epoch", "val/loss", "train/loss", "step", *names]
+        ranks = [by_importance.index(name) for name in names]
+        kept = fitting([self._width(name) for name in names], ranks, width, len(GAP))
+        return [names[number] for number in kept]
+
+    def _place(self, name: str) -> tuple[bool, bool, bool]:
+        """Sort losses first, those of training before others, and the monitored metric before other metrics."""
+        is_loss, is_train = name.endswith("/loss"), name.startswith("train/")
+        return (not is_loss, name != self.monitored and not is_loss, is_train != is_loss)
+
+    def _width(self, name: str) -> int:
+        if name == "epoch":
+            return 5 if self._facts is None else max(5, 2 * len(str(self._facts.total_epochs or "")) + 1)
+        if name == "step":
+            total = self._facts.total_steps if self._facts else None
+            return max(5, len(f"{total or 0:,}"))
+        return max(len(name), NUMBER_WIDTH) + (name == self.monitored)  # and the mark
+
+    def _format(self, cells: Mapping[str, str], columns: list[str]) -> str:
+        """Align all cells right, and those of the monitored metric ahead of the place of the mark."""
+        shown = []
+        for name in columns:
+            cell = cells.get(name, "")
+            if name == self.monitored and not cell.endswith(BEST):
+                cell += " "
+            shown.append(cell.rjust(self._width(name)))
+        return GAP.join(shown).rstrip()
+
+
+def usual_unit(facts: RunFacts | None) -> str:
+    """Return the head of the column of speed if the run has a log point at all; its unit is known after that."""
+    if facts is None:
+        return ""
+    monitor = facts.config.get("monitor") or {}
+    every = monitor.get("log_every_n_steps")
+    is_reached = isinstance(every, int) and (facts.total_steps is None or facts.total_steps >= every)
+    return "samples/s" if is_reached else ""
+
+
+def position_cells(step: int, epoch: float, facts: RunFacts | None) -> dict[str, str]:
+    """Return the cells `3/20` and `135`; no epoch in a run that sees no epoch to its end, as of endless data."""
+    cells = {"step": f"{step:,}"}
+    length, total = (facts.steps_per_epoch, facts.total_steps) if facts else (None, None)
+    if epoch < 1 and (length is None or total is None or total < length):
+        return cells
+    rounded = f"{math.floor(100 * epoch + 0.5) / 100:g}"
+    epochs = facts.total_epochs if facts else None
+    end = f"/{epochs}" if epochs is not None and epoch <= epochs else ""
+    return {"epoch": rounded + end, **cells}
+
+
+def format_number(value: float) -> str:
+    """Return four significant digits in at most eight letters, zeros at the end included: columns stay aligned."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    if not 1e-3 <= abs(value) < 99_995:
+        return f"{value:.2e}"
+    return f"{value:#.4g}".rstrip(".") if abs(value) < 9999.5 else f"{value:.0f}"

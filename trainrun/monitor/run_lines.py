@@ -1,0 +1,200 @@
+"""The first and the last lines of a run, from its facts and from its summary."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainrun.folder.run_folder import RunDir
+from trainrun.interfaces import RunFacts
+from trainrun.output import SPEEDS, counted, duration, figure, quantity, speed_in
+
+LEAST_SHARE, MOST_PARTS = 0.05, 3  # of the time: smaller accounts are not named, nor more of them
+COMMAND = "trainrun"
+INDENT = 13  # of the text behind the name of a line
+
+
+def format_entry(name: str, text: str) -> str:
+    """Return one line of the first or last block: a name of at most 10 letters, and its text."""
+    return f"  {name:<10} {text}"
+
+
+def wrapped(line: str, width: int | None) -> str:
+    """Return a line of a block with a hanging indent, at most `width` wide. A command or a path stays whole."""
+    text = line[INDENT:] if line.startswith("  ") else line
+    is_whole = " " not in text or f" {COMMAND} " in line
+    if width is None or len(line) <= width or is_whole:
+        return line
+    indent = " " * (INDENT if line.startswith("  ") else 2)
+    return textwrap.fill(
+        line, max(width, 2 * INDENT), subsequent_indent=indent, break_long_words=False,
+        break_on_hyphens=False, drop_whitespace=True, replace_whitespace=False,
+    )  # fmt: skip
+
+
+def start_lines(facts: RunFacts, step: int, verbose: bool, summary: bool = False) -> list[str]:
+    """Return the block at the start. verbose: False for the name and the folder alone. summary: with all choices."""
+    if not verbose:
+        return [f"{facts.name}  {facts.folder}"]
+    model = f"{facts.model_summary}, {counted(facts.num_parameters, 'parameter')}"
+    if facts.num_trainable != facts.num_parameters:
+        model += f", {facts.num_trainable:,} of them trained"
+    data = counted(facts.num_train, "training sample")
+    if facts.num_val is not None:
+        data += f", {facts.num_val:,} for validation"
+    choices = facts.choices if summary else ()
+    return [
+        f"{facts.name} on {facts.device}" + (f", resumed at step {step:,}" if step else ""),
+        format_entry("data", data),
+        format_entry("model", model),
+        *([format_entry("optimizer", facts.update)] if facts.update else []),
+        format_entry("batch", _batch(facts)),
+        format_entry("length", _length(facts)),
+        format_entry("folder", facts.folder),
+        *(format_entry("" if number else "chosen", choice) for number, choice in enumerate(choices)),
+        *(f"note: {advice}" for advice in facts.advice),
+    ]
+
+
+def _batch(facts: RunFacts) -> str:
+    """Return `32`, or `32 x 4 accumulated x 2 ranks = 256` where a step has several micro-batches."""
+    size, accumulate, ranks = facts.batch_size, facts.accumulate, facts.world_size
+    factors = [str(size)]
+    if accumulate > 1:
+        factors.append(f"{accumulate} accumulated")
+    if ranks > 1:
+        factors.append(f"{ranks} ranks")
+    total = f" = {size * accumulate * ranks}" if len(factors) > 1 else ""
+    return " x ".join(factors) + total
+
+
+def _length(facts: RunFacts) -> str:
+    """Return `900 steps, 45 an epoch, 20 epochs`, as far as it is known; epochs where they end the run."""
+    length, total, epochs = facts.steps_per_epoch, facts.total_steps, facts.total_epochs
+    parts = [counted(total, "step")]
+    if length is not None:
+        parts.append(f"{length:,} an epoch")
+    if epochs is not None and total == (None if length is None else length * epochs):
+        parts.append(counted(epochs, "epoch"))
+    steps = ", ".join(parts)
+    if facts.max_seconds is None:
+        return steps
+    time = f"{duration(max(facts.max_seconds - facts.seconds_before, 0.0))} of training"
+    return time if total is None else f"up to {steps}, or {time}"
+
+
+def layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of `--summary`: name, class, shape of the output and parameters of each layer."""
+    heads = ("layer", "class", "output", "parameters")
+    rows = [
+        heads,
+        *((str(one["layer"]), one["class"], one["output"], f"{one['parameters']:,}") for one in layers),
+    ]
+    widths = [max(len(row[number]) for row in rows) for number in range(len(heads))]
+    return ["  " + "  ".join([*map(str.ljust, row[:3], widths[:3]), row[3].rjust(widths[3])]) for row in rows]
+
+
+def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
+    """Return the block at the end: the best value, speed and time, and commands that can be pasted."""
+    lines = [f"ended at step {summary.get('step', 0):,}: {summary.get('reason') or 'all done'}"]
+    if summary.get("value") is not None:
+        at = summary.get("best_step")
+        best = f"{summary.get('monitor')} {figure(summary['value'])}"
+        lines.append(format_entry("best", best + (f" at step {at:,}" if at is not None else "")))
+    if "seconds" in summary:
+        lines.append(format_entry("time", time_line(summary)))
+    if summary.get("mfu"):
+        lines.append(format_entry("compute", compute_line(summary)))
+    if summary.get("throughput_limits"):
+        lines.append(format_entry("bottleneck", bottleneck_line(summary)))
+    if summary.get("hidden_syncs") is not None:
+        lines.append(format_entry("waits", waits_line(summary["hidden_syncs"])))
+    if summary.get("idle"):
+        lines.append(format_entry("idle", summary["idle"]))
+    for key, count in (summary.get("listener_faults") or {}).items():
+        lines.append(format_entry("failed", f"{key}: {counted(count, 'call')}"))
+    if summary.get("hint"):
+        lines.append(format_entry("hint", summary["hint"]))
+    if facts is not None:
+        commands = next_commands(summary, facts)
+        lines += [format_entry("" if number else "next", text) for number, text in enumerate(commands)]
+        if not commands:
+            lines.append(format_entry("folder", facts.folder))
+    return lines
+
+
+def time_line(summary: Mapping[str, Any]) -> str:
+    """Return `1:05 of training at 5.9k samples/s; 1:15 in all: start-up 8 %, plots 5 %`, the largest parts first."""
+    text, speed = f"{duration(summary['seconds'])} of training", speed_in(summary)
+    if speed is not None:
+        text += f" at {quantity(speed[0])} {speed[1]}"
+    seconds: Mapping[str, float] = summary.get("ledger") or {}
+    if not seconds:
+        return text
+    total = sum(seconds.values()) or 1.0
+    order = sorted(seconds, key=lambda name: -seconds[name])
+    named = [name for name in order if seconds[name] >= LEAST_SHARE * total][:MOST_PARTS]
+    parts = ", ".join(f"{name} {100 * seconds[name] / total:.0f} %" for name in named)
+    return f"{text}; {duration(total)} in all: {parts}"
+
+
+def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
+    """Return commands that train a finished run longer, evaluate it and draw its report, ready to paste."""
+    run = RunDir(Path(facts.folder))
+    inside = run.root.is_relative_to(Path.cwd())
+    folder = shlex.quote(os.path.relpath(run.root) if inside else str(run.root))
+    commands = []
+    if run.checkpoints.is_dir():
+        if longer := longer_limit(summary, facts.config.get("trainer") or {}):
+            commands.append(f"{COMMAND} resume {folder} {longer}")
+        commands.append(f"{COMMAND} evaluate {folder}")
+    if run.metrics.is_file():
+        commands.append(f"{COMMAND} report {folder}")
+    return commands
+
+
+def longer_limit(summary: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
+    """Return the setting that doubles the limit which ended the run, as `trainer.max_epochs=40`; "" for another end."""
+    reached = {"max_epochs": summary.get("epoch", 0), "max_steps": summary.get("step", 0)}
+    for name, value in reached.items():
+        limit = trainer.get(name)
+        if isinstance(limit, int) and 0 < limit <= value:
+            return f"trainer.{name}={2 * limit}"
+    return ""
+
+
+def compute_line(summary: Mapping[str, Any]) -> str:
+    """Return `330 TFLOP/s, MFU 33.4 % (of 989 TFLOP/s, by the data sheet)`."""
+    rate, sheet = flop_rate(summary["flops_per_second"]), flop_rate(summary["data_sheet_flops_per_second"])
+    return f"{rate}, MFU {100 * summary['mfu']:.1f} % (of {sheet}, by the data sheet)"
+
+
+def flop_rate(rate: float) -> str:
+    """Return `35 GFLOP/s`."""
+    number = quantity(rate)
+    digits = number.rstrip("kMGT")
+    return f"{digits} {number[len(digits) :]}FLOP/s"
+
+
+def bottleneck_line(summary: Mapping[str, Any]) -> str:
+    """Return `the model: it can take 85.1k samples/s, loading could deliver 1.41M`, or the like for loading."""
+    facts = summary["throughput_limits"]
+    load, train = (quantity(facts[f"{side}_per_second"]) for side in ("load", "train"))
+    # a run also measures useful tokens beside the items of a task that counts samples or pixels
+    name = next((name for name in reversed(SPEEDS) if summary.get(name) is not None), "")
+    unit = SPEEDS.get(name, "items/s")
+    if facts["limit"] == "load":
+        return f"loading: it delivers {load} {unit}, the model could take {train}"
+    return f"the model: it can take {train} {unit}, loading could deliver {load}"
+
+
+def waits_line(counts: Mapping[str, int]) -> str:
+    """Return `2 lines of a step made the host wait for the GPU: /home/me/my_net.py:14 (900 times), ...`."""
+    if not counts:
+        return "no line of a step made the host wait for the GPU"
+    lines = ", ".join(f"{line} ({count} times)" for line, count in counts.items())
+    return f"{counted(len(counts), 'line')} of a step made the host wait for the GPU: {lines}"

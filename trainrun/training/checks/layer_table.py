@@ -1,0 +1,86 @@
+"""The table of layers of `--summary`: name, class, output shape and parameters, seen in the first step of a run.
+
+what: forward hooks on the layers, removed after the first step; they look at outputs and change nothing.
+when not: with `trainer.compile` or graphs the shapes are left out: a hook would be compiled too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainrun.interfaces import MicroBatch, StepReport
+from trainrun.training.components import Components, Step
+
+DEEPEST = 3  # levels of names, as body.0.conv
+MOST_LAYERS = 200
+
+
+class WithLayerTable:
+    """Fills `Components.step`: after the first step a row `layers` is written, which the screen and the report show."""
+
+    def __init__(self, step: Step, sees_shapes: bool) -> None:
+        self.inner, self._sees_shapes, self._done = step, sees_shapes, False
+
+    def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+        if self._done:
+            return self.inner(run, micro_batches)
+        self._done = True
+        shapes: dict[str, str] = {}
+        layers = dict(shown_layers(run.model))
+        handles = [
+            layer.register_forward_hook(shape_note(shapes, name))
+            for name, layer in layers.items()
+            if self._sees_shapes
+        ]
+        try:
+            report = self.inner(run, micro_batches)
+        finally:
+            for handle in handles:
+                handle.remove()
+        run.monitors.write_row("layers", run.monitors.step, {"layers": layer_rows(run.model, layers, shapes)})
+        return report
+
+
+def shown_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers by name, in their order, down to the third level."""
+    named = ((name, layer) for name, layer in model.named_modules() if name and name.count(".") < DEEPEST)
+    for number, (name, layer) in enumerate(named):
+        if number == MOST_LAYERS:
+            return
+        yield name, layer
+
+
+def shape_note(shapes: dict[str, str], name: str) -> Any:
+    """Return a forward hook that stores the shape of the first output."""
+
+    def note(layer: nn.Module, inputs: Any, output: Any) -> None:
+        shapes.setdefault(name, shape_text(output))
+
+    return note
+
+
+def shape_text(output: Any) -> str:
+    """Return `32 x 10`; the shapes of several tensors side by side, and "" for what holds none."""
+    if isinstance(output, Tensor):
+        return " x ".join(map(str, output.shape))
+    if isinstance(output, (tuple, list)):
+        return ", ".join(filter(None, map(shape_text, output)))
+    return ""
+
+
+def layer_rows(
+    model: nn.Module, layers: dict[str, nn.Module], shapes: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Return a row for each layer, and one for the whole model. Shared parameters count in each layer that has them."""
+    rows = [
+        {
+            "layer": name, "class": type(layer).__name__, "output": shapes.get(name, ""),
+            "parameters": sum(parameter.numel() for parameter in layer.parameters()),
+        }
+        for name, layer in layers.items()
+    ]  # fmt: skip
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return [*rows, {"layer": "all", "class": type(model).__name__, "output": "", "parameters": total}]
