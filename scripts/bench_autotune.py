@@ -1,10 +1,12 @@
-"""Does `trainrun autotune` claim nothing that is not there, and promise what comes true?
+"""Does `trainrun autotune` find what is planted, claim nothing that is not there, and promise what comes true?
 
-    python scripts/bench_autotune.py null [--repeats 20] [--budget 60]      searches with nothing to find: false claims
+    python scripts/bench_autotune.py faults [FAULT ...] [--budget 80]       is the remedy of a planted fault found?
+    python scripts/bench_autotune.py null [--repeats 20] [--budget 25]      searches with nothing to find: false claims
     python scripts/bench_autotune.py fresh [WORKLOAD ...] [--budget 90]     does the claim hold in new processes?
 
-null: each search may only choose among settings that change nothing. fresh: after the search its best and the user's
-own settings are started again, several times. The exit code is always 0.
+faults: of `bench_diagnose.py`, and a data set whose samples are far slower than its model; `--allow training`. null: a
+run whose readers, threads and batch are as they should be. fresh: after the search the best settings and the user's own
+are started again, several times. The exit code is 0 whatever is found.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import as_the_command  # noqa: E402,F401  # ahead of torch
+import bench_diagnose  # noqa: E402
 from bench_kit import machine  # noqa: E402
 
 from trainrun.benchmark.budget import Budget  # noqa: E402
+from trainrun.benchmark.diagnose.verdict import CAUSES  # noqa: E402
+from trainrun.benchmark.measured_run import MeasuredRun  # noqa: E402
 from trainrun.benchmark.run_overrides import config_of, replaced  # noqa: E402
-from trainrun.benchmark.search.candidates import Candidate  # noqa: E402
-from trainrun.benchmark.search.options import COMPILE, OPTIONS, SearchOption, fixed  # noqa: E402
-from trainrun.benchmark.search.search import Results, Search  # noqa: E402
+from trainrun.benchmark.tune.tune_report import tuning_lines  # noqa: E402
+from trainrun.benchmark.tune.tuner import Tuner, Tuning  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.runtime.machine import usable_cores  # noqa: E402
 from trainrun.timing.paired import Ratio, Rules, compare, ratio_of_processes  # noqa: E402
 
 COMMON = ["seed=1", "trainer.max_epochs=1000", "monitor.hardware=false"]
@@ -39,16 +42,23 @@ WORKLOADS = {
     "lstm": [*COMMON, "data=text", "data.train.kind=lines", "data.train.max_bytes=400000", "model=lstm",
              "task=language_modeling", "data.batch_size=32", "data.max_sequence_length=128"],
 }  # fmt: skip
-NOTHING = SearchOption("nothing", fixed(*((f"monitor.window_size={size}",) for size in (21, 22, 23, 24))))
+SLOW_SAMPLES = [*bench_diagnose.COMMON, "data.train._target_=faulty_parts.Table", "data.train.compute=0.0001",
+                "data.train.width=64", "model=mlp", "model.hidden=[64]", "data.batch_size=64"]  # fmt: skip
+FAULTS = {
+    "slow samples": ("data", SLOW_SAMPLES),
+    **{
+        fault.name: (fault.expected, [*bench_diagnose.WORKLOADS[fault.only[0]], *fault.words])
+        for fault in bench_diagnose.FAULTS
+        if fault.expected in ("data", "checkpoint", "dispatch", "threads", "padding")
+    },
+}
 PROCESSES, PAIRS = 5, 6  # pairs of processes, and of turns in each
 
 
-def searched(settings: Sequence[str], budget: float, options: Sequence[SearchOption]) -> Results:
+def tuned(settings: Sequence[str], budget: float, allowed: str) -> Tuning:
     with WorkerPool() as pool:
-        search = Search(
-            pool.start, settings, Budget(budget), usable_cores(), lambda about, left: None, "numeric"
-        )
-        return search.run(options)
+        overrides = bench_diagnose.without_twice(list(settings))
+        return Tuner(pool, overrides, Budget(budget), lambda about, left: None, allowed).run()
 
 
 def started_again(first: Sequence[str], second: Sequence[str]) -> Ratio:
@@ -57,9 +67,9 @@ def started_again(first: Sequence[str], second: Sequence[str]) -> Ratio:
     with WorkerPool() as pool:
         for number in range(PROCESSES):
             order = (first, second) if number % 2 == 0 else (second, first)
-            sides = [Candidate(pool.start(config_of(settings)), 120.0) for settings in order]
+            sides = [MeasuredRun(pool.start(config_of(settings)), config_of(settings)) for settings in order]
             for side in sides:
-                side.find_pace(0.3)
+                side.find_pace()
             base, other = sides if number % 2 == 0 else sides[::-1]
             rules = Rules(0.0, first_rounds=PAIRS, most_pairs=PAIRS)
             groups.append(compare(base.item_seconds, {"best": other.item_seconds}, rules).pairs["best"])
@@ -68,27 +78,43 @@ def started_again(first: Sequence[str], second: Sequence[str]) -> Ratio:
     return ratio_of_processes(groups, 0.99)
 
 
+def planted_faults(names: Sequence[str], budget: float) -> None:
+    mended = 0
+    for name in names:
+        expected, settings = FAULTS[name]
+        tuning = tuned(settings, budget, "training")
+        used = {trial.cause for trial in tuning.trials if trial.used}
+        right = CAUSES[expected] in used and tuning.is_claimed
+        mended += right
+        print(
+            f"{name}: {'yes' if right else 'NO'}, {tuning.seconds:.0f} s; {' '.join(tuning.found)}",
+            flush=True,
+        )
+        print("\n".join(f"    {line}" for line in "\n".join(tuning_lines(tuning)).splitlines()), flush=True)
+    print(f"ended with the remedy and its gain: {mended} of {len(names)}")
+
+
 def nothing_to_find(repeats: int, budget: float) -> None:
-    settings = [*WORKLOADS["mlp"], "trainer.num_threads=1", "data.engine=resident"]
+    settings = [*WORKLOADS["mlp"], "trainer.num_threads=2", "data.engine=resident", "data.batch_size=512"]
     claims = 0
     for number in range(repeats):
-        results = searched(settings, budget, [NOTHING])
-        claims += results.claimed
-        print(f"null {number + 1}: {claims} claims; {results.verdict}", flush=True)
+        tuning = tuned(settings, budget, "exact")
+        claims += tuning.is_claimed
+        print(f"null {number + 1}: {claims} claims; {tuning.diagnoses[-1]}; {tuning.verdict}", flush=True)
     print(f"false claims: {claims} of {repeats}")
 
 
 def in_fresh_processes(names: Sequence[str], budget: float) -> None:
     for name in names:
         began = time.monotonic()
-        results = searched(WORKLOADS[name], budget, [option for option in OPTIONS if option.name != COMPILE])
+        tuning = tuned(WORKLOADS[name], budget, "numeric")
         took = time.monotonic() - began
-        again = started_again(results.overrides, replaced(results.overrides, results.found))
-        claim = results.claim if results.claimed else None
+        again = started_again(tuning.overrides, replaced(tuning.overrides, tuning.found))
+        claim = tuning.claim if tuning.is_claimed else None
         holds = claim is None or (claim.low <= again.high and again.low <= claim.high)
         print(
             f"{name:5} {took:.0f} s of {budget:.0f} s: claimed {claim or 'nothing'}; fresh {again}: "
-            f"{'holds' if holds else 'DOES NOT HOLD'}; {' '.join(results.found) or results.verdict}",
+            f"{'holds' if holds else 'DOES NOT HOLD'}; {' '.join(tuning.found) or tuning.verdict}",
             flush=True,
         )
 
@@ -97,19 +123,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("null", "fresh"))
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--budget", type=float, default=90.0)
+    parser.add_argument("what", choices=("faults", "null", "fresh"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of faults or workloads (all)")
+    parser.add_argument("--budget", type=float, help="seconds of one search (80, 25, 90)")
     parser.add_argument("--repeats", type=int, default=20)
     asked = parser.parse_args()
-    names = asked.workloads or list(WORKLOADS)
-    if unknown := set(names) - set(WORKLOADS):
-        parser.error(f"no such workload: {', '.join(unknown)}")
+    known = {"faults": FAULTS, "fresh": WORKLOADS, "null": {}}[asked.what]
+    names = asked.names or list(known)
+    if unknown := set(names) - set(known):
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
     print(machine(), flush=True)
     if asked.what == "null":
-        nothing_to_find(asked.repeats, asked.budget)
+        nothing_to_find(asked.repeats, asked.budget or 25.0)
+    elif asked.what == "faults":
+        planted_faults(names, asked.budget or 80.0)
     else:
-        in_fresh_processes(names, asked.budget)
+        in_fresh_processes(names, asked.budget or 90.0)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import as_the_command  # noqa: E402,F401  # ahead of torch
 import bench_sets  # noqa: E402
 from bench_kit import machine  # noqa: E402
 
+from trainrun.benchmark.measured_run import MeasuredRun  # noqa: E402
 from trainrun.benchmark.run_overrides import config_of  # noqa: E402
-from trainrun.benchmark.search.candidates import Candidate  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
 from trainrun.timing.paired import Rules, compare  # noqa: E402
 
@@ -35,17 +35,22 @@ WAYS = {
 }
 
 
+def started(pool: WorkerPool, settings: list[str]) -> MeasuredRun:
+    config = config_of(settings)
+    run = MeasuredRun(pool.start(config), config, TURN_SECONDS)
+    run.find_pace()
+    return run
+
+
 def measure(regime: str, model: str, rounds: int) -> None:
     """Print a line for the regime, and below it every way's speed over that of auto."""
     settings = [*bench_sets.settings_of(regime, model), "seed=1", "monitor.hardware=false"]
     with WorkerPool() as pool:
-        auto = Candidate(pool.start(config_of(settings)), 120.0)
-        auto.find_pace(TURN_SECONDS)
-        others: dict[str, Candidate] = {}
+        auto = started(pool, settings)
+        others: dict[str, MeasuredRun] = {}
         for name, way in WAYS.items():
             if name != "resident" or bench_sets.in_memory(regime):
-                others[name] = Candidate(pool.start(config_of([*settings, *way.split()])), 120.0)
-                others[name].find_pace(TURN_SECONDS)
+                others[name] = started(pool, [*settings, *way.split()])
         turns = {name: other.item_seconds for name, other in others.items()}
         found = compare(auto.item_seconds, turns, Rules(first_rounds=3, most_pairs=3))
         speeds = {name: found.ratio(name).value for name in turns}

@@ -44,12 +44,10 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the claim of autotune has an interval of 50 %",
-        "trainrun/benchmark/search/search.py",
+        "trainrun/benchmark/tune/tuner.py",
         "SURE: Final = 0.99",
         "SURE: Final = 0.50",
-        (
-            "tests/benchmark/test_search.py::test_claim_of_a_search_holds_the_truth_however_much_processes_differ",
-        ),
+        ("tests/benchmark/test_tuner.py::test_claim_holds_the_truth_however_much_processes_differ",),
     ),
     Mutant(
         "an interval has the normal distribution's width",
@@ -112,12 +110,19 @@ MUTANTS: Final = (
     ),
     Mutant(
         "autotune does not try data.cache=memory",
-        "trainrun/benchmark/search/options.py",
-        '    SearchOption(DATA, remedies_of("data"), skip_data, 2.0),\n',
-        "",
+        "trainrun/benchmark/remedies.py",
+        "else (CACHE, WORKERS_BY_RULE)",
+        "else (WORKERS_BY_RULE,)",
+        ("tests/benchmark/test_tuner.py::test_slow_items_are_thirteen_times_faster_from_memory",),
+    ),
+    Mutant(
+        "autotune uses what changes the training without being asked to",
+        "trainrun/benchmark/tune/tuner.py",
+        "faster = [trial for trial in trials if trial.is_faster and self.is_allowed(trial.remedy)]",
+        "faster = [trial for trial in trials if trial.is_faster]",
         (
-            "tests/benchmark/test_search.py::"
-            "test_search_tries_all_that_diagnose_proposes_and_leaves_the_training_the_same",
+            "tests/benchmark/test_tuner.py::"
+            "test_remedy_that_changes_the_training_is_measured_but_used_only_if_allowed",
         ),
     ),
     Mutant(
@@ -136,9 +141,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "diagnose takes the interval of saves for steps",
-        "trainrun/benchmark/diagnose/diagnosis.py",
-        "rate += loop_seconds / interval",
-        "rate += 1 / interval",
+        "trainrun/benchmark/measured_run.py",
+        "saves_a_step += step_seconds / seconds",
+        "saves_a_step += 1 / seconds",
         (
             "tests/benchmark/test_diagnosis.py::test_cost_of_checkpoints_is_that_of_one_over_the_steps_between_two",
         ),

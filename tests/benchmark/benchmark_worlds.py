@@ -1,96 +1,141 @@
-"""Worlds in which the speed of every setting is known: for trying a search without a single real second."""
+"""Worlds in which the cost of everything is known: for a diagnosis or a search without a single real second."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.numpy import save_file
 from torch.utils.data import Dataset
 
-from trainrun.benchmark.worker_messages import FirstSteps, Load, Message, RunInfo, TraceSteps, Train, Turn
+from trainrun.benchmark.diagnose.ablations import CACHED, NO_LOGGING, NO_UPDATE
+from trainrun.benchmark.worker_messages import SAVING, VALIDATING, Load, RunInfo, Save, Turn, Validate
 from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.config.schema import RunConfig
 
-Speed = Callable[[RunConfig], float]  # items a second; 0 or less: the run cannot start
+SETTINGS = ["seed=1", "model=cnn", "data.batch_size=64", "precision=bf16-mixed", "trainer.num_threads=1"]
+OFTEN = ("checkpoint.every_n_train_steps=2", "checkpoint.async_save=false")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds: fixed and for an item of a step's computing, and what is planted. stall: of one item in 64, at random.
+    islands, threads, bucket, fp32: what part of the computing is left without them. fill: of a cache, at the start."""
+
+    fixed: float = 0.002
+    item: float = 2e-4
+    update: float = 0.0005
+    read: float = 2e-6
+    stall: float = 0.0
+    log: float = 1e-5
+    save: float = 0.0
+    validate: float = 0.01
+    islands: float = 1.0
+    threads: float = 1.05
+    bucket: float = 1.0
+    fp32: float = 1.0
+    compiled: float = 0.0
+    fill: float = 0.0
+    reads_ahead: bool = False
 
 
 class World:
-    """Its `start` replaces `WorkerPool.start`, on a clock of its own. noise: of one turn; twist: of one process; drift:
-    of the machine over a minute, which all meet. wrong: configs whose training is another one. load_seconds: of a
-    batch that is not in a cache."""
+    """Replaces `WorkerPool`, on a clock of its own.
 
-    def __init__(self, folder: Path, speed: Speed, noise: float = 0.0, twist: float = 0.0, drift: float = 0.0,
-                 wrong: Callable[[RunConfig], bool] = lambda config: False, seed: int = 0,
-                 start_seconds: float = 0.5, total_steps: int | None = 100_000,
-                 device: str = "cpu", load_seconds: float = 0.001) -> None:  # fmt: skip
-        self.speed, self.noise, self.twist, self.drift, self.wrong = speed, noise, twist, drift, wrong
-        self.start_seconds, self.total_steps, self.device = start_seconds, total_steps, device
-        self.load_seconds = load_seconds
-        self.draw = random.Random(seed)
-        self.now, self.phase = 0.0, self.draw.uniform(0, 2 * math.pi)
-        self.alive = self.most_alive = 0
+    noise: of one turn; twist: of one process; drift: of the machine over a minute, which all meet. fails: a setting
+    whose runs end at once.
+    """
+
+    def __init__(self, costs: Costs, noise: float = 0.0, seed: int = 0, twist: float = 0.0, drift: float = 0.0,
+                 total_steps: int | None = 9000, fails: str = "") -> None:  # fmt: skip
+        self.costs, self.noise, self.twist, self.drift = costs, noise, twist, drift
+        self.total_steps, self.fails = total_steps, fails
+        self.now, self.draw = 0.0, random.Random(seed)
+        self.phase = self.draw.uniform(0, 2 * math.pi)
         self.started: list[RunConfig] = []
-        self.updates = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, sign in (("right", 1.0), ("wrong", -1.0)):
-            save_file({"weight": np.full(4, sign, np.float32)}, folder / name)
+        self.alive = 0
 
     def clock(self) -> float:
         return self.now
 
-    def start(self, config: RunConfig, limit: float) -> Runner:
-        self.now += self.start_seconds
+    def start(self, config: RunConfig, limit: float = math.inf) -> Run:
+        seconds = 0.7 + (self.costs.fill if config.data.cache == "memory" else 0.0)
+        self.now += min(seconds, limit)
+        if seconds > limit:
+            raise WorkerFailed(f"it did not come to its first step in {limit:.0f} s")
         self.started.append(config)
-        if self.speed(config) <= 0:
+        if self.fails and self.fails in str(config):
             raise WorkerFailed("it fell over")
-        return Runner(self, config)
+        return Run(self, config, seconds)
 
     def machine(self) -> float:
         return math.exp(self.drift * math.sin(2 * math.pi * self.now / 60 + self.phase))
 
 
-class Runner:
+class Run:
     """Replaces `WorkerProcess`."""
 
-    def __init__(self, world: World, config: RunConfig) -> None:
-        self.world, self.config = world, config
+    limit = math.inf
+
+    def __init__(self, world: World, config: RunConfig, start_seconds: float) -> None:
+        self.world, self.config, self.start_seconds = world, config, start_seconds
+        self.batch, self.bucket = config.data.batch_size, config.data.padding == "bucket"
         self.own = math.exp(world.draw.gauss(0, world.twist))
-        self.start_seconds = world.start_seconds
-        devices = config.parallel.devices
+        padded, ahead = world.costs.bucket < 1, world.costs.reads_ahead
+        threads = config.trainer.num_threads
         self.info = RunInfo(
-            unit="samples", engine="", number=0, num_threads=2, device=world.device,
-            world_size=devices if isinstance(devices, int) else 1, total_steps=world.total_steps, val_every=45.0,
-            layers=("Conv2d", "Linear"), memory_bytes=10**10, thread_safe=True,
+            unit="samples", engine="workers", number=0, num_threads=threads if isinstance(threads, int) else 1,
+            device="cpu", world_size=1, total_steps=world.total_steps, val_every=450.0, memory_bytes=2**34,
+            precision=config.precision.mode, padded=2.0 * padded, reads_ahead=ahead, layers=("Linear",),
         )  # fmt: skip
         world.alive += 1
-        world.most_alive = max(world.most_alive, world.alive)
 
-    def ask(self, message: Message, limit: float = 0.0) -> Any:
-        if isinstance(message, TraceSteps):
-            self.world.now += 0.2
-            name = "wrong" if self.world.wrong(self.config) else "right"
-            loss = 1.005 if self.config.precision.mode == "bf16-mixed" else 1.0
-            return FirstSteps(
-                (loss,) * message.steps, (32.0,) * message.steps, str(self.world.updates / name)
-            )
+    def seconds_of_step(self, parts: list[str]) -> Mapping[str, float]:
+        """Seconds of each phase of a step, without noise; `parts` are ablations."""
+        costs, config = self.world.costs, self.config
+        computing = costs.fixed + costs.item * self.batch
+        computing *= costs.islands if "one_type" in parts else 1.0
+        computing *= costs.threads if "threads=2" in parts or config.trainer.num_threads == 2 else 1.0
+        computing *= costs.bucket if self.bucket else 1.0
+        computing /= costs.fp32 if config.precision.mode == "32-true" else 1.0
+        updates = NO_UPDATE not in parts
+        slow_update = (config.optimizer or {}).get("fused") is False
+        update = costs.update if slow_update else min(costs.update, 0.0005)
+        reads = CACHED not in parts and config.data.cache == "none"
+        logs_often = NO_LOGGING not in parts and config.monitor.log_every_n_steps != 500
+        every = config.checkpoint.every_n_train_steps
+        saves = SAVING in parts and isinstance(every, int)
+        save = costs.save * 2 / every if saves and not config.checkpoint.async_save else 0.0
+        validates = VALIDATING in parts
+        return {
+            "forward": computing, "optimizer": updates * update, "data": reads * costs.read * self.batch,
+            "logging": logs_often * costs.log, "checkpoint": save, "validation": validates * costs.validate / 450,
+        }  # fmt: skip
+
+    def train(self, steps: int, warm: int = 2, variant: str = "", most_seconds: float = math.inf) -> Turn:
+        costs, parts, draw = self.world.costs, variant.split("+"), self.world.draw
+        luck = math.exp(draw.gauss(0, self.world.noise)) * self.own * self.world.machine()
+        phases = {name: steps * seconds * luck for name, seconds in self.seconds_of_step(parts).items()}
+        if costs.stall and phases["data"]:
+            phases["data"] += costs.stall * sum(draw.random() < 1 / 64 for _ in range(steps * self.batch))
+        seconds = sum(phases.values())
+        self.world.now += seconds * (1 + warm / steps)
+        return Turn(seconds, steps, steps * self.batch, 0.5 * seconds, 10**8, phases, costs.compiled)
+
+    def ask(self, message: Any, limit: float | None = None) -> Turn:
+        costs = self.world.costs
         if isinstance(message, Load):
-            self.world.now += 0.05
-            seconds = self.world.load_seconds * message.batches if self.config.data.cache == "none" else 0.0
-            return Turn(seconds, message.batches, 32.0 * message.batches)
-        assert isinstance(message, Train)
-        assert message.restart  # turns that are compared start from the same numbers
-        luck = math.exp(self.world.draw.gauss(0, self.world.noise))
-        speed = self.world.speed(self.config) * self.own * luck * self.world.machine()
-        seconds = 10 * message.steps / speed
-        self.world.now += 1.1 * seconds
-        return Turn(seconds, message.steps, 10.0 * message.steps, peak_bytes=10**8)
+            items = message.batches * self.batch
+            seconds = items * max(self.seconds_of_step([])["data"] / self.batch, 1e-9)
+            return Turn(seconds, message.batches, items, seconds)
+        assert isinstance(message, Save | Validate)
+        seconds = costs.validate if isinstance(message, Validate) else costs.save
+        self.world.now += seconds
+        return Turn(seconds, 0, 0.0)
 
     def close(self) -> None:
         self.world.alive -= 1

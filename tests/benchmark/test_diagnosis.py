@@ -21,8 +21,8 @@ from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination, WhatIf
 from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
 from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.diagnose.verdict import CAUSES, verdict
-from trainrun.benchmark.remedies import REMEDIES
-from trainrun.benchmark.run_overrides import config_of
+from trainrun.benchmark.remedies import EFFECTS, REMEDIES, Remedy, remedies_for
+from trainrun.benchmark.run_overrides import config_of, replaced
 from trainrun.benchmark.worker_messages import RunInfo, Save, Turn
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
@@ -32,12 +32,16 @@ from trainrun.timing.phases import DATA
 INFO = RunInfo("samples", "resident", 0, 1, "cpu", 1, 900, 45.0)
 
 
-def found(fused: bool = True, load_cores: float = 0.1, **gains: float | tuple[float, float]) -> Diagnosis:
+def found(
+    overrides: tuple[str, ...] = (), load_cores: float = 0.1, **gains: float | tuple[float, float]
+) -> Diagnosis:
     what_ifs = []
     for name, gain in gains.items():
         value, low = gain if isinstance(gain, tuple) else (gain, 0.98 * gain)
-        what_ifs.append(WhatIf(name, Ratio(value, low, 2 * value - low, 9), "trainer.num_threads=1"))
-    return Diagnosis(INFO, 1500.0, 0.02, what_ifs, 1e6, load_cores, fused)
+        setting = {"dispatch": "data.batch_size=256", "padding": "data.padding=bucket"}
+        measured = setting.get(name, "trainer.num_threads=1")
+        what_ifs.append(WhatIf(name, Ratio(value, low, 2 * value - low, 9), "", measured))
+    return Diagnosis(INFO, 1500.0, 0.02, what_ifs, 1e6, load_cores, overrides)
 
 
 def test_a_training_that_waits_for_nothing_is_healthy() -> None:
@@ -52,7 +56,7 @@ def test_padding_that_was_not_tried_is_no_health() -> None:
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_each_cause_can_be_the_first(name: str) -> None:
-    told = verdict(found(fused=False, **{name: 1.8}))
+    told = verdict(found(("optimizer.fused=false",), **{name: 1.8}))
     assert told.first == name
     assert "80 %" in told.text
 
@@ -104,33 +108,43 @@ def test_a_large_batch_explains_what_nothing_else_does() -> None:
     assert verdict(found(dispatch=1.2)).first == "healthy"
 
 
-def test_small_calls_are_recorded_where_they_can_be() -> None:
-    here = found(dispatch=1.9)
-    there = replace(here, can_record=True)
-    assert [verdict(one).causes[0].remedies[0] for one in (here, there)] == [
-        "trainer.compile=step",
-        "trainer.cuda_graphs=true",
-    ]
+def remedies_of(diagnosis: Diagnosis) -> list[str]:
+    return [str(remedy) for remedy in verdict(diagnosis).causes[0].remedies]
+
+
+GRAPHS, COMPILED, LARGER = "trainer.cuda_graphs=true", "trainer.compile.scope=step", "data.batch_size=256"
 
 
 @pytest.mark.parametrize(
-    ("can", "words", "device", "one_graph"),
+    ("words", "device", "one_graph", "remedies"),
     [
-        (True, [], "cuda:0", True),
-        (False, [], "cpu", True),
-        (False, [], "cuda:0", False),
-        (False, ["trainer.cuda_graphs=true"], "cuda:0", True),
-        (False, ["precision=16-mixed"], "cuda:0", True),
-        (False, ["trainer.gradient_checkpointing=full"], "cuda:0", True),
+        ([], "cuda:0", True, [GRAPHS, COMPILED, LARGER]),
+        ([], "cpu", True, [COMPILED, LARGER]),
+        ([], "cuda:0", False, [COMPILED, LARGER]),
+        (["trainer.cuda_graphs=true"], "cuda:0", True, [COMPILED, LARGER]),
+        (["precision=16-mixed"], "cuda:0", True, [LARGER]),
+        (["trainer.gradient_checkpointing=full"], "cuda:0", True, [LARGER]),
+        (["trainer.compile.scope=step", "data.batch_size=256"], "cpu", True, []),
     ],
 )
-def test_steps_can_be_recorded_on_a_gpu_if_settings_and_task_let_them(
-    can: bool, words: list[str], device: str, one_graph: bool
+def test_remedies_are_those_that_the_run_accepts_and_does_not_have(
+    words: list[str], device: str, one_graph: bool, remedies: list[str]
 ) -> None:
-    examined = Examination.__new__(Examination)
-    examined._overrides, examined._config = words, config_of(words)
-    examined._base = SimpleNamespace(info=replace(INFO, device=device, one_graph=one_graph))  # type: ignore[assignment]
-    assert examined._can_record() is can
+    info = replace(INFO, device=device, one_graph=one_graph)
+    assert remedies_of(replace(found(tuple(words), dispatch=1.9), info=info)) == remedies
+
+
+def test_remedies_that_change_less_come_first() -> None:
+    diagnosis = found(("optimizer.fused=false", "checkpoint.async_save=false"))
+    for name in CAUSES:
+        what_if = WhatIf(name, Ratio(2.0, 1.9, 2.1, 9), "", "trainer.num_threads=1")
+        effects = [EFFECTS.index(remedy.effect) for remedy in remedies_for(what_if, diagnosis)]
+        assert effects == sorted(effects), name
+
+
+def test_what_a_remedy_changes_is_printed() -> None:
+    lines = lines_of(found(dispatch=1.9))
+    assert "try: data.batch_size=256 (changes: the batch of a step)" in lines
 
 
 def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> None:
@@ -138,20 +152,16 @@ def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> No
     waits, computes = (verdict(replace(found(data=3.0, load_cores=cores), info=read)) for cores in (0.1, 1.0))
     assert "mostly waits" in waits.text
     assert "mostly computes" in computes.text
-    assert "workers" in waits.causes[0].remedies[0]
+    assert "workers" in str(waits.causes[0].remedies[0])
     safe = replace(found(data=3.0), info=replace(read, thread_safe=True))
-    assert "threads" in verdict(safe).causes[0].remedies[0]
+    assert "threads" in str(verdict(safe).causes[0].remedies[0])
     in_memory = verdict(found(data=3.0, load_cores=1.0))  # a cache and workers are of no use there
     assert in_memory.causes[0].remedies == ()
 
 
-def test_every_remedy_is_one_that_a_run_takes() -> None:
-    from trainrun.config.compose import compose_run
-
-    words = sorted({word for several in REMEDIES.values() for each in several for word in each.overrides})
-    apart = ["monitor=fast", "data.engine=workers", "data.num_workers=auto", "trainer.compile=step"]
-    compose_run([word for word in words if word not in apart])
-    assert compose_run(apart).config.trainer.compile.scope == "step"
+@pytest.mark.parametrize("remedy", [remedy for several in REMEDIES.values() for remedy in several], ids=str)
+def test_every_remedy_is_one_that_a_run_takes(remedy: Remedy) -> None:
+    config_of(replaced(["trainer.compile.scope=model"], remedy.overrides))
 
 
 def test_only_useful_ablations_are_asked() -> None:
@@ -195,7 +205,7 @@ def test_cost_of_checkpoints_is_that_of_one_over_the_steps_between_two(
         return Turn(next(saves), 0, 0.0)
 
     examined._base = cast(Any, SimpleNamespace(info=replace(INFO, val_every=None), ask=ask))
-    costs = dict(examined._rare_costs(0.02, None))
+    costs = examined._rare_costs(0.02, None)
     assert costs.get("checkpoint", 0.0) == pytest.approx(3.0 / every)
 
 

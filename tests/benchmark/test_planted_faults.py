@@ -2,95 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
+from benchmark_worlds import OFTEN, SETTINGS, Costs, World
 
 from trainrun.benchmark.budget import Budget
-from trainrun.benchmark.diagnose.ablations import CACHED, NO_LOGGING, NO_UPDATE
 from trainrun.benchmark.diagnose.diagnosis import Examination
 from trainrun.benchmark.diagnose.verdict import verdict
-from trainrun.benchmark.worker_messages import SAVING, Load, RunInfo, Save, Turn, Validate
 from trainrun.config.compose import compose_run
-from trainrun.config.schema import RunConfig
 
-SETTINGS = ["seed=1", "model=cnn", "data.batch_size=64", "precision=bf16-mixed", "trainer.num_threads=1"]
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds: fixed and for an item of a step's computing, and what is planted. stall: of one item in 64, at random.
-    islands, threads, bucket: what part of the computing is left without them."""
-
-    fixed: float = 0.002
-    item: float = 2e-4
-    update: float = 0.0005
-    read: float = 2e-6
-    stall: float = 0.0
-    log: float = 1e-5
-    save: float = 0.0
-    validate: float = 0.01
-    islands: float = 1.0
-    threads: float = 1.05
-    bucket: float = 1.0
-    compiled: float = 0.0
-    reads_ahead: bool = False
-
-
-class World:
-    """A pool, on a clock of its own."""
-
-    def __init__(self, costs: Costs, noise: float, seed: int) -> None:
-        self.costs, self.noise, self.now, self.draw = costs, noise, 0.0, random.Random(seed)
-
-    def start(self, config: RunConfig, limit: float = math.inf) -> Run:
-        self.now += 0.7
-        return Run(self, config)
-
-
-class Run:
-    """Replaces `WorkerProcess`."""
-
-    def __init__(self, world: World, config: RunConfig) -> None:
-        self.world, self.batch, self.bucket = world, config.data.batch_size, config.data.padding == "bucket"
-        padded, ahead = world.costs.bucket < 1, world.costs.reads_ahead
-        self.info = RunInfo("samples", "", 0, 1, "cpu", 1, 9000, 450.0, memory_bytes=2**34, padded=2.0 * padded,
-                            reads_ahead=ahead)  # fmt: skip
-        self.start_seconds = 0.7
-
-    def train(self, steps: int, warm: int = 2, variant: str = "", most_seconds: float = math.inf) -> Turn:
-        costs, parts, draw = self.world.costs, variant.split("+"), self.world.draw
-        computing = costs.fixed + costs.item * self.batch
-        computing *= costs.islands if "one_type" in parts else 1.0
-        computing *= costs.threads if "threads=2" in parts else 1.0
-        computing *= costs.bucket if self.bucket else 1.0
-        luck = math.exp(draw.gauss(0, self.world.noise))
-        stalls = sum(draw.random() < 1 / 64 for _ in range(steps * self.batch))
-        phases = {
-            "forward": steps * computing * luck,
-            "optimizer": 0.0 if NO_UPDATE in parts else steps * costs.update * luck,
-            "data": 0.0 if CACHED in parts else steps * costs.read * self.batch + stalls * costs.stall,
-            "logging": 0.0 if NO_LOGGING in parts else steps * costs.log * luck,
-        }
-        seconds = sum(phases.values()) + (steps * costs.save if variant == SAVING else 0.0)
-        self.world.now += seconds * (1 + warm / steps)
-        return Turn(seconds, steps, steps * self.batch, 0.5 * seconds, 10**8, phases, costs.compiled)
-
-    def ask(self, message: Any) -> Turn:
-        if isinstance(message, Load):
-            seconds = message.batches * self.batch * self.world.costs.read
-            return Turn(seconds, message.batches, message.batches * self.batch)
-        assert isinstance(message, Save | Validate)
-        seconds = self.world.costs.validate if isinstance(message, Validate) else self.world.costs.save
-        self.world.now += seconds
-        return Turn(seconds, 0, 0.0)
-
-
-OFTEN = ("checkpoint.every_n_train_steps=2",)
 FAULTS: Mapping[str, tuple[str, Costs, tuple[str, ...]]] = {
     "clean": ("healthy", Costs(), ()),
     "clean, read ahead": ("healthy", Costs(reads_ahead=True), ()),
@@ -113,7 +35,7 @@ FAULTS: Mapping[str, tuple[str, Costs, tuple[str, ...]]] = {
 def diagnosed(name: str, noise: float, seed: int) -> str:
     _, costs, words = FAULTS[name]
     world = World(costs, noise, seed)
-    budget = Budget(40.0, lambda: world.now)
+    budget = Budget(40.0, world.clock)
     overrides = [*SETTINGS, *words]
     config = compose_run(overrides).config
     run = world.start(config)
@@ -136,7 +58,7 @@ def test_a_gain_is_promised_at_its_size() -> None:
     costs = replace(Costs(), read=2e-4, fixed=0.0, update=0.0, log=0.0, validate=0.0)
     world = World(costs, 0.02, 1)
     config = compose_run(SETTINGS).config
-    budget = Budget(40.0, lambda: world.now)
+    budget = Budget(40.0, world.clock)
     found = Examination(
         world, world.start(config), SETTINGS, budget, 2.0, lambda about, left: None
     ).diagnosis()  # type: ignore[arg-type]

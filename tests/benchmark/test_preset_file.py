@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from trainrun.benchmark.remedies import NUMERIC, Remedy
 from trainrun.benchmark.run_overrides import plain_overrides
-from trainrun.benchmark.search.preset_file import host_preset, preset_path, write_preset
-from trainrun.benchmark.search.search import Results, SearchPart
+from trainrun.benchmark.tune.preset_file import host_preset, preset_path, write_preset
+from trainrun.benchmark.tune.tuner import Trial, Tuning
 from trainrun.config.compose import compose_run
 from trainrun.config.tuned_settings import MARK
 from trainrun.errors import ConfigError
@@ -21,11 +22,9 @@ GAIN = Ratio(2.0, 1.9, 2.1, 20, (1.9, 2.1) * 10)
 
 
 def written(typed: list[str], *found: str):
-    parts = tuple(SearchPart((one,), "numbers", "numeric", GAIN) for one in found)
-    results = Results(
-        (), "samples", 1000.0, Ratio(1.0, 0.99, 1.01, 20), (), parts, GAIN, True, "2.00x", 100.0
-    )
-    return write_preset(preset_path("tuned-here", Path.cwd()), plain_overrides(typed), results, Path.cwd())
+    trials = tuple(Trial("loading", 2.0, Remedy((one,), NUMERIC), GAIN, reason="") for one in found)
+    tuning = Tuning((), "samples", 1000.0, ("",), trials, GAIN, "", 100.0)
+    return write_preset(preset_path("tuned-here", Path.cwd()), plain_overrides(typed), tuning, Path.cwd())
 
 
 def test_a_run_finds_the_preset_at_once(workdir: Path) -> None:

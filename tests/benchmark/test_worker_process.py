@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -13,15 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from safetensors.torch import load_file
 
 from trainrun.benchmark.diagnose.ablations import ABLATIONS
-from trainrun.benchmark.worker_messages import Load, Save, TraceSteps, Validate
+from trainrun.benchmark.measured_run import MeasuredRun
+from trainrun.benchmark.worker_messages import Load, Save, Validate
 from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
-from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
-from trainrun.monitor.metric_rows import read_rows
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")]
 SETTINGS = ["seed=3", "trainer.max_epochs=2", "data.num_threads=1", "data.engine=threads"]
@@ -36,20 +35,6 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="module")
 def worker(pool: WorkerPool) -> WorkerProcess:
     return pool.start(compose_run(SETTINGS).config)
-
-
-def test_the_first_steps_are_those_of_the_run(pool: WorkerPool, tmp_path: Path) -> None:
-    traced = pool.start(compose_run(SETTINGS).config)
-    first = traced.ask(TraceSteps(4))
-    update = load_file(first.update)
-    folder = tmp_path / "run"
-    words = [f"hydra.run.dir={folder}", "trainer.max_steps=4", "monitor.log_every_n_steps=1"]
-    assert main([*SETTINGS, *words]) == 0
-    losses = [row["train/loss"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
-    assert list(first.losses) == pytest.approx(losses, rel=1e-6)
-    assert update
-    assert all(bool(change.any()) for change in update.values())
-    traced.close()
 
 
 def test_turns_count_their_steps_and_items(worker: WorkerProcess) -> None:
@@ -78,7 +63,9 @@ def test_a_run_does_not_end_while_it_is_measured(worker: WorkerProcess) -> None:
     assert worker.train(2).steps == 2
 
 
-@pytest.mark.parametrize("name", [*ABLATIONS, "cached", "cached+no_logging", "threads=1", "whole", "saving"])
+@pytest.mark.parametrize(
+    "name", [*ABLATIONS, "cached", "cached+no_logging", "threads=1", "validating+saving", "saving"]
+)
 def test_an_ablation_leaves_the_run_where_it_was(worker: WorkerProcess, name: str) -> None:
     worker.train(5, variant="keeping")
     assert 4 * 32 < worker.train(5, variant=name).items <= 5 * 32  # the last batch of an epoch is smaller
@@ -100,6 +87,29 @@ def test_only_due_checkpoints_are_saved(pool: WorkerPool) -> None:
     saving.ask(Save())
     saving.ask(Save())
     assert len(saved()) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "variant"),
+    [
+        (["checkpoint.every_n_train_steps=2", "data.val=null"], "saving"),
+        (["checkpoint.enabled=false", "trainer.limit_train_batches=3"], "validating"),
+        (["checkpoint.every_n_train_steps=3", "trainer.limit_train_batches=3"], "validating+saving"),
+        (["checkpoint.every_n_train_steps=900000", "data.val=null"], ""),
+    ],
+)
+def test_turns_hold_validations_and_checkpoints_that_come_often(
+    pool: WorkerPool, words: list[str], variant: str
+) -> None:
+    config = compose_run([*SETTINGS, *words]).config
+    run = MeasuredRun(pool.start(config), config)
+    run.find_pace()
+    assert run._variant == variant
+    assert 0 < run.item_seconds() < math.inf
+    assert run.peak_bytes > 1e6
+    run.close()
+    assert run.item_seconds() == math.inf
+    assert run.error
 
 
 def test_between_two_messages_nothing_moves(worker: WorkerProcess) -> None:

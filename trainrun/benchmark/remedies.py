@@ -1,67 +1,149 @@
-"""What can be done about each thing that a run waits for: `diagnose` proposes it, and `autotune` tries it.
-
-One list for both. `autotune` finds the fastest way to the same training, so it tries a remedy only if steps and samples
-stay what they are; for every other one this list says what else would change.
-"""
+"""Settings against each thing that a run waits for: `diagnose` proposes them, and `autotune` tries them."""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from trainrun.benchmark.run_overrides import config_of, replaced
+from trainrun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf
+    from trainrun.benchmark.worker_messages import RunInfo
+
+EXACT, NUMERIC, TRAINING = "exact", "numeric", "training"
+EFFECTS: Final = (EXACT, NUMERIC, TRAINING)
+EFFECT_TEXTS: Final = {EXACT: "the same", NUMERIC: "rounds differently", TRAINING: "changes"}
+BUSY: Final = 0.5  # cores: loading that computes; below, it waits
 
 
 class Remedy(NamedTuple):
-    """Settings to try. changes: what else they change; "" if the training stays the same."""
+    """Settings against one cause.
+
+    effect: EXACT if the training stays the same, NUMERIC if it rounds differently, TRAINING if the training, or what is
+    written about it, changes. changes: what changes, in words.
+    """
 
     overrides: tuple[str, ...]
+    effect: str = EXACT
     changes: str = ""
+    starts_slowly: bool = False
+
+    @property
+    def effect_text(self) -> str:
+        """`the same`, `rounds differently`, or `changes: the batch of a step`."""
+        return f"changes: {self.changes}" if self.changes else EFFECT_TEXTS[self.effect]
 
     def __str__(self) -> str:
         return " ".join(self.overrides)
 
 
-CACHE: Final = Remedy(("data.cache=memory",))
+CACHE: Final = Remedy(("data.cache=memory",), starts_slowly=True)
 WORKERS_BY_RULE: Final = Remedy(("data.engine=workers", "data.num_workers=auto"))
 # Loading that waits, for a disk or a network, is shared by more readers than there are cores.
-FOUR_THREADS: Final = Remedy(
-    ("data.engine=threads", "data.num_threads=4")
-)  # for data that says thread_safe = True
+FOUR_THREADS: Final = Remedy(("data.engine=threads", "data.num_threads=4"))  # for data that is thread-safe
 FOUR_WORKERS: Final = Remedy(("data.engine=workers", "data.num_workers=4"))
 GRAPHS: Final = Remedy(("trainer.cuda_graphs=true",))
 FUSED: Final = Remedy(("optimizer.fused=null", "optimizer.foreach=null"))  # as the runner chooses
+COMPILED_STEP: Final = Remedy(("trainer.compile.scope=step",), NUMERIC, starts_slowly=True)
+NUMBER_TYPES: Final = (
+    Remedy(("precision.mode=bf16-mixed",), NUMERIC),
+    Remedy(("precision.matmul=medium",), NUMERIC),
+)
+CHANNELS_LAST: Final = Remedy(("trainer.channels_last=true",))
+BFLOAT16_CHANNELS_LAST: Final = Remedy(("precision.mode=bf16-mixed", "trainer.channels_last=true"), NUMERIC)
+COMPILED: Final = (COMPILED_STEP, Remedy(("trainer.compile.scope=model",), NUMERIC, starts_slowly=True))
+ATTENTION_KERNELS: Final = (
+    Remedy(("model.attention=plain",), NUMERIC),
+    Remedy(("model.attention=flash",), NUMERIC),
+)
+LEAST_TO_COMPILE: Final = (
+    15.0  # seconds of a run: to compile a tiny model takes half of it, and gains at most a half
+)
 
 OTHER_ORDER: Final = "the order of the samples"
+OTHER_BATCH: Final = "the batch of a step"
 REMEDIES: Final[dict[str, tuple[Remedy, ...]]] = {
-    "data": (CACHE, WORKERS_BY_RULE),
     "compile": (
-        Remedy(("data.padding=bucket", "data.pad_multiple=64"), OTHER_ORDER),
-        Remedy(("trainer.compile.dynamic=true",)),
-        Remedy(("trainer.compile.scope=off",)),
+        Remedy(("trainer.compile.dynamic=true",), NUMERIC),
+        Remedy(("trainer.compile.scope=off",), NUMERIC),
+        Remedy(("data.padding=bucket", "data.pad_multiple=64"), TRAINING, OTHER_ORDER),
     ),
     "logging": (
-        Remedy(("monitor.log_every_n_steps=500",)),
-        Remedy(("monitor=fast",), "what is written down"),
+        Remedy(("monitor.log_every_n_steps=500",), TRAINING, "how often values are logged"),
+        Remedy(("monitor=fast",), TRAINING, "what is logged"),
     ),
     "checkpoint": (
-        Remedy(("checkpoint.async_save=true",), "how checkpoints are written"),
-        Remedy(("checkpoint.train_time_interval=10min",), "how often checkpoints are written"),
+        Remedy(("checkpoint.async_save=true",)),
+        Remedy(
+            ("checkpoint.every_n_train_steps=null", "checkpoint.train_time_interval=10min"),
+            TRAINING,
+            "how often checkpoints are written",
+        ),
     ),
     "validation": (
-        Remedy(("trainer.check_val_every_n_epoch=5",), "how often the run validates"),
-        Remedy(("trainer.limit_val_batches=0.2",), "what the run validates on"),
+        Remedy(("trainer.check_val_every_n_epoch=5",), TRAINING, "how often the run validates"),
+        Remedy(("trainer.limit_val_batches=0.2",), TRAINING, "what the run validates on"),
     ),
-    "padding": (Remedy(("data.padding=bucket",), OTHER_ORDER),),
     "ranks": (
-        Remedy(("trainer.accumulate_grad_batches=4",), "the batch of a step"),
         Remedy(("parallel.static_graph=true",)),
+        Remedy(("trainer.accumulate_grad_batches=4",), TRAINING, OTHER_BATCH),
     ),
     "update": (FUSED,),
-    "dispatch": (
-        Remedy(("trainer.compile=step",)),
-        Remedy(("data.batch_size=256",), "the batch of a step"),
-    ),
 }
 
 
-def tried_by_autotune(cause: str) -> list[tuple[str, ...]]:
-    """Return the settings against one cause that leave the training the same."""
-    return [remedy.overrides for remedy in REMEDIES[cause] if not remedy.changes]
+def remedies_for(what_if: WhatIf, diagnosis: Diagnosis) -> tuple[Remedy, ...]:
+    """Return the settings against one cause that this run accepts and does not have, by how much they change."""
+    name, measured = what_if.name, (what_if.setting,)
+    remedies = REMEDIES.get(name, ())
+    if name == "data":
+        remedies = loading_remedies(diagnosis)
+    elif name == "threads":
+        remedies = (Remedy(measured),)
+    elif name == "padding":
+        remedies = (Remedy(measured, TRAINING, OTHER_ORDER),)
+    elif name == "dispatch":
+        records = diagnosis.info.device.startswith("cuda") and diagnosis.info.one_graph
+        larger = Remedy(measured, TRAINING, OTHER_BATCH)
+        remedies = (*[GRAPHS] * records, COMPILED_STEP, larger)
+    return tuple(new_settings(remedies, diagnosis.overrides))
+
+
+def new_settings(remedies: Iterable[Remedy], overrides: Sequence[str]) -> list[Remedy]:
+    """Return those that give another config than these overrides, each config once, and a valid one."""
+    configs, remaining = [config_of(overrides)], []
+    for remedy in remedies:
+        try:
+            config = config_of(replaced(overrides, remedy.overrides))
+        except ConfigError:
+            continue
+        if config not in configs:
+            configs.append(config)
+            remaining.append(remedy)
+    return remaining
+
+
+def loading_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
+    """Return what helps loading that waits, or that computes; nothing if the samples are in memory already."""
+    if not loading_computes(diagnosis):
+        return (FOUR_THREADS if diagnosis.info.thread_safe else FOUR_WORKERS), CACHE
+    return () if diagnosis.info.engine == "resident" else (CACHE, WORKERS_BY_RULE)
+
+
+def loading_computes(diagnosis: Diagnosis) -> bool:
+    return diagnosis.load_cores >= BUSY
+
+
+def model_remedies(info: RunInfo, run_seconds: float | None) -> dict[str, list[Remedy]]:
+    """Return what may make the model itself faster, by what is tried together. run_seconds: None is without an end."""
+    has_convolutions = any("Conv2d" in layer for layer in info.layers)
+    layouts = [CHANNELS_LAST, BFLOAT16_CHANNELS_LAST] if has_convolutions else []
+    kernels = [*ATTENTION_KERNELS] if "Gpt" in info.layers else []
+    long = run_seconds is None or run_seconds >= LEAST_TO_COMPILE
+    return {
+        "number types and layout": [*NUMBER_TYPES, *layouts],
+        "attention": kernels,
+        "Python between kernels": [*COMPILED] * long,
+    }

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import psutil
 import torch
-from safetensors.torch import save_file
 
 from trainrun.benchmark.diagnose.ablations import CACHED, CachedBatches, ablated
 from trainrun.benchmark.diagnose.profile import profiled
@@ -24,8 +23,7 @@ from trainrun.benchmark.snapshot import StateSnapshot
 from trainrun.benchmark.worker_messages import (
     KEEPING,
     SAVING,
-    WHOLE,
-    FirstSteps,
+    VALIDATING,
     Load,
     Message,
     Profile,
@@ -34,7 +32,6 @@ from trainrun.benchmark.worker_messages import (
     Reply,
     RunInfo,
     Save,
-    TraceSteps,
     Train,
     Turn,
     Validate,
@@ -42,7 +39,7 @@ from trainrun.benchmark.worker_messages import (
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.map_style import thread_safe
 from trainrun.errors import PluginError, TrainingError
-from trainrun.interfaces import MicroBatch, StepReport, counts_before
+from trainrun.interfaces import MicroBatch, counts_before
 from trainrun.runtime.machine import settle
 from trainrun.step.whole import task_obstacle
 from trainrun.summary.throughput_limits import ahead
@@ -93,7 +90,6 @@ def info_of(run: Components) -> RunInfo:
     """Describe the run before its first step."""
     config, device, train = run.config, run.parallel.device, run.train
     opened = train if isinstance(train, OpenedStream) else None
-    by_rule = opened is not None and config.data.num_workers == config.data.num_threads == "auto"
     intervals = run.triggers.rhythm
     val, val_every = intervals.val, None
     if val is not None and val.unit == "step":
@@ -102,10 +98,11 @@ def info_of(run: Components) -> RunInfo:
         epochs = max(val.amount, intervals.every_n_epoch if val.amount >= 1 else 0)
         val_every = intervals.steps_per_epoch * epochs
     on_gpu = device.type == "cuda"
+    positions = run.positions.get(config.data.padding, 0.0)
     return RunInfo(
         unit=str(getattr(run.task, "unit", "samples")),
-        engine=opened.read_by.engine if opened is not None and by_rule else "",
-        number=opened.read_by.number if opened is not None and by_rule else 0,
+        engine=opened.read_by.engine if opened is not None else "",
+        number=opened.read_by.number if opened is not None else 0,
         num_threads=torch.get_num_threads(),
         device=str(device),
         world_size=run.parallel.world_size,
@@ -116,7 +113,8 @@ def info_of(run: Components) -> RunInfo:
         precision=config.precision.mode,
         thread_safe=opened is not None and thread_safe(opened.source),
         reads_ahead=ahead(run) > 0,
-        padded=run.positions.get(config.data.padding, 0.0) / run.positions.get("bucket", math.inf),
+        padded=positions / run.positions.get("bucket", math.inf),
+        sample_positions=positions / config.data.batch_size,
         one_graph=not task_obstacle(run.task, run.task_calls.informed),
     )
 
@@ -139,8 +137,6 @@ class Worker:
         match message:
             case Train():
                 return self._train(message)
-            case TraceSteps():
-                return self._first_steps(message.steps)
             case Load():
                 return self._load(message)
             case Validate():
@@ -206,7 +202,7 @@ class Worker:
 
     def _variant(self, name: str) -> tuple[Components, TrainState]:
         """Return the components of a variant; ablations have a state of their own: the run goes on where it was."""
-        if name in ("", WHOLE, SAVING, KEEPING):
+        if not set(name.split("+")) - {"", VALIDATING, SAVING, KEEPING}:
             return self._components, self._state
         if name not in self._variants:
             state = copy.copy(self._state)
@@ -218,8 +214,9 @@ class Worker:
         self, run: Components, state: TrainState, steps: int, variant: str = "", until: float = math.inf
     ) -> None:
         if steps:
-            triggers: Any = PacedTriggers(run.triggers, state, steps, variant == WHOLE, until)
-            checkpoints: Any = PacedCheckpoints(run.checkpoints, variant in (WHOLE, SAVING))
+            parts = variant.split("+")
+            triggers: Any = PacedTriggers(run.triggers, state, steps, VALIDATING in parts, until)
+            checkpoints: Any = PacedCheckpoints(run.checkpoints, SAVING in parts)
             loop.fit(replace(run, triggers=triggers, checkpoints=checkpoints), state)
 
     def _rewind(self, run: Components, state: TrainState) -> None:
@@ -228,30 +225,6 @@ class Worker:
         if total is not None and state.step >= total:
             state.step = 0
             run.schedule.load_state_dict(copy.deepcopy(self._first_schedule))
-
-    def _first_steps(self, steps: int) -> FirstSteps:
-        run = self._components
-        before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
-        losses: list[float] = []
-        items: list[float] = []
-
-        def recorded(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
-            report = self._own.step(run, micro_batches)
-            sums = [sum(map(float, report.losses)), float(report.items)]
-            total, count = run.parallel.sum_over_ranks(sums)
-            losses.append(total / count if count else 0.0)
-            items.append(count)
-            return report
-
-        self._run(replace(run, step=recorded), self._state, steps)
-        file = self._folder / "update.safetensors"
-        changes = {
-            name: (value.detach() - before[name]).float().cpu().contiguous()
-            for name, value in run.model.named_parameters()
-        }
-        if run.parallel.rank == 0:
-            save_file(changes, file)
-        return FirstSteps(tuple(losses), tuple(items), str(file))
 
     def _rate_range(self, message: RateRange) -> RateLosses:
         from trainrun.benchmark.finders.lr_range import Diverged, RateSweep

@@ -102,7 +102,10 @@ def own_choices(config: RunConfig, info: RunInfo) -> list[str]:
     found = [f"trainer.num_threads={info.num_threads}"] if config.trainer.num_threads == "auto" else []
     if config.precision.mode == "auto":
         found.append(f"precision.mode={info.precision}")
-    return found + (loader_overrides(config, info.engine, info.number) if info.engine else [])
+    readers_by_rule = config.data.num_workers == config.data.num_threads == "auto"
+    if info.engine and readers_by_rule:
+        found += loader_overrides(config, info.engine, info.number)
+    return found
 
 
 def loader_overrides(config: RunConfig, engine: str, number: int) -> list[str]:

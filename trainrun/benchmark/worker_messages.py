@@ -8,18 +8,20 @@ from typing import Final
 
 from trainrun.timing.phases import ACCOUNTS, COMPILE
 
-WHOLE: Final = "whole"  # a variant: validations and checkpoints come as in the run
-SAVING: Final = "saving"  # a variant: only checkpoints do
-KEEPING: Final = "keeping"  # a variant: its last batches are kept, to be trained on again without reading
+# Variants of a turn; several are joined by `+`.
+VALIDATING: Final = "validating"  # validations come as in the run
+SAVING: Final = "saving"  # checkpoints come as in the run
+WHOLE: Final = f"{VALIDATING}+{SAVING}"
+KEEPING: Final = "keeping"  # its last batches are kept, to be trained on again without reading
 
 
 @dataclass(frozen=True)
 class Train:
     """Ask for some steps of the run, after `warm` steps that are not timed.
 
-    variant: an ablation (see `diagnose.ablations`), WHOLE, SAVING or KEEPING. restart: begin with the weights and
-    averages of the first such message, of which a copy is kept. most_seconds: the steps end after it, at least one is
-    done; for a single rank only.
+    variant: an ablation (see `diagnose.ablations`), VALIDATING, SAVING, KEEPING, or several. restart: begin with the
+    weights and averages of the first such message, of which a copy is kept. most_seconds: the steps end after it, at
+    least one is done; for a single rank only.
     """
 
     steps: int
@@ -27,13 +29,6 @@ class Train:
     variant: str = ""
     restart: bool = True
     most_seconds: float = math.inf
-
-
-@dataclass(frozen=True)
-class TraceSteps:
-    """Ask for the first steps of the run, whose losses and update are written down; the first message, once."""
-
-    steps: int
 
 
 @dataclass(frozen=True)
@@ -68,17 +63,19 @@ class RateRange:
     steps: int
 
 
-Message = Train | TraceSteps | Load | Validate | Save | Profile | RateRange
+Message = Train | Load | Validate | Save | Profile | RateRange
 
 
 @dataclass(frozen=True)
 class RunInfo:
     """What a run says of itself before its first step.
 
-    unit: of an item (`samples`, `tokens`). engine, number: how `data.engine=auto` reads, with how many readers.
+    unit: of an item (`samples`, `tokens`). engine, number: what reads, with how many readers; "" for a stream
+    of the user's own.
     total_steps, val_every: None without an end or without validations. layers: class names of all modules.
     thread_safe: threads may read the data. reads_ahead: batches are read during the training. padded: times the
-    positions that batches of like length would have; 0 where no lengths are known. one_graph: a step of its task can be
+    positions that batches of like length would have; sample_positions: of one sample, padding included; both 0 where no
+    lengths are known. one_graph: a step of its task can be
     one graph.
     """
 
@@ -96,6 +93,7 @@ class RunInfo:
     thread_safe: bool = False
     reads_ahead: bool = False
     padded: float = 0.0
+    sample_positions: float = 0.0
     one_graph: bool = False
 
 
@@ -132,16 +130,6 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class FirstSteps:
-    """The first steps of a run: mean losses, items over all ranks, and a safetensors file with the change of every
-    parameter."""
-
-    losses: tuple[float, ...]
-    items: tuple[float, ...]
-    update: str
-
-
-@dataclass(frozen=True)
 class Profiled:
     """What the profiler found on rank 0. table: the operations that take most, by their own time. trace: a gzipped file
     for a trace viewer."""
@@ -160,4 +148,4 @@ class RateLosses:
     diverged: bool
 
 
-Reply = Turn | FirstSteps | Profiled | RateLosses | None
+Reply = Turn | Profiled | RateLosses | None

@@ -115,7 +115,10 @@ def quiet(config: RunConfig) -> RunConfig:
 
 
 class WorkerProcess:
-    """One run under measurement; it moves while it works on a message, and is stopped otherwise."""
+    """One run under measurement; it moves while it works on a message, and is stopped otherwise.
+
+    limit: seconds for a reply.
+    """
 
     info: RunInfo
 
@@ -132,6 +135,7 @@ class WorkerProcess:
         self._connection: Connection | None = None
         self._began, self.start_seconds = time.perf_counter(), 0.0
         self._closed, self._ended_with = False, None
+        self.limit = REPLY_SECONDS
         self._process.start()
 
     def wait_until_ready(self, limit: float) -> None:
@@ -160,7 +164,7 @@ class WorkerProcess:
         turn: Turn = self.ask(Train(steps, warm, variant, restart, most_seconds))
         return turn
 
-    def ask(self, message: Message, limit: float = REPLY_SECONDS) -> Any:
+    def ask(self, message: Message, limit: float | None = None) -> Any:
         """Return the reply. Raises WorkerFailed if the run ended or did not reply in time; it is ended then."""
         if self._connection is None:
             raise self._failure()
@@ -169,7 +173,7 @@ class WorkerProcess:
             self._connection.send(message)
         except OSError as error:
             raise self._failure() from error
-        reply = self._reply(limit)
+        reply = self._reply(self.limit if limit is None else limit)
         self._signal(signal.SIGSTOP)
         return reply
 

@@ -1,10 +1,12 @@
-"""`trainrun autotune [settings of a run]`: the fastest way to the same training on this machine, as a preset; and
+"""`trainrun autotune [settings of a run]`: try what `diagnose` names, and write the fastest settings as a preset; and
 `trainrun autotune lr | batch`."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,16 +15,16 @@ from trainrun.errors import EXIT_DONE
 from trainrun.output import masked_words, say
 
 if TYPE_CHECKING:
-    from trainrun.benchmark.search.search import Results
-    from trainrun.benchmark.search.technique_table import TechniqueTable
+    from trainrun.benchmark.tune.techniques import TechniqueTable
+    from trainrun.benchmark.tune.tuner import Tuner, Tuning
 
 SEARCH_SECONDS, TABLE_SECONDS = 120.0, 180.0
 ABOUT = (
-    "Takes the settings of a run and measures, on its own model and data, what makes it faster without changing what "
-    "it learns: what diagnose proposes (as data.cache=memory), threads and data engine, kernels, precision with layout "
-    "and attention, micro-batches, compilation. Writes conf/preset/tuned-HOST.yaml, which preset=tuned-HOST finds. "
-    "With --table it measures well-known techniques instead, each alone and then together; what hurts is shown as "
-    "hurting."
+    "Takes the settings of a run, measures what it waits for as diagnose does, and tries the remedies on its own model "
+    "and data, in turns with the best settings so far. Keeps the fastest, and repeats that until nothing is clearly "
+    "faster. Writes conf/preset/tuned-HOST.yaml, which preset=tuned-HOST finds. Remedies that change the training (the "
+    "batch, the order of samples, intervals) are measured too, and used only with --allow training. With --table it "
+    "measures well-known techniques instead, each alone and then together; what hurts is shown as hurting."
 )
 
 FINDERS = {
@@ -42,7 +44,7 @@ def main(argv: list[str]) -> int:
     from trainrun.benchmark.run_overrides import begin
 
     typed, folder = begin("autotune", words)
-    from trainrun.benchmark.search.preset_file import host_preset, preset_path
+    from trainrun.benchmark.tune.preset_file import host_preset, preset_path
 
     preset = preset_path(wish.name or host_preset(), Path.cwd())
     if wish.table:
@@ -77,89 +79,90 @@ def find(what: str, argv: list[str]) -> int:
 def autotune_parser() -> Parser:
     parser = Parser(
         prog="trainrun autotune", description=ABOUT, allow_abbrev=False,
-        usage="trainrun autotune [key=value ...] [--allow exact|numeric] [--budget SECONDS] [--name PRESET] "
-        "[--explain] [--table]\n       trainrun autotune lr|batch [key=value ...]",
+        usage="trainrun autotune [key=value ...] [--allow exact|numeric|training] [--budget SECONDS] "
+        "[--name PRESET] [--table]\n       trainrun autotune lr|batch [key=value ...]",
     )  # fmt: skip
-    parser.add_argument("--allow", choices=("exact", "numeric"), default="exact",
-                        help="exact (default): other kernels, losses equal to 1e-4; numeric: other number types too, "
-                        "as bfloat16, losses within 2 %%")  # fmt: skip
+    parser.add_argument("--allow", choices=("exact", "numeric", "training"), default="exact",
+                        help="what the preset may hold. exact (default): what leaves the training the same; "
+                        "numeric: also what rounds differently, as bfloat16; training: also what changes the training "
+                        "or its files, as the batch or the interval of checkpoints")  # fmt: skip
     parser.add_argument("--budget", metavar="SECONDS", help="in all (120; 180 for the table)")
     parser.add_argument("--name", metavar="PRESET", help="of the preset (tuned-HOST)")
-    parser.add_argument("--explain", action="store_true", help="say of every setting why it was not taken")
     parser.add_argument(
         "--table", action="store_true", help="measure well-known techniques, and write no preset"
     )
     return parser
 
 
-def measured(wish: Namespace, typed: list[str], budget: float) -> Results:
+def measured(wish: Namespace, typed: list[str], budget: float) -> Tuning:
     """Nothing is written before the search ends: an interrupted one leaves no trace."""
-    from trainrun.benchmark.budget import Budget
-    from trainrun.benchmark.run_overrides import progress_line
-    from trainrun.benchmark.search.search import Search
-    from trainrun.benchmark.worker_process import WorkerPool
-    from trainrun.runtime.machine import usable_cores
-
-    with WorkerPool() as pool, progress_line() as progress:
-        return Search(pool.start, typed, Budget(budget), usable_cores(), progress, wish.allow).run()
+    with tuner_of(typed, budget, wish.allow) as tuner:
+        return tuner.run()
 
 
 def measured_table(typed: list[str], budget: float) -> TechniqueTable:
+    from trainrun.benchmark.tune.techniques import measure_table
+
+    with tuner_of(typed, budget, "numeric") as tuner:
+        return measure_table(tuner)
+
+
+@contextlib.contextmanager
+def tuner_of(typed: list[str], budget: float, allowed: str) -> Iterator[Tuner]:
     from trainrun.benchmark.budget import Budget
     from trainrun.benchmark.run_overrides import progress_line
-    from trainrun.benchmark.search.acceptance import SHOWN
-    from trainrun.benchmark.search.search import Search
-    from trainrun.benchmark.search.technique_table import measure_table
+    from trainrun.benchmark.tune.tuner import Tuner
     from trainrun.benchmark.worker_process import WorkerPool
-    from trainrun.runtime.machine import usable_cores
 
     with WorkerPool() as pool, progress_line() as progress:
-        return measure_table(
-            Search(pool.start, typed, Budget(budget), usable_cores(), progress, SHOWN, turns=0.5)
-        )
+        yield Tuner(pool, typed, Budget(budget), progress, allowed)
 
 
 def report(
-    wish: Namespace, typed: list[str], results: Results, budget: float, folder: Path, preset: Path
+    wish: Namespace, typed: list[str], tuning: Tuning, budget: float, folder: Path, preset: Path
 ) -> int:
     from trainrun.benchmark.run_overrides import shown
-    from trainrun.benchmark.search import autotune_report
-    from trainrun.benchmark.search.preset_file import write_preset
+    from trainrun.benchmark.tune import tune_report
+    from trainrun.benchmark.tune.preset_file import write_preset
 
-    say_head(typed, results, budget)
-    for line in autotune_report.search_lines(results, wish.explain):
+    say_head(typed, tuning.seconds, budget)
+    for line in tune_report.tuning_lines(tuning):
         say(line)
-    if results.claimed:
-        written = write_preset(preset, typed, results, Path.cwd())
+    if tuning.is_claimed:
+        written = write_preset(preset, typed, tuning, Path.cwd())
         use = f"trainrun {shlex.join(written.use)}"
         if written.path is not None:
             say(f"wrote {shown(written.path)}; use it with: {use}")
         else:
             say(f"no preset: a setting of yours, or an experiment, stands above it; say: {use}")
-    elif wish.allow == "exact":
-        say("not tried: bfloat16 and other number types, which round more (--allow numeric)")
-    write_results(folder, typed, autotune_report.as_plain(results) | {"found": list(results.found)})
+    if wish.allow == "exact":
+        say("not tried: number types and compilation of the model, which round differently (--allow numeric)")
+    results = tune_report.as_plain(tuning)
+    results |= {"found": list(tuning.found), "claimed": tuning.is_claimed, "verdict": tuning.verdict}
+    write_results(folder, typed, results)
     say(f"details: {shown(folder / 'autotune.json')}")
     return EXIT_DONE
 
 
 def report_table(typed: list[str], table: TechniqueTable, budget: float, folder: Path) -> int:
     from trainrun.benchmark.run_overrides import shown
-    from trainrun.benchmark.search import autotune_report
+    from trainrun.benchmark.tune import tune_report
 
-    say_head(typed, table.results, budget)
-    for line in autotune_report.table_lines(table):
+    say_head(typed, table.seconds, budget)
+    for line in tune_report.table_lines(table):
         say(line)
-    write_results(folder, typed, autotune_report.as_plain(table))
+    rows = [tune_report.as_plain(row) | {"title": row.trial.cause, "alone": tune_report.as_plain(row.alone)}
+            for row in table.rows]  # fmt: skip
+    write_results(folder, typed, tune_report.as_plain(table) | {"rows": rows})
     say(f"details: {shown(folder / 'autotune.json')}")
     return EXIT_DONE
 
 
-def say_head(typed: list[str], results: Results, budget: float) -> None:
+def say_head(typed: list[str], seconds: float, budget: float) -> None:
     from trainrun.config.tuned_settings import machine
 
     head = f"trainrun autotune {shlex.join(masked_words(typed))}".rstrip()
-    say(f"{head} | {machine()} | {results.seconds:.0f} s of {budget:.0f} s")
+    say(f"{head} | {machine()} | {seconds:.0f} s of {budget:.0f} s")
 
 
 def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:

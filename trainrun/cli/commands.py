@@ -26,7 +26,7 @@ COMMANDS = {
     "export": "the trained network as ONNX, torch.export or safetensors, tried on real samples",
     "diagnose": "measure what a training of these words waits for, and what it would gain without",
     "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
-    "autotune": "find the fastest way to the same training on this machine, and write it as a preset",
+    "autotune": "try what diagnose names, and write the fastest settings as a preset",
     "report": "draw the plots of a run again, or compare several",
     "compare": "what differs between runs, and what came out",
     "watch": "follow a run or a sweep from another terminal, through its folder",

@@ -3,7 +3,7 @@
 what: `flash` is torch's scaled_dot_product_attention; `fp32` the same on float32 copies; `plain` two matrix
     products around a softmax; `math` torch's own reference.
 when: `auto` is a rule: `flash`, but on a CPU in 16 bits `plain` where a sequence is shorter than 512. What is fastest
-    on your machine, `trainrun autotune` measures.
+    on your machine, `trainrun autotune --allow numeric` measures.
 when not: longer sequences in `plain`, which keeps a table of all pairs for the backward: in 16 bits 2 bytes for each,
     in every head, layer and sample.
 gain: bfloat16, one thread, an Intel Xeon with AMX, torch 2.13, times as multiples

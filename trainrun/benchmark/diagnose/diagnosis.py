@@ -8,11 +8,9 @@ others, 2021, arXiv:2007.06775), for everything and not only for data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from trainrun.benchmark.budget import TURN_SECONDS, Budget, PacedTurns, steps_for, warm_for
 from trainrun.benchmark.diagnose.ablations import (
@@ -28,7 +26,7 @@ from trainrun.benchmark.diagnose.ablations import (
     useful_ablations,
 )
 from trainrun.benchmark.diagnose.rounds import Rounds, Side, freed
-from trainrun.benchmark.remedies import GRAPHS
+from trainrun.benchmark.measured_run import CHECKPOINT, rare_costs, steps_between
 from trainrun.benchmark.run_overrides import config_of, own_choices, replaced
 from trainrun.benchmark.worker_messages import (
     KEEPING,
@@ -37,13 +35,10 @@ from trainrun.benchmark.worker_messages import (
     Profile,
     Profiled,
     RunInfo,
-    Save,
     Turn,
-    Validate,
 )
 from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
-from trainrun.errors import ConfigError, TrainrunError
-from trainrun.limits import parse_seconds
+from trainrun.errors import TrainrunError
 from trainrun.timing.paired import PROCESS_SPREAD, Ratio
 from trainrun.timing.phases import COMPILE, DATA, LOGGING
 
@@ -63,11 +58,15 @@ LOG_SECONDS: Final = 1.0  # from one log point to the next, at most
 
 @dataclass(frozen=True)
 class WhatIf:
-    """How much faster the whole run would be if one thing were free. name: one of `verdict.CAUSES`."""
+    """How much faster the whole run would be if one thing were free.
+
+    name: one of `verdict.CAUSES`. setting: the override that was measured, if it was one.
+    """
 
     name: str
     gain: Ratio
     about: str
+    setting: str = ""
 
     @property
     def computed(self) -> bool:
@@ -92,8 +91,8 @@ class WhatIf:
 @dataclass(frozen=True)
 class Diagnosis:
     """All that was measured. speed: items a second of the loop. step_seconds: with its part of validation and
-    checkpoints. load_speed: of loading with nobody to train; load_cores: that it keeps busy. can_record: CUDA graphs
-    could be, and are not, on. untried: what there was no time for."""
+    checkpoints. load_speed: of loading with nobody to train; load_cores: that it keeps busy. overrides: of the run.
+    untried: what there was no time for."""
 
     info: RunInfo
     speed: float
@@ -101,8 +100,7 @@ class Diagnosis:
     what_ifs: list[WhatIf]
     load_speed: float
     load_cores: float
-    fused: bool = True
-    can_record: bool = False
+    overrides: tuple[str, ...] = ()
     profiled: Profiled | None = None
     untried: tuple[str, ...] = ()
 
@@ -135,6 +133,8 @@ class Examination:
         if base.info.reads_ahead:
             self._known.pop(CACHED, None)
         self._own = "" if CACHED in self._known else KEEPING
+        self._others: list[WorkerProcess] = []
+        self._settings = {BUCKET: "data.padding=bucket"}  # of the ablations that are runs of their own
 
     def _left(self) -> float:
         return self._budget.left() - self._reserved
@@ -157,6 +157,8 @@ class Examination:
         sides |= dict(self._other_runs([name for name in names if name in OTHER_RUNS], pace))
         rounds = Rounds(self._own_turn, sides, self._budget.deadline() - self._reserved, self._budget.clock)
         self._measure(rounds, list(sides), pace)
+        for run in self._others:
+            run.close()
         return self._result(rounds, load)
 
     def _find_pace(self) -> Turn:
@@ -216,9 +218,9 @@ class Examination:
         # Twice a tiny batch says little: products of a few rows take other kernels than those of some more.
         if batch <= TINY_BATCH and TINY_BATCH * self._step_seconds <= TURN_SECONDS:
             self._times = TINY_BATCH if 2 * TINY_BATCH * pace.peak_bytes < self._base.info.memory_bytes else 2
-        overrides = {BUCKET: "data.padding=bucket", LARGER: f"data.batch_size={self._times * batch}"}
+        self._settings[LARGER] = f"data.batch_size={self._times * batch}"
         for name in names:
-            override, batches = overrides[name], self._times if name == LARGER else 1
+            override, batches = self._settings[name], self._times if name == LARGER else 1
             turns = 2 * (self._warm + 1) * self._step_seconds * batches
             limit = MOST_STARTING * self._left() - self._compiling - turns
             if limit < QUICK_START:
@@ -228,6 +230,7 @@ class Examination:
             own, until = own_choices(self._config, self._base.info), self._left() - limit
             try:
                 run = self._pool.start(config_of(replaced(replaced(self._overrides, own), [override])), limit)
+                self._others.append(run)
                 side = self._side(run, NO_LOGGING if name == LARGER else "")
                 side()
                 yield name, side
@@ -271,14 +274,14 @@ class Examination:
         ratios = self._ratios(rounds)
         late = self._budget.left() <= self._compiling
         self._untried += ["validation and checkpoints"] * late
-        costs = {} if late else dict(self._rare_costs(loop_seconds, ratios.get(SAVING)))
+        costs = {} if late else self._rare_costs(loop_seconds, ratios.get(SAVING))
         costs["compile"] = rounds.compile_seconds(info.total_steps)
         step_seconds = loop_seconds + sum(costs.values())
         if not late:
             costs |= self._logging_cost(loop_seconds)
         what_ifs = [
-            WhatIf(name, freed(ratios[ablation], step_seconds, loop_seconds), about)
-            for name, ablation, about in self._named(ratios)
+            WhatIf(name, freed(ratios[ablation], step_seconds, loop_seconds), about, setting)
+            for name, ablation, about, setting in self._named(ratios)
             if name not in costs
         ]
         for name, seconds in costs.items():
@@ -287,22 +290,10 @@ class Examination:
                 so_far = ", so far" if name == "compile" and rounds.own[-1].phase(COMPILE) else ""
                 about = f"{1e3 * seconds:.3g} ms a step{so_far}"
                 what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), about))
-        optimizer: Any = self._config.optimizer or {}
-        fused = optimizer.get("fused", True) is not False and optimizer.get("foreach") is not True
         return Diagnosis(
             info, 1 / rounds.base.each, step_seconds, what_ifs, load.items_per_second,
-            load.cpu_seconds / load.seconds, fused, self._can_record(), untried=tuple(dict.fromkeys(self._untried)),
+            load.cpu_seconds / load.seconds, tuple(self._overrides), untried=tuple(dict.fromkeys(self._untried)),
         )  # fmt: skip
-
-    def _can_record(self) -> bool:
-        """Whether the run could have CUDA graphs, and has none."""
-        config, info = self._config, self._base.info
-        if not info.device.startswith("cuda") or not info.one_graph or config.trainer.cuda_graphs:
-            return False
-        with suppress(ConfigError):
-            config_of(replaced(self._overrides, [*own_choices(config, info), *GRAPHS.overrides]))
-            return True
-        return False
 
     def _ratios(self, rounds: Rounds) -> dict[str, Ratio]:
         """Return the gain of each ablation. What both sides read is taken off, so that a stall is no difference."""
@@ -315,24 +306,18 @@ class Examination:
                 ratios[name] = rounds.ratio(name, same, fewer)
         return ratios
 
-    def _rare_costs(self, loop_seconds: float, saving: Ratio | None) -> Iterator[tuple[str, float]]:
-        """Yield the seconds a step of validation and checkpoints, each timed by itself.
+    def _rare_costs(self, loop_seconds: float, saving: Ratio | None) -> dict[str, float]:
+        """Return the seconds a step of validation and checkpoints, each timed by itself.
 
         saving: the gain without frequent checkpoints, whose writing also slows the steps after them.
         """
-        keep, every = self._config.checkpoint, self._base.info.val_every
-        if every:
-            turns = [self._base.ask(Validate()) for _ in range(2 if self._warm else 1)]
-            yield "validation", min(turn.seconds for turn in turns) / every  # the first is the slowest
+        intervals = steps_between(self._config, self._base.info, loop_seconds)
         if saving is not None:
-            yield "checkpoint", max(loop_seconds / saving.value - loop_seconds, 0.0)
-        elif keep.enabled:
-            rate = 1 / keep.every_n_train_steps if isinstance(keep.every_n_train_steps, int) else 0.0
-            interval = parse_seconds(keep.train_time_interval)
-            rate += loop_seconds / interval if keep.save_last and interval else 0.0
-            if rate:
-                turns = [self._base.ask(Save()) for _ in range(3 if self._warm else 1)]
-                yield "checkpoint", median(turn.seconds for turn in turns) * rate
+            intervals.pop(CHECKPOINT, None)
+        costs = dict(rare_costs(self._base, intervals, 3 if self._warm else 1))
+        if saving is not None:
+            costs[CHECKPOINT] = max(loop_seconds / saving.value - loop_seconds, 0.0)
+        return costs
 
     def _logging_cost(self, loop_seconds: float) -> dict[str, float]:
         """Seconds a step, from as many steps as hold a log point, if turns need not hold one."""
@@ -344,13 +329,14 @@ class Examination:
             return {}
         return {"logging": min(turn.phase(LOGGING) / turn.seconds for turn in turns) * loop_seconds}
 
-    def _named(self, ratios: dict[str, Ratio]) -> Iterator[tuple[str, str, str]]:
-        """Yield the cause, its ablation, and how it was measured."""
+    def _named(self, ratios: dict[str, Ratio]) -> Iterator[tuple[str, str, str, str]]:
+        """Yield the cause, its ablation, how it was measured, and the override that was measured."""
         for ablation, (name, about) in CAUSES_OF.items():
             if ablation in ratios:
-                yield name, ablation, "its time in the unchanged loop" if ablation in self._known else about
+                about = "its time in the unchanged loop" if ablation in self._known else about
+                yield name, ablation, about, self._settings.get(ablation, "")
         if counts := [name for name in ratios if name.startswith(THREADS)]:
             best = max(counts, key=lambda name: ratios[name].value)
-            yield "threads", best, f"trainer.num_{best}"
+            yield "threads", best, f"trainer.num_{best}", f"trainer.num_{best}"
         if LARGER in ratios:
-            yield "dispatch", LARGER, f"a batch {self._times} times as large"
+            yield "dispatch", LARGER, f"a batch {self._times} times as large", self._settings[LARGER]

@@ -11,6 +11,7 @@ import torch
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf
 from trainrun.benchmark.diagnose.profile import STEPS
 from trainrun.benchmark.diagnose.verdict import verdict
+from trainrun.benchmark.remedies import EXACT, Remedy
 from trainrun.folder.run_folder import write_json
 from trainrun.output import duration, masked_words, quantity
 
@@ -29,8 +30,14 @@ def lines_of(found: Diagnosis) -> list[str]:
     lines += [row(each) for each in sorted(found.what_ifs, key=lambda each: -each.gain.value)]
     if found.profiled is not None:
         lines += ["", f"{STEPS} steps under torch's profiler:", found.profiled.table]
-    remedies = [f"try: {one}" for cause in conclusion.causes for one in cause.remedies]
+    remedies = [describe_remedy(one) for cause in conclusion.causes for one in cause.remedies]
     return [*lines, "", conclusion.text, *remedies]
+
+
+def describe_remedy(remedy: Remedy) -> str:
+    """`try: data.padding=bucket (changes: the order of the samples)`."""
+    note = "" if remedy.effect == EXACT else f" ({remedy.effect_text})"
+    return f"try: {remedy}{note}"
 
 
 def row(each: WhatIf) -> str:
@@ -64,7 +71,8 @@ def short_time(seconds: float) -> str:
 def as_json(found: Diagnosis, overrides: list[str]) -> dict[str, Any]:
     conclusion = verdict(found)
     causes = [
-        {"name": each.what_if.name, "text": each.text, "try": each.remedies} for each in conclusion.causes
+        {"name": each.what_if.name, "text": each.text, "try": list(map(str, each.remedies))}
+        for each in conclusion.causes
     ]
     return {
         "words": masked_words(overrides),

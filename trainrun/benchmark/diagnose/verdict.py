@@ -7,12 +7,11 @@ from typing import Final
 
 from trainrun.benchmark.diagnose.ablations import BUCKET
 from trainrun.benchmark.diagnose.diagnosis import CLEAR, Diagnosis, WhatIf
-from trainrun.benchmark.remedies import CACHE, FOUR_THREADS, FOUR_WORKERS, GRAPHS, REMEDIES, Remedy
+from trainrun.benchmark.remedies import Remedy, loading_computes, remedies_for
 
 LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below it is not worth a word
 LEAST_OF_LARGER: Final = 3  # pairs with it, for the same reason: the interval of two may be narrow by luck
 MOST_CAUSES: Final = 2
-BUSY: Final = 0.5  # cores: loading that computes; below, it waits
 
 # Of equal gains the first is named; what a larger batch also explains comes before it.
 CAUSES: Final = {
@@ -33,11 +32,11 @@ INSIDE: Final = ("compile", "threads", "padding", "islands", "ranks", "update") 
 
 @dataclass(frozen=True)
 class Cause:
-    """remedies: overrides to try."""
+    """A part of the run that costs time, and the settings to try against it."""
 
     what_if: WhatIf
     text: str
-    remedies: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Verdict:
 
 def verdict(found: Diagnosis) -> Verdict:
     worth = worth_naming(found)
-    causes = [cause_of(found, what_if) for what_if in worth if is_certain(what_if)][:MOST_CAUSES]
+    causes = [cause_of(found, what_if) for what_if in certain_causes(found)[:MOST_CAUSES]]
     tried = ""
     if found.untried:
         tried = f". No time was left for: {', '.join(found.untried)} (--budget 120 may have it)"
@@ -72,6 +71,11 @@ def verdict(found: Diagnosis) -> Verdict:
     return Verdict(tuple(causes), text + tried, causes[0].what_if.name)
 
 
+def certain_causes(found: Diagnosis) -> list[WhatIf]:
+    """Return what surely costs time, the most expensive first."""
+    return [what_if for what_if in worth_naming(found) if is_certain(what_if)]
+
+
 def worth_naming(found: Diagnosis) -> list[WhatIf]:
     """Return what seems to gain, the most first: the update only if there is a faster one; a larger batch only if it
     gains much, and after what explains most of that: parts of a step of which a larger batch has fewer, too."""
@@ -79,7 +83,7 @@ def worth_naming(found: Diagnosis) -> list[WhatIf]:
         each
         for each in found.what_ifs
         if each.gain.value >= (LARGE if each.name == "dispatch" else CLEAR)
-        and not (each.name == "update" and found.fused)
+        and (each.name != "update" or remedies_for(each, found))
     ]
     inside = max((each.gain.value for each in clear if each.name in INSIDE), default=1.0)
 
@@ -110,21 +114,14 @@ def gain_text(what_if: WhatIf) -> str:
 
 
 def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
-    text, remedies = CAUSES[what_if.name], REMEDIES.get(what_if.name, ())
-    if what_if.name == "data":
-        text, remedies = slow_loading(found)
-    elif what_if.name == "threads":
-        remedies = (Remedy((what_if.about,)),)
-    elif what_if.name == "dispatch" and found.can_record:
-        remedies = (GRAPHS, *remedies[1:])
-    return Cause(what_if, text, tuple(map(str, remedies)))
+    return Cause(what_if, describe_cause(found, what_if.name), remedies_for(what_if, found))
 
 
-def slow_loading(found: Diagnosis) -> tuple[str, tuple[Remedy, ...]]:
-    """Say whether loading waits or computes, and what to try; a cache does not help samples that are in memory."""
-    if found.load_cores >= BUSY:
-        if found.info.engine == "resident":
-            return "gathering the samples of a batch in memory", ()
-        return "loading, which mostly computes (decoding, Python)", REMEDIES["data"]
-    waiting = (FOUR_THREADS if found.info.thread_safe else FOUR_WORKERS, CACHE)
-    return "loading, which mostly waits (a disk, a network, a sleep)", waiting
+def describe_cause(found: Diagnosis, name: str) -> str:
+    if name != "data":
+        return CAUSES[name]
+    if not loading_computes(found):
+        return "loading, which mostly waits (a disk, a network, a sleep)"
+    if found.info.engine == "resident":
+        return "gathering the samples of a batch in memory"
+    return "loading, which mostly computes (decoding, Python)"

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from trainrun.benchmark.run_overrides import composed_anew, key_of, replaced
-from trainrun.benchmark.search.search import Results, SearchPart
+from trainrun.benchmark.tune.tuner import Tuning
 from trainrun.config.tuned_settings import MARK, fingerprint_line
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import write_text
@@ -43,39 +43,42 @@ def host_preset() -> str:
     return f"tuned-{host or 'here'}"
 
 
-def write_preset(path: Path, typed: Sequence[str], results: Results, working_dir: Path) -> WrittenPreset:
+def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: Path) -> WrittenPreset:
     """typed: the overrides of the run, without what it chose for itself."""
-    wanted = composed_anew(replaced(typed, results.found))
-    use = replaced(typed, [*results.found, f"preset={path.stem}"])
-    use = [one for one in use if one not in results.found]
+    wanted = composed_anew(replaced(typed, tuning.found))
+    use = replaced(typed, [*tuning.found, f"preset={path.stem}"])
+    use = [one for one in use if one not in tuning.found]
     before = next((one.partition("=")[2] for one in typed if key_of(one) == "preset"), "none").strip('"')
     old = path.read_text(encoding="utf-8") if path.is_file() else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, preset_text(typed, results, before, fingerprint_line(wanted, working_dir)))
+    write_text(path, preset_text(typed, tuning, before, fingerprint_line(wanted, working_dir)))
     if composed_anew(use) == wanted:
         return WrittenPreset(path, use)
     if old is None:  # an experiment of the user's sets one of the keys itself, and comes after a preset
         path.unlink()
     else:
         write_text(path, old)
-    return WrittenPreset(None, replaced(typed, results.found))
+    return WrittenPreset(None, replaced(typed, tuning.found))
 
 
-def preset_text(typed: Sequence[str], results: Results, before: str, fingerprint: str) -> str:
-    assert results.claim is not None
-    claim, said = results.claim, " ".join(masked_words(typed)) or "(no settings)"
+def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: str) -> str:
+    assert tuning.claim is not None
+    claim, settings = tuning.claim, " ".join(masked_words(typed)) or "(no settings)"
     head = [
         "# @package _global_",
-        f"# Written by `trainrun autotune` on {datetime.now():%Y-%m-%d %H:%M}: {results.unit}/s {claim.value:.2f}x "
-        f"({claim.low:.2f} to {claim.high:.2f}, 99 %, {claim.pairs} pairs of processes) of: {said}",
-        f"# The same training: loss off by at most {results.loss or 0:.1g} in {results.num_first_steps} steps, "
-        f"update cosine {results.cosine or 0:.4f}. Noise of the machine: {results.noise}.",
+        f"# Written by `trainrun autotune` on {datetime.now():%Y-%m-%d %H:%M}: {tuning.unit}/s {claim.value:.2f}x "
+        f"({claim.low:.2f} to {claim.high:.2f}, 99 %, {claim.pairs} pairs of processes) of: {settings}",
         fingerprint,
     ]
-    lines = [f"# {' '.join(part.overrides)}: {evidence(part)}" for part in results.parts]
+    lines = [
+        f"# {trial.remedy}: {trial.ratio.value:.2f}x when found ({trial.ratio.turns()}); "
+        f"the training: {trial.remedy.effect_text}"
+        for trial in tuning.trials
+        if trial.used and trial.ratio is not None
+    ]
     groups: list[Any] = [f"/preset/{before}"] if before != "none" else []
     tree: dict[str, Any] = {}
-    for key, _, value in (one.lstrip("+").partition("=") for one in results.found):
+    for key, _, value in (one.lstrip("+").partition("=") for one in tuning.found):
         if "." not in key:
             groups.append({f"override /{key}": parsed(value)})
             continue
@@ -86,14 +89,6 @@ def preset_text(typed: Sequence[str], results: Results, before: str, fingerprint
         node[name] = parsed(value)
     tree = {"defaults": groups, **tree} if groups else tree
     return "\n".join([*head, *lines, yaml.safe_dump(tree, sort_keys=False)])
-
-
-def evidence(part: SearchPart) -> str:
-    return (
-        "all that was found"
-        if part.found is None
-        else f"{part.found.value:.2f}x when found ({part.found.turns()})"
-    )
 
 
 def parsed(value: str) -> Any:

@@ -1,0 +1,112 @@
+"""A run in a process of its own that takes turns with others: all that its training waits for, in seconds an item.
+
+What: steps in turns, with the validations and checkpoints that fit into a turn; the cost of those that do not, and of
+compiling and a slow start, spread over all steps of the run. When: whenever two settings are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import median
+from typing import Any, Final
+
+from trainrun.benchmark.budget import TURN_SECONDS, steps_for, warm_for
+from trainrun.benchmark.worker_messages import SAVING, VALIDATING, RunInfo, Save, Turn, Validate
+from trainrun.benchmark.worker_process import WorkerFailed
+from trainrun.config.schema import RunConfig
+from trainrun.limits import parse_seconds
+
+LONGEST_TURN: Final = 3.0  # times the usual turn, to hold a validation or a checkpoint
+LEAST_AHEAD: Final = 3  # steps of a turn at least: not all of its batches may have been read ahead
+VALIDATION, CHECKPOINT = "validation", "checkpoint"
+
+
+def steps_between(config: RunConfig, info: RunInfo, step_seconds: float) -> dict[str, float]:
+    """Return the steps from one validation to the next, and from one checkpoint to the next, if there are any."""
+    intervals = {VALIDATION: info.val_every} if info.val_every else {}
+    keep, saves_a_step = config.checkpoint, 0.0
+    if isinstance(keep.every_n_train_steps, int):
+        saves_a_step += 1 / keep.every_n_train_steps
+    seconds = parse_seconds(keep.train_time_interval)
+    if keep.save_last and seconds:
+        saves_a_step += step_seconds / seconds
+    if keep.enabled and saves_a_step:
+        intervals[CHECKPOINT] = 1 / saves_a_step
+    return intervals
+
+
+def rare_costs(worker: Any, intervals: dict[str, float], repeats: int = 3) -> Iterator[tuple[str, float]]:
+    """Yield the seconds a step of validation and of checkpoints, each timed by itself."""
+    if VALIDATION in intervals:
+        turns = [worker.ask(Validate()) for _ in range(min(repeats, 2))]
+        fastest = min(turn.seconds for turn in turns)  # the first is the slowest
+        yield VALIDATION, fastest / intervals[VALIDATION]
+    if CHECKPOINT in intervals:
+        turns = [worker.ask(Save()) for _ in range(repeats)]
+        yield CHECKPOINT, median(turn.seconds for turn in turns) / intervals[CHECKPOINT]
+
+
+class MeasuredRun:
+    """A run that takes turns. Every turn has the weights and averages of the first one: what a run has learnt changes
+    its speed, by numbers next to 0 up to twice.
+
+    usual_start: seconds from which on the start is slow. items_per_second: of the last turn. error: why the last turn
+    failed.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        config: RunConfig,
+        turn_seconds: float = TURN_SECONDS,
+        usual_start: float = math.inf,
+    ) -> None:
+        self.worker, self.config = worker, config
+        self.info: RunInfo = worker.info
+        self.error, self.peak_bytes, self.items_per_second = "", 0, 0.0
+        self._turn_seconds = turn_seconds
+        self._slow_start = max(0.0, worker.start_seconds - usual_start)
+        self._steps, self._warm, self._variant, self._rare = 1, 1, "", 0.0
+
+    def find_pace(self) -> None:
+        """Choose the steps of a turn, and time what is too rare to be in one. Raises WorkerFailed."""
+        least = LEAST_AHEAD if self.info.reads_ahead else 1
+        self.worker.train(1, 1)  # compiles, if the run does
+        steps = max(least, steps_for(self.worker.train, self._turn_seconds))
+        turn = self.worker.train(steps, warm_for(steps))
+        step_seconds = turn.running_seconds / turn.steps
+        intervals = steps_between(self.config, self.info, step_seconds)
+        most_steps = LONGEST_TURN * self._turn_seconds / step_seconds
+        inside = {name: every for name, every in intervals.items() if every <= most_steps}
+        if inside:  # a turn holds the rarer of the two a whole number of times
+            every = math.ceil(max(inside.values()))
+            steps = every * max(1, round(steps / every))
+        variants = {VALIDATION: VALIDATING, CHECKPOINT: SAVING}
+        self._variant = "+".join(variants[name] for name in inside)
+        self._steps, self._warm = steps, warm_for(steps)
+        outside = {name: every for name, every in intervals.items() if name not in inside}
+        self._rare = sum(seconds for _, seconds in rare_costs(self.worker, outside))
+
+    def item_seconds(self) -> float:
+        """Take a turn; infinite if the run failed, and then `error` says why."""
+        try:
+            turn: Turn = self.worker.train(self._steps, self._warm, self._variant)
+        except WorkerFailed as error:
+            self.error = str(error).strip().splitlines()[-1]
+            return math.inf
+        self.peak_bytes = max(self.peak_bytes, turn.peak_bytes)
+        seconds = turn.running_seconds + turn.steps * self._seconds_beside(turn)
+        self.items_per_second = turn.items / seconds
+        if self.info.sample_positions and turn.positions:  # a few batches may be long or short
+            return seconds / turn.positions * self.info.sample_positions
+        return seconds / turn.items
+
+    def _seconds_beside(self, turn: Turn) -> float:
+        """Return the seconds a step of what no turn holds."""
+        total_steps = self.info.total_steps
+        once = (turn.compile_seconds + self._slow_start) / total_steps if total_steps else 0.0
+        return self._rare + once
+
+    def close(self) -> None:
+        self.worker.close()

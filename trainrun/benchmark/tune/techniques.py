@@ -1,0 +1,245 @@
+"""`trainrun autotune --table`: well-known techniques on one training, each alone and all that help together.
+
+A technique that is on already is measured by taking it away. Those that help and leave the training the same then meet
+the user's own settings together, in fresh processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from trainrun.benchmark.remedies import (
+    CHANNELS_LAST,
+    COMPILED,
+    EXACT,
+    FUSED,
+    GRAPHS,
+    NUMERIC,
+    OTHER_BATCH,
+    TRAINING,
+    Remedy,
+)
+from trainrun.benchmark.run_overrides import config_of, key_of, loader_overrides, replaced
+from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner
+from trainrun.benchmark.worker_messages import RunInfo
+from trainrun.config.schema import RunConfig
+from trainrun.errors import ConfigError
+from trainrun.runtime.machine import usable_cores
+from trainrun.timing.paired import Ratio
+
+ALONE_UNTIL: Final = 0.6  # of the budget
+AT_ONCE: Final = 4  # runs besides the base: as many share its turns, and lie in memory
+TIMES: Final = 4  # as large: a batch
+ON_ALREADY: Final = "on already"
+Overrides = tuple[str, ...]
+
+
+class Technique(NamedTuple):
+    """A well-known technique.
+
+    on: the overrides that switch it on, for a config. off: those that switch it off, if it may be on already. skip: why
+    it cannot matter for a run, or "".
+    """
+
+    title: str
+    on: Callable[[RunConfig], Sequence[str]]
+    off: Overrides = ()
+    effect: str = EXACT
+    changes: str = ""
+    skip: Callable[[RunConfig, RunInfo], str] = lambda config, info: ""
+
+
+def gpu_only(config: RunConfig, info: RunInfo) -> str:
+    return "needs a GPU" if info.device == "cpu" else ""
+
+
+def cpu_only(config: RunConfig, info: RunInfo) -> str:
+    return "" if info.device == "cpu" else "not a CPU"
+
+
+def skip_threads(config: RunConfig, info: RunInfo) -> str:
+    return "" if usable_cores() > 1 and info.device == "cpu" else "one core, or not a CPU"
+
+
+def needs_convolutions(config: RunConfig, info: RunInfo) -> str:
+    has_one = any("Conv2d" in layer for layer in info.layers)
+    return "" if has_one else "the model has no convolutions"
+
+
+def needs_kernels(config: RunConfig, info: RunInfo) -> str:
+    return "" if "fused" in (config.optimizer or {}) else "the optimizer has one kernel only"
+
+
+def needs_length(config: RunConfig, info: RunInfo) -> str:
+    return "" if config.data.max_sequence_length else "no data.max_sequence_length"
+
+
+def skip_halves(config: RunConfig, info: RunInfo) -> str:
+    """Why a step's samples must not be divided otherwise."""
+    if any("BatchNorm" in layer for layer in info.layers):
+        return "batch norm: other micro-batches are another training"
+    return "data.batch_size is odd" if config.data.batch_size % 2 else ""
+
+
+def halves(config: RunConfig) -> Sequence[str]:
+    size = f"data.batch_size={config.data.batch_size // 2}"
+    if config.data.global_batch_size is not None:
+        return (size,)  # which sets the accumulation itself
+    return size, f"trainer.accumulate_grad_batches={2 * config.trainer.accumulate_grad_batches}"
+
+
+def larger_batch(config: RunConfig) -> Sequence[str]:
+    data = config.data
+    sizes = {"batch_size": data.batch_size, "global_batch_size": data.global_batch_size}
+    return [f"data.{name}={TIMES * size}" for name, size in sizes.items() if size is not None]
+
+
+def half_length(config: RunConfig) -> Sequence[str]:
+    return (f"data.max_sequence_length={max(1, (config.data.max_sequence_length or 2) // 2)}",)
+
+
+def reads_by(engine: str, number: int) -> Callable[[RunConfig], Sequence[str]]:
+    return lambda config: loader_overrides(config, engine, number)
+
+
+def always(*overrides: str) -> Callable[[RunConfig], Sequence[str]]:
+    return lambda config: overrides
+
+
+COMPILED_STEP, COMPILED_MODEL = (remedy.overrides for remedy in COMPILED)
+NOT_COMPILED: Final = ("trainer.compile.scope=off",)
+FLOAT32: Final = ("precision.mode=32-true",)
+TECHNIQUES: Final = (
+    Technique("no workers (0)", reads_by("workers", 0)),
+    Technique("2 workers", reads_by("workers", 2)),
+    Technique("8 workers", reads_by("workers", 8)),
+    Technique("samples cached in memory", always("data.cache=memory"), ("data.cache=none",)),
+    Technique("resident data", reads_by("resident", 0)),
+    Technique("prefetch thread", reads_by("threads", 1)),
+    Technique("pinned memory", always("data.pin_memory=true"), ("data.pin_memory=false",), skip=gpu_only),
+    Technique("mixed precision (bf16)", always("precision.mode=bf16-mixed"), FLOAT32, NUMERIC),
+    Technique("mixed precision (fp16)", always("precision.mode=16-mixed"), FLOAT32, NUMERIC, skip=gpu_only),
+    Technique("TF32", always("precision.matmul=high"), ("precision.matmul=highest",), NUMERIC, skip=gpu_only),
+    Technique("channels-last layout", always(*CHANNELS_LAST.overrides), ("trainer.channels_last=false",),
+              skip=needs_convolutions),
+    Technique("accumulation (2 halves)", halves, skip=skip_halves),
+    Technique("fused optimizer", always(*FUSED.overrides), ("optimizer.fused=false", "optimizer.foreach=false"),
+              skip=needs_kernels),
+    Technique("freed memory kept", always("trainer.cpu_allocator=auto"), ("trainer.cpu_allocator=libc",),
+              skip=cpu_only),
+    Technique("one thread", always("trainer.num_threads=1"), skip=skip_threads),
+    Technique("a thread for each core", lambda config: (f"trainer.num_threads={usable_cores()}",),
+              skip=skip_threads),
+    Technique("compiled (whole step)", always(*COMPILED_STEP), NOT_COMPILED, NUMERIC),
+    Technique("compiled (model)", always(*COMPILED_MODEL), NOT_COMPILED, NUMERIC),
+    Technique("CUDA graphs", always(*GRAPHS.overrides), ("trainer.cuda_graphs=false",), skip=gpu_only),
+    Technique("less monitoring", always("monitor.log_every_n_steps=500", "monitor.hardware=false"), (), TRAINING,
+              "what is logged"),
+    Technique(f"batch {TIMES}x as large", larger_batch, (), TRAINING, OTHER_BATCH),
+    Technique("half the length", half_length, (), TRAINING, "the samples", needs_length),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A technique and its trial alone.
+
+    is_on: it is among the user's settings, and was taken away to be measured. together: it is among those that were
+    measured together.
+    """
+
+    trial: Trial
+    is_on: bool = False
+    together: bool = False
+
+    @property
+    def alone(self) -> Ratio | None:
+        """How many times as fast the run is with the technique as without it."""
+        ratio = self.trial.ratio
+        return ratio.inverse() if ratio is not None and self.is_on else ratio
+
+
+@dataclass(frozen=True)
+class TechniqueTable:
+    """All rows, and what the helpful techniques gain together.
+
+    speed: items a second of the user's own settings. found: the overrides that were measured together. claim: their
+    speed over the user's own settings, in fresh processes. problem: why there is no claim.
+    """
+
+    unit: str
+    speed: float
+    rows: tuple[Row, ...]
+    found: tuple[str, ...]
+    claim: Ratio | None
+    problem: str
+    seconds: float
+
+
+def measure_table(tuner: Tuner, techniques: Sequence[Technique] = TECHNIQUES) -> TechniqueTable:
+    """Raises what a run of these settings would raise."""
+    tuner.start_base()
+    rows = [planned_row(technique, tuner) for technique in techniques]
+    waiting = [number for number, row in enumerate(rows) if not row.trial.reason]
+    while waiting:
+        group, rest = waiting[:AT_ONCE], waiting[AT_ONCE:]
+        seconds = max(0.0, tuner.budget.left(ALONE_UNTIL)) * len(group) / len(waiting)
+        remedies = [rows[number].trial.remedy for number in group]
+        trials, runs = tuner.try_in_turns("", None, remedies, tuner.budget.clock() + seconds)
+        for run in runs.values():
+            run.close()
+        for number, trial in zip(group, trials, strict=True):
+            rows[number] = replace(rows[number], trial=replace(trial, cause=rows[number].trial.cause))
+        waiting = rest
+    tuner.base.close()
+    together = compatible(rows, tuner.overrides)
+    found = [one for number in together for one in rows[number].trial.remedy.overrides]
+    claim = tuner.confirm(found) if found else None
+    rows = [replace(row, together=number in together) for number, row in enumerate(rows)]
+    return TechniqueTable(tuner.base.info.unit, tuner.speed, tuple(rows), tuple(found), claim, tuner.problem,
+                          tuner.budget.spent)  # fmt: skip
+
+
+def planned_row(technique: Technique, tuner: Tuner) -> Row:
+    """Return what is to be measured for a technique, with the reason if that cannot be."""
+    config, info = config_of(tuner.with_own_choices(())), tuner.base.info
+    remedy = Remedy(tuple(technique.on(config)), technique.effect, technique.changes)
+    trial = Trial(technique.title, None, remedy, reason=technique.skip(config, info))
+    if trial.reason:
+        return Row(trial)
+    try:
+        if config_of(tuner.with_own_choices(remedy.overrides)) != config:
+            return Row(trial)
+    except ConfigError as error:
+        return Row(replace(trial, reason=error.faults[0]))
+    without = remedy._replace(overrides=technique.off)
+    return Row(replace(trial, remedy=without, reason="" if technique.off else ON_ALREADY), is_on=True)
+
+
+def compatible(rows: Sequence[Row], overrides: Sequence[str]) -> list[int]:
+    """Return the techniques to be measured together, the fastest first: of two that set one key, only the faster."""
+    helpful = [number for number, row in enumerate(rows) if row.trial.is_faster and not row.is_on]
+    helpful = [number for number in helpful if rows[number].trial.remedy.effect != TRAINING]
+    chosen: list[int] = []
+    found: list[str] = []
+    for number in sorted(helpful, key=lambda number: -ratio_value(rows[number])):
+        settings = rows[number].trial.remedy.overrides
+        if {key_of(one) for one in settings} & {key_of(one) for one in found}:
+            continue
+        try:
+            config_of(replaced(overrides, [*found, *settings]))
+        except ConfigError:
+            continue
+        chosen.append(number)
+        found += settings
+    return chosen
+
+
+def ratio_value(row: Row) -> float:
+    return row.alone.value if row.alone is not None else 0.0
+
+
+def is_untried(row: Row) -> bool:
+    return row.trial.reason == NO_TIME

@@ -1,0 +1,338 @@
+"""The fastest way to a training on this machine: `diagnose` names what it waits for, and the remedies are tried.
+
+What: the remedies of the most expensive cause run in turns with the best settings so far. The fastest is kept, and the
+run is diagnosed again, until no remedy is clearly faster. In the end the best settings meet the user's own in fresh
+processes, as often as was decided before: the fastest of several was also lucky, so only that ratio is claimed. When: a
+training long enough to pay for it. When not: a run of seconds. Source: `timing.paired`. Gain: see
+`scripts/bench_autotune.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from trainrun.benchmark.budget import TURN_SECONDS, Budget
+from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination
+from trainrun.benchmark.diagnose.verdict import CAUSES, certain_causes, verdict
+from trainrun.benchmark.measured_run import MeasuredRun
+from trainrun.benchmark.remedies import EFFECTS, EXACT, Remedy, model_remedies, new_settings, remedies_for
+from trainrun.benchmark.run_overrides import LOADER_KEYS, config_of, key_of, own_choices, replaced
+from trainrun.benchmark.worker_process import WorkerFailed
+from trainrun.errors import ConfigError
+from trainrun.output import counted
+from trainrun.timing.paired import LEAST_REPLICATES, PROCESS_SPREAD, Ratio, Rules, compare, ratio_of_processes
+
+CONFIRM_PART: Final = 0.4  # of the budget at least: for fresh processes that confirm the best
+CONFIRM_ROOM: Final = 1.2  # times the seconds that the fewest pairs of fresh processes need
+DIAGNOSIS_SECONDS: Final = 20.0
+DIAGNOSIS_PART, LEAST_DIAGNOSIS = 0.5, 6.0  # of the time for trials that one diagnosis takes; and seconds
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
+SURE: Final = 0.99  # the confidence of the claim
+MOST_PROCESSES: Final = 12  # pairs of processes of the claim
+PROCESS_TURNS: Final = 3  # of each process of a pair: their median is what the pair says
+LEAST_LIMIT: Final = 5.0  # seconds for a start and for a reply
+TURN_COST: Final = 2.0  # times the seconds of a turn, with its first steps and what stands around it
+NO_TIME: Final = "no time left (--budget)"
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A remedy in turns with the best settings before it.
+
+    cause: what it is against. promised: the speed without that cause, of `diagnose`. ratio: the speed with the remedy;
+    None if it could not be measured. reason: why it is not used; "" if it is.
+    """
+
+    cause: str
+    promised: float | None
+    remedy: Remedy
+    ratio: Ratio | None = None
+    peak_bytes: int = 0
+    reason: str = NO_TIME
+
+    @property
+    def used(self) -> bool:
+        return not self.reason
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether it is surely faster, by more than two processes of the same settings may differ."""
+        ratio = self.ratio
+        return ratio is not None and ratio.low > 1.0 and ratio.value > 1.0 + PROCESS_SPREAD
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """overrides: the user's own. speed: items a second with them. diagnoses: of them, and of the best after each step.
+    claim: the speed of the best over them in fresh processes, if that was measured. problem: why it was not."""
+
+    overrides: tuple[str, ...]
+    unit: str
+    speed: float
+    diagnoses: tuple[str, ...]
+    trials: tuple[Trial, ...]
+    claim: Ratio | None
+    problem: str
+    seconds: float
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """The overrides that are claimed to be faster."""
+        return tuple(settings_of(self.trials)) if self.is_claimed else ()
+
+    @property
+    def is_claimed(self) -> bool:
+        return self.claim is not None and self.claim.low > 1.0
+
+    @property
+    def verdict(self) -> str:
+        late = sum(trial.reason == NO_TIME for trial in self.trials)
+        rest = f"; not tried for lack of time: {counted(late, 'setting')} (--budget)" if late else ""
+        if not any(trial.used for trial in self.trials):
+            measured = sum(trial.ratio is not None for trial in self.trials)
+            faster = [trial for trial in self.trials if trial.is_faster]
+            if faster:
+                return f"yours are the fastest settings of the same training that were found{rest}"
+            if measured:
+                return f"of {counted(measured, 'setting')} none is clearly faster than yours{rest}"
+            return f"no setting was measured{rest or ': nothing is known against what is certain'}"
+        if self.claim is None:
+            return f"nothing is claimed: {self.problem}"
+        if not self.is_claimed:
+            return f"no clear difference in fresh processes: {self.claim}{rest}"
+        interval = f"{self.claim.low:.2f} to {self.claim.high:.2f}, 99 % sure"
+        return f"{self.claim.value:.2f}x the speed of your settings ({interval}){rest}"
+
+
+def settings_of(trials: Sequence[Trial]) -> list[str]:
+    """Return the overrides of all that is used; a later one replaces an earlier one of the same key."""
+    overrides: list[str] = []
+    for trial in trials:
+        if trial.used:
+            overrides = replaced(overrides, trial.remedy.overrides)
+    return overrides
+
+
+class Tuner:
+    """One search.
+
+    pool: starts runs. overrides: of the run, by the config's own names. allowed: the largest effect of a remedy that is
+    used. problem: why there is no claim. base: the best settings so far.
+    """
+
+    def __init__(
+        self, pool: Any, overrides: Sequence[str], budget: Budget, progress: Progress, allowed: str = EXACT
+    ) -> None:
+        self.overrides, self.budget, self.speed = list(overrides), budget, 0.0
+        self.trials: list[Trial] = []
+        self._pool, self._say, self._allowed = pool, progress, allowed
+        self._turn_seconds = min(TURN_SECONDS, max(0.05, budget.seconds / 400))
+        self._tried: set[tuple[str, ...]] = set()
+        self.problem = ""
+        self.base: MeasuredRun
+        self._own: MeasuredRun
+        self._start_seconds = 0.0
+
+    def run(self) -> Tuning:
+        """Raises what a run of these settings would raise."""
+        self.start_base()
+        texts: list[str] = []
+        goes_on = True
+        while goes_on and (self._diagnosis_seconds() >= LEAST_DIAGNOSIS or not texts):
+            diagnosis = self._diagnose()
+            texts.append(verdict(diagnosis).text)
+            goes_on = self._improve(diagnosis)
+        unit = self.base.info.unit
+        self.base.close()
+        claim = self.confirm(settings_of(self.trials)) if any(trial.used for trial in self.trials) else None
+        return Tuning(tuple(self.overrides), unit, self.speed, tuple(texts), tuple(self.trials), claim,
+                      self.problem, self.budget.spent)  # fmt: skip
+
+    def start_base(self) -> None:
+        """Start the run of the user's own settings."""
+        self._say("your own settings", self.budget.left())
+        began = self.budget.clock()
+        self.base = self._own = self._start(self.overrides)
+        self.base.find_pace()
+        self._start_seconds = self.budget.clock() - began
+        self.base.item_seconds()
+        self.speed = self.base.items_per_second
+
+    def _start(self, overrides: Sequence[str], seconds: float = math.inf) -> MeasuredRun:
+        """Start a run that may take so long for its start, and for each reply."""
+        config, limit = config_of(overrides), max(LEAST_LIMIT, min(seconds, self.budget.left()))
+        usual = self._own.worker.start_seconds if self._start_seconds else limit
+        worker = self._pool.start(config, limit)
+        worker.limit = limit  # a compiler may take all the time that is left
+        return MeasuredRun(worker, config, self._turn_seconds, usual)
+
+    def _diagnosis_seconds(self) -> float:
+        return min(DIAGNOSIS_SECONDS, DIAGNOSIS_PART * (self._end_of_trials() - self.budget.clock()))
+
+    def _diagnose(self) -> Diagnosis:
+        """Measure what the best settings so far wait for."""
+        budget = Budget(max(1.0, self._diagnosis_seconds()), self.budget.clock)
+        worker, overrides = self.base.worker, self._best()
+        return Examination(self._pool, worker, overrides, budget, 1.0, self._say).diagnosis()
+
+    def _end_of_trials(self) -> float:
+        """Return the time of the clock from which on the rest of the budget is for fresh processes."""
+        needed = CONFIRM_ROOM * LEAST_REPLICATES * self._seconds_of_pair()
+        return self.budget.deadline() - max(CONFIRM_PART * self.budget.seconds, needed)
+
+    def _best(self) -> list[str]:
+        return replaced(self.overrides, settings_of(self.trials))
+
+    def _improve(self, diagnosis: Diagnosis) -> bool:
+        """Try the remedies of one cause after the other, until one is kept; return whether one was."""
+        for what_if in certain_causes(diagnosis):
+            remedies = remedies_for(what_if, diagnosis)
+            if self._keep_fastest(CAUSES[what_if.name], what_if.gain.value, remedies):
+                return True
+        steps, info = self.base.info.total_steps, diagnosis.info
+        run_seconds = None if steps is None else steps * diagnosis.step_seconds
+        for cause, faster_models in model_remedies(info, run_seconds).items():
+            useful = [remedy for remedy in faster_models if self.is_allowed(remedy)]
+            if self._keep_fastest(cause, None, new_settings(useful, self.with_own_choices(()))):
+                return True
+        return False
+
+    def _keep_fastest(self, cause: str, promised: float | None, remedies: Sequence[Remedy]) -> bool:
+        untried = [remedy for remedy in remedies if remedy.overrides not in self._tried]
+        self._tried |= {remedy.overrides for remedy in untried}
+        trials, runs = self.try_in_turns(cause, promised, untried, self._end_of_trials())
+        faster = [trial for trial in trials if trial.is_faster and self.is_allowed(trial.remedy)]
+        best = max(faster, key=lambda trial: trial.ratio.value if trial.ratio else 0.0, default=None)
+        for trial in trials:
+            self.trials.append(replace(trial, reason="" if trial is best else self._why_not(trial, best)))
+        for overrides, run in runs.items():
+            if best is None or overrides != best.remedy.overrides:
+                run.close()
+        if best is not None:
+            self.base.close()
+            self.base = runs[best.remedy.overrides]
+        return best is not None
+
+    def is_allowed(self, remedy: Remedy) -> bool:
+        return EFFECTS.index(remedy.effect) <= EFFECTS.index(self._allowed)
+
+    def _why_not(self, trial: Trial, best: Trial | None) -> str:
+        if trial.reason:
+            return trial.reason
+        if not trial.is_faster:
+            return "no clear gain"
+        if not self.is_allowed(trial.remedy):
+            return f"--allow {trial.remedy.effect}"
+        return f"slower than {best.remedy if best is not None else ''}"
+
+    def with_own_choices(self, overrides: Sequence[str]) -> list[str]:
+        """Return the best settings with these, and with what the base chose when it started: only these then differ.
+
+        Other data may need other readers, so the choice of readers is left to the run.
+        """
+        best = self._best()
+        choices = own_choices(config_of(best), self.base.info)
+        if any(key_of(one).startswith("data.") for one in overrides):
+            choices = [one for one in choices if key_of(one) not in LOADER_KEYS]
+        return replaced(replaced(best, choices), overrides)
+
+    def try_in_turns(
+        self, cause: str, promised: float | None, remedies: Sequence[Remedy], ends: float
+    ) -> tuple[list[Trial], dict[tuple[str, ...], MeasuredRun]]:
+        """Compare remedies with the best settings so far; return the trials, and the runs that still stand."""
+        trials: dict[tuple[str, ...], Trial] = {}
+        runs: dict[tuple[str, ...], MeasuredRun] = {}
+        for remedy in sorted(remedies, key=lambda remedy: remedy.starts_slowly):  # they may take all the time
+            trial = Trial(cause, promised, remedy)
+            if ends - self.budget.clock() > self._start_seconds + self._seconds_of_rounds(len(runs) + 1):
+                run, reason = self._start_remedy(remedy, ends - self.budget.clock())
+                trial = replace(trial, reason=reason)
+                if run is not None:
+                    runs[remedy.overrides] = run
+            trials[remedy.overrides] = trial
+        turns = {" ".join(overrides): run.item_seconds for overrides, run in runs.items()}
+        rules = Rules(PROCESS_SPREAD, ends, FEWEST_ROUNDS, FEWEST_ROUNDS, most_pairs=MOST_ROUNDS)
+        comparison = compare(self.base.item_seconds, turns, rules, self.budget.clock)
+        for overrides, run in runs.items():
+            name, measured = " ".join(overrides), trials[overrides]
+            if run.error or not comparison.pairs[name]:
+                trials[overrides] = replace(measured, reason=run.error or self.base.error or NO_TIME)
+            else:
+                ratio = comparison.ratio(name)
+                trials[overrides] = replace(measured, ratio=ratio, peak_bytes=run.peak_bytes)
+        return [trials[remedy.overrides] for remedy in remedies], runs
+
+    def _start_remedy(self, remedy: Remedy, seconds: float) -> tuple[MeasuredRun | None, str]:
+        """Return the run, or why it cannot be, or is not after so many seconds."""
+        self._say(f"trying {remedy}", self.budget.left())
+        run = None
+        try:
+            run = self._start(self.with_own_choices(remedy.overrides), seconds)
+            run.find_pace()
+            return run, ""
+        except ConfigError as error:
+            reason = error.faults[0]
+        except WorkerFailed as error:
+            reason = str(error).strip().splitlines()[-1]
+        if run is not None:
+            run.close()
+        return None, reason
+
+    def _seconds_of_rounds(self, runs: int) -> float:
+        return TURN_COST * FEWEST_ROUNDS * (runs + 1) * self._turn_seconds
+
+    def confirm(self, found: Sequence[str]) -> Ratio | None:
+        """Compare settings with the user's own, in as many pairs of new processes as there is time for.
+
+        Return None if that fails. The number of pairs is decided before the second: to look at them in between would
+        find what it looks for.
+        """
+        groups: list[list[tuple[float, float]]] = []
+        wanted, clock = self._affordable_pairs(self._seconds_of_pair()), self.budget.clock
+        while len(groups) < wanted:
+            self._say(f"fresh processes, pair {len(groups) + 1}", self.budget.left())
+            began = clock()
+            try:
+                groups.append(self._fresh_pair(found, own_first=len(groups) % 2 == 0))
+            except WorkerFailed as error:
+                self.problem = str(error).strip().splitlines()[-1]
+                return None
+            if len(groups) == 1:
+                wanted = 1 + self._affordable_pairs(clock() - began, LEAST_REPLICATES - 1)
+        if len(groups) < LEAST_REPLICATES:
+            needed = self.budget.spent + CONFIRM_ROOM * LEAST_REPLICATES * self._seconds_of_pair()
+            self.problem = (
+                f"no time for {LEAST_REPLICATES} pairs of fresh processes; try --budget {needed:.0f}"
+            )
+            return None
+        return ratio_of_processes(groups, SURE)
+
+    def _seconds_of_pair(self) -> float:
+        """Estimate the seconds of a pair of fresh processes from the starts that were seen."""
+        extra: float = self.base.worker.start_seconds - self._own.worker.start_seconds
+        return 2 * self._start_seconds + max(0.0, extra)
+
+    def _affordable_pairs(self, seconds: float, least: int = LEAST_REPLICATES) -> int:
+        """Return how many pairs of so many seconds there are to be; none if there is no time for the least number."""
+        pairs = min(MOST_PROCESSES, int(max(0.0, self.budget.left()) / max(seconds, 1e-9)))
+        return pairs if pairs >= least else 0
+
+    def _fresh_pair(self, found: Sequence[str], own_first: bool) -> list[tuple[float, float]]:
+        """Return the speeds in turns of both settings, each in a new process. Raises WorkerFailed."""
+        settings = [self.overrides, replaced(self.overrides, found)]
+        runs = []
+        for overrides in settings if own_first else settings[::-1]:
+            runs.append(self._start(overrides))
+            runs[-1].find_pace()
+        own, best = runs if own_first else runs[::-1]
+        rules = Rules(0.0, least_rounds=PROCESS_TURNS, first_rounds=PROCESS_TURNS, most_pairs=PROCESS_TURNS)
+        pairs = compare(own.item_seconds, {"best": best.item_seconds}, rules, self.budget.clock).pairs["best"]
+        for run in runs:
+            run.close()
+        if error := own.error or best.error:
+            raise WorkerFailed(error)
+        return pairs
