@@ -142,9 +142,29 @@ def test_data_that_changed_between_two_lives(workdir: Path, capsys: pytest.Captu
     changed = ["resume", "run", "data.train.path=c/x.csv", "trainer.max_steps=4"]
     assert main([*changed, "checkpoint.strict=true"]) == 2
     assert "saved with another data.train.path (1 file, " in capsys.readouterr().err
+    assert main([*changed, "checkpoint.strict=null"]) == 2
+    assert "checkpoint.strict=false" in capsys.readouterr().err
     assert main([*changed, "checkpoint.strict=false"]) == 0
     said = capsys.readouterr().out
     assert "may differ from those of a run that was never stopped" in said
+
+
+@pytest.mark.parametrize("where", ["a.csv", "folder"])
+def test_changed_training_data_is_refused_and_files_beside_it_are_not(workdir: Path, where: str) -> None:
+    table = Path(where) if where.endswith(".csv") else Path(where) / "part.csv"
+    table.parent.mkdir(exist_ok=True)
+    rows = "".join(f"{i / 40},{i % 2}\n" for i in range(40))
+    table.write_text(f"x,y\n{rows}")
+    words = ["data=csv", "data.train.target=y", f"data.path={where}", *WORDS, "output_dir=run"]
+    assert main([*words, "trainer.max_steps=2"]) == 0
+    (table.parent / "notes.txt").write_text("more")
+    table.touch()
+    assert main(["resume", "run", "trainer.max_steps=3"]) == 0
+    table.write_text(f"x,y\n{rows}0.5,1\n")
+    assert main(["resume", "run", "trainer.max_steps=4"]) == 2
+    assert json.loads((Path("run") / "status.json").read_text())["step"] == 3
+    table.write_text(f"x,y\n{rows}")
+    assert main(["resume", "run", "trainer.max_steps=4"]) == 0
 
 
 @pytest.mark.parametrize("path", [None, "nothing", "many", "*.none", 3])

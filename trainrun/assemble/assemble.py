@@ -228,7 +228,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     watched = {keep.monitor, trainer.early_stopping.monitor} - {None}
     if not all(str(name).endswith(("/loss", "/acc")) for name in watched):
         advice += filter(None, [taken_as_larger(config, default_metric)])
-    checkpoints = build_checkpoints(config, site, keep, monitors.note, drawn)
+    checkpoints = build_checkpoints(config, site, keep, monitors.note, sources["train"], drawn)
     retry = OomRetry(
         trainer.out_of_memory, model, task, parallel, monitors.note, mends=trainer.nan_policy == "skip"
     )
@@ -397,11 +397,12 @@ def build_monitors(
 
 
 def build_checkpoints(
-    config: RunConfig, site: RunContext, keep: KeepOptions, note: Callable[[str], None], drawn: Drawn | None
-) -> CheckpointManager:
+    config: RunConfig, site: RunContext, keep: KeepOptions, note: Callable[[str], None], source: Any,
+    drawn: Drawn | None,
+) -> CheckpointManager:  # fmt: skip
     return CheckpointManager(
         site.run.checkpoints, site.run_id, keep, site.parallel,
-        build_fingerprint(config, site.parallel, drawn), note, lambda: host_memory().free,
+        build_fingerprint(config, site.parallel, source, drawn), note, lambda: host_memory().free,
         before_commit=site.before_commit,
     )  # fmt: skip
 

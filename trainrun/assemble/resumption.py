@@ -15,6 +15,7 @@ from torch import nn
 
 from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
+from trainrun.assemble.run_plan import DATA
 from trainrun.checkpoint.files import committed_steps
 from trainrun.checkpoint.load import Loaded, choose_checkpoint, load_together, read_checkpoint, resolve
 from trainrun.checkpoint.weights import (
@@ -151,8 +152,13 @@ def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
     """Where the run goes on, what is done again, and what else is another than it was. Raises CheckpointError."""
     step = loaded.manifest.step
     then, now = loaded.manifest.fingerprint, run.checkpoints.fingerprint()
-    changed = environment_changes(then, now)
-    if changed and run.config.checkpoint.strict:
+    changed, strict = environment_changes(then, now), run.config.checkpoint.strict
+    if strict is None and has_changed_data(run.config, then, now):
+        raise CheckpointError(
+            f"the training data has changed: {loaded.folder.name} was saved with {then[DATA]}, and now there are "
+            f"{now.get(DATA, 'none')}; bring the data back, or go on with what is there: checkpoint.strict=false"
+        )
+    if changed and strict:
         raise CheckpointError(
             f"checkpoint.strict=true: {loaded.folder.name} was saved with another {changed}; go on there, or leave "
             "checkpoint.strict out"
@@ -168,6 +174,12 @@ def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
             f"the checkpoint was saved with another {changed}: {anew}the numbers that follow may differ{bits} "
             "from those of a run that was never stopped (checkpoint.strict=true refuses)"
         )
+
+
+def has_changed_data(config: RunConfig, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether a format of ours reads other training files than at the checkpoint."""
+    is_ours = str((config.data.train or {}).get("_target_")).startswith("trainrun.data.")
+    return is_ours and DATA in then and then[DATA] != now.get(DATA)
 
 
 def environment_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from glob import iglob
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 
 from trainrun.checkpoint.manager import KeepOptions
 from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig, with_values
+from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import ConfigError
 from trainrun.instantiate import named_nodes
 from trainrun.interfaces import Batches, Parallel
@@ -240,10 +241,15 @@ def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str,
 
 
 def build_fingerprint(
-    config: RunConfig, parallel: Parallel, drawn: Drawn | None = None
+    config: RunConfig, parallel: Parallel, source: Any, drawn: Drawn | None = None
 ) -> Callable[[], dict[str, Any]]:
-    """What the bits of a run depend on besides its config. The data is looked at here, the rest whenever asked."""
-    data = {DATA: found} if (found := data_at((config.data.train or {}).get("path"))) else {}
+    """What the bits of a run depend on besides its config. The data is looked at here, the rest whenever asked.
+
+    source: the training samples, which may name their files.
+    """
+    files = [file for one in parts_of(source) for file in getattr(one, "files", None) or ()]
+    found = describe_files(files) if files else data_at((config.data.train or {}).get("path"))
+    data = {DATA: found} if found else {}
     data |= {} if drawn is None else {DRAWN: drawn.mark}
     return lambda: {
         **versions_and_chips(parallel.device),
@@ -256,19 +262,25 @@ def build_fingerprint(
 
 
 def data_at(path: Any) -> str:
-    """Number, bytes, and a hash of names and sizes, of a file or of the files of a folder or pattern.
-
-    Empty if they are too many to be looked at each time, or none. Where they lie does not count, nor when they
-    were written: a job may copy its data to a new place first.
-    """
+    """Describe a file, or the files of a folder or pattern."""
     if not isinstance(path, str):
         return ""
     place = Path(path).expanduser()
     found = (
         place.iterdir() if place.is_dir() else [place] if place.is_file() else map(Path, iglob(str(place)))
     )
-    files = list(islice((file for file in found if not file.name.startswith(".")), MOST_FILES + 1))
-    sizes = sorted((file.name, file.stat().st_size) for file in files if file.is_file())
+    return describe_files(file for file in found if not file.name.startswith("."))
+
+
+def describe_files(paths: Iterable[Path]) -> str:
+    """Return the number of files, their bytes, and a hash of names and sizes.
+
+    Empty if they are too many to be looked at each time, or none. Where they lie does not count, nor when they
+    were written, nor the name of a single file: a job may copy its data to a new place first.
+    """
+    files = list(islice(paths, MOST_FILES + 1))
+    is_one = len(files) == 1
+    sizes = sorted(("" if is_one else file.name, file.stat().st_size) for file in files if file.is_file())
     if not sizes or len(files) > MOST_FILES:
         return ""
     mark = hashlib.sha256(repr(sizes).encode("utf-8", "surrogatepass")).hexdigest()[:8]

@@ -325,8 +325,11 @@ class CheckpointConfig:
         60, "seconds, 10min, 2h between saves; null: none by time", parse=parse_seconds
     )
     async_save: bool = setting(True, "training goes on while a copy of the state in memory is written")
-    strict: bool = setting(
-        False, "a resume on another machine, torch or number of ranks is refused", read_by="resume"
+    strict: bool | None = setting(
+        None,
+        "null: a resume with other training data is refused; true: also on another machine, torch or number of ranks; "
+        "false: nothing is refused",
+        read_by="resume",
     )
     adapter_only: bool = setting(False, "frozen weights stay in init_from, and checkpoints name them")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -41,6 +42,7 @@ class Arrays:
     column: the numbers of another column of the table that they are from, by its name; None: it has none of that name.
     notice: for the first lines of a run. input_columns: of a table, what each input column holds.
     unused_arguments: of its reader, which had no use in this split. groups: (N,) equal for rows that stay together.
+    files: from which they are.
     """
 
     tensors: tuple[Any, ...]
@@ -53,6 +55,7 @@ class Arrays:
     input_columns: Mapping[str, str] | None = None
     unused_arguments: Mapping[str, str] | None = None
     groups: Any = None
+    files: tuple[Path, ...] = ()
 
     def as_bytes(self) -> tuple[Arrays, Scale] | None:
         return None if self.scale is None else (replace(self, scale=None), self.scale)

@@ -68,5 +68,5 @@ def copied_rows(dataset: ReaderDataset) -> Arrays:
     return Arrays(
         copies, info.class_names, info.num_classes, describe=dataset.describe, column=dataset.column,
         notice=dataset.notice, input_columns=info.input_columns, unused_arguments=dataset.unused_arguments,
-        groups=dataset.groups,
+        groups=dataset.groups, files=dataset.files,
     )  # fmt: skip

@@ -76,6 +76,7 @@ class ReaderDataset:
         self.groups: Rows | None = None
         self.unused_arguments = unused_arguments
         self._info = reader.info
+        self.files = self._info.files
         self.thread_safe = self._info.thread_safe
         self.class_names = self._info.class_names
         self.input_columns = self._info.input_columns

@@ -125,7 +125,7 @@ class Hdf5Reader:
         return Arrays(
             tuple(parts), self.info.class_names, self.info.num_classes, notice=dataset.notice,
             describe=dataset.describe if has_target else None, unused_arguments=dataset.unused_arguments,
-            groups=dataset.groups,
+            groups=dataset.groups, files=dataset.files,
         )  # fmt: skip
 
     def _lengths(self) -> np.ndarray[Any, Any]:

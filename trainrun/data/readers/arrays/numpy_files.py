@@ -80,7 +80,8 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_frac
                 check_groups(cells if is_list else None, len(arrays[0]), f"data.path={path}: {found[0]}")
             return part_of_arrays(request, split, place, names, arrays, stratify, cells)
         unused = dict.fromkeys(("groups", "val_by", "seed", "stratify"), HOLDS_NOTHING_OUT)
-        return Arrays(arrays, describe=partial(_row, path, names[-1], None), unused_arguments=unused)
+        describe = partial(_row, path, names[-1], None)
+        return Arrays(arrays, describe=describe, unused_arguments=unused, files=files_in(place, names))
 
     return Splits(build)
 
@@ -94,8 +95,8 @@ def part_of_arrays(
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
         raise DataError(f"data.path={path}: its arrays need one row for each sample in each; found {shapes}")
-    files = [place / f"{name}.npy" for name in names]
-    info = Info(tuple(files), where=partial(describe_row, files))
+    files = files_in(place, names)
+    info = Info(files, where=partial(describe_row, files))
     on_disk = all(isinstance(array, np.memmap) for array in arrays)
     number, held = len(arrays[0]), round(request.val_fraction * len(arrays[0]))
     is_random = groups is None and request.val_by != "last"
@@ -113,7 +114,13 @@ def part_of_arrays(
     if on_disk and not in_memory(sum(a.nbytes // len(a) * len(chosen) for a in arrays), "auto"):
         return ReaderDataset(MappedRows(arrays, info), chosen)
     copies = tuple(np.asarray(array)[chosen] for array in arrays)
-    return Arrays(copies, describe=partial(_row, path, names[-1], chosen), groups=row_groups)
+    describe = partial(_row, path, names[-1], chosen)
+    return Arrays(copies, describe=describe, groups=row_groups, files=files)
+
+
+def files_in(place: Path, names: Sequence[str]) -> tuple[Path, ...]:
+    """Return the files of arrays, which are in a folder or in one archive."""
+    return tuple(place / f"{name}.npy" for name in names) if place.is_dir() else (place,)
 
 
 def names_of_arrays(place: Path, wanted: Sequence[str], split: str) -> list[str] | None:
