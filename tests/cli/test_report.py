@@ -53,7 +53,7 @@ def test_out_names_the_folder_of_a_comparison(tmp_path: Path) -> None:
     make(tmp_path / "a")
     make(tmp_path / "b")
     assert main(["--out=there/new", "a", "b"]) == 0
-    assert (tmp_path / "there/new/compare_loss.png").is_file()
+    assert (tmp_path / "there/new/compare.html").is_file()
     with pytest.raises(ConfigError, match="--out=there: is for several runs"):
         main(["a", "--out", "there"])
 

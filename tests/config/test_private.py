@@ -129,7 +129,6 @@ def test_a_run_with_secrets(
         ".secrets.json",
         "environment.json",
         "status.json",
-        "report.html",
     ):
         assert stat.S_IMODE(files[name].stat().st_mode) == 0o600, name
 

@@ -34,7 +34,11 @@ def test_the_wheel_holds_every_module_and_every_option(wheel: Path):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "trainrun").rglob("*.py")}
     options = {f"trainrun/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
-    others = [path for path in (ROOT / "trainrun").rglob("*") if path.suffix in (".md", ".png", ".yaml")]
+    others = [
+        path
+        for path in (ROOT / "trainrun").rglob("*")
+        if path.suffix in (".md", ".png", ".yaml", ".js", ".css")
+    ]
     pages = {str(path.relative_to(ROOT)) for path in others}
     assert names == modules | options | pages | {"trainrun/data/readers/builtin/digits.npz"}
     assert {"trainrun/manual/data.md", "trainrun/manual/pictures/loss.png"} <= names

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="trainrun report", allow_abbrev=False,
         description="Draws the plots and report.html of runs again, from what they logged; several runs are "
-        "also put side by side: compare.html, compare_loss.png, compare_metrics.png.",
+        "also put side by side: compare.html.",
     )  # fmt: skip
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run")
     parser.add_argument(
@@ -99,8 +99,7 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
 
     comparison = compared(runs, out or runs[0].root.parent)
     say(f"\n{comparison.table}\n\n{comparison.further}\n")
-    for path in comparison.files:
-        say(path)
+    say(comparison.file)
 
 
 def send_rows(run: RunDir, names: list[str], trust: bool) -> None:

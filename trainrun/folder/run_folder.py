@@ -22,7 +22,7 @@ MAX_JSON_BYTES = 4 * 2**20
 # They hold settings: for their owner alone.
 PRIVATE = (
     "config.yaml", ".config-before.yaml", "overrides.txt", ".secrets.json", "environment.json", "status.json",
-    "report.html", ".job.json", "changes.diff",
+    ".job.json", "changes.diff",
 )  # fmt: skip
 SAVED = "saved"  # in RUN.json, once a checkpoint was seen
 SEED_DRAWN = "seed_drawn"  # in RUN.json: whether nobody named one

@@ -1,4 +1,4 @@
-"""Several runs side by side: their curves in one picture, their results and what differs between them in tables."""
+"""Several runs side by side: their curves in one chart for each metric, results and what differs in tables."""
 
 from __future__ import annotations
 
@@ -8,24 +8,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainrun.checkpoint.load import read_manifest
 from trainrun.errors import CheckpointError, ConfigError
 from trainrun.folder.run_folder import RunDir, read_identity, write_text
 from trainrun.output import duration, figure, quantity, speed_in
-from trainrun.plots import canvas, page
+from trainrun.plots import page
+from trainrun.plots.chart import UNITS, Chart, Curve, charts_html, curve_of
 from trainrun.plots.history import History, flat, read_config, read_environment, read_history
 from trainrun.plots.report import plain
-from trainrun.plots.series import names_in, series_of, smoothed, wants_log_scale
+from trainrun.plots.series import curves_in, names_in
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-WINDOW = 20
-ONLY_TRAIN = " (train)"  # behind the name of a run without validation
-LINE_STYLES = ("-", "--", "-.", ":")
 MOST_WIDE = 160  # letters of a line of the table, for the terminal
 PACKAGES = "packages that others have not"
 UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the training
@@ -33,33 +27,31 @@ UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the trai
 
 @dataclass(frozen=True)
 class RunComparison:
-    """files: what was written. table: results and settings in plain text; further: what else differs."""
+    """file: the page. table: results and settings in plain text; further: what else differs."""
 
-    files: tuple[Path, ...]
+    file: Path
     table: str
     further: str
 
 
 def compare(runs: list[RunDir], out: Path) -> RunComparison:
-    """Write `compare_loss.png`, `compare_metrics.png` (if there are rows) and `compare.html`."""
+    """Write `compare.html`."""
     histories = dict(zip(short_names(runs), (read_history(run) for run in runs), strict=True))
     head, rows = comparison_table(histories)
-    names = _metric_names(list(histories.values()))
-    drawings = {"compare_loss.png": compare_picture("Loss (faint: training)", histories, ["loss"])}
-    if names:
-        drawings["compare_metrics.png"] = compare_picture("Metrics (faint: training)", histories, names)
-    files = [canvas.save(drawing, out / name) for name, drawing in drawings.items() if drawing is not None]
     title = f"{len(runs)} runs side by side"
     same = describe_loss_difference(histories)
-    parts = [page.heading(title, level=1), page.table(head, rows), page.paragraph(same), page.pictures(files)]
+    charts = charts_html(comparison_charts(histories))
+    parts = [page.heading(title, level=1), page.table(head, rows), page.paragraph(same), charts]
     texts = [same]
     for name, facts in {"environment": environment_of, "data": data_of}.items():
         found = difference_table({run: flat(facts(history)) for run, history in histories.items()})
         parts += [page.heading(f"{name}: what differs"), page.table(*found)] if found[1] else []
         texts.append(f"{name}:\n{text_table(*found)}" if found[1] else f"{name}: nothing differs")
-    write_text(out / "compare.html", page.page(title, parts))
+    file = out / "compare.html"
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(file, page.page(title, parts))
     table = text_table(head, rows)
-    return RunComparison((*files, out / "compare.html"), table, "\n\n".join(filter(None, texts)))
+    return RunComparison(file, table, "\n\n".join(filter(None, texts)))
 
 
 def environment_of(history: History) -> dict[str, Any]:
@@ -171,45 +163,11 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _metric_names(histories: Sequence[History]) -> list[str]:
-    columns = names_in(row for history in histories for kind in ("train", "eval") for row in history.of(kind))
-    splits = (column.partition("/") for column in columns)
-    names = dict.fromkeys(name for split, _, name in splits if split in ("train", "val"))
-    return [name for name in names if name not in ("", "loss", "seconds")]
-
-
-def compare_picture(title: str, histories: dict[str, History], names: Sequence[str]) -> Figure | None:
-    """One panel for each name; validation drawn full, training faint in the same colour. No legend covers a curve."""
-    wide = 1 if len(names) == 1 else 2
-    figure_, axes = canvas.panels(title, len(names), wide, 3.4 if wide == 1 else 2.8, fitted=True)
-    drawn = [_draw_panel(ax, name, histories) for ax, name in zip(axes, names, strict=True)]
-    named = {
-        label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
-    }
-    if named:
-        longest = max(map(len, named))
-        fitting = int(figure_.get_figwidth() / (0.6 + 0.082 * longest))  # inches of a mark, and of a letter
-        place: Any = {"loc": "outside lower center", "ncols": max(1, min(len(named), fitting))}
-        canvas.as_plain_text(figure_.legend(named.values(), named.keys(), fontsize=9, frameon=False, **place))
-    return figure_ if any(drawn) else None
-
-
-def _draw_panel(ax: Axes, name: str, histories: dict[str, History]) -> bool:
-    curves = []
-    for i, (run, history) in enumerate(histories.items()):
-        color = canvas.CYCLE[i % len(canvas.CYCLE)]
-        style = LINE_STYLES[i // len(canvas.CYCLE) % len(LINE_STYLES)]
-        train = series_of(history.of("train"), f"train/{name}")
-        val = series_of(history.of("eval"), f"val/{name}")
-        mean = smoothed(train, WINDOW, log=name == "loss" and wants_log_scale([train, val]))
-        smooth = train if mean is None else mean
-        canvas.draw_line(
-            ax, smooth, color, None if len(val) else f"{run}{ONLY_TRAIN}", faint=bool(len(val)), style=style
-        )
-        canvas.draw_line(ax, val, color, run, style=style)
-        curves += [smooth, val]
-    ax.set_ylabel(name, parse_math=False)
-    if name == "loss" and wants_log_scale(curves):
-        canvas.use_log_scale(ax)
-    canvas.label_steps([ax], None)
-    return any(len(curve) for curve in curves)
+def comparison_charts(histories: dict[str, History]) -> list[Chart]:
+    """Return a chart for each metric of training and each of validation, with a curve for each run."""
+    found: dict[str, list[Curve]] = {}
+    for run, history in histories.items():
+        for name, points in curves_in(history.in_order).items():
+            found.setdefault(name, []).append(curve_of(run, points))
+    order = sorted(found, key=lambda name: (not name.endswith("/loss"), "/" not in name))
+    return [Chart(name, found[name], UNITS.get(name, "")) for name in order]

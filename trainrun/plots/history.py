@@ -26,9 +26,13 @@ class Best:
 
 @dataclass(frozen=True)
 class History:
-    """The rows of a run by kind. facts: of the last session, as in RunFacts. summary: empty while it runs."""
+    """The rows of a run by kind, and all of them in the order of writing.
+
+    facts: of the last session, as in RunFacts. summary: empty while it runs.
+    """
 
     run: RunDir
+    in_order: list[Row]
     rows: dict[str, list[Row]]
     facts: dict[str, Any]
     summary: dict[str, Any]
@@ -75,11 +79,16 @@ def read_history(run: RunDir) -> History:
     """Raises DataError if the metrics file is damaged, OSError if there is none of a run that has not failed."""
     rows: dict[str, list[Row]] = {}
     ended_early = not run.metrics.exists() and read_state(run).get("state") in ("failed", "stopped")
-    for row in () if ended_early else read_rows(run.metrics):
+    in_order = [] if ended_early else read_rows(run.metrics)
+    for row in in_order:
         rows.setdefault(row.get("kind", ""), []).append(row)
     starts, ends = rows.get("start"), rows.get("end")
     return History(
-        run, rows, starts[-1].get("facts", {}) if starts else {}, ends[-1].get("summary", {}) if ends else {}
+        run,
+        in_order,
+        rows,
+        starts[-1].get("facts", {}) if starts else {},
+        ends[-1].get("summary", {}) if ends else {},
     )
 
 

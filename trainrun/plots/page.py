@@ -28,19 +28,19 @@ pre { background: var(--box); padding: .8em; overflow-x: auto; font-size: 13px; 
 .banner { background: var(--box); border-left: 4px solid #0072b2; padding: .5em .9em; white-space: pre-wrap; }
 .banner.bad { border-left-color: #c0392b; }
 figure { margin: 0; } figcaption { margin-bottom: .3em; }
-svg { width: 100%; height: 200px; background: var(--box); border-radius: 4px; }
-polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
-.scale { display: flex; justify-content: space-between; font-size: 12px; color: var(--quiet); }
 """
 
 
 def page(title: str, parts: Iterable[str], refresh: float | None = None) -> str:
-    """Return an HTML page that needs no other file. refresh: seconds after which it reloads itself."""
-    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh:g}">\n'
+    """Return an HTML page that needs no other file.
+
+    refresh: seconds after which it reloads itself, unless the pointer is on a chart (`chart.js`).
+    """
+    reload = "" if refresh is None else f' data-reload="{refresh:g}"'
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n{again}<title>{escape(title)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
+        f"<style>{STYLE}</style>\n</head>\n<body{reload}>\n"
         + "\n".join(part for part in parts if part)
         + "\n</body>\n</html>\n"
     )
@@ -104,6 +104,11 @@ def _sample(row: Mapping[str, Any]) -> str:
     first, between, second = ("original", "<br>", "rebuilt") if "original" in row else ("prompt", "", "text")
     before, after = (escape(str(row.get(name, ""))) for name in (first, second))
     return f'<td class="text"><b>{before}</b>{between}{after}</td>'
+
+
+def code(title: str, text: str) -> str:
+    """Return text as it is typed; empty if there is none."""
+    return f"{heading(title)}\n<pre>{escape(text)}</pre>" if text else ""
 
 
 def folded(title: str, text: str) -> str:

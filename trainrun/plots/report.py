@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trainrun.folder.run_folder import RunDir, write_text
+from trainrun.monitor.run_lines import devices_line
 from trainrun.output import SPEEDS, duration, figure, quantity
 from trainrun.plots import page
+from trainrun.plots.chart import charts_html, metric_charts
 from trainrun.plots.history import History, flat, read_environment, read_history
+from trainrun.plots.series import curves_in, names_in
 
-ORDER = (
-    "loss",
-    "metrics",
-    "latents",
-    "active_units",
-    "confusion",
-    "predictions",
-    "lr",
-    "throughput",
-    "time",
-    "memory",
-)
+ORDER = ("confusion", "predictions", "latents", "active_units", "time", "memory")
+AS_CHARTS = ("loss", "metrics", "lr", "throughput")  # pictures of what the charts of the page show
 MOST_NOTES = 200
+MOST_EVALUATIONS = 50
+NO_METRICS = ("kind", "step", "epoch", "time")
 SHOWN_PACKAGES = ("trainrun", "torch", "numpy")
 MOST_SAMPLES = 40  # of text
 
@@ -45,6 +42,7 @@ def draw_report(run: RunDir) -> Path:
     installed = environment.pop("packages", {})
     environment |= {f"packages.{one}": installed[one] for one in SHOWN_PACKAGES if one in installed}
     packages = "\n".join(f"{one}=={version}" for one, version in installed.items())
+    changed = changed_settings(run)
     parts = [
         page.heading(name, level=1),
         page.paragraph(str(run.root)),
@@ -52,21 +50,24 @@ def draw_report(run: RunDir) -> Path:
         page.beside(
             [page.pairs("Result", result_rows(history)), page.pairs("Set-up", setup_rows(history.facts))]
         ),
-        *layer_table(history),
-        page.listing(
-            "Choices",
-            [str(choice) for name in ("advice", "choices") for choice in history.facts.get(name, [])],
-        ),
+        page.code("Settings that differ from the defaults", "\n".join(changed)),
+        page.code("Command", again_command(run, changed)),
+        page.heading("Curves"),
+        charts_html(metric_charts(curves_in(history.in_order))),
+        evaluation_table(history),
         *class_tables(history),
         page.pictures(pictures_in_order(run)),
         page.written(history.of("sample")[-MOST_SAMPLES:]),
+        *layer_table(history),
+        page.listing(
+            "Chosen by the runner",
+            [str(choice) for name in ("advice", "choices") for choice in history.facts.get(name, [])],
+        ),
         page.listing("Notes", dropped + notes[-MOST_NOTES:]),
         page.pairs("Environment", [(key, plain(value)) for key, value in flat(environment).items() if key]),
         page.folded("all packages", packages),
         page.heading("Config"),
-        page.folded("overrides.txt", _text(run.overrides)),
         page.folded("config.yaml", _text(run.config)),
-        page.folded("changes.diff", _text(run.changes)),
     ]
     write_text(run.report, page.page(name, parts))
     return run.report
@@ -89,13 +90,21 @@ def state_banner(history: History) -> str:
     return page.banner(state, message, bad=state == "failed")
 
 
+def changed_settings(run: RunDir) -> list[str]:
+    """Return the settings that were given, one a line, but for the folder."""
+    given = _text(run.overrides).splitlines()
+    return [word for word in given if word and not word.startswith("output_dir=")]
+
+
+def again_command(run: RunDir, changed: Sequence[str]) -> str:
+    """Return the command that trains this once more, in a new folder, as a shell takes it; empty of no command."""
+    return shlex.join(["trainrun", *changed]) if run.overrides.is_file() else ""
+
+
 def result_rows(history: History) -> list[tuple[str, str]]:
-    """How it ended; while the run goes on, what is known."""
+    """Return the best metric, the newest ones, and time and speed; while the run goes on, what is known."""
     summary, best = history.summary, history.best
-    state, message = history.state
-    rows = [("state", state)]
-    if message:
-        rows.append(("why it ended", message))
+    rows: list[tuple[str, str]] = []
     if best is not None:
         rows.append((f"best {best.metric}", f"{figure(best.value)} at step {best.step:,}"))
     newest = sorted([*history.of("train")[-1:], *history.of("eval")[-1:]], key=lambda row: row["step"])
@@ -109,10 +118,28 @@ def result_rows(history: History) -> list[tuple[str, str]]:
             rows.append((({"seconds": "time"} | SPEEDS).get(name, name), show(summary[name])))
     if summary.get("idle"):
         rows.append(("idle", str(summary["idle"])))
-    rows += [(f"hardware/{name}", figure(value)) for name, value in (summary.get("hardware") or {}).items()]
+    if devices := devices_line(summary.get("hardware") or {}):
+        rows.append(("devices", devices.removeprefix("devices: ")))
     if summary.get("skipped_steps"):
         rows.append(("skipped steps", figure(summary["skipped_steps"])))
     return list(dict(rows).items())
+
+
+def evaluation_table(history: History) -> str:
+    """Return a table of the newest validations, with a mark at the one that was the best; empty without any."""
+    rows = history.of("eval")[-MOST_EVALUATIONS:]
+    names = [name for name in names_in(rows) if name not in NO_METRICS and _of_class(name) is None]
+    names = [name for name in names if not name.endswith("/seconds")]
+    best_step = None if history.best is None else history.best.step
+    body = [
+        [
+            f"{row.get('epoch', 0.0):.4g}",
+            f"{row['step']:,}" + (" (best)" if row["step"] == best_step else ""),
+            *(figure(row[name]) if name in row else "" for name in names),
+        ]
+        for row in rows
+    ]
+    return page.heading("Evaluations") + page.table(["epoch", "step", *names], body) if body else ""
 
 
 def results(history: History) -> dict[str, Any]:
@@ -154,19 +181,29 @@ def _of_class(name: str) -> tuple[str, int] | None:
 
 
 def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Device, model, data and lengths, as at the start."""
+    """Return model, data, optimizer, device and lengths, as at the start."""
     names = {
-        "device": "device", "world_size": "ranks", "batch_size": "batch size", "accumulate": "accumulate",
-        "num_train": "training samples", "num_val": "validation samples", "steps_per_epoch": "steps an epoch",
-        "total_steps": "steps in all", "total_epochs": "epochs", "model_summary": "model",
-        "num_parameters": "parameters", "num_trainable": "trained parameters",
+        "model_summary": "model", "num_parameters": "parameters", "num_trainable": "trained parameters",
+        "update": "optimizer", "num_train": "training samples", "num_val": "validation samples",
+        "batch_size": "batch size", "accumulate": "accumulated batches", "world_size": "ranks", "device": "device",
+        "steps_per_epoch": "steps an epoch", "total_steps": "steps in all", "total_epochs": "epochs",
     }  # fmt: skip
-    return [(label, figure(facts[name])) for name, label in names.items() if facts.get(name) is not None]
+    usual = {
+        "num_trainable": facts.get("num_parameters"),
+        "accumulate": 1,
+        "world_size": 1,
+    }  # says nothing new
+    known = {name: facts[name] for name in names if facts.get(name) not in (None, "")}
+    return [(names[name], figure(value)) for name, value in known.items() if value != usual.get(name)]
 
 
 def pictures_in_order(run: RunDir) -> list[Path]:
-    """The known ones first, then others in `plots/`."""
-    found = sorted(path for path in run.plots.glob("*.png") if not path.name.startswith("."))
+    """The known ones first, then others in `plots/`, without those that the charts replace."""
+    found = sorted(
+        path
+        for path in run.plots.glob("*.png")
+        if not path.name.startswith(".") and path.stem not in AS_CHARTS
+    )
     rank = {name: i for i, name in enumerate(ORDER)}
     return sorted(found, key=lambda path: rank.get(path.stem, len(rank)))
 

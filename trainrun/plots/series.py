@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,14 @@ import numpy.typing as npt
 MOST_POINTS = 2000  # a picture is about half as many pixels wide
 MOST_RAW = 200  # points of a curve that the eye averages itself
 NOISE = 5e-4  # of the range of a curve: a cosine of 200 points lies a fifth of that off its neighbours' line
+NO_CURVES = (
+    "kind",
+    "step",
+    "epoch",
+    "time",
+    "seconds",
+    "skipped_steps",
+)  # columns of rows, or ends of their names
 
 Floats = npt.NDArray[np.float64]
 Row = Mapping[str, Any]
@@ -135,3 +143,56 @@ def wants_log_scale(curves: Sequence[Series]) -> bool:
     """Return whether values span more than two decades and none is below zero."""
     values = np.concatenate([np.empty(0), *(curve.values[np.isfinite(curve.values)] for curve in curves)])
     return bool(len(values) and values.min() > 0 and values.max() > 100 * values.min())
+
+
+class Point(NamedTuple):
+    """One value of a metric. seconds: that the run had run by then."""
+
+    step: float
+    epoch: float
+    seconds: float
+    value: float
+
+
+class RunningClock:
+    """The seconds that a run has run by the time of each of its rows; pauses between its sessions do not count."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began: float | None = None  # of this session, on the clock of the rows
+        self._before = 0.0
+
+    def read(self, row: Row) -> float:
+        """Return the seconds at this row; rows are given in the order of writing."""
+        now = row.get("time")
+        if now is not None:
+            if self._began is None or row.get("kind") == "start":
+                self._began, self._before = now, self.seconds
+            self.seconds = max(self.seconds, self._before + now - self._began)
+        return self.seconds
+
+
+def points_in(row: Row, seconds: float) -> Iterator[tuple[str, Point]]:
+    """Yield the name and the value of each curve that goes through a row of a training or a validation."""
+    kind = row.get("kind")
+    if kind not in ("train", "eval"):
+        return
+    for name, value in row.items():
+        is_mean_of_many_steps = kind == "eval" and name.startswith("train/")  # no point of that curve
+        if is_curve(name) and not is_mean_of_many_steps and isinstance(value, (int, float)):
+            yield name, Point(row["step"], row.get("epoch", 0.0), seconds, value)
+
+
+def is_curve(name: str) -> bool:
+    """Return whether a column is drawn; metrics of single classes (`val/f1/3`) are in a table."""
+    last = name.rpartition("/")[2]
+    return last not in NO_CURVES and not last.isdecimal()
+
+
+def curves_in(rows: Iterable[Row]) -> dict[str, list[Point]]:
+    """Return the points of every curve in the rows of a run."""
+    clock, curves = RunningClock(), dict[str, list[Point]]()
+    for row in rows:
+        for name, point in points_in(row, clock.read(row)):
+            curves.setdefault(name, []).append(point)
+    return curves

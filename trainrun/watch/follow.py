@@ -18,17 +18,19 @@ from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.folder.status import read_status
 from trainrun.monitor.metric_rows import parse_row
 from trainrun.output import duration
+from trainrun.plots.series import Point, RunningClock, points_in
 
 MOST_POINTS = 2000  # of a curve; then every second one goes
 REMEMBERED_SECONDS = 60.0  # the time left follows the speed of that long
 SILENT_SECONDS = 600.0  # on another machine, without a row: nobody is there any more
 BLOCK_BYTES = 1 << 22
+NO_NUMBERS = ("kind", "step", "epoch", "time")
 
 
 class Follower:
     """Reads what is new of one run.
 
-    curves: name -> points (step, value). latest: the newest value of each name. seconds: the account of time.
+    curves: name -> points. latest: the newest value of each name. seconds: the account of time.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -39,7 +41,8 @@ class Follower:
         self._position, self._rest = 0, b""
         self.facts: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
-        self.curves: dict[str, list[tuple[int, float]]] = {}
+        self.curves: dict[str, list[Point]] = {}
+        self._clock = RunningClock()
         self.latest: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.hardware: dict[str, float] = {}
@@ -65,6 +68,7 @@ class Follower:
     def _take(self, row: dict[str, Any]) -> None:
         kind, step = row.get("kind"), row.get("step", 0)
         self.last_row, self.step = time.monotonic(), max(self.step, step)
+        seconds = self._clock.read(row)
         if kind == "start":
             self.facts, self.summary, self.step = row.get("facts", {}), {}, step
             self._started = row.get("time")
@@ -82,18 +86,14 @@ class Follower:
             if kind == "train" and "time" in row:
                 self._seen.append((row["time"], step))
             self.validated = step if kind == "eval" else self.validated
-            for name, value in row.items():
-                if kind == "eval" and name.startswith("train/"):
-                    self.latest[name] = (
-                        value  # the mean since the last validation, which is no point of its curve
-                    )
-                elif name not in ("kind", "step", "epoch", "time"):
-                    self._point(name, step, value)
+            numbers = {name: value for name, value in row.items() if name not in NO_NUMBERS}
+            self.latest |= numbers  # `train/loss` of a validation is the mean since the one before
+            for name, point in points_in(row, seconds):
+                self._add(name, point)
 
-    def _point(self, name: str, step: int, value: float) -> None:
-        self.latest[name] = value
+    def _add(self, name: str, point: Point) -> None:
         points = self.curves.setdefault(name, [])
-        points.append((step, value))
+        points.append(point)
         if len(points) > MOST_POINTS:
             del points[-3::-2]  # the newest stays
 

@@ -9,26 +9,23 @@ the process PID is gone, the page says how the run stands and is reloaded no mor
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 
 import psutil
 
 from trainrun.folder.run_folder import RunDir, is_there, write_text
+from trainrun.monitor.run_lines import devices_line, phases_line
 from trainrun.output import figure
 from trainrun.plots import page
+from trainrun.plots.chart import charts_html, metric_charts
 from trainrun.plots.report import setup_rows
 from trainrun.watch.follow import Follower
-from trainrun.watch.screen import ENDED, devices_line, phases_line
+from trainrun.watch.screen import ENDED
 
 SECONDS = 5.0  # between pages; one takes about 1 ms
-WIDTH, HEIGHT, MOST = 600, 200, 300
-COLORS = ("#3d8fd1", "#e07b39", "#2aa876", "#c774a8", "#c9a227", "#7d6bb8")
 
 
 def main(argv: list[str]) -> None:
@@ -70,59 +67,11 @@ def live_page(told: Follower, goes_on: bool) -> str:
                 page.pairs("Set-up", setup_rows(told.facts)),
             ]
         ),
-        '<div class="pictures">' + "\n".join(charts(told.curves)) + "</div>",
+        charts_html(metric_charts(told.curves)),
         *(page.paragraph(line) for line in (phases_line(told.seconds), devices_line(told.hardware)) if line),
         page.listing("Newest notes", list(told.notes)),
     ]
     return page.page(name, parts, refresh=SECONDS if goes_on else None)
-
-
-def charts(curves: Mapping[str, Sequence[tuple[int, float]]]) -> list[str]:
-    """One for each metric, with its splits on one scale: `train/loss`, `val/loss`."""
-    by_metric: dict[str, dict[str, Sequence[tuple[int, float]]]] = {}
-    for name, points in curves.items():
-        split, _, metric = name.rpartition("/")
-        if metric not in ("seconds", "step_seconds") and not metric.isdecimal():
-            by_metric.setdefault(metric, {})[split or name] = points
-    return [
-        chart(metric, lines)
-        for metric, lines in sorted(by_metric.items(), key=lambda item: item[0] != "loss")
-    ]
-
-
-def chart(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """An SVG picture; a scale over more than two decades is logarithmic."""
-    thin = {name: [*points[:: -(-len(points) // MOST)], points[-1]] for name, points in lines.items()}
-    finite = [(x, y) for points in thin.values() for x, y in points if math.isfinite(y)]
-    if not finite:
-        return ""
-    low, high = min(y for _, y in finite), max(y for _, y in finite)
-    logs = low > 0 and high > 100 * low
-    scale = math.log10 if logs else float
-    bottom, span = scale(low), (scale(high) - scale(low)) or 1.0
-    first, last = min(x for x, _ in finite), max(x for x, _ in finite)
-
-    def place(x: float, y: float) -> str:
-        across = WIDTH * (x - first) / ((last - first) or 1)
-        return f"{across:.1f},{HEIGHT - HEIGHT * (scale(y) - bottom) / span:.1f}"
-
-    drawn, names = "", ""
-    for color, (name, points) in zip(COLORS * len(thin), thin.items(), strict=False):
-        shown: list[tuple[float, float]] = [(x, y) for x, y in points if math.isfinite(y)]
-        if len(set(shown)) == 1:  # a short line, or nothing would be seen
-            (x, y), half = shown[0], (last - first or 1) / 50
-            shown = [(x - half, y), (x + half, y)]
-        path = " ".join(place(x, y) for x, y in shown)
-        drawn += f'<polyline points="{path}" stroke="{color}"/>'
-        names += f' <span style="color:{color}">■</span> {escape(name)} {escape(figure(points[-1][1]))}'
-    scale_name = " (log scale)" if logs else ""
-    return (
-        f"<figure><figcaption><b>{escape(title)}</b>{scale_name}{names}</figcaption>"
-        f'<svg viewBox="-4 -4 {WIDTH + 8} {HEIGHT + 8}" preserveAspectRatio="none" role="img">'
-        f"<title>{escape(title)}</title>{drawn}</svg>"
-        f'<div class="scale"><span>step {first:,}</span><span>{escape(figure(low))} to {escape(figure(high))}</span>'
-        f"<span>step {last:,}</span></div></figure>"
-    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainrun.folder.run_folder import RunDir
+from trainrun.monitor.run_lines import devices_line, phases_line
 from trainrun.output import figure, plain, quantity, readings, speed_in
 from trainrun.watch.follow import Follower, somebody_in, sweep_jobs
 
@@ -54,7 +55,7 @@ class RunView:
         head.append(self.state, COLORS.get(self.state, "")).append(f"  {told.place()}")
         table = Table.grid(padding=(0, 2))
         for name in [name for name in told.curves if name.startswith(("train/", "val")) and _shown(name)]:
-            values = [value for _, value in told.curves[name]]
+            values = [point.value for point in told.curves[name]]
             table.add_row(Text(plain(name)), Text(sparkline(values), "cyan"), Text(figure(values[-1])))
         parts: list[RenderableType] = [head, *([Text(plain(told.why))] if told.why else []), table]
         parts += [
@@ -118,7 +119,7 @@ class SweepView:
                 table.add_row(Text(plain(job["folder"])), Text("not begun", "dim"))
                 continue
             told = view.follower
-            losses = [value for _, value in told.curves.get("train/loss", [])]
+            losses = [point.value for point in told.curves.get("train/loss", [])]
             table.add_row(
                 Text(plain(job["folder"])), Text(view.state, COLORS.get(view.state, "")), told.place(),
                 Text(sparkline(losses, 20), "cyan"), Text(plain("  ".join(view.numbers()[:3]))),
@@ -138,28 +139,3 @@ class SweepView:
 def _shown(name: str) -> bool:
     last = name.rpartition("/")[2]
     return last != "seconds" and not (name.count("/") > 1 and last.isdecimal())
-
-
-def phases_line(seconds: dict[str, float]) -> str:
-    """`time: forward 40 %, backward 30 %, data 12 %`, without start-up."""
-    loop = {name: value for name, value in seconds.items() if name != "start-up"}
-    total = sum(loop.values())
-    most = sorted(loop, key=lambda name: -loop[name])[:5]
-    return "time: " + ", ".join(f"{name} {100 * loop[name] / total:.0f} %" for name in most) if total else ""
-
-
-def devices_line(row: dict[str, float]) -> str:
-    """`CPU 180 %, RAM 1.2 GiB, GPU 0 87 % 24.1 GiB 61 C 300 W`"""
-    if not row:
-        return ""
-    words = [f"CPU {row['cpu_percent']:.0f} %"] if "cpu_percent" in row else []
-    words += [f"RAM {row['memory_bytes'] / 2**30:.1f} GiB"] if "memory_bytes" in row else []
-    number = 0
-    while any(name.startswith(f"gpu{number}_") for name in row):
-        units = {"percent": "%", "celsius": "C", "watts": "W"}
-        found = [f"{row[f'gpu{number}_{n}']:.0f} {u}" for n, u in units.items() if f"gpu{number}_{n}" in row]
-        if f"gpu{number}_memory_bytes" in row:
-            found.insert(1, f"{row[f'gpu{number}_memory_bytes'] / 2**30:.1f} GiB")
-        words.append(f"GPU {number} " + " ".join(found))
-        number += 1
-    return "devices: " + ", ".join(words)
