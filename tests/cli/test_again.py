@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from trainrun.cli.main import main
 from trainrun.folder import environment
@@ -55,6 +57,62 @@ def test_without_a_folder_it_gets_one_and_a_finished_one_stays(
     assert "finished already" in capsys.readouterr().out
     assert main(["again", "first", "output_dir=first", "lr=1"]) == 2
     assert "holds a run already, which has optimizer.lr=0.001 (here 1)" in capsys.readouterr().err
+
+
+OTHER_CLASSES = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, width=5):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, width), torch.nn.Linear(width, 10))
+    def forward(self, x):
+        return self.layers(x)
+
+class Descent(torch.optim.SGD):
+    def __init__(self, params, lr, momentum=0.5):
+        super().__init__(params, lr, momentum)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "node"),
+    [
+        (["model=others.Net"], "model", {"_target_": "others.Net", "init": "he"}),
+        (
+            ["model=others.Net", "model.width=3"],
+            "model",
+            {"_target_": "others.Net", "init": "he", "width": 3},
+        ),
+        (
+            ["model.width=3", "model=others.Net"],
+            "model",
+            {"_target_": "others.Net", "init": "he", "width": 3},
+        ),
+        (
+            ["optimizer=others.Descent"],
+            "optimizer",
+            {
+                "_target_": "others.Descent",
+                "lr": 0.001,
+                "no_decay": "none",
+                "layer_decay": None,
+                "groups": None,
+            },
+        ),
+        (["model=trainrun.model.mlp.Mlp"], "model", None),
+    ],
+)
+def test_another_class_gets_no_arguments_of_the_one_before(
+    workdir: Path, words: list[str], place: str, node: dict[str, Any] | None
+) -> None:
+    """`model._target_=` changes the class alone; `model=` chooses anew, and an equal choice changes nothing."""
+    Path("others.py").write_text(OTHER_CLASSES)
+    assert main([*SHORT, "model.init=he", "output_dir=first"]) == 0
+    assert main(["again", "first", *words, "output_dir=second"]) == 0
+    first, second = (yaml.safe_load(Path(f"{name}/config.yaml").read_text()) for name in ("first", "second"))
+    assert second[place] == (first[place] if node is None else node)
+    sys.modules.pop("others", None)
 
 
 def test_losses_are_compared_where_they_are_means_of_the_same_steps() -> None:

@@ -73,6 +73,19 @@ def test_a_stream_has_no_first_samples_and_one_reader(tmp_path):
             table[check]()
 
 
+def test_a_trial_whose_settings_are_refused_is_no_failure_of_the_run(tmp_path):
+    config = compose_run(WORDS).config
+    trials = Trials(config, tmp_path / "trials", lambda about: None)
+    with pytest.raises(NotApplicable, match="trainer.gradient_clip_val"):
+        trials.run(
+            "a clipped update",
+            lambda config: dataclasses.replace(
+                config, trainer=dataclasses.replace(config.trainer, gradient_clip_val=-1.0)
+            ),
+        )
+    assert not (tmp_path / "trials").exists()
+
+
 def test_an_average_of_averages(tmp_path, monkeypatch):
     def averaged(real):
         def step(run, window):

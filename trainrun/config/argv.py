@@ -28,7 +28,7 @@ from trainrun.config.schema import is_tracker, open_nodes, settings
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
 from trainrun.instantiate import CALLED
-from trainrun.limits import NODE, NODES, choices_of
+from trainrun.limits import NAMED, NODE, NODES, choices_of
 
 WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
@@ -174,7 +174,7 @@ def _takes_a_target(key: str) -> bool:
     section, _, name = key.rpartition(".")
     known, above = settings().get(key), settings().get(section)
     if known is not None:
-        return known.opens == NODE or key in DATA_SETS
+        return known.opens in (NODE, NAMED)
     if name in CALLED and any(f"{section}.".startswith(f"{node}.") for node in open_nodes()):
         return True
     return (above is not None and above.opens == NODES) or (is_tracker(key) and key.count(".") == 1)

@@ -49,11 +49,18 @@ from trainrun.config.schema import (
     validation_nodes,
     with_values,
 )
-from trainrun.config.validate import check_config, target_argument_faults
+from trainrun.config.validate import SHARED, check_config, target_argument_faults
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, read_json, read_origin
 from trainrun.instantiate import TARGET
+from trainrun.model.choices import WORDS
 from trainrun.output import HIDDEN, hides
+
+KEYS_OF_ANY_CLASS = {  # in a node: what the runner itself reads, and the learning rate, which every optimizer takes
+    "model": tuple(WORDS),
+    "optimizer": ("lr", "no_decay", "layer_decay", "groups"),
+    "scheduler": tuple(SHARED["scheduler"]),
+}
 
 
 def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:
@@ -250,6 +257,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
     faults += wrong.values()
     sound = [word for word in words.overrides if word not in wrong]
+    clear_replaced_nodes(cfg, words)
     put_into_saved(cfg, [*sound, *following(saved, sound), *devices_of_one(saved, sound)], faults)
     faults += [*missing_secrets(cfg), *lower_trackers(cfg)]
     try:
@@ -274,6 +282,21 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     if faults:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])
     return config
+
+
+def clear_replaced_nodes(cfg: DictConfig, words: CommandLine) -> None:
+    """Remove the arguments of a class or function in whose place the command line names another: `model=my_net.Net`.
+
+    `model._target_=my_net.Net` changes no argument: a subclass takes those of its parent.
+    """
+    for word in words.overrides:
+        key, _, target = word.lstrip("+").partition("=")
+        place = key.removesuffix(f".{TARGET}")
+        is_short_form = words.typed.get(f"{key}={target}") == f"{place}={target}"
+        node = OmegaConf.select(cfg, place) if place != key and is_short_form else None
+        if isinstance(node, DictConfig) and node.get(TARGET) != target:
+            stays = {TARGET, *KEYS_OF_ANY_CLASS.get(place, ())}
+            OmegaConf.update(cfg, place, {name: node[name] for name in node if name in stays}, merge=False)
 
 
 def _first_line(error: BaseException) -> str:
