@@ -62,7 +62,9 @@ def build_sources(
         arguments: dict[str, Any] = {}
         if node and node.get("target_dtype") == "auto" and task.get("_target_") == REGRESSION:
             arguments["target_dtype"] = "float32"
-        if node and trained is not None and trained.inputs and node.get("inputs", ()) is None:
+        has_names = trained is not None and bool(trained.inputs)
+        if has_names and node and (node.get("inputs", ()) is None or node.get("categories")):
+            assert trained is not None
             arguments["inputs"] = list(trained.inputs)
         sources[name] = builder.build(node, split_key(name), split_kind(name), **arguments) if node else None
     sources = with_training_names(sources, trained)

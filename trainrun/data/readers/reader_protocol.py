@@ -181,6 +181,7 @@ class ReadFiles:
     """The samples of some files.
 
     groups: (N,) the cells of the column of the groups. unused_arguments: of the format, each with the reason.
+    notice: for the first lines of a run that trains on them.
     build: makes the data set of a split from the reader's; it may copy the rows into memory.
     """
 
@@ -188,6 +189,7 @@ class ReadFiles:
     groups: Any = None
     unused_arguments: Mapping[str, str] = field(default_factory=dict)
     build: Callable[[ReaderDataset], Any] = lambda dataset: dataset
+    notice: str = ""
 
     @cached_property
     def group_numbers(self) -> Rows | None:
@@ -220,7 +222,8 @@ def splits_of_files(found: SplitFiles, read: Callable[[tuple[Path, ...]], ReadFi
             raise DataError(f"{part.setting}: there is no record in it")
         rows = None if part.is_whole else divide(part.files)[split]
         unused = {**part.unused_arguments, **samples.unused_arguments}
-        dataset = ReaderDataset(samples.reader, rows, part.notice, unused)
+        notice = "; ".join(filter(None, [part.notice, samples.notice if split == "train" else ""]))
+        dataset = ReaderDataset(samples.reader, rows, notice, unused)
         if found.holds_out and samples.group_numbers is not None:
             dataset.groups = rows_of(samples.group_numbers, rows)
         return samples.build(dataset)

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -34,20 +34,25 @@ from trainrun.data.readers.targets import (
     chosen_inputs,
     chosen_target,
     coding_of,
+    listed,
+    named_columns,
     narrowed,
     numbers_in,
 )
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, HeldOutBy, NumberType, TargetType
+from trainrun.plugin_faults import did_you_mean
 
-VERSION = 1  # of the columns in the store
+VERSION = 2  # of the columns in the store
 ENDINGS = (".csv", ".csv.gz", ".tsv")
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
 MAX_LINE_CHARACTERS = 2**26
 WORD_BYTES = 64  # about that much each takes in memory
 FEWER = "name fewer columns by data.train.inputs, or write the table as Parquet"
 MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
+MISSING_WAY = "say what stands for it, as data.train.fill=0"
+CATEGORIES, MOST_CATEGORIES = "data.train.categories", 100
 FLAGS = {"true": "1", "false": "0"}
 WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
 
@@ -56,12 +61,14 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
          fill: float | None = None, delimiter: str | None = None, header: bool = True, groups: str | None = None,
-         val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
+         val_by: HeldOutBy = "auto", categories: str | Sequence[str] | None = None) -> Splits:  # fmt: skip
     """Return the splits: the inputs (N, K), or (N, *shape), of `dtype`, and the target.
 
     inputs: names of columns of numbers, or of True and False (1 and 0); null is all but the target. target: a name
         (int64 (N,) or floats (N, 1); words become classes 0, 1, ... in the order of their names), a list of names
         (floats (N, M)), or "none". fill: stands for a missing input.
+    categories: columns of words. Each word of the training data becomes an input `color=red`, which is 1 in its rows
+        and 0 in others. `inputs` may name these instead of the column, as a checkpoint does.
     DataError: names the file, line and column.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
@@ -72,14 +79,16 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     dialect = Dialect(delimiter or usual_delimiter(training[0]), header)
     columns = columns_in(training[0], dialect)
     goal = chosen_target(target, columns)
+    columns_of_words = () if categories is None else named_columns(categories, columns, CATEGORIES)
+    inputs, named_words = without_words(inputs, columns_of_words)
     names = chosen_inputs(inputs, goal, columns, groups)
-    if shape is not None and math.prod(shape) != len(names):
+    if unused := [name for name in columns_of_words if name not in names]:
         raise DataError(
-            f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs are "
-            f"{len(names)} columns"
+            f"{CATEGORIES}={unused[0]}: is no input; leave it out, or name it in data.train.inputs"
         )
     group = groups if found.holds_out else None
-    choice = ColumnChoice(dialect, names, goal, group, dtype, target_dtype, fill, inputs is None)
+    words = tuple((name, named_words.get(name, ())) for name in columns_of_words)
+    choice = ColumnChoice(dialect, names, goal, group, dtype, target_dtype, fill, inputs is None, words)
     read_training = cache(partial(read_table, training, choice))
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
@@ -89,13 +98,18 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         if missing := [name for name in (*names, *goal) if name not in own]:
             raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
         coding = read_training().coding if len(goal) == 1 else None
-        return samples_of(read_table(files, choice._replace(group=None), coding), choice, shape)
+        own_choice = choice._replace(group=None, categories=read_training().categories)
+        return samples_of(read_table(files, own_choice, coding), choice, shape)
 
     return splits_of_files(found, read)
 
 
+Categories = tuple[tuple[str, tuple[str, ...]], ...]
+
+
 class ColumnChoice(NamedTuple):
-    """What is read of a table. same_columns: the other columns must be the same in all files too."""
+    """What is read of a table. same_columns: the other columns must be the same in all files too. categories: columns
+    of words, each with its words; none: those that it has."""
 
     dialect: Dialect
     inputs: tuple[str, ...]
@@ -105,6 +119,46 @@ class ColumnChoice(NamedTuple):
     target_dtype: str = "auto"
     fill: float | None = None
     same_columns: bool = False
+    categories: Categories = ()
+
+    @property
+    def input_names(self) -> list[str]:
+        """The names of the numbers in a row of inputs."""
+        words_of = dict(self.categories)
+        return [
+            name if word is None else f"{name}={word}"
+            for name in self.inputs
+            for word in words_of.get(name, (None,))
+        ]
+
+
+def without_words(inputs: Any, columns: Sequence[str]) -> tuple[Any, dict[str, tuple[str, ...]]]:
+    """Return the inputs with `color` in place of `color=red` and `color=blue`, and the words of each such column."""
+    if not isinstance(inputs, list | tuple):
+        return inputs, {}
+    names: list[str] = []
+    words: dict[str, tuple[str, ...]] = {}
+    for name in map(str, inputs):
+        column = next((one for one in columns if name.startswith(f"{one}=")), None)
+        if column is not None:
+            words[column] = (*words.get(column, ()), name.removeprefix(f"{column}="))
+        if (column or name) not in names:
+            names.append(column or name)
+    return names, words
+
+
+def find_categories(files: Sequence[Path], choice: ColumnChoice) -> Categories:
+    """Return the words of each column of categories, sorted. DataError: they are too many."""
+    found: dict[str, set[str]] = {name: set() for name, words in choice.categories if not words}
+    for block in blocks_of(files, ColumnChoice(choice.dialect, (), ()), list(found)) if found else ():
+        for name, words in found.items():
+            words.update(filter(None, map(str.strip, block.words[name])))
+            if len(words) > MOST_CATEGORIES:
+                raise DataError(
+                    f"{files[block.file]}: column {name!r} has more than {MOST_CATEGORIES} different words, too many "
+                    "for categories; leave it out by naming the others, as data.train.inputs=[a,b]"
+                )
+    return tuple((name, words or tuple(sorted(found[name]))) for name, words in choice.categories)
 
 
 @dataclass(frozen=True)
@@ -119,6 +173,10 @@ class TextTable:
     def coding(self) -> Coding:
         kind, names, num_classes = self.columns.facts["coding"]
         return Coding(kind, tuple(names), num_classes)
+
+    @property
+    def categories(self) -> Categories:
+        return tuple((name, tuple(words)) for name, words in self.columns.facts["categories"])
 
     def place(self, row: int) -> str:
         return line_in(self.files, self.columns.facts["file_ends"], row, self.columns.arrays["lines"][row])
@@ -140,10 +198,11 @@ def write_columns(
     files: Sequence[Path], choice: ColumnChoice, coding: Coding | None, writer: ColumnWriter
 ) -> dict[str, Any]:
     """Parse files into a writer. DataError: names the file, line and column of what is wrong."""
+    choice = choice._replace(categories=find_categories(files, choice))
     words = (*choice.targets, *([] if choice.group is None else [choice.group]))
     texts = {name: WordColumn() for name in words}
     lines, file_ends = array("q"), [0] * len(files)
-    row_bytes = len(choice.inputs) * np.dtype(choice.dtype).itemsize + len(words) * WORD_BYTES
+    row_bytes = len(choice.input_names) * np.dtype(choice.dtype).itemsize + len(words) * WORD_BYTES
     for block in blocks_of(files, choice, words):
         writer.add("inputs", block.numbers)
         lines.extend(block.lines)
@@ -174,7 +233,10 @@ def write_columns(
     if choice.group is not None:
         column = texts[choice.group]
         writer.add("groups", group_numbers(column.words)[column.codes])
-    return {"coding": [coding.kind, coding.names, coding.num_classes], "file_ends": file_ends}
+    return {
+        "coding": [coding.kind, coding.names, coding.num_classes], "file_ends": file_ends,
+        "categories": choice.categories,
+    }  # fmt: skip
 
 
 class WordColumn:
@@ -219,16 +281,24 @@ def samples_of(table: TextTable, choice: ColumnChoice, shape: Sequence[int] | No
     """Return the rows of a table as samples."""
     columns, coding = table.columns.arrays, table.coding
     inputs, target = columns["inputs"], columns.get("target")
+    names = choice._replace(categories=table.categories).input_names
+    if shape is not None and math.prod(shape) != len(names):
+        raise DataError(
+            f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs are "
+            f"{len(names)} columns"
+        )
     if shape is not None:
         inputs = inputs.reshape(-1, *shape)
     info = Info(
         table.files, (choice, shape), target, coding.names, coding.num_classes,
         partial(describe_target, table, choice.targets[0]) if choice.targets else table.place,
         column=partial(read_numbers, table.files, choice.dialect),
-        input_columns=dict.fromkeys(choice.inputs, "numbers"),
+        input_columns=dict.fromkeys(names, "numbers"),
     )  # fmt: skip
     arrays = (inputs,) if target is None else (inputs, target)
-    return rows_of_columns(arrays, table.columns.is_mapped, info, columns.get("groups"))
+    found = rows_of_columns(arrays, table.columns.is_mapped, info, columns.get("groups"))
+    counts = ", ".join(f"{name} {len(words)}" for name, words in table.categories)
+    return replace(found, notice=f"inputs that stand for words: {counts}" if counts else "")
 
 
 def describe_target(table: TextTable, column: str, row: int) -> str:
@@ -302,6 +372,7 @@ def blocks_of(files: Sequence[Path], choice: ColumnChoice, words: Sequence[str])
     """
     dtype = np.dtype(choice.dtype)
     flags: set[str] | None = None  # columns of True and False, as the first block shows
+    words_of = dict(choice.categories)
     columns = columns_in(files[0], choice.dialect)
     for number, file in enumerate(files):
         own = columns_in(file, choice.dialect)
@@ -315,15 +386,42 @@ def blocks_of(files: Sequence[Path], choice: ColumnChoice, words: Sequence[str])
             by_column = list(zip(*rows, strict=True))
             cells_of = {name: by_column[position_of[name]] for name in needed}
             if flags is None:
-                flags = {name for name in choice.inputs if _are_flags(cells_of[name])}
-            block = np.empty((len(rows), len(choice.inputs)), dtype)
-            for k, name in enumerate(choice.inputs):
+                numbers = [name for name in choice.inputs if name not in words_of]
+                flags = {name for name in numbers if _are_flags(cells_of[name])}
+            block = np.empty((len(rows), len(choice.input_names)), dtype)
+            position = 0
+            for name in choice.inputs:
                 where = partial(_where, file, lines, name)
                 cells = cells_of[name]
+                if name in words_of:
+                    end = position + len(words_of[name])
+                    block[:, position:end] = one_hot(cells, words_of[name], choice.fill, where)
+                    position = end
+                    continue
                 if name in flags:
                     cells = tuple(_flag(cell, partial(where, row)) for row, cell in enumerate(cells))
-                block[:, k] = _parsed(cells, dtype, choice.fill, where)
+                block[:, position] = _parsed(cells, dtype, choice.fill, where)
+                position += 1
             yield CellBlock(number, block, {name: list(cells_of[name]) for name in words}, lines)
+
+
+def one_hot(
+    cells: Sequence[str], words: Sequence[str], fill: float | None, where: Callable[[int], str]
+) -> np.ndarray[Any, Any]:
+    """Return (N, words) bool, where each cell is its word. A missing one is none of them, if `fill` is given."""
+    number_of = {word: number for number, word in enumerate(words)}
+    numbers = np.array([number_of.get(cell.strip(), -1) for cell in cells])
+    for row in np.flatnonzero(numbers < 0).tolist():
+        word = cells[row].strip()
+        if word:
+            suggestion = did_you_mean(word, words) or "."
+            raise DataError(
+                f"{where(row)} is {word!r}, no category of the training data{suggestion} It has {listed(words)}"
+            )
+        if fill is None:
+            raise DataError(f"{where(row)} is missing ({cells[row]!r}); correct it, or {MISSING_WAY}")
+    is_word: np.ndarray[Any, Any] = numbers[:, None] == np.arange(len(words))
+    return is_word
 
 
 def read_words(
@@ -416,7 +514,7 @@ def _number(text: str, whole: bool, fill: float | None, where: Callable[[], str]
         if fill is None:
             raise DataError(
                 f"{where()} is missing ({text!r}); correct it, leave the column out (data.train.inputs), or "
-                "say what stands for it, as data.train.fill=0"
+                f"{MISSING_WAY}"
             )
         return fill
     value = numbers_in([text])
@@ -424,7 +522,7 @@ def _number(text: str, whole: bool, fill: float | None, where: Callable[[], str]
         kind = "a whole number (data.train.dtype)" if whole else "a number"
         raise DataError(
             f"{where()} is {text!r}, not {kind}; leave the column out by naming the others, as "
-            "data.train.inputs=[a,b]"
+            f"data.train.inputs=[a,b], or make inputs of its words: {CATEGORIES}=[...]"
         )
     return value[0]  # type: ignore[no-any-return]
 

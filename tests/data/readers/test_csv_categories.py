@@ -1,0 +1,123 @@
+"""Columns of words as inputs: each word of the training data is an input of its own, in predictions too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainrun
+from trainrun.cli.main import main
+from trainrun.data.readers import column_store
+from trainrun.data.readers.tables.csv_files import load
+from trainrun.errors import DataError
+
+COLORS = ["red", "blue", "green"]
+ROWS = [(i, COLORS[i % 3], f"s{i % 2}", i % 2) for i in range(24)]
+
+
+def write(path: Path, rows: list[tuple[Any, ...]]) -> str:
+    path.write_text("a,color,size,y\n" + "".join(",".join(map(str, row)) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(params=["in memory", "stored"])
+def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    if request.param == "stored":
+        monkeypatch.setattr(column_store, "STORED_FROM", 0)
+    return write(tmp_path / "t.csv", ROWS)
+
+
+def inputs_of(source: Any) -> list[list[float]]:
+    return source.tensors[0].tolist()
+
+
+def test_each_word_is_an_input(table: str) -> None:
+    train = load(table, target="y", categories=["color", "size"], val_fraction=0.0)["train"]
+    assert list(train.input_columns) == ["a", "color=blue", "color=green", "color=red", "size=s0", "size=s1"]
+    expected = [
+        [a, *(float(color == one) for one in sorted(COLORS)), float(size == "s0"), float(size == "s1")]
+        for a, color, size, _ in ROWS
+    ]
+    assert inputs_of(train) == expected
+    assert "color 3, size 2" in train.notice
+    one = load(table, ["color"], "y", categories="color", val_fraction=0.0, shape=[3, 1], dtype="uint8")[
+        "train"
+    ]
+    assert one.tensors[0][0].flatten().tolist() == [0, 0, 1]
+
+
+def test_other_files_have_the_categories_of_training(table: str, tmp_path: Path) -> None:
+    other = write(tmp_path / "other.csv", [(1, "red", "s1", 0), (2, "red", "s1", 1)])
+    words: dict[str, Any] = {"target": "y", "categories": ["color", "size"]}
+    val = load(table, val_path=other, **words)["val"]
+    assert inputs_of(val) == [[1, 0, 0, 1, 0, 1], [2, 0, 0, 1, 0, 1]]
+    named = load(other, ["a", "color=blue", "color=red", "size=s1"], val_fraction=0.0, **words)["train"]
+    assert list(named.input_columns) == ["a", "color=blue", "color=red", "size=s1"]
+    assert inputs_of(named) == [[1, 0, 1, 1], [2, 0, 1, 1]]
+    write(tmp_path / "other.csv", [(1, "pink", "s1", 0)])
+    with pytest.raises(DataError, match=r"other\.csv line 2: column 'color' is 'pink', no category"):
+        load(table, val_path=other, **words)["val"]
+
+
+def test_a_missing_word_is_refused_unless_something_stands_for_missing_values(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", [*ROWS, ("", "", "s0", 1)])
+    with pytest.raises(DataError, match=r"line 26: column 'a' is missing|line 26: column 'color' is missing"):
+        load(path, target="y", categories=["color", "size"], val_fraction=0.0)["train"]
+    train = load(path, target="y", categories=["color", "size"], fill=-1, val_fraction=0.0)["train"]
+    assert inputs_of(train)[-1] == [-1, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"categories": ["colour"]}, "data.train.categories=colour: no such column"),
+        ({"categories": ["size"]}, "column 'color' is 'red', not a number.*data.train.categories"),
+        (
+            {"categories": ["color", "size"], "inputs": ["a", "color"]},
+            "data.train.categories=size: is no input",
+        ),
+        ({"categories": ["color", "size"], "shape": [7]}, "data.shape=.7.: needs 7 numbers a row"),
+    ],
+)
+def test_wrong_words_are_refused(table: str, words: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(table, target="y", val_fraction=0.0, **words)["train"]
+
+
+def test_too_many_words_are_no_categories(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", [(i, f"id{i}", "s", i % 2) for i in range(101)])
+    with pytest.raises(DataError, match="column 'color' has more than 100 different words"):
+        load(path, target="y", categories=["color", "size"])["train"]
+
+
+@pytest.mark.train
+@pytest.mark.parametrize("inputs", [[], ["data.train.inputs=[a,color,size]"]])
+def test_a_prediction_uses_the_categories_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str]
+):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "t.csv", ROWS)
+    words = [
+        "data=csv",
+        "data.path=t.csv",
+        "data.train.target=y",
+        "data.train.categories=[color,size]",
+        *inputs,
+    ]
+    words += ["model=mlp", "model.hidden=[4]", "trainer.max_steps=4", "data.batch_size=8", "seed=1"]
+    trainrun.train(*words, "monitor.plots=false", "monitor.hardware=false", "output_dir=run")
+    assert main(["predict", "run", "data.path=t.csv"]) == 0
+    (predictions,) = Path("run").glob("predictions-*.csv")
+    whole = predictions.read_text().splitlines()
+    few = [row for row in ROWS if row[1] == "red"]
+    write(tmp_path / "few.csv", few)
+    assert main(["predict", "run", "data.path=few.csv"]) == 0
+    header, *lines = predictions.read_text().splitlines()
+    numbers = [row[0] for row in few]
+    assert header == whole[0]
+    assert [line.partition(",")[2] for line in lines] == [whole[1 + n].partition(",")[2] for n in numbers]
+    assert main(["resume", "run", "trainer.max_steps=6"]) == 0
