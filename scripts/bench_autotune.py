@@ -44,12 +44,17 @@ WORKLOADS = {
 }  # fmt: skip
 SLOW_SAMPLES = [*bench_diagnose.COMMON, "data.train._target_=faulty_parts.Table", "data.train.compute=0.0001",
                 "data.train.width=64", "model=mlp", "model.hidden=[64]", "data.batch_size=64"]  # fmt: skip
+LIGHTER = {"mlp": ["model.hidden=512", "data.batch_size=64"], "gpt": ["model.layers=1", "model.width=64"]}
 FAULTS = {
     "slow samples": ("data", SLOW_SAMPLES),
     **{
-        fault.name: (fault.expected, [*bench_diagnose.WORKLOADS[fault.only[0]], *fault.words])
+        fault.name: (
+            fault.expected,
+            [*bench_diagnose.WORKLOADS[fault.only[0]], *LIGHTER[fault.only[0]], *fault.words],
+        )
         for fault in bench_diagnose.FAULTS
         if fault.expected in ("data", "checkpoint", "dispatch", "threads", "padding")
+        and fault.only[0] in LIGHTER
     },
 }
 PROCESSES, PAIRS = 5, 6  # pairs of processes, and of turns in each

@@ -77,7 +77,7 @@ def test_slow_items_are_thirteen_times_faster_from_memory() -> None:
 
 def test_several_faults_are_mended_one_after_the_other() -> None:
     costs = replace(FAST, read=5e-4, threads=0.6, save=0.05)
-    tuning = tuned(World(costs, noise=0.01), *OFTEN, budget=200.0)
+    tuning = tuned(World(costs, noise=0.01), *OFTEN, budget=300.0)
     assert set(tuning.found) == {"data.cache=memory", "trainer.num_threads=2", "checkpoint.async_save=true"}
     assert len(tuning.diagnoses) == 4
     assert tuning.diagnoses[-1].startswith("healthy")

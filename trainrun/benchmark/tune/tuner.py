@@ -27,8 +27,8 @@ from trainrun.timing.paired import LEAST_REPLICATES, PROCESS_SPREAD, Ratio, Rule
 
 CONFIRM_PART: Final = 0.4  # of the budget at least: for fresh processes that confirm the best
 CONFIRM_ROOM: Final = 1.2  # times the seconds that the fewest pairs of fresh processes need
-DIAGNOSIS_SECONDS: Final = 20.0
-DIAGNOSIS_PART, LEAST_DIAGNOSIS = 0.5, 6.0  # of the time for trials that one diagnosis takes; and seconds
+DIAGNOSIS_PART: Final = 1 / 6  # of the budget that one diagnosis takes
+LEAST_DIAGNOSIS: Final = 6.0  # seconds
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 SURE: Final = 0.99  # the confidence of the claim
 MOST_PROCESSES: Final = 12  # pairs of processes of the claim
@@ -99,7 +99,9 @@ class Tuning:
                 return f"yours are the fastest settings of the same training that were found{rest}"
             if measured:
                 return f"of {counted(measured, 'setting')} none is clearly faster than yours{rest}"
-            return f"no setting was measured{rest or ': nothing is known against what is certain'}"
+            if self.trials:
+                return f"no setting could be measured{rest}"
+            return "nothing to try: no cause is certain, or no setting is known against it"
         if self.claim is None:
             return f"nothing is claimed: {self.problem}"
         if not self.is_claimed:
@@ -171,7 +173,8 @@ class Tuner:
         return MeasuredRun(worker, config, self._turn_seconds, usual)
 
     def _diagnosis_seconds(self) -> float:
-        return min(DIAGNOSIS_SECONDS, DIAGNOSIS_PART * (self._end_of_trials() - self.budget.clock()))
+        left = self._end_of_trials() - self.budget.clock()
+        return min(DIAGNOSIS_PART * self.budget.seconds, left / 2)  # the other half is for its remedies
 
     def _diagnose(self) -> Diagnosis:
         """Measure what the best settings so far wait for."""
@@ -302,7 +305,8 @@ class Tuner:
                 self.problem = str(error).strip().splitlines()[-1]
                 return None
             if len(groups) == 1:
-                wanted = 1 + self._affordable_pairs(clock() - began, LEAST_REPLICATES - 1)
+                more = self._affordable_pairs(clock() - began, LEAST_REPLICATES - 1)
+                wanted = min(MOST_PROCESSES, 1 + more)
         if len(groups) < LEAST_REPLICATES:
             needed = self.budget.spent + CONFIRM_ROOM * LEAST_REPLICATES * self._seconds_of_pair()
             self.problem = (
