@@ -15,16 +15,16 @@ from trainrun.plugin_faults import missing_satellite
 from trainrun.user_code import of_the_system, user_traceback
 
 COMMANDS = {
-    "resume": "go on with a run from its newest checkpoint",
+    "resume": "continue a run from its newest checkpoint",
     "again": "a new run, with the settings of another",
     "evaluate": "loss and metrics of a saved run",
     "predict": "predictions of a saved run as CSV or Parquet",
-    "embed": "what a layer of a saved run gives for every sample, as data to train on",
-    "sample": "what a trained language model writes after a prompt",
+    "embed": "features of every sample from a layer of a saved run (embeddings), as data to train on",
+    "sample": "text that a trained language model writes after a prompt",
     "prune": "a new run with fewer weights or channels",
     "quantize": "a new run with weights of one byte, for serving",
     "export": "the trained network as ONNX, torch.export or safetensors, tried on real samples",
-    "diagnose": "measure what a training of these words waits for, and what it would gain without",
+    "diagnose": "profile a run with these settings: what it waits for, and the gain without",
     "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
     "autotune": "try what diagnose names, and write the fastest settings as a preset",
     "report": "draw the plots of a run again, or compare several",
@@ -52,8 +52,47 @@ MODULES = {  # where the file, or the function, has another name
 }
 
 
+# What people type as the first word, and the words of ours that do it.
+MEANT = {
+    **dict.fromkeys(("train", "fit", "run", "start"), ()),
+    **dict.fromkeys(("eval", "validate", "score"), ("evaluate",)),
+    **dict.fromkeys(("infer", "inference", "prediction"), ("predict",)),
+    **dict.fromkeys(("lr-find", "lr_find", "find-lr", "find_lr", "lr"), ("autotune", "lr")),
+    **dict.fromkeys(("tune", "optimize"), ("autotune",)),
+    **dict.fromkeys(("profile", "bench", "benchmark"), ("diagnose",)),
+    **dict.fromkeys(("sweep", "search", "multirun", "hpo"), ("--multirun",)),
+    **dict.fromkeys(("continue", "restart"), ("resume",)),
+    **dict.fromkeys(("clone", "rerun", "repeat", "copy"), ("again",)),
+    **dict.fromkeys(("list", "runs"), ("ls",)),
+    **dict.fromkeys(("plot", "plots", "draw", "show"), ("report",)),
+    **dict.fromkeys(("follow", "tail"), ("watch",)),
+    **dict.fromkeys(("diff",), ("compare",)),
+    **dict.fromkeys(("generate",), ("sample",)),
+    **dict.fromkeys(("man", "manual", "docs", "usage"), ("help",)),
+    **dict.fromkeys(("config", "print-config", "print_config"), ("--cfg", "job")),
+    "test": ("evaluate", "--split", "test"),
+    "version": ("--version",),
+    "completion": ("--completion",),
+}
+FINE_TUNE = ("finetune", "fine-tune", "fine_tune", "transfer")
+
+
+def read_as(words: list[str]) -> list[str]:
+    """Return the words of ours for a first word that other programs use, as `fit`; others as they are."""
+    meant = MEANT.get(words[0]) if words and words[0] not in COMMANDS else None
+    if meant is None or (meant and not meant[0].startswith("-") and meant[0] not in COMMANDS):
+        return words
+    if words[1:2] and words[1].startswith("="):  # lr =3 is a setting with a space
+        return words
+    say(f"note: trainrun {words[0]} is read as: {' '.join(['trainrun', *meant])}", file=sys.stderr)
+    return [*meant, *words[1:]]
+
+
 def command_of(words: list[str]) -> Callable[[], int]:
     """Return what a command line asks for. Raise ConfigError for a word that is no command."""
+    words = read_as(words)
+    if words[:1] == ["--completion"]:
+        return lambda: run_completion(words[1:])
     if words and words[0] in COMMANDS:
         module, _, name = MODULES.get(words[0], f"cli.{words[0]}_command").partition(":")
         return lambda: run_command(module, name or "main", words[1:])
@@ -76,12 +115,18 @@ def run_command(module: str, name: str, words: list[str]) -> int:
 
 def show_help(words: list[str]) -> int:
     from trainrun.config.argv import conf_dir, split_command_line, user_conf_dirs
-    from trainrun.config.help_text import help_text
+    from trainrun.config.help_text import help_text, show_text
 
     asked = split_command_line(words)
     folders = [*user_conf_dirs(asked.config_dirs, Path.cwd()), conf_dir()]
-    say(help_text(asked.overrides, COMMANDS, folders))
+    show_text(help_text(asked.overrides, COMMANDS, folders))
     return EXIT_DONE
+
+
+def run_completion(words: list[str]) -> int:
+    from trainrun.config.help_text import completion_command
+
+    return completion_command(words, list(COMMANDS))
 
 
 def show_version() -> int:
@@ -97,6 +142,10 @@ def no_command(word: str) -> str:
 
     if (conf_dir() / word).is_dir():
         return f"{word}: is a group; choose with {word}=..., see trainrun --help {word}"
+    if word in FINE_TUNE:
+        return (
+            f"{word}: no such command; begin with the weights of a run: trainrun init_from=RUN_DIR data=..."
+        )
     return (
         f"{word}: no such command.{nearest(word, COMMANDS)} Commands: {', '.join(COMMANDS)}; "
         "settings are given as key=value; see trainrun --help"

@@ -8,10 +8,9 @@ from pathlib import Path
 from trainrun.cli.commands import COMMANDS
 from trainrun.cli.run_arguments import Parser
 from trainrun.config.argv import conf_dir, groups, user_conf_dirs
-from trainrun.config.help_text import help_text
+from trainrun.config.help_text import help_text, show_text
 from trainrun.config.validate import nearest
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.output import say
 
 MOST_SECTIONS, MOST_NAMES = 2, 8  # that are printed, or named
 FIRST = ("first_run", "from_lightning")  # pages that a newcomer reads first
@@ -27,7 +26,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "topic", metavar="TOPIC", nargs="*", help="a topic, a section, a command or a setting"
     )
-    say(manual_text(" ".join(parser.parse_args(argv).topic)))
+    show_text(manual_text(" ".join(parser.parse_args(argv).topic)))
     return EXIT_DONE
 
 

@@ -1,0 +1,71 @@
+"""Help and manual on a terminal: within its width, rendered, paged; in a pipe as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.monitor.test_encodings import in_terminal
+from trainrun.cli.commands import COMMANDS
+from trainrun.cli.manual_pages import topics
+from trainrun.config.argv import conf_dir
+from trainrun.config.help_text import help_text, rendered, wrap_columns
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+TOPICS = ((), ("trainer",), ("data",), ("monitor",), ("model=gpt",), ("all",))
+
+
+@pytest.mark.parametrize("width", [30, 44, 60, 80, 100, 200])
+@pytest.mark.parametrize("asked", TOPICS)
+def test_help_fits_the_window_without_losing_a_word(asked: tuple[str, ...], width: int) -> None:
+    text = help_text(list(asked), COMMANDS, [conf_dir()])
+    lines = wrap_columns(text, width).splitlines()
+    assert all(len(line) <= width or len(line.split()) == 1 for line in lines)
+    assert " ".join(lines).split() == text.split()
+
+
+def test_list_that_fits_is_left_as_it_is() -> None:
+    text = help_text(["precision"], COMMANDS, [conf_dir()])
+    assert wrap_columns(text, 300) == "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def test_second_column_is_wrapped_below_itself() -> None:
+    lines = wrap_columns("  name=value          one two three four five six seven eight", 50).splitlines()
+    assert lines[0].startswith("  name=value")
+    column = lines[0].index("one")
+    assert lines[1][:column].strip() == ""
+    assert lines[1][column:].strip()
+
+
+def test_markdown_is_rendered_and_commands_stay_whole() -> None:
+    command = "trainrun data=csv data.path=plants.csv data.train.target=kind model=mlp trainer.max_epochs=5"
+    markdown = (
+        f"# Title\n\nSome `code` and **bold** words that are long enough to be wrapped.\n\n    {command}\n"
+    )
+    lines = ESCAPES.sub("", rendered(markdown, 44)).splitlines()
+    assert f"    {command}" in lines
+    assert all(len(line) <= 44 for line in lines if command not in line)
+    assert not any("`" in line or "**" in line for line in lines)
+
+
+@pytest.mark.parametrize("page", topics())
+def test_prose_of_every_page_fits_the_window(page: str) -> None:
+    lines = ESCAPES.sub("", rendered(topics()[page], 80)).splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith("    "))
+
+
+@pytest.mark.process
+def test_long_page_goes_to_the_pager_of_a_terminal_alone(tmp_path: Path) -> None:
+    pager = {"PAGER": "sed -e s/^/paged:/", "LINES": "20", "COLUMNS": "60"}
+    code, shown = in_terminal(["help", "data"], tmp_path, pager)
+    assert code == 0
+    assert all(line.startswith("paged:") for line in shown.splitlines())
+    code, shown = in_terminal(["help", "trainer.max_steps"], tmp_path, pager)
+    assert code == 0
+    assert "paged:" not in shown
+    code, shown = in_terminal(["help", "data"], tmp_path, {**pager, "PAGER": "no_such_pager"})
+    assert code == 0
+    assert "paged:" not in shown
+    assert shown.strip()
