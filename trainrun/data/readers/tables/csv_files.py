@@ -23,12 +23,18 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from trainrun.data.readers.column_store import ColumnWriter, StoredColumns, load_columns
+from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
 from trainrun.data.readers.free_space import check_memory, unpacked_bytes
 from trainrun.data.readers.mapped_rows import rows_of_columns
 from trainrun.data.readers.parts import SplitRequest, group_numbers
-from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
+from trainrun.data.readers.tables.table_choice import (
+    Categories,
+    TableChoice,
+    coding_in,
+    facts_of_coding,
+    load_table,
+)
 from trainrun.data.readers.targets import (
     Coding,
     chosen_inputs,
@@ -44,7 +50,6 @@ from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, HeldOutBy, NumberType, TargetType
 from trainrun.plugin_faults import did_you_mean
 
-VERSION = 2  # of the columns in the store
 ENDINGS = (".csv", ".csv.gz", ".tsv")
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
 MAX_LINE_CHARACTERS = 2**26
@@ -88,7 +93,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         )
     group = groups if found.holds_out else None
     words = tuple((name, named_words.get(name, ())) for name in columns_of_words)
-    choice = ColumnChoice(dialect, names, goal, group, dtype, target_dtype, fill, inputs is None, words)
+    choice = TableChoice(names, goal, group, dtype, target_dtype, fill, dialect, inputs is None, words)
     read_training = cache(partial(read_table, training, choice))
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
@@ -102,34 +107,6 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         return samples_of(read_table(files, own_choice, coding), choice, shape)
 
     return splits_of_files(found, read)
-
-
-Categories = tuple[tuple[str, tuple[str, ...]], ...]
-
-
-class ColumnChoice(NamedTuple):
-    """What is read of a table. same_columns: the other columns must be the same in all files too. categories: columns
-    of words, each with its words; none: those that it has."""
-
-    dialect: Dialect
-    inputs: tuple[str, ...]
-    targets: tuple[str, ...]
-    group: str | None = None
-    dtype: str = "float32"
-    target_dtype: str = "auto"
-    fill: float | None = None
-    same_columns: bool = False
-    categories: Categories = ()
-
-    @property
-    def input_names(self) -> list[str]:
-        """The names of the numbers in a row of inputs."""
-        words_of = dict(self.categories)
-        return [
-            name if word is None else f"{name}={word}"
-            for name in self.inputs
-            for word in words_of.get(name, (None,))
-        ]
 
 
 def without_words(inputs: Any, columns: Sequence[str]) -> tuple[Any, dict[str, tuple[str, ...]]]:
@@ -147,10 +124,10 @@ def without_words(inputs: Any, columns: Sequence[str]) -> tuple[Any, dict[str, t
     return names, words
 
 
-def find_categories(files: Sequence[Path], choice: ColumnChoice) -> Categories:
+def find_categories(files: Sequence[Path], choice: TableChoice) -> Categories:
     """Return the words of each column of categories, sorted. DataError: they are too many."""
     found: dict[str, set[str]] = {name: set() for name, words in choice.categories if not words}
-    for block in blocks_of(files, ColumnChoice(choice.dialect, (), ()), list(found)) if found else ():
+    for block in blocks_of(files, TableChoice((), (), dialect=choice.dialect), list(found)) if found else ():
         for name, words in found.items():
             words.update(filter(None, map(str.strip, block.words[name])))
             if len(words) > MOST_CATEGORIES:
@@ -171,8 +148,7 @@ class TextTable:
 
     @property
     def coding(self) -> Coding:
-        kind, names, num_classes = self.columns.facts["coding"]
-        return Coding(kind, tuple(names), num_classes)
+        return coding_in(self.columns)
 
     @property
     def categories(self) -> Categories:
@@ -186,16 +162,14 @@ def line_in(files: Sequence[Path], file_ends: Sequence[int], row: int, line: int
     return f"{files[bisect_right(file_ends, row)]} line {line}"
 
 
-def read_table(files: Sequence[Path], choice: ColumnChoice, coding: Coding | None = None) -> TextTable:
-    """Return the columns of files, which a large table keeps in the store. coding: of the target in other files."""
-    key = fingerprint_of(files, "csv", VERSION, choice, coding)
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+def read_table(files: Sequence[Path], choice: TableChoice, coding: Coding | None = None) -> TextTable:
+    """Return the columns of files. coding: of the target in other files."""
     build = partial(write_columns, tuple(files), choice, coding)
-    return TextTable(tuple(files), load_columns(key, f"{files[0]}{more}", unpacked_bytes(files), build))
+    return TextTable(tuple(files), load_table(files, choice, coding, unpacked_bytes(files), build))
 
 
 def write_columns(
-    files: Sequence[Path], choice: ColumnChoice, coding: Coding | None, writer: ColumnWriter
+    files: Sequence[Path], choice: TableChoice, coding: Coding | None, writer: ColumnWriter
 ) -> dict[str, Any]:
     """Parse files into a writer. DataError: names the file, line and column of what is wrong."""
     choice = choice._replace(categories=find_categories(files, choice))
@@ -226,7 +200,7 @@ def write_columns(
     if coding is None and len(choice.targets) == 1:
         coding = coding_of(texts[choice.targets[0]].words, choice.target_dtype)
     if coding is None:
-        coding = Coding("float64" if choice.target_dtype == "float64" else "float32")
+        coding = choice.usual_coding
     targets = [texts[name].encode(coding, partial(name_cell, name)) for name in choice.targets]
     if targets:
         writer.add("target", np.concatenate(targets, 1) if len(targets) > 1 else targets[0])
@@ -234,7 +208,7 @@ def write_columns(
         column = texts[choice.group]
         writer.add("groups", group_numbers(column.words)[column.codes])
     return {
-        "coding": [coding.kind, coding.names, coding.num_classes], "file_ends": file_ends,
+        "coding": facts_of_coding(coding), "file_ends": file_ends,
         "categories": choice.categories,
     }  # fmt: skip
 
@@ -277,7 +251,7 @@ class WordColumn:
         return int((self.codes == code).argmax())
 
 
-def samples_of(table: TextTable, choice: ColumnChoice, shape: Sequence[int] | None) -> ReadFiles:
+def samples_of(table: TextTable, choice: TableChoice, shape: Sequence[int] | None) -> ReadFiles:
     """Return the rows of a table as samples."""
     columns, coding = table.columns.arrays, table.coding
     inputs, target = columns["inputs"], columns.get("target")
@@ -309,7 +283,7 @@ def read_numbers(files: Sequence[Path], dialect: Dialect, name: str) -> np.ndarr
     """Return a column of numbers that was not read yet; None if there is none of that name."""
     if name not in columns_in(files[0], dialect):
         return None
-    table = read_table(files, ColumnChoice(dialect, (name,), (), dtype="float64"))
+    table = read_table(files, TableChoice((name,), (), dtype="float64", dialect=dialect))
     return table.columns.arrays["inputs"][:, 0]
 
 
@@ -365,7 +339,7 @@ class CellBlock(NamedTuple):
     lines: list[int]
 
 
-def blocks_of(files: Sequence[Path], choice: ColumnChoice, words: Sequence[str]) -> Iterator[CellBlock]:
+def blocks_of(files: Sequence[Path], choice: TableChoice, words: Sequence[str]) -> Iterator[CellBlock]:
     """Yield the chosen columns of all files. words: the text columns among them.
 
     DataError: names the file, line and column of what is wrong.
@@ -430,7 +404,7 @@ def read_words(
     """Return the words of two columns, and the lines on which the rows end. DataError: there is no row."""
     words: dict[str, list[str]] = {name: [] for name in columns}
     lines: list[int] = []
-    for block in blocks_of([file], ColumnChoice(dialect, (), ()), columns):
+    for block in blocks_of([file], TableChoice((), (), dialect=dialect), columns):
         lines += block.lines
         for name, cells in words.items():
             cells += map(str.strip, block.words[name])

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trainrun.data.readers.column_store import Array, ColumnWriter, StoredColumns, load_columns
+from trainrun.data.readers.column_store import Array, ColumnWriter, StoredColumns
 from trainrun.data.readers.mapped_rows import rows_of_columns
 from trainrun.data.readers.parts import SplitRequest, group_numbers
-from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.tables.arrow_columns import (
@@ -32,12 +31,12 @@ from trainrun.data.readers.tables.arrow_columns import (
     write_ragged,
 )
 from trainrun.data.readers.tables.stored_samples import SampleField, StoredSamples
+from trainrun.data.readers.tables.table_choice import TableChoice, coding_in, facts_of_coding, load_table
 from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, NumberType, TargetType
 
-VERSION = 1  # of the columns in the store
 ENDINGS = (".parquet", ".pq")
 ROWS_AT_ONCE, CELLS_AT_ONCE = 2**16, 2**22
 LEAST_BYTES = 8  # of a cell: a number, or where a word or list begins
@@ -71,9 +70,9 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         else Form()
     )
     group = groups if found.holds_out else None
-    choice = ArrowChoice(names, goal, group, dtype, target_dtype, fill)
+    choice = TableChoice(names, goal, group, dtype, target_dtype, fill)
     input_form = InputForm(form, shape_of_inputs(shape, kinds), has_pictures)
-    load_training = cache(partial(load_table, training, choice))
+    load_training = cache(partial(read_table, training, choice))
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         if files == training.files:
@@ -82,10 +81,10 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         table.check(table.unlike if inputs is None else chosen)
         check_like(table, training, chosen)
         coding = None
-        if len(goal) == 1 and not choice.has_list_target(training):
+        if len(goal) == 1 and not has_list_target(choice, training):
             coding = coding_in(load_training())
         own_choice = choice._replace(group=None)
-        return samples_of(table, own_choice, input_form, load_table(table, own_choice, coding))
+        return samples_of(table, own_choice, input_form, read_table(table, own_choice, coding))
 
     return splits_of_files(found, read)
 
@@ -98,7 +97,7 @@ class InputForm(NamedTuple):
     has_pictures: bool
 
 
-def samples_of(table: ArrowTable, choice: ArrowChoice, form: InputForm, stored: StoredColumns) -> ReadFiles:
+def samples_of(table: ArrowTable, choice: TableChoice, form: InputForm, stored: StoredColumns) -> ReadFiles:
     """Return the rows of a table as samples."""
     arrays, coding = stored.arrays, coding_in(stored)
     kinds = [table.kinds[name] for name in choice.inputs]
@@ -108,7 +107,7 @@ def samples_of(table: ArrowTable, choice: ArrowChoice, form: InputForm, stored: 
         column=table.column, input_columns={kind.column: f"{kind.name}s" for kind in kinds},
     )  # fmt: skip
     target_field = None
-    if choice.has_list_target(table):
+    if has_list_target(choice, table):
         target_field = sample_field(arrays, "list_target", choice.targets[0], False)
     unused = {} if form.has_pictures else {"fit": "no input is a picture"}
     if is_matrix(kinds) and target_field is None:
@@ -123,24 +122,9 @@ def samples_of(table: ArrowTable, choice: ArrowChoice, form: InputForm, stored: 
     return ReadFiles(StoredSamples(fields, target, form.shape, info, table.where), groups, unused)
 
 
-class ArrowChoice(NamedTuple):
-    """What is read of a table."""
-
-    inputs: tuple[str, ...]
-    targets: tuple[str, ...]
-    group: str | None = None
-    dtype: str = "float32"
-    target_dtype: str = "auto"
-    fill: float | None = None
-
-    @property
-    def columns(self) -> list[str]:
-        return list(
-            dict.fromkeys([*self.inputs, *self.targets, *([] if self.group is None else [self.group])])
-        )
-
-    def has_list_target(self, table: ArrowTable) -> bool:
-        return len(self.targets) == 1 and table.kinds[self.targets[0]].name in ("list", "fixed")
+def has_list_target(choice: TableChoice, table: ArrowTable) -> bool:
+    """Whether the target is a list, which is taken as it is."""
+    return len(choice.targets) == 1 and table.kinds[choice.targets[0]].name in ("list", "fixed")
 
 
 def is_matrix(kinds: Sequence[Kind]) -> bool:
@@ -155,11 +139,6 @@ def sample_field(
         return SampleField(column, arrays[name])
     values, ends = arrays[f"{name}.values"], arrays[f"{name}.ends"]
     return SampleField(column, values, ends, form, arrays[f"{name}.missing"], is_sequence)
-
-
-def coding_in(stored: StoredColumns) -> Coding:
-    kind, names, num_classes = stored.facts["coding"]
-    return Coding(kind, tuple(names), num_classes)
 
 
 @dataclass(frozen=True)
@@ -296,34 +275,30 @@ def reading(path: Path, what: str) -> Iterator[None]:
         raise DataError(f"{path}: {fault}") from error
 
 
-def load_table(table: ArrowTable, choice: ArrowChoice, coding: Coding | None = None) -> StoredColumns:
-    """Return the chosen columns, which a large table keeps in the store. coding: of the target in other files."""
-    key = fingerprint_of(table.files, "parquet", VERSION, choice, coding)
-    more = f" and {len(table.files) - 1} more" if len(table.files) > 1 else ""
+def read_table(table: ArrowTable, choice: TableChoice, coding: Coding | None = None) -> StoredColumns:
+    """Return the chosen columns. coding: of the target in other files."""
     num_bytes = table.unpacked_bytes(choice.columns)
-    return load_columns(
-        key, f"{table.files[0]}{more}", num_bytes, partial(write_columns, table, choice, coding)
-    )
+    return load_table(table.files, choice, coding, num_bytes, partial(write_columns, table, choice, coding))
 
 
 def write_columns(
-    table: ArrowTable, choice: ArrowChoice, coding: Coding | None, writer: ColumnWriter
+    table: ArrowTable, choice: TableChoice, coding: Coding | None, writer: ColumnWriter
 ) -> dict[str, Any]:
     """Read a table into a writer. DataError: names the file, row and column of what is wrong."""
     kinds = [table.kinds[name] for name in choice.inputs]
-    has_list_target = choice.has_list_target(table)
+    is_list = has_list_target(choice, table)
     cells: dict[str, list[Any]] = {name: [] for name in choice.columns if name not in choice.inputs}
     cells |= {name: [] for name in choice.targets}
     for begin, block in table.blocks(choice.columns):
         write_inputs(table, choice, kinds, begin, block, writer)
         for name, parts in cells.items():
-            if has_list_target and name == choice.targets[0]:
+            if is_list and name == choice.targets[0]:
                 write_ragged(table.kinds[name], block[name], choice.dtype, "list_target", begin, writer)
             else:
                 parts.append(words_of(table.kinds[name], block[name], partial(table.cell_name, name, begin)))
         writer.report_progress(begin + len(block))
-    coded = Coding("float64" if choice.target_dtype == "float64" else "float32")
-    if choice.targets and not has_list_target:
+    coded = choice.usual_coding
+    if choice.targets and not is_list:
         columns = [joined(table.kinds[name], cells[name]) for name in choice.targets]
         if len(columns) == 1:
             coded = coding_of_table(table, choice, columns[0], coding)
@@ -334,10 +309,10 @@ def write_columns(
         writer.add("target", (torch.cat(encoded, 1) if len(encoded) > 1 else encoded[0]).numpy())
     if choice.group is not None:
         writer.add("groups", group_numbers(joined(table.kinds[choice.group], cells[choice.group])))
-    return {"coding": [coded.kind, coded.names, coded.num_classes]}
+    return {"coding": facts_of_coding(coded)}
 
 
-def write_inputs(table: ArrowTable, choice: ArrowChoice, kinds: Sequence[Kind], begin: int, block: Any,
+def write_inputs(table: ArrowTable, choice: TableChoice, kinds: Sequence[Kind], begin: int, block: Any,
                  writer: ColumnWriter) -> None:  # fmt: skip
     """Write the inputs of a block of rows: one array of numbers, or a column each."""
     if is_matrix(kinds):
@@ -366,7 +341,7 @@ def joined(kind: Kind, parts: list[Any]) -> Any:
     return np.concatenate(parts) if kind.name == "number" else [word for part in parts for word in part]
 
 
-def coding_of_table(table: ArrowTable, choice: ArrowChoice, cells: Any, coding: Coding | None) -> Coding:
+def coding_of_table(table: ArrowTable, choice: TableChoice, cells: Any, coding: Coding | None) -> Coding:
     """Return how the target is coded. coding: of the training data, if the table holds other data."""
     names = class_names_in(table.schema, choice.targets[0])
     if coding is None:

@@ -1,0 +1,73 @@
+"""What is read of a table, and its columns in the column store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainrun.data.readers.column_store import Build, StoredColumns, load_columns
+from trainrun.data.readers.paths import fingerprint_of
+from trainrun.data.readers.targets import Coding
+
+VERSION = 3  # of the columns of tables in the store
+Categories = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+class TableChoice(NamedTuple):
+    """What is read of a table.
+
+    dialect: of text. same_columns: the other columns must be the same in all files too. categories: columns of words,
+    each with its words; none: those that it has.
+    """
+
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    group: str | None = None
+    dtype: str = "float32"
+    target_dtype: str = "auto"
+    fill: float | None = None
+    dialect: Any = None
+    same_columns: bool = False
+    categories: Categories = ()
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of all columns that are read."""
+        groups = [] if self.group is None else [self.group]
+        return list(dict.fromkeys([*self.inputs, *self.targets, *groups]))
+
+    @property
+    def usual_coding(self) -> Coding:
+        """The coding of several targets, or of none."""
+        return Coding("float64" if self.target_dtype == "float64" else "float32")
+
+    @property
+    def input_names(self) -> list[str]:
+        """The names of the numbers in a row of inputs."""
+        words_of = dict(self.categories)
+        return [
+            name if word is None else f"{name}={word}"
+            for name in self.inputs
+            for word in words_of.get(name, (None,))
+        ]
+
+
+def load_table(
+    files: Sequence[Path], choice: TableChoice, coding: Coding | None, num_bytes: int, build: Build
+) -> StoredColumns:
+    """Return the columns of files, which a large table keeps in the store. coding: of the target in other files."""
+    key = fingerprint_of(files, VERSION, choice, coding)
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return load_columns(key, f"{files[0]}{more}", num_bytes, build)
+
+
+def facts_of_coding(coding: Coding) -> list[Any]:
+    """Return a coding as JSON holds it."""
+    return [coding.kind, coding.names, coding.num_classes]
+
+
+def coding_in(stored: StoredColumns) -> Coding:
+    """Return the coding of the target of stored columns."""
+    kind, names, num_classes = stored.facts["coding"]
+    return Coding(kind, tuple(names), num_classes)
