@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from approved import refused
 
-from trainrun.assemble.run_plan import direction
+from trainrun.assemble.run_plan import direction, with_accumulation
+from trainrun.config.compose import compose_run
 from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig
 from trainrun.errors import ConfigError
 from trainrun.task.metrics.directions import taken_as_larger
@@ -63,3 +65,15 @@ def test_a_name_that_says_nothing_is_told_where_nobody_says_more() -> None:
     said = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, mode="min"))
     assert taken_as_larger(said, "val/mine") == ""
     assert taken_as_larger(config, None) == ""
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 6), (2, 3), (6, 1)])
+def test_global_batch_is_divided_among_ranks_and_micro_batches(world_size: int, accumulate: int) -> None:
+    config = compose_run(["data.batch_size=8", "data.global_batch_size=48"]).config
+    assert with_accumulation(config, world_size).trainer.accumulate_grad_batches == accumulate
+
+
+def test_global_batch_that_does_not_come_out_even_is_refused() -> None:
+    config = compose_run(["data.batch_size=8", "data.global_batch_size=48"]).config
+    with refused(ConfigError, "data.global_batch_size"):
+        with_accumulation(config, 4)

@@ -21,10 +21,16 @@ from PIL import Image
 from rich.console import Console
 
 from trainrun.cli.main import main
-from trainrun.convert import conversion
+from trainrun.convert import conversion, output_formats
 from trainrun.runtime.signals import StopFlag
 
 ARRAYS_ONLY = ("npy", "hdf5")  # formats of arrays of one shape
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library stores a few samples with one call, so that it is called again, and for a shorter rest."""
+    monkeypatch.setattr(output_formats, "BATCH_SAMPLES", 7)
 
 
 def is_refused(kind: str, to: str) -> bool:

@@ -12,7 +12,7 @@ from trainrun.model.layers import Residual
 from trainrun.model.mlp import Mlp
 from trainrun.model.mobilenet import Mobilenet
 from trainrun.model.resnet import ResNet
-from trainrun.model.vae import Vae
+from trainrun.model.vae import Vae, drawn_code
 
 BUILDS: list[Callable[[], nn.Module]] = [
     lambda: Mlp([1, 8, 8], 10),
@@ -112,6 +112,12 @@ def test_a_reconstruction_of_the_vae_has_the_shape_of_its_input(shape: tuple[int
     assert (rebuilt.shape, mean.shape, log_var.shape) == ((3, *shape), (3, 5), (3, 5))
     convolves = any(isinstance(layer, nn.Conv2d) for layer in model.modules())
     assert convolves == (len(shape) == 3 and min(shape[1:]) >= 8)
+
+
+def test_code_of_the_vae_is_drawn_with_the_deviation_of_its_log_variance() -> None:
+    code, noise = torch.randn(4, 6), torch.randn(4, 3)
+    mean, log_var, drawn = drawn_code(code, noise, training=False)
+    torch.testing.assert_close(drawn, mean + log_var.exp().sqrt() * noise)
 
 
 def test_noise_that_is_given_to_the_vae_is_the_only_chance() -> None:
