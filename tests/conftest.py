@@ -26,6 +26,7 @@ signal.pthread_sigmask(signal.SIG_SETMASK, [])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+import approved  # noqa: E402
 import lanes  # noqa: E402  # imports torch, which reads the environment
 import matplotlib.font_manager  # noqa: E402, F401  # without a cache of fonts it starts a process
 import torch  # noqa: E402
@@ -49,6 +50,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     watch.install()
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name a case by its words, so that a new case renames no other."""
+    if not isinstance(val, list | tuple) or not val or not all(isinstance(word, str) for word in val):
+        return None
+    name = " ".join(val)
+    return name if name.isascii() and name.isprintable() and len(name) <= 120 else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by `-m`
@@ -98,6 +107,7 @@ def own_list(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The runs and caches of tests are not among the user's own."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("caches"))
+    approved.temporary.append(str(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -152,11 +162,11 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def refuses(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """The command ends with 2, and says why."""
+    """The command ends with 2; its message names each key, and is the approved one."""
 
-    def check(words: list[str], told: str) -> None:
+    def check(words: list[str], *keys: str) -> None:
         assert main([*words]) == 2
-        assert told in capsys.readouterr().err
+        approved.approve_error(capsys.readouterr().err, *keys)
 
     return check
 

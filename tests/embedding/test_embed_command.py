@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from approved import approve_error
 from test_memory_options import train
 from test_parameter_groups import QUIET
 
@@ -131,19 +132,17 @@ def test_other_data_by_its_group(run: str, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    "words",
     [
-        (["--out=emb.txt"], "--out emb.txt: must end in .parquet or .npy"),
-        (["--out=emb.npy", "--layer=layer.1"], "--layer layer.1: no such layer; near it: layers.1"),
-        (["--out=emb.npy", "--which=step-3"], "step-3"),
+        ["--out=emb.txt"],
+        ["--out=emb.npy", "--layer=layer.1"],
+        ["--out=emb.npy", "--which=step-3"],
     ],
 )
-def test_wrong_uses_are_one_line(
-    run: str, capsys: pytest.CaptureFixture[str], words: list[str], told: str
-) -> None:
+def test_wrong_uses_are_one_line(run: str, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     capsys.readouterr()
     assert main(["embed", run, "--which=last", *words]) == 2
-    assert told in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
     assert not Path("emb.npy").exists()
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from approved import approve
 from PIL import Image
 from safetensors import SafetensorError
 
@@ -157,15 +158,15 @@ def test_a_file_that_computes_something_else_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "told"),
+    ("name", "first"),
     [
-        ("torch.export", "x if x.mean() > 0 else -x", "this model cannot be exported (GuardOnDataDependent"),
-        ("torch.export", "x + x.new_zeros(len(x), 1)", "fixes the size of its batches, as len(x)"),
-        ("onnx", "x + x.new_zeros(len(x), 1)", "fixes the size of its batches, as len(x)"),
+        ("torch.export", "x if x.mean() > 0 else -x"),
+        ("torch.export", "x + x.new_zeros(len(x), 1)"),
+        ("onnx", "x + x.new_zeros(len(x), 1)"),
     ],
 )
 def test_what_cannot_be_a_graph_is_one_line(
-    workdir: Path, name: str, first: str, told: str, capfd: pytest.CaptureFixture[str]
+    workdir: Path, name: str, first: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     net = "from torch import nn\nclass Net(nn.Linear):\n    def forward(self, x):\n        x = x.flatten(1)\n"
     Path("one_line_net.py").write_text(f"{net}        return super().forward({first})\n")
@@ -174,18 +175,18 @@ def test_what_cannot_be_a_graph_is_one_line(
     assert main(["export", "run", "--to", name, "--dynamic", "batch"]) == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("note:")]
     assert len(lines) == 1
-    assert told in lines[0]
+    approve(lines[0])
 
 
 @pytest.mark.parametrize(
-    ("first", "told"),
+    "first",
     [
-        ("x - x.mean(0)", "largest difference 0 "),
-        ("x + torch.rand(1)", "the network itself gives something else"),
+        "x - x.mean(0)",
+        "x + torch.rand(1)",
     ],
 )
 def test_a_network_whose_samples_depend_on_each_other_or_on_chance(
-    workdir: Path, first: str, told: str, capfd: pytest.CaptureFixture[str]
+    workdir: Path, first: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("chance_net.py").write_text(
         "import torch\nclass Net(torch.nn.Linear):\n    def forward(self, x):\n        x = x.flatten(1)\n"
@@ -195,7 +196,7 @@ def test_a_network_whose_samples_depend_on_each_other_or_on_chance(
     assert main([*words, "trainer.max_steps=0", *SHORT[1:]]) == 0
     capfd.readouterr()
     assert main(["export", "run", "--to", "safetensors", "--dynamic", "batch"]) == int("rand" in first)
-    assert told in "".join(capfd.readouterr())
+    approve("".join(capfd.readouterr()))
 
 
 def full(*_: object) -> None:

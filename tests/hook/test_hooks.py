@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import approve_error
 
 from trainrun import load_run
 from trainrun.checkpoint.load import read_checkpoint, resolve
@@ -162,21 +163,21 @@ def test_what_acts_at_a_checkpoint_comes_before_it(workdir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    "name",
     [
-        ("Misspelt", "hook.mine: Misspelt.on_epoch_strat is never called; did you mean on_epoch_start?"),
-        ("Nothing", "hook.mine: Nothing has none of the methods of a hook: on_start, on_epoch_start"),
-        ("Half", "hook.mine: Half: has only one of state_dict() and load_state_dict(state)"),
+        "Misspelt",
+        "Nothing",
+        "Half",
     ],
 )
-def test_what_is_no_hook_is_refused(name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_hook_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, f"hook.mine._target_=own.{name}"]) == 2
-    assert told in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 def test_a_step_in_one_graph_takes_no_hook(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "hook.mine=own.Counts", "trainer.compile=step"]) == 2
-    assert "does not go with hook.mine" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err, "hook.mine")
 
 
 @pytest.mark.parametrize("more",
@@ -237,7 +238,7 @@ def test_a_resume_without_a_group_of_the_config_is_refused(capsys: pytest.Captur
     assert (
         main(["resume", "run", "trainer.max_steps=4", "model.freeze=layers.1.*", "optimizer.groups=[]"]) == 2
     )
-    assert "the parameters are grouped differently" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 def test_a_resume_before_they_are_trained_and_units_of_steps(workdir: Path) -> None:
@@ -268,27 +269,27 @@ def test_two_ranks_freeze_and_unfreeze_as_one_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    "words",
     [
-        (["model.freeze=layrs.1.*"], "model.freeze=layrs.1.*: fits no name in the model; did you mean layers.1"),
-        (["model.freeze=3"], "model.freeze=3: must be"),
-        (["model.freeze="], "model.freeze=: has no value"),
-        (["model.init=null"], "model.init=null: must be one of"),
-        ([*THAW[:1], "model.unfreeze_at=2"], "trainrun: model.unfreeze_at=2: must be a duration, as 500step"),
-        (["model.freeze=*", "model.unfreeze_at=1epoch"], "model.freeze=*: freezes all that is trained; leave out"),
-        (["model.unfreeze_at=1epoch"], "model.unfreeze_at=1epoch: is of frozen weights, and there are none"),
-        (["model.freeze_norm=true"], "model.freeze_norm=true: is of frozen weights, and there are none"),
-        ([*THAW[:1], "model.unfreeze_at=2h"], "model.unfreeze_at=2h: must be a duration, as 500step or 2epoch"),
-        ([*THAW[:1], "model.unfreeze_at=1.5epoch"], "model.unfreeze_at=1.5epoch: must be whole epochs"),
-        ([*THAW[:1], "model.freeze_norm=true"], "model.freeze_norm=true: no batch norm is frozen"),
-        ([*THAW, "trainer.compile=step"], "does not go with model.unfreeze_at"),
+        ["model.freeze=layrs.1.*"],
+        ["model.freeze=3"],
+        ["model.freeze="],
+        ["model.init=null"],
+        [*THAW[:1], "model.unfreeze_at=2"],
+        ["model.freeze=*", "model.unfreeze_at=1epoch"],
+        ["model.unfreeze_at=1epoch"],
+        ["model.freeze_norm=true"],
+        [*THAW[:1], "model.unfreeze_at=2h"],
+        [*THAW[:1], "model.unfreeze_at=1.5epoch"],
+        [*THAW[:1], "model.freeze_norm=true"],
+        [*THAW, "trainer.compile=step"],
     ],
 )  # fmt: skip
 def test_what_cannot_be_frozen_or_seen_is_refused(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SHORT, *words]) == 2
-    assert told in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 CHANGES = """

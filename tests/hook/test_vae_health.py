@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from approved import refused
 from quiet_runs import QUIET, losses, train, weights
 
 import trainrun as package
@@ -135,7 +136,7 @@ def test_two_ranks_are_boosted_alike_and_end_together(workdir: Path) -> None:
     words = (*OFTEN, "task.likelihood=bernoulli", "task.beta=100", "parallel=ddp")
     run = train("run", 15, *words, "hook.vae.on_collapse=boost_free_bits")
     assert rows_of(run, "vae")[-1]["free_bits"] == 0.1
-    with pytest.raises(TrainrunError, match="posterior collapse"):
+    with refused(TrainrunError):
         train("other", 15, *words, "hook.vae.on_collapse=raise")
 
 
@@ -152,7 +153,7 @@ def test_noise_of_more_than_the_code_gives_no_gain() -> None:
 
 
 def test_a_collapse_can_end_the_run(workdir: Path) -> None:
-    with pytest.raises(TrainingError, match=r"posterior collapse: .* \(hook\.vae\.on_collapse=raise\)"):
+    with refused(TrainingError, "hook.vae.on_collapse"):
         train("run", 300, *COLLAPSING, "hook.vae.on_collapse=raise", "hook.vae.fast=true")
 
 
@@ -168,20 +169,18 @@ def test_its_time_is_in_the_account_and_its_pictures_in_the_folder(workdir: Path
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words",
     [
-        (("monitor=vae",), r"hook\.vae: monitor=vae watches the code of a VAE, and task=classification has none"),
-        ((*WATCHED, "data.val=null"), r"monitor=vae: looks at samples of the validation data"),
-        ((*WATCHED, "hook.vae.update_every_n_steps=0"), r"update_every_n_steps=0: must be a whole number, 1 or more"),
-        ((*WATCHED, "hook.vae.num_samples=1"), r"hook\.vae\.num_samples=1: must be a whole number, 2 or more"),
-        ((*WATCHED, "hook.vae.on_collapse=stop"), r"hook\.vae\.on_collapse=stop: .*boost_free_bits"),
-        ((*WATCHED, "trainer.compile.scope=step"), r"does not go with hook\.vae"),
+        ("monitor=vae",),
+        (*WATCHED, "data.val=null"),
+        (*WATCHED, "hook.vae.update_every_n_steps=0"),
+        (*WATCHED, "hook.vae.num_samples=1"),
+        (*WATCHED, "hook.vae.on_collapse=stop"),
+        (*WATCHED, "trainer.compile.scope=step"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_watched_is_refused_in_one_line(
-    workdir: Path, words: tuple[str, ...], text: str
-) -> None:
-    with pytest.raises(ConfigError, match=text):
+def test_what_cannot_be_watched_is_refused_in_one_line(workdir: Path, words: tuple[str, ...]) -> None:
+    with refused(ConfigError):
         package.train(*words, "trainer.max_steps=2", *QUIET)
 
 
@@ -190,7 +189,7 @@ def test_a_task_of_ones_own_without_a_bound_is_refused(workdir: Path) -> None:
         "class Mine:\n    def count(self, batch):\n        return len(batch[0])\n\n"
         "    def step(self, model, batch):\n        raise NotImplementedError\n"
     )
-    with pytest.raises(ConfigError, match=r"monitor=vae: watches the code of a VAE, and Mine lacks beta"):
+    with refused(ConfigError):
         package.train(
             "task=mine.Mine", "monitor=vae", "trainer.max_steps=2", "trainer.check_task=false", *QUIET
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import refused
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -92,7 +93,7 @@ def test_which_words_are_dropped_depends_on_sample_and_place_alone() -> None:
     assert torch.equal(dropped([7, 3], 12), whole[[7, 3]][:, :13])
     assert WordDropout(0.4).random
     assert not WordDropout().random
-    with pytest.raises(DataError, match="no whole numbers"):
+    with refused(DataError):
         WordDropout(0.1)((torch.zeros(2, 3), torch.zeros(2)), Draws(1, 0, torch.arange(2)))
 
 
@@ -107,11 +108,11 @@ class Given(nn.Module):
 
 def test_what_is_no_sequence_or_no_bound_of_one_is_refused() -> None:
     x, code = torch.tensor([[1, 2, 3]]), torch.zeros(1, 4)
-    with pytest.raises(PluginError, match=r"task\.likelihood=gaussian for whole numbers"):
+    with refused(PluginError, "task.likelihood"):
         Vae().step(Given(torch.zeros(1, 3), code, code), x)
-    with pytest.raises(DataError, match=r"has token 3, and the model knows 2"):
+    with refused(DataError):
         Vae().step(Given(torch.zeros(1, 3, 2), code, code), x)
-    with pytest.raises(DataError, match=r"task\.likelihood=categorical needs tokens"):
+    with refused(DataError, "task.likelihood"):
         Vae(likelihood="categorical").step(Given(code), torch.zeros(2, 3))
     Vae(likelihood="gaussian").step(Given(torch.zeros(1, 3), code, code), x)
 
@@ -181,14 +182,12 @@ def test_sequences_of_a_parquet_file(workdir: Path) -> None:
     )
     run = package.train(*words, "model.vocab_size=9", "trainer.max_steps=4", "monitor=vae", *SMALL[4:7])
     assert run.status["step"] == 4
-    with pytest.raises(TrainrunError, match=r"model\.vocab_size: cannot be told from the data"):
+    with refused(TrainrunError, "model.vocab_size"):
         package.train(*words, "trainer.max_steps=4")
 
 
 def test_the_pair_with_another_task_is_refused(workdir: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="model=sequence_vae: gives a reconstruction, not classes; its task is task=vae"
-    ):
+    with refused(ConfigError):
         package.train("model=sequence_vae", "model.vocab_size=9", "task=classification")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from approved import refused
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -132,7 +133,7 @@ def test_the_state_is_saved_and_loaded_bit_for_bit() -> None:
 
 
 def test_a_model_without_a_hidden_matrix_is_refused() -> None:
-    with pytest.raises(PluginError, match="optimizer=muon: the model has no hidden matrix.*optimizer=adamw"):
+    with refused(PluginError):
         build_optimizer(Muon, {}, nn.Linear(3, 2))
 
 

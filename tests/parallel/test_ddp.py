@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from approved import refused
 from torch import nn
 
 from trainrun.errors import ConfigError, PluginError
@@ -180,16 +181,16 @@ class Graph(nn.Linear):
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize(
-    ("model", "words"),
+    "model",
     [
-        (nn.Identity(), "has no parameters"),
-        (Fixed(), "no parameter of Fixed needs a gradient"),
-        (Graph(), "Graph has sparse buffers"),
-        (nn.LazyLinear(3), "shape is not known yet"),
+        nn.Identity(),
+        Fixed(),
+        Graph(),
+        nn.LazyLinear(3),
     ],
 )
-def test_models_without_gradients_are_refused(model: nn.Module, words: str) -> None:
-    with pytest.raises(PluginError, match=words):
+def test_models_without_gradients_are_refused(model: nn.Module) -> None:
+    with refused(PluginError):
         check_parameters(model)
 
 
@@ -206,7 +207,7 @@ def test_a_model_that_mostly_stands_still_is_not_sent_to_find_unused_parameters(
 
 def test_synchronised_batchnorm_needs_cuda() -> None:
     group = Group(torch.device("cpu"), 0, 2, host=None, local_world_size=2)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"parallel\.sync_batchnorm=true: needs CUDA"):
+    with refused(ConfigError, "parallel.sync_batchnorm"):
         Ddp(group, sync_batchnorm=True)
 
 

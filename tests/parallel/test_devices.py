@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import approve, refused
 
 from trainrun.errors import ConfigError
 from trainrun.parallel import devices
@@ -48,24 +49,22 @@ def test_a_cpu_gets_two_ranks_where_it_has_the_cores(
 
 
 @pytest.mark.parametrize(
-    ("mode", "accelerator", "wanted", "num_gpus", "message"),
+    ("mode", "accelerator", "wanted", "num_gpus"),
     [
-        ("single", "auto", 2, 2, "parallel.devices=2: parallel=single uses 1; say parallel=ddp"),
-        ("ddp", "auto", 4, 2, "parallel.devices=4: 2 GPU(s) visible here; allowed are 1 to 2"),
-        ("single", "auto", [0, 1], 2, "parallel.devices=[0, 1]: parallel=single uses 1"),
-        ("ddp", "auto", [0, 2], 2, "parallel.devices=[0, 2]: no GPU 2, 2 GPU(s) visible here, 0 to 1"),
-        ("ddp", "cpu", [0, 1], 2, "say how many, as parallel.devices=2"),
-        ("ddp", "auto", [0], 0, "names GPUs by their numbers, and this run computes on none"),
-        ("ddp", "cuda", "auto", 0, "parallel.accelerator=cuda: no NVIDIA GPU"),
-        ("ddp", "mps", "auto", 0, "parallel.accelerator=mps: works with parallel=single only"),
+        ("single", "auto", 2, 2),
+        ("ddp", "auto", 4, 2),
+        ("single", "auto", [0, 1], 2),
+        ("ddp", "auto", [0, 2], 2),
+        ("ddp", "cpu", [0, 1], 2),
+        ("ddp", "auto", [0], 0),
+        ("ddp", "cuda", "auto", 0),
+        ("ddp", "mps", "auto", 0),
     ],
 )
-def test_what_cannot_be_names_the_key(
-    mode: str, accelerator: str, wanted: object, num_gpus: int, message: str
-) -> None:
+def test_what_cannot_be_names_the_key(mode: str, accelerator: str, wanted: object, num_gpus: int) -> None:
     with pytest.raises(ConfigError) as caught:
         num_devices(mode, accelerator, wanted, num_gpus)
-    assert message in str(caught.value)
+    approve(str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_a_rank_of_slurms_takes_the_only_gpu_that_it_is_shown() -> None:
         assert choose_device("auto", local_rank=3, mode="ddp", external=True) == torch.device("cuda", 0)
     last = torch.cuda.device_count() - 1
     assert choose_device("auto", local_rank=last, mode="ddp", external=True) == torch.device("cuda", last)
-    with pytest.raises(ConfigError, match=r"parallel\.devices: rank 99"):
+    with refused(ConfigError, "parallel.devices"):
         choose_device("auto", local_rank=99, mode="ddp")
 
 
@@ -140,7 +139,7 @@ def test_a_rank_of_slurms_takes_the_only_gpu_that_it_is_shown() -> None:
 def test_choice_of_device_without_a_gpu() -> None:
     assert choose_device("cpu", local_rank=3) == torch.device("cpu")
     assert choose_device("auto", mode="ddp") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"parallel\.accelerator=cuda: torch .* finds none here; .*cpu"):
+    with refused(ConfigError, "parallel.accelerator"):
         choose_device("cuda")
 
 
@@ -148,7 +147,7 @@ def test_choice_of_device_without_a_gpu() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_choice_of_device_with_a_gpu() -> None:
     assert choose_device("auto") == torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match=r"parallel\.devices: rank 99"):
+    with refused(ConfigError, "parallel.devices"):
         choose_device("cuda", local_rank=99)
 
 
@@ -167,7 +166,7 @@ def test_a_rank_takes_the_gpu_at_its_place_in_the_list(monkeypatch: pytest.Monke
     for rank, number in enumerate([3, 1]):
         assert choose_device("auto", rank, "ddp", devices=[3, 1]) == torch.device("cuda", number)
     assert choose_device("auto", devices=[2]) == torch.device("cuda", 2)
-    with pytest.raises(ConfigError, match="no GPU 4, 4 GPU"):
+    with refused(ConfigError):
         choose_device("auto", devices=[4])
-    with pytest.raises(ConfigError, match="computes on none"):
+    with refused(ConfigError):
         choose_device("cpu", devices=[0])

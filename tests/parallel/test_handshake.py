@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from approved import approve
 from faults.forks import ForkedCommand
 
 from trainrun.folder.run_folder import RunDir, read_json
@@ -92,18 +93,15 @@ def test_a_rank_that_waits_says_where(rank_env: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        (["parallel=ddp", "modl=mlp"], "modl=mlp: no such"),
-        (
-            ["parallel=ddp", "parallel.devices=4"],
-            "parallel.devices=4: 2 rank(s) were started by torchrun or Slurm",
-        ),
-        (["parallel=single"], "parallel=single: this was started as several ranks"),
+        ["parallel=ddp", "modl=mlp"],
+        ["parallel=ddp", "parallel.devices=4"],
+        ["parallel=single"],
     ],
 )
 def test_a_mistake_that_rank_0_finds_ends_all_ranks(
-    words: list[str], message: str, rank_env: dict[str, str], workdir: Path
+    words: list[str], rank_env: dict[str, str], workdir: Path
 ) -> None:
     """As under srun, where nobody ends the others."""
     (workdir / "config.yaml").write_text("a folder that is no run's")
@@ -116,7 +114,7 @@ def test_a_mistake_that_rank_0_finds_ends_all_ranks(
     ]
     told = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
-    assert message in told[0]
+    approve(told[0])
     assert "Traceback" not in told[0] + told[1]
 
 

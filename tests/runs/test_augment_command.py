@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import approve_error
 
 import trainrun as package
 from trainrun.cli.main import main
@@ -104,23 +105,18 @@ def test_the_order_is_that_of_the_words_and_null_takes_one_out(workdir: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    "words",
     [
-        (["data.shape=[16]", *CROP], "data.augment.crop: needs images (B, C, H, W), but the inputs"),
-        ([*CROP, "data.augment.crop.padding=0"], "data.augment.crop.padding=0: must be a whole number, 1 or more"),
-        ([*CROP, "data.augment.crop.pading=3"], "data.augment.crop.pading: trainrun.data.augment.crop.RandomCrop"),
-        (
-            ["data.augment.flip._target_=trainrun.data.augment.flip.RandomFlop"],
-            "trainrun.data.augment.flip has no RandomFlop; did you mean RandomFlip?",
-        ),
-        ([*MIXUP, "data.augment.mixup.num_classes=null"], "data.augment.mixup: class numbers of shape (16,)"),
-        ([*MIXUP, "data.augment.mixup.num_classes=12"], "soft targets have shape (16, 12)"),
-        (["data.augment.odd._target_=collections.Counter"], "data.augment.odd: gives a Counter, which cannot"),
+        ["data.shape=[16]", *CROP],
+        [*CROP, "data.augment.crop.padding=0"],
+        [*CROP, "data.augment.crop.pading=3"],
+        ["data.augment.flip._target_=trainrun.data.augment.flip.RandomFlop"],
+        [*MIXUP, "data.augment.mixup.num_classes=null"],
+        [*MIXUP, "data.augment.mixup.num_classes=12"],
+        ["data.augment.odd._target_=collections.Counter"],
     ],
 )  # fmt: skip
-def test_mistakes_are_named(
-    workdir: Path, capfd: pytest.CaptureFixture[str], words: list[str], text: str
-) -> None:
+def test_mistakes_are_named(workdir: Path, capfd: pytest.CaptureFixture[str], words: list[str]) -> None:
     last = {word.partition("=")[0]: word for word in [*SMALL, "monitor.progress_bar=false", *words]}
     assert main(list(last.values())) == 2
-    assert text in capfd.readouterr().err
+    approve_error(capfd.readouterr().err)

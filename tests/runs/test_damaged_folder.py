@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import approve_error
 
 from trainrun.checkpoint.load import read_checkpoint
 from trainrun.cli.main import main
@@ -100,7 +101,7 @@ def test_damaged_rows_are_left_out_and_kept_aside(run: Path, capsys: pytest.Capt
     bad = ['{"kind": "train", "step": "x"}', '{"kind": []}', "{", '{"kind": "end", "summary": 3}']
     (run / "metrics.jsonl").write_text("".join(f"{row}\n" for row in [*rows, *bad]))
     assert main(["resume", "run"]) == 0
-    assert f"4 of its {len(rows) + 4} rows are damaged, the others are kept" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
     assert len((run / ".bad-metrics.jsonl-1").read_text().splitlines()) == len(rows) + 4
     assert main(["report", "run"]) == 0
 
@@ -121,7 +122,7 @@ def test_a_row_that_no_run_writes_is_named(
     run: Path, refuses: Callable[..., None], row: dict[str, object]
 ) -> None:
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    refuses(["report", "run"], "metrics.jsonl: line 1 is damaged (no run writes such a value")
+    refuses(["report", "run"])
 
 
 def test_a_config_that_was_changed_is_obeyed_once_it_is_trusted(
@@ -130,7 +131,7 @@ def test_a_config_that_was_changed_is_obeyed_once_it_is_trusted(
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("max_steps: 4", "max_steps: 3"))
     assert main(["resume", "run"]) == 2
-    assert "config.yaml" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err, "config.yaml")
     assert main(["resume", "run", "--trust"]) == 0
     assert (run / "checkpoints" / "step-00000003").is_dir()
     assert main(["resume", "run"]) == 0

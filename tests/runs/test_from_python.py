@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from approved import approve, approve_error, refused
 from quiet_runs import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -127,7 +128,7 @@ def test_validation_sets_with_names(workdir: Path) -> None:
     metrics = run.metrics[-1]["summary"]["metrics"]
     assert metrics.keys() == {"val/day/loss", "val/day/acc", "val/night/loss", "val/night/acc"}
     assert run.status["value"] == metrics["val/night/acc"]
-    with pytest.raises(trainrun.TrainrunError, match=r"trainrun\.train\(\.\.\., 'ckpt_path="):
+    with refused(trainrun.TrainrunError):
         fit("output_dir=run", model=net(), data=points(200), val=sets["day"])
 
 
@@ -146,9 +147,9 @@ def test_a_run_goes_on_with_the_like_and_says_what_is_another(workdir: Path) -> 
     assert not same(whole, part)
     fit("ckpt_path=part", model=rest, data=points(200))
     assert same(whole, rest)
-    with pytest.raises(trainrun.TrainrunError, match="300 samples|has 300 now"):
+    with refused(trainrun.TrainrunError):
         fit("ckpt_path=part", model=net(), data=points(300))
-    with pytest.raises(trainrun.TrainrunError, match="does not fit this model"):
+    with refused(trainrun.TrainrunError):
         fit("ckpt_path=part", model=nn.Linear(8, 2), data=points(200))
     found = net()
     fit("trainer.max_steps=5", "output_dir=part", model=found, data=points(200))  # finished already
@@ -170,15 +171,15 @@ def test_a_run_that_is_finished_gives_the_same_weights_again(
 def test_another_process_gives_the_network_again(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = net()
     run = fit("output_dir=run", model=model, data=points(200), val=points(60))
-    with pytest.raises(trainrun.TrainrunError, match=r"given it from Python .*load_model\(run_dir, model="):
+    with refused(trainrun.TrainrunError):
         trainrun.load_model("run")
-    with pytest.raises(trainrun.TrainrunError, match="was given torch.nn.modules.container.Sequential, 210"):
+    with refused(trainrun.TrainrunError):
         trainrun.load_model("run", model=nn.Linear(8, 2))
     fresh = net()
     assert same(trainrun.load_model("run", "last", model=fresh), model)
     assert same(fresh, net())
     assert main(["evaluate", "run"]) != 0
-    assert "this run was given it from Python" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
     assert run.folder == Path("run").absolute()
 
 
@@ -198,26 +199,24 @@ def test_a_network_whose_names_change_is_left_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("words", "objects", "answer"),
+    ("words", "objects"),
     [
-        ((), {"model": 3}, "a int is no torch.nn.Module"),
-        ((), {"model": nn.Linear}, "train(model=Linear): is a class; give an object, as model=Linear(...)"),
-        ((), {"task": "regression"}, "a name is a word, as trainrun.train('task=regression')"),
-        ((), {"data": ([[1.0]] * 8, [0] * 8)}, "lists; give tensors or arrays"),
-        ((), {"data": DataLoader(TensorDataset(*points(8)), batch_size=4)}, "data=loader.dataset, and 'data.batch_"),
-        ((), {"val": points(8)}, "give data=... too"),
-        ((), {"data": points(8), "val": {"at night": points(8)}}, "'at night' is no name of a set"),
-        (("model=mlp",), {"model": net()}, "model= says it too"),
-        (("data.train._target_=a.b",), {"data": points(8)}, "data.train._target_= says it too"),
-        (("parallel=ddp",), {"model": net(), "data": points(8)}, "ranks are processes of their own"),
+        ((), {"model": 3}),
+        ((), {"model": nn.Linear}),
+        ((), {"task": "regression"}),
+        ((), {"data": ([[1.0]] * 8, [0] * 8)}),
+        ((), {"data": DataLoader(TensorDataset(*points(8)), batch_size=4)}),
+        ((), {"val": points(8)}),
+        ((), {"data": points(8), "val": {"at night": points(8)}}),
+        (("model=mlp",), {"model": net()}),
+        (("data.train._target_=a.b",), {"data": points(8)}),
+        (("parallel=ddp",), {"model": net(), "data": points(8)}),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(
-    workdir: Path, words: tuple[str, ...], objects: dict[str, Any], answer: str
-) -> None:
+def test_what_cannot_be_is_refused(workdir: Path, words: tuple[str, ...], objects: dict[str, Any]) -> None:
     with pytest.raises(trainrun.TrainrunError) as error:
         fit(*words, **objects)
-    assert answer in str(error.value)
+    approve(str(error.value))
     assert api.GIVEN == {}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import approve_error
 from quiet_runs import QUIET, train, weights
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -50,19 +51,16 @@ def test_the_sizes_come_from_the_data_and_nothing_else_changes(
 
 
 @pytest.mark.parametrize(
-    ("words", "answer"),
+    "words",
     [
-        (of("Words"), "model: Words has lazy layers, and zeros (1, 1, 8, 8) do not go through it"),
-        (
-            ("data=custom", "data.train._target_=test_lazy_layers.Rows", *of("Lazy")),
-            "does not tell the shape",
-        ),
+        of("Words"),
+        ("data=custom", "data.train._target_=test_lazy_layers.Rows", *of("Lazy")),
     ],
 )
 def test_what_zeros_cannot_tell_is_asked_of_the_model(
-    workdir: Path, words: tuple[str, ...], answer: str, capsys: pytest.CaptureFixture[str]
+    workdir: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trainer.max_steps=1", *words]) == 2
     told = capsys.readouterr().err
-    assert answer in told
+    approve_error(told)
     assert "call it once at the end of its constructor" in told

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from approved import approve_error, refused
 
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
@@ -75,7 +76,7 @@ def test_the_second_is_told_who_is_first_and_kill_9_frees_the_folder(
         pass
     assert caught.value.exit_code == 75
     assert main(["data=digits", "model=mlp", f"output_dir={run.root}", *QUIET]) == 75
-    assert f"process {process.pid}" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
     assert time.monotonic() - began < 30  # no wait for a living process
     assert sorted(path.name for path in run.root.iterdir()) == [".lock"]
     kill(process)
@@ -132,7 +133,8 @@ def test_where_there_are_no_locks_that_is_said(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with only_writer(run):
         pass
-    assert "this file system has no locks" in capsys.readouterr().err
+    monkeypatch.undo()
+    approve_error(capsys.readouterr().err)
 
 
 def test_resume_and_a_sweep_are_held_off_too(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +160,7 @@ def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_name_another_one(run: RunDir) -> None:
     run.lock.mkdir()
-    with pytest.raises(ConfigError, match="in its own folder.*ckpt_path=") as told, only_writer(run):
+    with refused(ConfigError) as told, only_writer(run):
         pass
     assert "hydra.run.dir" not in str(told.value)
 
@@ -170,6 +172,6 @@ def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_is_written_there(
     target = tmp_path / "precious"
     target.write_text("kept")
     run.lock.symlink_to(target)
-    with pytest.raises(ConfigError, match="is a link"), only_writer(run):
+    with refused(ConfigError), only_writer(run):
         pass
     assert target.read_text() == "kept"

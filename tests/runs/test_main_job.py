@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import refused
 from quiet_runs import QUIET
 
 import trainrun as package
@@ -54,13 +55,13 @@ def test_python_trains_with_the_same_words(workdir: Path) -> None:
     inputs, target = source.tensors
     accuracy = float((model(torch.as_tensor(inputs)).argmax(1) == torch.as_tensor(target)).float().mean())
     assert accuracy == pytest.approx(run.status["value"], abs=1e-6)
-    with pytest.raises(ConfigError, match="no run is there"):
+    with refused(ConfigError):
         package.load_run(workdir / "nowhere")
 
 
 @pytest.mark.parametrize("word", ["--help", ("seed=1",)])
 def test_python_takes_words_alone(workdir: Path, word: object) -> None:
-    with pytest.raises(package.TrainrunError, match="takes key=value words"):
+    with refused(package.TrainrunError):
         package.train(word)  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from approved import approve_error
 from quiet_runs import QUIET, weights
 from sklearn import metrics as sk
 
@@ -84,29 +85,26 @@ def test_a_validation_line_leaves_out_the_single_classes(
 
 
 @pytest.mark.parametrize(
-    ("words", "answer"),
+    "words",
     [
-        (("task.metrics=[aroc]",), "Did you mean auroc?"),
-        (("task.metrics=[rmse]",), "no metric rmse of task=classification"),
-        (("task.metrics=[top10]",), "always right"),
-        (("task.per_class=true",), "needs the names of metrics"),
-        ((f"task.metrics=[{KAPPA}]", "checkpoint.monitor=val/kappa"), "there are val/acc, val/cohen_kappa"),
-        (("task.metrics=[{_target_: torchmetrics.Kappa}]",), "task.metrics[0]._target_=torchmetrics.Kappa"),
+        ("task.metrics=[aroc]",),
+        ("task.metrics=[rmse]",),
+        ("task.metrics=[top10]",),
+        ("task.per_class=true",),
+        (f"task.metrics=[{KAPPA}]", "checkpoint.monitor=val/kappa"),
+        ("task.metrics=[{_target_: torchmetrics.Kappa}]",),
         (
-            (
-                "task.metrics.k._target_=torchmetrics.ROC",
-                "task.metrics.k.task=multiclass",
-                "task.metrics.k.num_classes=10",
-            ),
-            "task.metrics.k: gives a tuple (a curve, a matrix)",
+            "task.metrics.k._target_=torchmetrics.ROC",
+            "task.metrics.k.task=multiclass",
+            "task.metrics.k.num_classes=10",
         ),
-        (("task.metrics=[f1]", "checkpoint.monitor=val/auroc"), "val/auroc"),
+        ("task.metrics=[f1]", "checkpoint.monitor=val/auroc"),
     ],
 )
 def test_a_mistake_is_answered_before_the_first_step(
-    workdir: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], answer: str
+    workdir: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     assert main([*words, *QUIET, "trainer.max_epochs=1"]) != 0
-    assert answer in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
     rows = [row for path in Path().rglob("metrics.jsonl") for row in path.read_text().splitlines()]
     assert not [row for row in rows if json.loads(row)["kind"] in ("train", "eval")]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from approved import approve_error
 from quiet_runs import QUIET
 
 from trainrun.cli.main import main
@@ -77,61 +78,55 @@ def project(workdir: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["optimizer=muon", "model.hidden=[]"], "the model has no hidden matrix"),
-        (["nonsense"], "no such command"),
-        (["model"], "see trainrun --help model"),
-        (["evaluate"], "required: RUN_DIR;"),
-        (["--config-dir=nowhere"], "no such folder"),
-        (["model._target_=own.Breaks"], "no such thing"),
-        (["model._target_=own.Wrong"], "7 classes"),
-        (["model._target_=own.Flat"], "one number a sample"),
-        (["data.train._target_=own.empty"], "data.train"),
-        (["data.train._target_=own.names", "model=own.Wrong"], "(str), not a tensor"),
-        (["data.train._target_=own.pixels", "data.num_classes=10"], "x.float() / 255"),
-        (["task=own.NoStep"], "NoStep has no method step"),
-        (["task=own.Bare"], "gave a Tensor; it must return"),
-        (["data.train._target_=own.labels", "data.shape=[1,8,8]", "data.num_classes=10"], "10"),
-        (["data.train._target_=own.unequal"], "data.train"),
-        (["data.train._target_=own.strange"], "data.train"),
-        (["data.batch_size=5000"], "data.batch_size=5000"),
-        (["data.global_batch_size=100"], "data.global_batch_size=100"),
-        (["data=arrays"], "data.path"),
-        (["data=arrays", "data.path=missing.npz"], "missing.npz"),
-        (["data=fashion_mnist", "data.path=missing"], "missing"),
-        (["ckpt_path=missing"], "missing"),
-        (["ckpt_path=own.py"], "own.py"),
-        (
-            ["checkpoint.monitor=val/f1"],
-            "checkpoint.monitor=val/f1: no such metric; there are val/acc, val/loss",
-        ),
-        (["task=regression"], "where the targets are classes, use task=classification"),
-        (
-            ["task=regression", "data=synthetic", "data.num_classes=null"],
-            "model.num_classes=1 for one real number",
-        ),
-        (["parallel.accelerator=cuda"], "parallel.accelerator=cuda"),
-        (["scheduler=cosine", "scheduler.warmup_steps=100000"], "scheduler.warmup_steps"),
-        (["model._target_=own.Breaks", "scheduler.warmup_epochs=1000"], "steps is longer than the run of"),
-        (["output_dir=own.py/run"], "output_dir=/"),
-        (["resume", "nowhere"], "no run is there"),
-        (["evaluate", "nowhere"], "no run is there"),
-        (["report", "nowhere"], "nowhere"),
-        (["hydra.sweep.dir=b"], "one run has output_dir=..."),
-        (["--multirun", "seed=1,2", "output_dir=a", "hydra.sweep.dir=b"], "two folders for one sweep"),
-        (["--multirun", "model=cnnn,mlp"], "Did you mean cnn?"),
-        (["--multirun", "model.activation=relu,reul"], "model.activation=reul: must be one of relu"),
+        ["optimizer=muon", "model.hidden=[]"],
+        ["nonsense"],
+        ["model"],
+        ["evaluate"],
+        ["--config-dir=nowhere"],
+        ["model._target_=own.Breaks"],
+        ["model._target_=own.Wrong"],
+        ["model._target_=own.Flat"],
+        ["data.train._target_=own.empty"],
+        ["data.train._target_=own.names", "model=own.Wrong"],
+        ["data.train._target_=own.pixels", "data.num_classes=10"],
+        ["task=own.NoStep"],
+        ["task=own.Bare"],
+        ["data.train._target_=own.labels", "data.shape=[1,8,8]", "data.num_classes=10"],
+        ["data.train._target_=own.unequal"],
+        ["data.train._target_=own.strange"],
+        ["data.batch_size=5000"],
+        ["data.global_batch_size=100"],
+        ["data=arrays"],
+        ["data=arrays", "data.path=missing.npz"],
+        ["data=fashion_mnist", "data.path=missing"],
+        ["ckpt_path=missing"],
+        ["ckpt_path=own.py"],
+        ["checkpoint.monitor=val/f1"],
+        ["task=regression"],
+        ["task=regression", "data=synthetic", "data.num_classes=null"],
+        ["parallel.accelerator=cuda"],
+        ["scheduler=cosine", "scheduler.warmup_steps=100000"],
+        ["model._target_=own.Breaks", "scheduler.warmup_epochs=1000"],
+        ["output_dir=own.py/run"],
+        ["resume", "nowhere"],
+        ["evaluate", "nowhere"],
+        ["report", "nowhere"],
+        ["hydra.sweep.dir=b"],
+        ["--multirun", "seed=1,2", "output_dir=a", "hydra.sweep.dir=b"],
+        ["--multirun", "model=cnnn,mlp"],
+        ["--multirun", "model.activation=relu,reul"],
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_is_one_short_message(
-    project: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    project: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     quiet = [] if words[0] in ("resume", "evaluate", "report", "nonsense") else SHORT
     assert main([*words, *quiet]) == 2
     errors = capsys.readouterr().err
-    assert said in errors
+    approve_error(errors)
     assert "Traceback" not in errors
     assert len(errors.strip().splitlines()) <= 2
     assert len(errors) < 600
@@ -179,29 +174,26 @@ def test_an_unknown_metric_is_refused_before_the_training(
     project: Path, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
     assert main([word, "early_stopping=true", "scheduler=plateau", *SHORT, "output_dir=run"]) == 2
-    assert "there are val/acc, val/loss. Did you mean val/acc?" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
     rows = project / "run" / "metrics.jsonl"
     assert not rows.exists() or '"kind": "train"' not in rows.read_text()
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    "word",
     [
-        ("model.hidden=[32]", "build it with the same model"),
-        ("transform.lora.alpha=3", "transform.lora.alpha=3: the run has trained with 16"),
-        (
-            "transform.lora=null",
-            "transform.lora._target_=nothing: the run has trained with trainrun.transform.lora",
-        ),
+        "model.hidden=[32]",
+        "transform.lora.alpha=3",
+        "transform.lora=null",
     ],
 )
 def test_a_refused_resume_leaves_the_run_as_it_was(
-    project: Path, refuses: Callable[..., None], word: str, said: str
+    project: Path, refuses: Callable[..., None], word: str
 ) -> None:
     lora = ["transform.lora=trainrun.transform.lora.lora", "transform.lora.alpha=16"]
     assert main([*SHORT, *lora, "trainer.max_steps=2", "output_dir=run"]) == 0
     before = [(project / "run" / name).read_text() for name in ("status.json", "config.yaml")]
-    refuses(["resume", "run", word, "trainer.max_steps=3"], said)
+    refuses(["resume", "run", word, "trainer.max_steps=3"])
     assert [(project / "run" / name).read_text() for name in ("status.json", "config.yaml")] == before
     assert main(["resume", "run", "trainer.max_steps=3"]) == 0
 
@@ -249,7 +241,7 @@ def test_a_named_folder_is_free_again_after_a_failure_that_saved_nothing(
     assert main(["hydra.run.dir=r", *SHORT]) == 0
     rows = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     assert [row["kind"] for row in rows].count("start") == 1
-    refuses(["hydra.run.dir=r", *SHORT, "seed=5"], "holds a run already")
+    refuses(["hydra.run.dir=r", *SHORT, "seed=5"])
 
 
 def test_a_run_that_trained_without_checkpoints_is_not_taken_away_by_other_words(
@@ -260,7 +252,7 @@ def test_a_run_that_trained_without_checkpoints_is_not_taken_away_by_other_words
     status = json.loads(Path("r/status.json").read_text())
     Path("r/status.json").write_text(json.dumps(status | {"state": "stopped"}))
     rows = Path("r/metrics.jsonl").read_bytes()
-    refuses([*words, "optimizer.lr=0.5"], "holds a run already, which has optimizer.lr=0.001 (here 0.5)")
+    refuses([*words, "optimizer.lr=0.5"], "optimizer.lr")
     assert Path("r/metrics.jsonl").read_bytes() == rows
     assert main(words) == 0
 
@@ -282,7 +274,7 @@ def test_files_that_no_run_made_stay_as_they_are(project: Path, refuses: Callabl
         folder = project / name.partition(".")[0]
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text("mine: 1\n")
-        refuses([f"output_dir={folder}", *SHORT], f"holds {name} and no RUN.json")
+        refuses([f"output_dir={folder}", *SHORT], name)
         assert (folder / name).read_text() == "mine: 1\n"
 
 
@@ -312,7 +304,7 @@ def test_a_failure_leaves_no_config_of_a_resume_to_the_next_run(project: Path) -
 
 def test_a_run_that_goes_on_keeps_its_seed(project: Path, refuses: Callable[..., None]) -> None:
     assert main(["trainer.max_steps=1", *SHORT, "output_dir=r"]) == 0
-    refuses(["resume", "r", "seed=null"], "seed=null: a run that goes on has a seed")
+    refuses(["resume", "r", "seed=null"])
 
 
 def test_checkpoints_on_another_disk(
@@ -344,7 +336,7 @@ def test_checkpoints_on_another_disk(
     assert main(["resume", "r"]) == 0
     capsys.readouterr()
     assert main(["resume", "r", "trainer.max_epochs=2"]) == 2
-    assert "no checkpoint is there" in capsys.readouterr().err  # they are on the first disk
+    approve_error(capsys.readouterr().err)  # they are on the first disk
 
 
 AGAIN = pytest.mark.parametrize(
@@ -386,17 +378,14 @@ def test_a_disk_that_is_not_there_begins_no_run_anew(
     Path("disk").rename("away")
     files = {path: path.read_bytes() for path in Path("r").glob("[!.]*.*")}
     assert len(files) >= 4
-    refuses(again, f"checkpoints: leads to {project / 'disk'}, where no folder is")
+    refuses(again)
     assert {path: path.read_bytes() for path in Path("r").glob("[!.]*.*")} == files
     Path("away").rename("disk")
     assert main(again) == 0
 
 
 def test_a_setting_of_a_loop_that_is_not_named(project: Path, refuses: Callable[..., None]) -> None:
-    refuses(
-        ["loop.val_check_interval=10", *SHORT, "output_dir=r"],
-        "loop.val_check_interval=10: belongs to a class or function that is not named",
-    )
+    refuses(["loop.val_check_interval=10", *SHORT, "output_dir=r"])
     assert not Path("r").exists()
 
 
@@ -416,7 +405,7 @@ def test_a_full_disk_is_a_failed_run_that_says_how_it_goes_on(
     words = ["monitor.listeners.x._target_=full_disk.FullDisk", "monitor.on_error=raise", "output_dir=run"]
     assert main([*SHORT, *words]) == 1
     told = f"No space left on device; free space, then: trainrun resume {project / 'run'}"
-    assert told in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
     status = json.loads((project / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     assert told in status["message"]
@@ -445,15 +434,15 @@ def plots_is_a_file(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words", "said"),
+    ("damage", "words"),
     [
-        (no_identity, ["evaluate", "run"], "RUN.json: missing, so this is no whole run folder"),
-        (no_identity, ["resume", "run", "trainer.max_epochs=2"], "RUN.json: missing"),
-        (damaged_identity, ["predict", "run"], "RUN.json: damaged"),
-        (damaged_config, ["report", "run", "other"], "config.yaml: not a config of a run"),
-        (empty_config, ["evaluate", "run"], "it is empty, or names no model"),
-        (plots_is_a_file, ["report", "run"], "plots: cannot write there (File exists)"),
-        (plots_is_a_file, ["report", "run", "other", "--out", "run/plots"], "run/plots: cannot write there"),
+        (no_identity, ["evaluate", "run"]),
+        (no_identity, ["resume", "run", "trainer.max_epochs=2"]),
+        (damaged_identity, ["predict", "run"]),
+        (damaged_config, ["report", "run", "other"]),
+        (empty_config, ["evaluate", "run"]),
+        (plots_is_a_file, ["report", "run"]),
+        (plots_is_a_file, ["report", "run", "other", "--out", "run/plots"]),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -462,14 +451,13 @@ def test_a_run_folder_that_is_not_whole(
     capsys: pytest.CaptureFixture[str],
     damage: Callable[[Path], None],
     words: list[str],
-    said: str,
 ) -> None:
     for name in ("run", "other"):
         assert main([*SHORT, f"output_dir={name}"]) == 0
     damage(project / "run")
     assert main(words) == 2
     errors = capsys.readouterr().err
-    assert said in errors
+    approve_error(errors)
     assert "Traceback" not in errors
 
 

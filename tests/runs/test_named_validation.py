@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+from approved import approve, approve_error
 
 from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
@@ -78,8 +79,8 @@ def test_evaluation_prediction_and_a_resume(folder, capsys, refuses):
     with open("day.csv") as file:
         assert len(list(csv.reader(file))) == 1 + 33
     capsys.readouterr()
-    refuses(["predict", "r", "--split", "val"], "use --split val/day")
-    refuses(["predict", "r", "--split", "val/dusk"], "no data.val.dusk; there are val/day, val/night")
+    refuses(["predict", "r", "--split", "val"])
+    refuses(["predict", "r", "--split", "val/dusk"], "data.val.dusk")
 
 
 def test_two_ranks_have_the_same_and_the_best_is_that_of_the_named_set(folder):
@@ -97,18 +98,18 @@ def test_two_ranks_have_the_same_and_the_best_is_that_of_the_named_set(folder):
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    "word",
     [
-        ("checkpoint.monitor=val/loss", "checkpoint.monitor=val/loss: no such metric; there are val/day/acc"),
-        ("data.val.day.n=x.y", "data.val.day"),
-        ("data.val.dusk=3", "data.val.dusk=3: must name a class or function, as data.val.dusk._target_="),
+        "checkpoint.monitor=val/loss",
+        "data.val.day.n=x.y",
+        "data.val.dusk=3",
     ],
 )
-def test_wrong_words_are_refused_by_their_key(word, message, capsys):
+def test_wrong_words_are_refused_by_their_key(word, capsys):
     if word.startswith("data.val.dusk"):
         with pytest.raises(ConfigError) as caught:
             compose_run([*WORDS, word])
-        assert message in str(caught.value)
+        approve(str(caught.value))
     else:
         assert main([*WORDS, word, "trainer.max_steps=1", "hydra.run.dir=w"]) != 0
-        assert message in capsys.readouterr().err
+        approve_error(capsys.readouterr().err)

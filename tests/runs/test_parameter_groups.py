@@ -7,6 +7,7 @@ from pathlib import Path
 import exact_parts
 import pytest
 import torch
+from approved import approve_error, refused
 from exact_groups import BY_HAND, BY_SETTINGS, LR, USUAL, groups_of
 from exact_parts import parts_of, result
 from quiet_runs import QUIET, losses, train, weights
@@ -83,7 +84,7 @@ def test_a_run_stopped_in_an_epoch_goes_on_bit_for_bit_and_takes_new_values(work
     before, after = weights("part"), weights("still")
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {"layers.3.weight", "layers.3.bias"}
-    with pytest.raises(TrainrunError, match=r"grouped differently \(groups, no_decay and layer_decay"):
+    with refused(TrainrunError):
         train("other", 7, *MLP, "ckpt_path=part")
 
 
@@ -111,23 +112,22 @@ def test_matrices_alone_decay_as_in_nanogpt(workdir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        (["optimizer.groups=3"], "optimizer.groups=3: must be a list of groups, as [{params: 'head.*', lr: 1e-2}]"),
-        (["optimizer.groups=[{lr: 1}]"], "optimizer.groups[0]={'lr': 1}: must name parameters and what holds for"),
-        (["optimizer.groups=[{params: a}]"], "optimizer.groups[0]={'params': 'a'}: says nothing of its parameters"),
-        (["optimizer.groups=[{params: a, lr: -1}]"], "optimizer.groups[0].lr=-1: must be a number, 0 or more"),
-        (["optimizer.groups=[{params: a, fused: true}]"], "optimizer.groups[0].fused=true: holds for all parameters"),
-        (["optimizer.groups=[{params: a, weigth_decay: 1}]"],
-         "optimizer.groups[0].weigth_decay: torch.optim.AdamW takes no such argument; did you mean weight_decay?"),
-        (["optimizer.groups=[{params: layer.1.*, lr: 1}]"], "fits no name in the model; did you mean layers.1."),
-        (["optimizer.no_decay=yes"], "optimizer.no_decay=yes: must be none, auto, or null"),
-        (["layer_decay=2"], "layer_decay=2: must be a number, more than 0 and at most 1, or null"),
-        (["optimizer.layer_decai=0.5"], "optimizer.layer_decai"),
+        ["optimizer.groups=3"],
+        ["optimizer.groups=[{lr: 1}]"],
+        ["optimizer.groups=[{params: a}]"],
+        ["optimizer.groups=[{params: a, lr: -1}]"],
+        ["optimizer.groups=[{params: a, fused: true}]"],
+        ["optimizer.groups=[{params: a, weigth_decay: 1}]"],
+        ["optimizer.groups=[{params: layer.1.*, lr: 1}]"],
+        ["optimizer.no_decay=yes"],
+        ["layer_decay=2"],
+        ["optimizer.layer_decai=0.5"],
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_refused_in_one_line(
-    workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     assert main([*MLP, *words, "output_dir=run"]) == 2
-    assert message in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from approved import approve_error
 from faults.forks import run_forked
 
 from trainrun.cli.main import main
@@ -163,23 +164,21 @@ def test_a_folder_one_may_not_enter(tmp_path: Path, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["output_dir=loop"], "cannot write there"),
-        (["resume", "loop"], "no run is there"),
-        (["init_from=loop"], "no such file"),
-        (["--config-dir=loop"], "loop"),
-        (["output_dir=caf\udce9"], "not UTF-8"),
+        ["output_dir=loop"],
+        ["resume", "loop"],
+        ["init_from=loop"],
+        ["--config-dir=loop"],
+        ["output_dir=caf\udce9"],
     ],
     ids=str,
 )
-def test_a_place_that_is_none(
-    workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
+def test_a_place_that_is_none(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     (workdir / "loop").symlink_to("loop")
     assert main([*words] if words[0] == "resume" else [*WORDS, *words]) == 2
     found = capsys.readouterr().err
-    assert said in found
+    approve_error(found)
     assert "Traceback" not in found
 
 
@@ -187,7 +186,7 @@ def test_a_working_directory_without_a_name_in_utf_8(workdir: Path, refuses: Cal
     folder = workdir / "caf\udce9"
     folder.mkdir()
     os.chdir(folder)
-    refuses(WORDS, "not UTF-8; name another folder with output_dir=...")
+    refuses(WORDS)
     assert main([*WORDS, f"output_dir={workdir / 'run'}"]) == 0
     assert main(["resume", str(workdir / "run")]) == 0
 

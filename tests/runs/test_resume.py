@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from approved import approve_error
 from faults.evidence import facts_of, same
 from faults.forks import ForkedCommand, run_forked
 
@@ -159,7 +160,7 @@ def test_two_ranks_go_on_with_the_same_bits(own: Path, capfd: pytest.CaptureFixt
     words = changed(WORDS, "parallel=ddp", "data.batch_size=4")
     assert main([*words, *stop_at(-1, "SIGTERM"), "output_dir=whole"]) == 0
     assert main([*words, *stop_at(5, "SIGTERM"), "output_dir=stopped"]) == 75
-    assert "trainrun resume" in capfd.readouterr().err
+    approve_error(capfd.readouterr().err)
     assert main(["resume", "stopped"]) == 0
     whole, again = facts_of(own / "whole"), facts_of(own / "stopped")
     same(whole[0], again[0])
@@ -217,7 +218,7 @@ def test_a_run_with_none_but_damaged_checkpoints_is_not_begun_again_by_its_comma
         (folder / "MANIFEST.json").write_text("{}")
     rows = (own / "run" / "metrics.jsonl").read_text()
     for _ in range(2):  # the second finds them set aside
-        refuses(again, "no sound checkpoint is left")
+        refuses(again)
     assert (own / "run" / "metrics.jsonl").read_text().startswith(rows)
 
 
@@ -291,7 +292,7 @@ def test_words_that_a_run_cannot_go_on_with_are_forgotten_and_those_of_a_mistake
 ) -> None:
     assert main([*WORDS, *stop_at(4, "SIGINT"), "output_dir=run"]) == 130
     config = (own / "run" / "config.yaml").read_text()
-    refuses(["resume", "run", "data.batch_size=7"], "use 8 as before")
+    refuses(["resume", "run", "data.batch_size=7"])
     assert (own / "run" / "config.yaml").read_text() == config
     (own / "fails.py").write_text(
         "from trainrun.errors import PluginError\n"
@@ -300,7 +301,7 @@ def test_words_that_a_run_cannot_go_on_with_are_forgotten_and_those_of_a_mistake
         "    def on_gradients(self, run):\n        raise self.kind('square')\n"
     )
     words = ["resume", "run", "hook.fails._target_=fails.Fails"]
-    refuses([*words, "hook.fails.kind=plugin"], "square; the words of this resume are forgotten")
+    refuses([*words, "hook.fails.kind=plugin"])
     assert (own / "run" / "config.yaml").read_text() == config
     assert main([*words, "hook.fails.kind=key", "trainer.max_epochs=2"]) == 1
     (own / "fails.py").write_text(

@@ -11,6 +11,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
+from approved import approve_error, refused
 
 import trainrun
 from trainrun.cli.main import main
@@ -95,7 +96,7 @@ def test_no_setting_of_a_changed_config_is_obeyed(
     for words in (["evaluate", "run"], ["resume", "run", "trainer.max_steps=4"], ["again", "run"]):
         assert main(words) == 2
         assert "config.yaml" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="--trust"):
+    with refused(ConfigError, "--trust"):
         trainrun.load_model("run")
     assert list(outside.iterdir()) == []
 
@@ -129,8 +130,8 @@ def test_where_the_code_is_not_the_run_says_where_it_began(
     began = f"the run began in {run.parent}: call this from there, or PYTHONPATH={run.parent}"
     assert began in said
     assert main(["evaluate", str(run)]) == 2
-    assert began in capsys.readouterr().err
-    with pytest.raises(trainrun.TrainrunError, match="no module own_net .*; the run began in"):
+    approve_error(capsys.readouterr().err)
+    with refused(trainrun.TrainrunError):
         trainrun.load_model(run)
 
 
@@ -154,7 +155,7 @@ def test_code_beside_config_dir_is_found_again(
     for words in (["resume", "run", "trainer.max_steps=3"], ["evaluate", "run"], ["again", "run"]):
         sys.modules.pop("beside_net")
         sys.path[:] = before
-        refuses(words, f"the run began in {workdir}: call this from there with the same")
+        refuses(words)
         assert main([*words, code]) == 0
     Path("run/checkpoints/step-00000003").mkdir(exist_ok=True)
     assert job_command([code, "a=1"], Path("run"))[-3:] == ["resume", "run", code]
@@ -184,8 +185,8 @@ def test_the_run_of_another_user_is_refused_until_it_is_trusted_once(
         ["export", "--to", "onnx"],
         ["again"],
     ):
-        refuses([words[0], str(run), *words[1:]], str(key_path()))
-    with pytest.raises(ConfigError, match="--trust"):
+        refuses([words[0], str(run), *words[1:]])
+    with refused(ConfigError, "--trust"):
         trainrun.load_model(run)
     assert "own_net" not in sys.modules
     assert not key_path().exists()
@@ -265,7 +266,7 @@ def test_the_key_is_a_plain_file_for_its_owner_alone(run: Path, refuses: Callabl
     assert len(path.read_bytes()) == KEY_BYTES
     assert path.read_bytes() not in b"".join(file.read_bytes() for file in run.glob("seal-*"))
     path.chmod(0o640)
-    refuses(["evaluate", str(run)], "chmod 600")
+    refuses(["evaluate", str(run)])
     path.chmod(0o600)
     assert main(["evaluate", str(run)]) == 0
 
@@ -289,7 +290,7 @@ def test_without_a_place_for_the_key_a_run_trains_and_says_what_follows(
         (workdir / "file").write_text("")
         monkeypatch.setenv("XDG_STATE_HOME", str(workdir / "file"))
     assert main([*QUIET, "output_dir=run"]) == 0
-    assert "XDG_STATE_HOME" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err, "XDG_STATE_HOME")
     assert main(["resume", "run", "trainer.max_steps=3"]) == 2
     assert main(["resume", "run", "trainer.max_steps=3", "--trust"]) == 0
     assert main(["evaluate", "run"]) == 2
@@ -311,7 +312,7 @@ def test_links_that_stay_inside_are_fine(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to("a")
     check_files(tmp_path, trust=False)
     (tmp_path / "c").symlink_to("/etc")
-    with pytest.raises(ConfigError, match="/etc"):
+    with refused(ConfigError, "/etc"):
         check_files(tmp_path, trust=False)
     check_files(tmp_path, trust=True)
 

@@ -189,25 +189,17 @@ def test_pictures_of_a_task_are_in_the_report(own: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    "words",
     [
-        (["task=own.Third"], "task: Third.step: its third argument is named context; it must be info"),
-        (
-            ["task=own.NotAPicture"],
-            "task: NotAPicture.pictures: logits is (359, 10); it must be a tensor (C, H, W)",
-        ),
-        (
-            ["task=own.Told", "trainer.compile=step"],
-            "trainer.compile.scope=step: Told takes info, which changes",
-        ),
+        ["task=own.Third"],
+        ["task=own.NotAPicture"],
+        ["task=own.Told", "trainer.compile=step"],
     ],
 )
-def test_what_does_not_fit_is_refused(
-    own: Path, words: list[str], told: str, refuses: Callable[..., None]
-) -> None:
-    refuses([*WORDS, *words], told)
+def test_what_does_not_fit_is_refused(own: Path, words: list[str], refuses: Callable[..., None]) -> None:
+    refuses([*WORDS, *words])
 
 
 def test_a_graph_refuses_a_task_that_counts_its_calls(own: Path, refuses: Callable[..., None]) -> None:
     words = ["task=own.Turns", "trainer.compile=step", "trainer.compile.backend=eager"]
-    refuses([*WORDS, *words], "trainer.compile.scope=step: Turns changes its attribute calls as it runs")
+    refuses([*WORDS, *words], "trainer.compile.scope")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import approve_error
 from faults.evidence import other_ranks_of
 from test_resume import facts_of, same
 
@@ -327,7 +328,7 @@ def test_extra_state_that_no_checkpoint_can_hold_is_refused(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*WORDS, "model=own.Odd", "output_dir=run"]) == 2
-    assert "model: _extra_state is a float, and checkpoints hold tensors" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(("task", "rate"), [("Weighted", 0.0), ("Module", 0.0), ("Module", 0.1)])
@@ -338,24 +339,23 @@ def test_parameters_of_a_task_that_nothing_updates_are_told(own: Path, task: str
 
 
 @pytest.mark.parametrize(
-    ("task", "told"),
+    "task",
     [
-        ("Half", "task: Half: has only one of state_dict() and load_state_dict(state)"),
-        ("Unsaveable", "task: Unsaveable.state_dict(): cannot save thing: builtins.object is no plain value"),
+        "Half",
+        "Unsaveable",
     ],
 )
 def test_a_task_that_cannot_be_saved_is_refused(
-    own: Path, task: str, told: str, capsys: pytest.CaptureFixture[str]
+    own: Path, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*WORDS, f"task=own.{task}"]) == 2
-    assert told in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 def test_a_fault_of_load_state_dict_names_its_line(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "task=own.Broken", stop_at(8), "output_dir=run"]) == 75
     assert main(["resume", "run"]) == 2
-    told = f"Broken.load_state_dict failed: KeyError: 'mu' ({own / 'own.py'} line"
-    assert told in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 def test_another_task_does_not_drop_the_state_of_before(
@@ -363,7 +363,7 @@ def test_another_task_does_not_drop_the_state_of_before(
 ) -> None:
     assert main([*WORDS, "task=own.Saved", stop_at(8), "output_dir=run"]) == 75
     assert main([*WORDS, "task=own.Sums", "ckpt_path=run", "output_dir=other"]) == 2
-    assert "holds the state of a task, and Sums has no load_state_dict" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("words", [("trainer.compile=step",), ()])

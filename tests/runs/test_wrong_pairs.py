@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from approved import refused
 from quiet_runs import QUIET
 from torch import nn
 
@@ -17,7 +18,7 @@ from trainrun.runs.loop_errors import WHOLE_INPUTS
 
 
 def test_an_autoencoder_without_its_task_is_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match="model=vae: .*its task is task=vae"):
+    with refused(ConfigError):
         compose_run(["model=vae"])
     compose_run(["model=vae", "task=vae"])
     compose_run(["model=vae", "task=my_task.Own"])  # the user's own task may know what to do with it
@@ -26,16 +27,14 @@ def test_an_autoencoder_without_its_task_is_refused_before_anything_starts():
 @pytest.mark.parametrize("model", ["gpt", "lstm"])
 def test_a_model_of_tokens_on_pictures_says_what_it_reads(tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="the model reads tokens.*data=text task=language_modeling"):
+    with refused(DataError):
         train(f"model={model}", "task.class_dim=-1", "trainer.max_steps=1", *QUIET)
 
 
 @pytest.mark.parametrize("words", [["model=gpt"], ["model=gpt", "data=text"], ["model=lstm", "data=text"]])
 def test_classes_of_every_token_are_not_looked_for_where_the_tokens_are(words):
     """A text of as many tokens as classes (256 bytes, blocks of 256) would train, on nothing."""
-    with pytest.raises(
-        ConfigError, match=f"{words[0]}: reads tokens .*data=text task=language_modeling.*class_dim=-1"
-    ):
+    with refused(ConfigError):
         compose_run(words)
     compose_run([*words, "task.class_dim=-1"])
     compose_run([*words, "task=language_modeling"])
@@ -43,7 +42,7 @@ def test_classes_of_every_token_are_not_looked_for_where_the_tokens_are(words):
 
 
 def test_regression_takes_no_rows_of_several_samples():
-    with pytest.raises(ConfigError, match=r"data\.padding=pack: task=regression .* data\.padding=bucket"):
+    with refused(ConfigError, "data.padding"):
         compose_run(["task=regression", "data.padding=pack"])
 
 
@@ -75,14 +74,14 @@ def test_a_last_batch_of_one_sample_for_a_batch_norm_is_told(tmp_path, monkeypat
         "data.batch_size=4",
         "trainer.max_epochs=1",
     )
-    with pytest.raises(DataError, match=r"at step 3 a batch has one sample, .* data\.drop_last=true"):
+    with refused(DataError, "data.drop_last"):
         train(*words)
 
 
 def test_inputs_by_name_for_a_model_of_one_tensor_are_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table({"a": [0.5] * 20, "l": [[1, 2]] * 20, "y": [0, 1] * 10}), "t.parquet")
-    with pytest.raises(DataError, match="the inputs are several by name, but the model takes one tensor"):
+    with refused(DataError):
         train("data=parquet", "data.path=t.parquet", "model=mlp", "model.in_shape=[1]", "trainer.max_steps=1",
               "data.batch_size=4")  # fmt: skip
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import approve
 from quiet_runs import QUIET, losses, train, weights
 
 import trainrun as package
@@ -157,23 +158,21 @@ def test_a_sequence_vae_shows_lines_beside_what_their_codes_become(book: Path, t
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    "words",
     [
-        (["--top-k=0"], "--top-k 0: must be 1 or more"),
-        (["--temperature=-1"], "--temperature -1.0: must be 0 or more"),
-        (["--max-tokens=0"], "--max-tokens 0"),
-        ([], "task._target_=trainrun.task.classification.Classification, which writes no text"),
+        ["--top-k=0"],
+        ["--temperature=-1"],
+        ["--max-tokens=0"],
+        [],
     ],
 )
-def test_wrong_uses_are_one_line(
-    workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
-) -> None:
+def test_wrong_uses_are_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     run = train("run", 1, *QUIET)
     capsys.readouterr()
     assert main(["sample", run, *words]) == 2
     shown = capsys.readouterr().err.splitlines()
     assert len([line for line in shown if not line.startswith("note:")]) == 1
-    assert told in shown[-1]
+    approve(shown[-1])
 
 
 def test_samples_of_what_writes_no_text_are_refused(workdir: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import approve_error, refused
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
@@ -64,18 +65,18 @@ def test_the_length_is_filled_in_in_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
-    [(cosine, "given the step"), (None, "given the step"), (ReduceLROnPlateau, "counts validations")],
+    "target",
+    [cosine, None, ReduceLROnPlateau],
 )
-def test_what_counts_no_epochs_is_refused(target: object, told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"scheduler\.interval=epoch: .*{told}"):
+def test_what_counts_no_epochs_is_refused(target: object) -> None:
+    with refused(ConfigError, "scheduler.interval"):
         build_schedule(new_optimizer(), target, {}, 0, 40, None, 5, True)  # type: ignore[arg-type]
 
 
 def test_another_interval_than_the_checkpoints_is_refused() -> None:
     words = {"step_size": 2}, 0, 40, None, 5
     saved = build_schedule(new_optimizer(), StepLR, *words, True).state_dict()
-    with pytest.raises(CheckpointError, match="counted by epoch; use scheduler.interval=epoch"):
+    with refused(CheckpointError, "scheduler.interval"):
         build_schedule(new_optimizer(), StepLR, *words, False).load_state_dict(saved)
 
 
@@ -93,20 +94,12 @@ def test_a_run_and_its_resume_in_the_middle_of_an_epoch(workdir: Path, accumulat
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    "words",
     [
-        (
-            [*STEPLR[:-1], "scheduler.interval=epochs"],
-            "scheduler.interval=epochs: must be one of step, epoch. Did you mean epoch?",
-        ),
-        (
-            [*STEPLR, "loop._target_=math.floor"],
-            "scheduler.interval=epoch: a loop of your own ends its epochs",
-        ),
+        [*STEPLR[:-1], "scheduler.interval=epochs"],
+        [*STEPLR, "loop._target_=math.floor"],
     ],
 )
-def test_a_wrong_word_is_refused(
-    workdir: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_word_is_refused(workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, *words]) == 2
-    assert told in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from approved import approve_error
 from torch import nn
 
 from trainrun import load_run
@@ -378,19 +379,19 @@ def test_a_student_is_pruned(workdir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    "words",
     [
-        (["--amount", "1.5"], "--amount 1.5: must be above 0 and below 1"),
-        (["--finetune", "2"], "--finetune 2: must be a duration"),
-        (["--amount", "1e-9"], "--amount 1e-09: is none of 50432 weights"),
-        (["--out", "run/small"], "lies in the folder of the run"),
-        (["--out", "run/config.yaml"], "something is there already"),
+        ["--amount", "1.5"],
+        ["--finetune", "2"],
+        ["--amount", "1e-9"],
+        ["--out", "run/small"],
+        ["--out", "run/config.yaml"],
     ],
 )
-def test_wrong_words(workdir: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words(workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trainer.max_steps=0", *SHORT[1:]]) == 0
     assert main(["prune", "run", *words]) == 2
-    assert told in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 def test_a_full_disk_leaves_no_half_of_a_run(

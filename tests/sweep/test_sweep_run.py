@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from approved import refused
 
 from trainrun.cli.report_command import find_run
 from trainrun.errors import ConfigError
@@ -91,7 +92,7 @@ def test_the_folders_of_a_run_and_of_a_sweep_are_not_taken_for_each_other(tmp_pa
         root.mkdir(parents=True)
         (root / run.config.name).touch()
     run.identity.touch()
-    with pytest.raises(ConfigError, match="run: holds a run already; name another folder for the sweep"):
+    with refused(ConfigError):
         run_sweep(["lr=0.1,0.3"], run.root, command)
     (sweep / "sweep.json").touch()
     for opened in (open_run, find_run):

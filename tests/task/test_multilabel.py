@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from approved import refused
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -60,7 +61,7 @@ def test_what_does_not_fit_is_refused(error: type[Exception], target: torch.Tens
 @pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
 def test_labels_that_were_padded_are_refused(kind: torch.dtype) -> None:
     batch = Padded()([(x[:size], y[:size].to(kind)) for x, y, size in zip(X, Y, (4, 2), strict=False)])
-    with pytest.raises(DataError, match="differ in number and were padded"):
+    with refused(DataError):
         MultiLabel().step(MODEL, batch)
 
 
@@ -71,7 +72,7 @@ def test_a_label_of_a_later_batch_that_is_none_is_no_loss() -> None:
 
 
 def test_weights_of_another_number_are_refused() -> None:
-    with pytest.raises(ConfigError, match="has 2 numbers for 4 labels"):
+    with refused(ConfigError):
         MultiLabel([1.0, 2.0]).step(MODEL, (X, Y))
 
 
@@ -89,7 +90,7 @@ def test_two_classes_by_one_number(logits: torch.Tensor, target: torch.Tensor) -
     assert float(task.step(MODEL, (logits, target)).loss_sum) == pytest.approx(float(own), rel=1e-6)
     assert all(found.shape == (12, 1) for found in task.predict(MODEL, (logits, target)).values())
     if target.ndim == 1:
-        with pytest.raises(PluginError, match="one number a sample: choose task=multilabel for two classes"):
+        with refused(PluginError):
             Classification().step(MODEL, (logits, target))
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from quiet_runs import QUIET, losses, resumable, train, weights
+from approved import approve_error, refused
+from quiet_runs import QUIET, train
 from sklearn.metrics import jaccard_score
 from test_metrics import evaluated
 
@@ -62,22 +63,11 @@ def test_iou_is_that_of_all_pixels_that_count() -> None:
     assert found["acc"] == pytest.approx(float((logits.argmax(1) == target)[real].double().mean()))
 
 
-def test_micro_batches_and_a_resume_change_nothing(maps: Path) -> None:
-    whole = resumable(*WORDS, steps=5, at=2)
-    cut = train("cut", 5, *WORDS, "data.batch_size=8", "trainer.accumulate_grad_batches=3")
-    for name, value in weights(whole).items():
-        torch.testing.assert_close(value, weights(cut)[name], rtol=1e-9, atol=1e-12)
-    assert losses(whole) == [pytest.approx(row) for row in losses(cut)]
+def test_a_run_is_evaluated_and_predicts(maps: Path) -> None:
+    train("whole", 5, *WORDS)
     assert main(["evaluate", "whole"]) == 0
     assert main(["predict", "whole"]) == 0
     assert len(Path("whole/predictions-val.csv").read_text().splitlines()) == 21
-
-
-@pytest.mark.process
-def test_two_ranks_are_one(maps: Path) -> None:
-    one, two = train("one", 3, *WORDS), train("two", 3, *WORDS, "data.batch_size=12", "parallel.devices=2")
-    for name, value in weights(one).items():
-        torch.testing.assert_close(value, weights(two)[name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -92,24 +82,22 @@ def test_a_map_moves_with_its_image(augment: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["task=segmentation"], "task=segmentation needs a whole number for each pixel"),
-        ([*WORDS, "task.metrics=iuo"], "no metric iuo of task=segmentation"),
-        ([word for word in WORDS if "ignore_index" not in word], "has label 255"),
-        ([word for word in WORDS if "ignored" not in word], "lie between -100 and"),
+        ["task=segmentation"],
+        [*WORDS, "task.metrics=iuo"],
+        [word for word in WORDS if "ignore_index" not in word],
+        [word for word in WORDS if "ignored" not in word],
     ],
 )  # fmt: skip
-def test_a_mistake_is_named(
-    maps: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
+def test_a_mistake_is_named(maps: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert main([*words, "trainer.max_steps=1"]) != 0
-    assert said in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 def test_what_cannot_be_moved_is_refused() -> None:
     images = torch.rand(2, 1, 4, 4)
-    with pytest.raises(DataError, match="nothing to fill a map of numbers with"):
+    with refused(DataError):
         RandomCrop(1)((images, images.clone()), Draws(0, 1, torch.arange(2), torch.device("cpu")))
-    with pytest.raises(ConfigError, match="no metric"):
+    with refused(ConfigError):
         Segmentation(metrics=["iou", "kappa"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from approved import refused
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Normal, kl_divergence
 
@@ -67,11 +68,9 @@ def test_the_model_gets_the_noise_of_the_batch() -> None:
     model, noise = Fixed(some(2, 3), some(2, 4), some(2, 4)), some(2, 4)
     Vae().step(model, {"input": some(2, 3), "noise": noise})
     assert model.noise is noise
-    with pytest.raises(
-        ConfigError, match=r"data\.augment\.noise\.size=1: the code of the model has 4 dimensions"
-    ):
+    with refused(ConfigError, "data.augment.noise.size"):
         Vae().step(model, {"input": some(2, 3), "noise": some(2, 1)})
-    with pytest.raises(ConfigError, match=r"noise\.size=null: Needy\.forward needs noise; say how"):
+    with refused(ConfigError):
         Vae().step(Needy(), (some(2, 3), torch.zeros(2)))
 
 
@@ -84,7 +83,7 @@ def test_what_does_not_fit_is_said() -> None:
     ]:
         with pytest.raises(PluginError, match=text):
             Vae().step(Fixed(*output), x)
-    with pytest.raises(DataError, match="likelihood=bernoulli needs 0 to 1"):
+    with refused(DataError):
         Vae(likelihood="bernoulli").step(Fixed(some(2, 3), some(2, 4), some(2, 4)), x)
 
 
@@ -142,13 +141,13 @@ def test_pictures_show_each_sample_beside_its_reconstruction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    "arguments",
     [
-        ({"beta_schedule": "linear"}, r"needs task\.beta_steps"),
-        ({"beta_steps": 4}, r"add task\.beta_schedule=linear"),
-        ({"beta_schedule": "cyclical", "beta_steps": 3}, r"at most task\.beta_steps=3"),
+        {"beta_schedule": "linear"},
+        {"beta_steps": 4},
+        {"beta_schedule": "cyclical", "beta_steps": 3},
     ],
 )
-def test_a_schedule_that_is_none_is_refused(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
+def test_a_schedule_that_is_none_is_refused(arguments: dict[str, Any]) -> None:
+    with refused(ConfigError):
         Vae(**arguments)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from approved import approve
 
 from trainrun.cli.main import main
 from trainrun.folder.lock import only_writer
@@ -130,9 +131,9 @@ def facts(folder: Path) -> RunFacts:
     return RunFacts("a", str(folder), "cpu", 1, 1, 1, 1, 1, 1, 1, 1, "", 1, 1)
 
 
-@pytest.mark.parametrize(("times", "steps", "lost"), [(2, [1, 2, 3], ""), (3, [2, 3], "1 row not sent")])
+@pytest.mark.parametrize(("times", "steps"), [(2, [1, 2, 3]), (3, [2, 3])])
 def test_a_row_is_tried_again_and_one_that_is_refused_stops_no_other(
-    tmp_path: Path, times: int, steps: list[int], lost: str
+    tmp_path: Path, times: int, steps: list[int]
 ) -> None:
     sender.CLOSE_SECONDS = 60.0
     service = Breaks(times)
@@ -143,7 +144,7 @@ def test_a_row_is_tried_again_and_one_that_is_refused_stops_no_other(
             tracker.on_row({"kind": "train", "step": step, "time": 10.0 * step, "lr": 0.1})
     while tracker._waiting:
         time.sleep(0.001)
-    assert lost in tracker.close()
+    approve(tracker.close())
     assert service.steps == steps
 
 

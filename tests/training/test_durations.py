@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from approved import approve_error
 from quiet_runs import QUIET
 
 from trainrun.cli.main import main
@@ -75,33 +76,33 @@ def test_tokens_are_counted_as_the_loss_counts_them(workdir: Path, kind: str, la
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["trainer.max_duration=3"], "must be a duration, as 500step or 2epoch or 10min or 1e6sample or 1e9token"),
-        (["trainer.max_duration=1e9token"], "Classification counts samples, not tokens"),
-        (["checkpoint.every_n_train_steps=10min"], "by time: checkpoint.train_time_interval=10min"),
-        (["checkpoint.every_n_epochs=0"], "must be a whole number, 1 or more"),
-        (["monitor.log_every_n_steps=10s"], "must be a whole number of steps"),
-        (["scheduler=cosine", "scheduler.warmup_steps=2min"], "or a text, as 2step, 2epoch, 2sample, 2token"),
-        (["trainer.max_epochs=10min"], "by a unit: trainer.max_duration=10min"),
-        (["trainer.max_time=500ms"], "trainer.max_time=500ms: must be seconds"),
-        (["trainer.val_check_interval=100sample", "trainer.check_val_every_n_epoch=2"], "leave one of them out"),
+        ["trainer.max_duration=3"],
+        ["trainer.max_duration=1e9token"],
+        ["checkpoint.every_n_train_steps=10min"],
+        ["checkpoint.every_n_epochs=0"],
+        ["monitor.log_every_n_steps=10s"],
+        ["scheduler=cosine", "scheduler.warmup_steps=2min"],
+        ["trainer.max_epochs=10min"],
+        ["trainer.max_time=500ms"],
+        ["trainer.val_check_interval=100sample", "trainer.check_val_every_n_epoch=2"],
     ],
 )  # fmt: skip
 def test_units_that_make_no_sense(
-    words: list[str], said: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*DIGITS, *words]) == 2
-    assert said in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 def test_ragged_tokens_have_no_known_end(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("text.txt").write_text("ab\nabab\n" * 40)
     words = [*TEXT, "data.train.kind=lines", "trainer.max_duration=350token", "scheduler=cosine"]
     assert main(words) == 2
-    assert "the number of steps is not known in advance" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
     assert main([*TEXT, "data.train.kind=lines", "scheduler=constant", "scheduler.warmup_steps=50token"]) == 2
-    assert "the tokens of a step of this data differ; give steps" in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)
 
 
 def test_validation_by_time(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

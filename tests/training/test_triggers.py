@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from approved import refused
 
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.runtime.signals import StopFlag
@@ -133,7 +134,7 @@ def test_log_points_are_every_n_steps_and_the_last_and_many_at_the_begin_of_a_ru
 
 def test_a_failure_ends_the_run_before_anything_is_saved() -> None:
     built, _, _ = triggers(failure="a gradient was not finite")
-    with pytest.raises(TrainingError, match="step 7: a gradient was not finite"):
+    with refused(TrainingError):
         built.after_step(TrainState(step=7))
 
 
@@ -213,5 +214,5 @@ def test_what_is_remembered_of_another_metric_is_forgotten() -> None:
 
 def test_an_unknown_metric_is_named_with_those_there_are() -> None:
     built, _, _ = triggers(best=MetricTracker("val/f1", "max"))
-    with pytest.raises(ConfigError, match="checkpoint.monitor=val/f1: no such metric; there are val/loss"):
+    with refused(ConfigError, "checkpoint.monitor"):
         built.note_validation(TrainState(step=10, epoch=1), {"val/loss": 1.0, "val/seconds": 0.1})

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from approved import refused
 from torch import nn
 
 import trainrun as package
@@ -30,18 +31,15 @@ def test_sizes_choose_the_layers_and_the_last_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    "words",
     [
-        (["precision=bf16-mixed"], "precision.fp8=true: this run is on cpu, and only NVIDIA GPUs"),
-        (
-            ["precision=16-mixed"],
-            "precision.fp8=true: .*precision.mode=16-mixed is another type; use .*bf16-mixed",
-        ),
-        ([], "precision.fp8=true: .*precision.mode=32-true is another type"),
+        ["precision=bf16-mixed"],
+        ["precision=16-mixed"],
+        [],
     ],
 )
-def test_a_run_that_cannot_have_it_is_refused(workdir: Any, words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_run_that_cannot_have_it_is_refused(workdir: Any, words: list[str]) -> None:
+    with refused(ConfigError):
         package.train("precision.fp8=true", "parallel.accelerator=cpu", "trainer.max_steps=1", *words)
 
 

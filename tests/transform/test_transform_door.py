@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approved import approve_error
 from quiet_runs import QUIET
 
 from trainrun import load_run
@@ -112,17 +113,6 @@ def test_evaluation_and_prediction_go_through_it(base: object, capsys: pytest.Ca
     assert main(["predict", "run", "--out", "rows.csv"]) == 0
 
 
-def test_two_ranks_train_lora_as_one_does(base: object) -> None:
-    words = [*SHORT[1:], *LORA, "trainer.max_steps=4"]
-    assert main([*words, "data.batch_size=64", "output_dir=one"]) == 0
-    ranks = ["parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=2", "data.batch_size=32"]
-    assert main([*words, *ranks, "output_dir=two"]) == 0
-    one, two = tree_of("one")["model"], tree_of("two")["model"]
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-6)
-
-
 def test_transforms_are_applied_in_the_order_of_the_config_at_a_load_too(base: object) -> None:
     words = [
         "transform.b=own.tagged",
@@ -137,22 +127,22 @@ def test_transforms_are_applied_in_the_order_of_the_config_at_a_load_too(base: o
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    "words",
     [
-        (["transform.mine=own.forgets"], "transform.mine._target_=own.forgets: gives a NoneType, not"),
-        (["transform.mine=own.tagged"], "transform.mine.tag: own.tagged needs it"),
-        (["transform.mine=own.tagged", "transform.mine.tga=1"], "did you mean tag?"),
-        ([*LORA[:1], "transform.lora.target=layers.9"], "\ntrainrun: transform.lora.target=layers.9: fits no linear"),
-        (["transform=lora", "transform.lora.rank=0"], "transform.lora.rank=0: must be a whole number, 1 or more"),
-        (["transform=lora", "transform.lora.train=head.*"], "train=head.*: fits no name in the model"),
-        (["transform=lara"], "my_file.MyClass, or choose lora, as transform=lora"),
-        (["transform.lora.rank=4"], "that is not named; name it, as transform=lora"),
-        (["transform.lora=1"], "transform.lora=1: must name a class or function"),
+        ["transform.mine=own.forgets"],
+        ["transform.mine=own.tagged"],
+        ["transform.mine=own.tagged", "transform.mine.tga=1"],
+        [*LORA[:1], "transform.lora.target=layers.9"],
+        ["transform=lora", "transform.lora.rank=0"],
+        ["transform=lora", "transform.lora.train=head.*"],
+        ["transform=lara"],
+        ["transform.lora.rank=4"],
+        ["transform.lora=1"],
     ],
 )  # fmt: skip
 def test_what_is_no_transform_is_refused(
-    workdir: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workdir / "own.py").write_text(OWN)
     assert main([*SHORT, *words]) == 2
-    assert told in capsys.readouterr().err
+    approve_error(capsys.readouterr().err)

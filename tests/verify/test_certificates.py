@@ -313,9 +313,8 @@ GOOD = [
      "scheduler.warmup_steps=2"),
     ("precision=bf16-mixed", "optimizer=sgd", "trainer.ema.enabled=true", "scheduler=plateau", "data.drop_last=true",
      "data.shuffle=false"),
-    ("precision=16-mixed", "trainer.accumulate_grad_batches=3"),
+    ("model=subjects.Sliced", "precision=16-mixed", "trainer.accumulate_grad_batches=3"),
     (*SEQUENCES, "data.padding=bucket"),
-    ("model=subjects.Sliced",),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from trainrun.data.sequences.collate import next_fit
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
-SMALL = settings(derandomize=True, deadline=None, max_examples=60)
+SMALL = settings(derandomize=True, deadline=None, max_examples=40)
 MODES = ("longest", "max", "bucket", "pack", "token_budget")
 LONGEST = 12
 BUDGET = 24
