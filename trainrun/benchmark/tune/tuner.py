@@ -30,6 +30,7 @@ CONFIRM_ROOM: Final = 1.2  # times the seconds that the fewest pairs of fresh pr
 DIAGNOSIS_PART: Final = 1 / 6  # of the budget that one diagnosis takes
 LEAST_DIAGNOSIS: Final = 6.0  # seconds
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
+OVERRUN: Final = 0.2  # of the budget
 SURE: Final = 0.99  # the confidence of the claim
 MOST_PROCESSES: Final = 12  # pairs of processes of the claim
 PROCESS_TURNS: Final = 3  # of each process of a pair: their median is what the pair says
@@ -252,7 +253,8 @@ class Tuner:
         for remedy in sorted(remedies, key=lambda remedy: remedy.starts_slowly):  # they may take all the time
             trial = Trial(cause, promised, remedy)
             if ends - self.budget.clock() > self._start_seconds + self._seconds_of_rounds(len(runs) + 1):
-                run, reason = self._start_remedy(remedy, ends - self.budget.clock())
+                left = ends - self.budget.clock() - self._seconds_of_rounds(len(runs) + 1)
+                run, reason = self._start_remedy(remedy, left)
                 trial = replace(trial, reason=reason)
                 if run is not None:
                     runs[remedy.overrides] = run
@@ -321,9 +323,14 @@ class Tuner:
         return 2 * self._start_seconds + max(0.0, extra)
 
     def _affordable_pairs(self, seconds: float, least: int = LEAST_REPLICATES) -> int:
-        """Return how many pairs of so many seconds there are to be; none if there is no time for the least number."""
-        pairs = min(MOST_PROCESSES, int(max(0.0, self.budget.left()) / max(seconds, 1e-9)))
-        return pairs if pairs >= least else 0
+        """Return how many pairs of so many seconds there are to be; none if there is no time for the least number.
+
+        For the least number the budget may be exceeded a little: without them all that was tried is of no use.
+        """
+        left = max(self.budget.left(), 0.0)
+        if least * seconds > left:
+            return least if least * seconds <= left + OVERRUN * self.budget.seconds else 0
+        return min(MOST_PROCESSES, int(left / max(seconds, 1e-9)))
 
     def _fresh_pair(self, found: Sequence[str], own_first: bool) -> list[tuple[float, float]]:
         """Return the speeds in turns of both settings, each in a new process. Raises WorkerFailed."""
