@@ -19,7 +19,8 @@ PACKAGE = ROOT / "trainrun"
 # The files of one room may import each other.
 FLOORS = {
     12: ["smaller/"],
-    11: ["sampling/sample_command", "export/", "embedding/", "watch/watch_command", "convert/convert_command",
+    11: ["sampling/sample_command", "export/", "embedding/", "watch/watch_command", "watch/ls_command",
+         "convert/convert_command",
          "verify/verify_command"],
     10: ["cli/", "runs/api"],
     9: ["benchmark/", "verify/", "convert/", "watch/"],

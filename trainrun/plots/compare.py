@@ -150,11 +150,11 @@ def differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns under each other, for the terminal; a line a value where a line a run would be too wide to read."""
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], most_wide: int = MOST_WIDE) -> str:
+    """Return columns under each other; a line a value where a line a run would be wider than `most_wide` letters."""
     lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    if sum(widths) > MOST_WIDE:
+    if sum(widths) > most_wide:
         lines = list(zip(*lines, strict=True))
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1a1a1a; --quiet: #666; --back: #fff; --line: #e4e4e4; --box: #f6f6f6; }
@@ -73,14 +74,16 @@ def beside(parts: Iterable[str]) -> str:
     return '<div class="beside">' + "".join(f"<div>{part}</div>\n" for part in parts if part) + "</div>"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with a head."""
-    body = "".join(f"<tr>{_cells(row, 'td')}</tr>\n" for row in rows)
-    return f'<div class="wide"><table>\n<tr>{_cells(head, "th")}</tr>\n{body}</table></div>'
-
-
-def _cells(texts: Sequence[str], tag: str) -> str:
-    return "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], links: Sequence[str] = ()) -> str:
+    """Return a table with a head. links: where the first cell of each row leads to; an empty one leads nowhere."""
+    body = ""
+    for i, row in enumerate(rows):
+        cells = [f"<td>{escape(text)}</td>" for text in row]
+        if links and links[i]:
+            cells[0] = f'<td><a href="{escape(quote(links[i]), quote=True)}">{escape(row[0])}</a></td>'
+        body += f"<tr>{''.join(cells)}</tr>\n"
+    named = "".join(f"<th>{escape(text)}</th>" for text in head)
+    return f'<div class="wide"><table>\n<tr>{named}</tr>\n{body}</table></div>'
 
 
 def listing(title: str, lines: Sequence[str]) -> str:

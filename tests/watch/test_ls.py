@@ -1,0 +1,117 @@
+"""`trainrun ls`: runs and sweeps below a folder, in any state of theirs."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainrun.cli.main import main
+from trainrun.folder.run_folder import RunDir, write_json
+
+GONE = 2**30  # no process has this number
+
+
+def make(
+    folder: Path, overrides: tuple[str, ...] = (), state: str = "done", value: float | None = 0.5, time: float = 1e9,
+    config: Mapping[str, Any] | None = None,
+) -> RunDir:  # fmt: skip
+    run = RunDir(folder)
+    folder.mkdir(parents=True)
+    run.identity.write_text("{}")
+    run.config.write_text(json.dumps(config or {"optimizer": {"lr": 0.001}}))
+    write_json(run.status, {
+        "state": state, "value": value, "monitor": "val/acc", "mode": "max", "best_step": 5, "seconds": 3.0,
+        "overrides": list(overrides), "time": time,
+    })  # fmt: skip
+    return run
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
+    assert main(["ls", *words]) == 0
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_runs_are_listed_with_what_differs_the_newest_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "old", ("optimizer.lr=0.1", "seed=1", "output_dir=old"), time=1e9)
+    make(
+        tmp_path / "deep/new", ("optimizer.lr=0.2", "seed=1", "output_dir=deep/new"), "failed", None, time=2e9
+    )
+    (tmp_path / "notes").mkdir()
+    head, first, second = listed(capsys, str(tmp_path))
+    assert head == ["name", "state", "age", "best", "what", "differs", "time"]
+    assert first[:2] == ["deep/new", "failed"]
+    assert first[-3] == "optimizer.lr=0.2"
+    assert second[0] == "old"
+    assert second[-5:] == ["val/acc", "0.5", "optimizer.lr=0.1", "3.0", "s"]
+
+
+def test_a_run_whose_process_is_gone_is_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(tmp_path / "a", state="running")
+    write_json(run.lock, {"pid": GONE, "host": socket.gethostname()})
+    assert listed(capsys, str(tmp_path))[1][1] == "dead"
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--sort", "val/acc"], ["b", "c", "a"]),  # the best first
+        (["--sort", "lr"], ["a", "b", "c"]),
+        (["--sort", "name"], ["a", "b", "c"]),
+        (["--filter", "lr<0.03"], ["b", "a"]),
+        (["--filter", "val/acc>=0.7", "--filter", "optimizer.lr!=0.02"], ["c"]),
+        (["--filter", "state=done", "--sort", "name"], ["a", "b", "c"]),
+        (["--filter", "nothing=1"], []),
+    ],
+)
+def test_rows_are_sorted_and_filtered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], names: list[str]
+) -> None:
+    for name, rate, value, time in (("a", 0.01, 0.5, 1e9), ("b", 0.02, 0.9, 2e9), ("c", 0.03, 0.7, 3e9)):
+        make(tmp_path / name, value=value, time=time, config={"optimizer": {"lr": rate}})
+    rows = listed(capsys, str(tmp_path), *words)
+    assert [row[0] for row in rows[1:]] == names if names else rows[0][:2] == ["no", "run"]
+
+
+@pytest.mark.parametrize("words", [["--filter", "lr"], ["--sort", "nothing"], ["nowhere"]])
+def test_what_cannot_be_listed_is_refused(tmp_path: Path, words: list[str]) -> None:
+    make(tmp_path / "a")
+    assert main(["ls", *([] if words == ["nowhere"] else [str(tmp_path)]), *words]) == 2
+
+
+def test_a_sweep_is_one_row_with_its_best_job_and_opens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = []
+    for number, value in enumerate((0.5, 0.9)):
+        make(tmp_path / "sweep" / f"{number}-x", (f"seed={number}",), value=value)
+        result = {
+            "state": "done",
+            "value": value,
+            "monitor": "val/acc",
+            "mode": "max",
+            "seconds": 1.0,
+            "error": "",
+        }
+        jobs.append({"num": number, "words": [f"seed={number}"], "folder": f"{number}-x", "result": result})
+    write_json(tmp_path / "sweep" / "sweep.json", {"calls": [], "jobs": jobs})
+    (row,) = listed(capsys, str(tmp_path))[1:]
+    assert row[:3] == ["sweep/", "2/2", "done"]
+    assert "0.9" in row
+    assert sorted(row[0] for row in listed(capsys, str(tmp_path / "sweep"))[1:]) == ["0-x", "1-x"]
+
+
+def test_the_page_leads_to_the_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(tmp_path / "a <b>&#")
+    run.report.write_text("")
+    rows = listed(capsys, str(tmp_path), "--html")
+    assert rows[-1] == [str(tmp_path / "runs.html")]
+    page = (tmp_path / "runs.html").read_text()
+    assert 'href="a%20%3Cb%3E%26%23/report.html"' in page
+    assert "<b>" not in page

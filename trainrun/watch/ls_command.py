@@ -1,0 +1,244 @@
+"""`trainrun ls [FOLDER]`: the runs and sweeps below a folder as a table, on the screen or as a page."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainrun.cli.run_arguments import Parser
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.folder.run_folder import RunDir, named_folder, write_text
+from trainrun.folder.status import read_status
+from trainrun.output import counted, duration, figure, say
+from trainrun.plots import page
+from trainrun.plots.compare import differing_keys, text_table
+from trainrun.plots.history import flat, read_config
+from trainrun.sweep.jobs import load_sweep
+from trainrun.sweep.table import ranked
+from trainrun.watch.follow import somebody_in
+
+MOST_DEEP = 4  # folders below the one that is listed
+PAGE = "runs.html"
+COLUMNS = ("name", "state", "age", "best", "what differs", "time")
+FILTER = re.compile(r"(?P<key>[\w./]+)(?P<sign><=|>=|!=|==?|<|>)(?P<value>.+)")
+SIGNS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "!=": operator.ne,
+    "=": operator.eq, "==": operator.eq,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One row: a run, or a sweep, which stands for its best job. name: the folder, below the one that is listed."""
+
+    name: str
+    run: RunDir
+    state: str
+    status: dict[str, Any]
+    jobs: int | None = None  # of a sweep
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings that were given, without the folder."""
+        pairs = (word.lstrip("+").partition("=") for word in self.status.get("overrides", []))
+        return {key: value for key, equals, value in pairs if equals and key != "output_dir"}
+
+    @property
+    def changed(self) -> float:
+        """When it last said how it stands, in seconds of the clock."""
+        return float(self.status.get("time") or self.run.root.stat().st_mtime)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return flat(read_config(self.run))
+
+    def value_of(self, key: str) -> Any:
+        """Return the best value, if `key` is the metric that the run is judged by, or a setting; None of neither."""
+        if key == self.status.get("monitor"):
+            return self.status.get("value")
+        if key in ("time", "seconds"):
+            return self.status.get("seconds")
+        if key in ("state", "name"):
+            return self.state if key == "state" else self.name
+        found = [name for name in self.config if name == key or name.endswith(f".{key}")]
+        return self.config[min(found, key=len)] if found else None
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; with `--html` write it as a page too."""
+    parser = Parser(
+        prog="trainrun ls", allow_abbrev=False,
+        description="Lists the runs and sweeps below a folder: state, age, best value, settings that differ, time. "
+        "A sweep is one row; name its folder to see its jobs.",
+    )  # fmt: skip
+    parser.add_argument(
+        "folder", nargs="?", default="", metavar="FOLDER", help="default: runs, if there is one, else ."
+    )
+    parser.add_argument(
+        "--sort", metavar="KEY", default="age",
+        help="a metric (best first), a setting, name, state, time or age (default: the newest first)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--filter", metavar="TEST", action="append", default=[],
+        help="as 'lr<1e-3', state=done or 'val/acc>0.9'; may come several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--html", action="store_true", help=f"write {PAGE} into the folder, with links to the reports"
+    )
+    words = parser.parse_args(argv)
+    folder = named_folder(words.folder or ("runs" if Path("runs").is_dir() else "."))
+    if not folder.is_dir():
+        raise ConfigError(f"ls {words.folder}: no such folder")
+    tests = [parse_filter(text) for text in words.filter]
+    listed = [one for one in runs_below(folder) if all(test(one) for test in tests)]
+    listed = in_order(listed, words.sort)
+    if not listed:
+        say(f"no run is below {folder}" + (" that passes the filter" if tests else ""))
+        return EXIT_DONE
+    rows = table_rows(listed)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    say(text_table(COLUMNS, fitted(rows, width), most_wide=sys.maxsize))
+    if words.html:
+        say(write_page(folder, listed, rows))
+    return EXIT_DONE
+
+
+def runs_below(folder: Path) -> Iterator[Listed]:
+    """Yield the runs and sweeps below a folder; the jobs of a sweep only where the folder is the sweep itself."""
+    if is_run(folder):
+        yield listed_run(RunDir(folder), folder.name)
+    for path in folders_below(folder, MOST_DEEP):
+        name = path.relative_to(folder).as_posix()
+        if (path / "sweep.json").is_file():
+            yield listed_sweep(path, name)
+        elif is_run(path):
+            yield listed_run(RunDir(path), name)
+
+
+def folders_below(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield all folders below one, in the order of names, without those inside of a run or a sweep."""
+    try:
+        inside = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    except OSError:  # of another user
+        return
+    for path in map(Path, inside):
+        if path.name.startswith("."):
+            continue
+        yield path
+        if depth > 1 and not is_run(path) and not (path / "sweep.json").is_file():
+            yield from folders_below(path, depth - 1)
+
+
+def is_run(folder: Path) -> bool:
+    run = RunDir(folder)
+    return run.identity.is_file() or (run.config.is_file() and run.status.is_file())
+
+
+def listed_run(run: RunDir, name: str) -> Listed:
+    status = read_status(run)
+    state = str(status.get("state", "not begun"))
+    if state in ("running", "not begun") and somebody_in(run) is False:
+        state = "dead"
+    return Listed(name, run, state, status)
+
+
+def listed_sweep(folder: Path, name: str) -> Listed:
+    """Return the best job of a sweep, and how many of its jobs are done."""
+    sweep = load_sweep(folder)
+    jobs = ranked(list(sweep.jobs.values()))
+    best = listed_run(RunDir(folder / jobs[0].folder), name) if jobs else Listed(name, RunDir(folder), "", {})
+    done = sum(job.result.state == "done" for job in jobs)
+    return Listed(f"{name}/", best.run, f"{done}/{len(jobs)} done", best.status, len(jobs))
+
+
+def parse_filter(text: str) -> Callable[[Listed], bool]:
+    """Return the test that `lr<1e-3` stands for. Raise ConfigError for a text that is no test."""
+    if (match := FILTER.fullmatch(text)) is None:
+        raise ConfigError(f"--filter {text}: must be KEY, one of {' '.join(SIGNS)}, and a value, as lr<1e-3")
+    key, sign, wanted = match["key"], match["sign"], match["value"]
+
+    def test(one: Listed) -> bool:
+        value = one.value_of(key)
+        if value is None:
+            return False
+        try:
+            return SIGNS[sign](float(value), float(wanted))
+        except (TypeError, ValueError):  # no number: compared as text
+            return SIGNS[sign](str(value), wanted)
+
+    return test
+
+
+def in_order(listed: list[Listed], key: str) -> list[Listed]:
+    """Return the rows in the order of a key; those without a value come last. Raise ConfigError if none has one."""
+    if key == "age":
+        return sorted(listed, key=lambda one: -one.changed)
+    found = [(value, one) for one in listed if (value := one.value_of(key)) is not None]
+    if listed and not found:
+        raise ConfigError(f"--sort {key}: no run here has it; a metric is known where runs are judged by it")
+    falls = any(one.status.get("monitor") == key and one.status.get("mode") == "max" for one in listed)
+    numeric = all(isinstance(value, (int, float)) for value, _ in found)
+    ordered = sorted(found, key=lambda pair: pair[0] if numeric else str(pair[0]), reverse=falls)
+    known = {id(one) for _, one in ordered}
+    return [one for _, one in ordered] + [one for one in listed if id(one) not in known]
+
+
+def table_rows(listed: list[Listed]) -> list[list[str]]:
+    """Return the cells of each row; what differs: settings that not all rows share."""
+    differing = differing_keys([one.settings | {"": "given"} for one in listed])
+    now = time.time()
+    rows = []
+    for one in listed:
+        status = one.status
+        best = f"{status['monitor']} {figure(status['value'])}" if status.get("value") is not None else "-"
+        given = [f"{key}={value}" for key, value in one.settings.items() if key in differing]
+        seconds = status.get("seconds")
+        rows.append([
+            one.name, one.state, age_text(now - one.changed), best, " ".join(given) or "-",
+            duration(seconds) if seconds else "-",
+        ])  # fmt: skip
+    return rows
+
+
+def age_text(seconds: float) -> str:
+    """Return `5 min`, `3 h` or `12 d`."""
+    for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {name}"
+    return "now"
+
+
+def fitted(rows: list[list[str]], width: int | None) -> list[list[str]]:
+    """Return the rows with the settings cut so that a line fits the window."""
+    if width is None:
+        return rows
+    place = COLUMNS.index("what differs")
+    others = sum(
+        max(len(row[i]) for row in [list(COLUMNS), *rows]) + 2 for i in range(len(COLUMNS)) if i != place
+    )
+    room = max(width - others, len(COLUMNS[place]))
+    return [
+        [cell if i != place or len(cell) <= room else cell[: room - 3] + "..." for i, cell in enumerate(row)]
+        for row in rows
+    ]
+
+
+def write_page(folder: Path, listed: list[Listed], rows: list[list[str]]) -> Path:
+    """Write the table as a page whose names lead to the reports; return its path."""
+    links = [
+        one.run.report.relative_to(folder).as_posix() if one.run.report.is_file() else "" for one in listed
+    ]
+    title = f"{counted(len(listed), 'run')} in {folder}"
+    write_text(
+        folder / PAGE, page.page(title, [page.heading(title, level=1), page.table(COLUMNS, rows, links)])
+    )
+    return folder / PAGE
