@@ -107,6 +107,6 @@ def test_a_validation_part_is_cut_as_the_training_part_is(val: dict[str, Any], s
         RunConfig(),
         {"data.train": READER, "data.val": {**READER, **val}},
     )
-    faults = [line for line in pair_faults(config) if line.startswith("data.val")]
+    faults = [str(fault) for fault in pair_faults(config) if fault.key.startswith("data.val")]
     assert len(faults) == bool(said)
     assert said in "".join(faults)

@@ -12,7 +12,7 @@ import pytest
 from trainrun.config.aliases import aliases, setting_meant, value_meant
 from trainrun.config.help_text import setting_rows
 from trainrun.config.schema import RunConfig, settings, with_values
-from trainrun.config.validate import node_faults, value_faults
+from trainrun.config.validate import node_faults, wrong_values_of
 from trainrun.limits import NODES, choice, node, nodes, section, setting
 
 
@@ -39,9 +39,9 @@ def test_a_new_setting_is_known_to_help_checks_and_aliases_by_its_field_alone() 
     assert value_meant("inner.kind", "True", Mine) == "round"
     assert settings(Mine)["doors"].opens == NODES
     good = with_values(Mine(), {"model": {"_target_": "my.Net"}, "doors.first": {"_target_": "my.Door"}})
-    assert [*value_faults(good, Mine), *node_faults(good, Mine)] == []
+    assert [*wrong_values_of(good, Mine), *node_faults(good, Mine)] == []
     bad = with_values(good, {"inner.size": 0, "inner.kind": "squar", "doors.first": 1, "model": None})
-    assert value_faults(bad, Mine) == [
+    assert list(wrong_values_of(bad, Mine).values()) == [
         "inner.size=0: must be a whole number, 1 or more",
         "inner.kind=squar: must be one of round, square. Did you mean square?",
     ]
@@ -60,7 +60,7 @@ def test_every_setting_says_what_it_is_and_no_name_means_two() -> None:
 
 
 def test_the_defaults_are_what_the_settings_allow() -> None:
-    assert value_faults(RunConfig()) == []
+    assert wrong_values_of(RunConfig()) == {}
 
 
 def test_a_config_never_changes_and_gives_another_one() -> None:

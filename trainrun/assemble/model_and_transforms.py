@@ -162,7 +162,7 @@ def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, no
     """
     trainer = config.trainer
     if faults := needs_gpu(config, device.type):
-        raise ConfigError(*faults)
+        raise ConfigError(*map(str, faults))
     if config.precision.fp8:
         from trainrun.transform.fp8 import fp8_linear
 

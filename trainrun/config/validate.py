@@ -76,19 +76,21 @@ TORCH: dict[str, Any] = {  # torch's signatures name no limits, so those of the 
 
 
 def check_config(config: RunConfig) -> list[str]:
-    """All faults of the values, one line each; empty when the config can be run."""
-    faults, wrong = value_faults(config), node_faults(config)
-    told = tuple(f"{fault.partition('=')[0]}=" for fault in faults)
-    return [*faults, *(wrong or (line for line in pair_faults(config) if not line.startswith(told)))]
+    """Return all faults of the values, one line each; empty when the config can be run."""
+    wrong_values, wrong_nodes = wrong_values_of(config), node_faults(config)
+    lines = list(wrong_values.values())
+    if wrong_nodes:
+        return lines + wrong_nodes
+    return lines + [str(fault) for fault in pair_faults(config) if fault.key not in wrong_values]
 
 
-def value_faults(config: Any, schema: type = RunConfig) -> list[str]:
-    """One line for each field whose value is not what its setting allows."""
-    return [
-        f"{key}={fault}"
+def wrong_values_of(config: Any, schema: type = RunConfig) -> dict[str, str]:
+    """Return one line, by its key, for each field whose value is not what its setting allows."""
+    return {
+        key: f"{key}={fault}"
         for key, setting in settings(schema).items()
         if setting.section is None and (fault := value_fault(setting, value_of(config, key)))
-    ]
+    }
 
 
 def value_fault(setting: Setting, value: Any) -> str:
