@@ -5,12 +5,16 @@ from __future__ import annotations
 import codecs
 import math
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
 # Control characters but tab and new line, and what changes the direction of a text.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+COMMAND = "trainrun"
+INDENT = 13  # of the text behind the name of a line, in the first and last lines of a run
 SPEEDS = {"tokens_per_second": "tokens/s", "pixels_per_second": "pixels/s", "samples_per_second": "samples/s"}
 
 
@@ -61,8 +65,31 @@ class EncodableStream:
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """As `print`, for a text that holds what others wrote. file: None is standard output."""
-    print_plain(plain(text), file, end, flush)
+    """As `print`, for a text that holds what others wrote. file: None is standard output.
+
+    Messages, which go to standard error, are wrapped between words if that is a terminal.
+    """
+    shown = plain(text)
+    if file is not None and file is sys.stderr and file.isatty():
+        width = shutil.get_terminal_size().columns
+        shown = "\n".join(wrapped(line, width) for line in shown.split("\n"))
+    print_plain(shown, file, end, flush)
+
+
+def wrapped(line: str, width: int | None) -> str:
+    """Return a line with a hanging indent, at most `width` wide. A command, a path and code stay whole.
+
+    A line that begins with two spaces is one of a block with names of ten letters, as the first lines of a run.
+    """
+    in_block = line.startswith("  ")
+    text = line[INDENT:] if in_block else line
+    is_whole = " " not in text or f" {COMMAND} " in line or line.startswith("    ")
+    if width is None or len(line) <= width or is_whole:
+        return line
+    return textwrap.fill(
+        line, max(width, 2 * INDENT), subsequent_indent=" " * (INDENT if in_block else 2),
+        break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
+    )  # fmt: skip
 
 
 def print_plain(text: str, file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:

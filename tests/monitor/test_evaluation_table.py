@@ -14,9 +14,8 @@ from trainrun.monitor.run_lines import (
     longer_limit,
     next_commands,
     start_lines,
-    wrapped,
 )
-from trainrun.output import clock, fitting
+from trainrun.output import clock, fitting, wrapped
 
 METRICS = {"train/loss": 0.25, "val/loss": 0.5, "val/f1": 0.75, "val/acc": 0.9}
 

@@ -72,3 +72,18 @@ def test_summary_shows_choices_and_layers(tmp_path: Path) -> None:
     (total,) = [line for line in lines if line[:2] == ["all", "Mlp"]]
     (model,) = [line for line in lines if line[:2] == ["model", "Mlp,"]]
     assert total[-1] == model[2]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("width", [44, 80])
+def test_messages_are_wrapped_between_words_on_a_terminal(width: int, tmp_path: Path) -> None:
+    code, shown = in_terminal(["model=nosuch", "trainer.max_epoch=3"], tmp_path, {"COLUMNS": str(width)})
+    assert code == 2
+    lines = shown.splitlines()
+    assert all(len(line) <= width for line in lines)
+    done = subprocess.run(
+        [sys.executable, "-m", "trainrun", "model=nosuch", "trainer.max_epoch=3"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert " ".join(lines).split() == done.stderr.split()
+    assert len(done.stderr.splitlines()) < len(lines)

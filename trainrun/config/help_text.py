@@ -24,7 +24,7 @@ from trainrun.config.schema import RunConfig, settings
 from trainrun.config.validate import describe_kind, nearest
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.limits import Setting, choices_of
-from trainrun.output import encodable, plain, say
+from trainrun.output import encodable, plain, print_plain, say
 
 WITH_OWN_KEYS = ("data", "model", "task", "optimizer", "scheduler")  # groups whose options bring keys along
 
@@ -269,13 +269,13 @@ def rendered(markdown: str, width: int) -> str:
 def show_in_pager(text: str, screen_lines: int) -> None:
     """Print a text that fits the screen; give a longer one to `$PAGER`, or to `less` if it is installed."""
     command = shlex.split(os.environ.get("PAGER", "less"))
-    shown = encodable(text, sys.stdout.encoding or "utf-8")
     if text.count("\n") + 2 > screen_lines and command and shutil.which(command[0]):
         environment = {"LESS": "-FRX", **os.environ}
         with contextlib.suppress(BrokenPipeError):  # the pager was left before the end
+            shown = encodable(text, sys.stdout.encoding or "utf-8")
             subprocess.run(command, input=shown, text=True, env=environment, errors="replace", check=False)
         return
-    print(shown)
+    print_plain(text)
 
 
 # Completion: all names are in the script, so that a Tab starts no Python

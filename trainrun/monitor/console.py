@@ -16,8 +16,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.evaluation_table import EvaluationTable
-from trainrun.monitor.run_lines import end_lines, layer_lines, start_lines, wrapped
-from trainrun.output import figure, plain, print_plain, quantity, readings, speed_in
+from trainrun.monitor.run_lines import end_lines, layer_lines, start_lines
+from trainrun.output import figure, plain, print_plain, quantity, readings, speed_in, wrapped
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -123,7 +123,8 @@ class Console:
     def on_layers(self, layers: Sequence[Mapping[str, Any]]) -> None:
         """Print the table of the layers, which is known after the first step."""
         for line in layer_lines(layers):
-            self._print(line)
+            self._show(line)
+            self._write(line)
 
     def on_note(self, text: str) -> None:
         self._print(text)
@@ -132,8 +133,7 @@ class Console:
         self.close()
         self._say_newest()
         for line in end_lines(summary, self._facts):
-            self._show(wrapped(line, self._width()))
-            self._write(line)
+            self._print(line)
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -182,8 +182,8 @@ class Console:
                 self._write(line.text)
 
     def _print(self, line: str) -> None:
-        """Show a line, and write it to the log."""
-        self._show(line)
+        """Show a line, wrapped on a terminal, and write it to the log."""
+        self._show(wrapped(line, self._width()))
         self._write(line)
 
     def _show(self, line: str, style: str = "") -> None:

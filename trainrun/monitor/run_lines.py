@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import RunFacts
-from trainrun.output import SPEEDS, counted, duration, figure, quantity, speed_in
+from trainrun.output import COMMAND, SPEEDS, counted, duration, figure, quantity, speed_in
 
 LEAST_SHARE, MOST_PARTS = 0.05, 3  # of the time: smaller accounts are not named, nor more of them
-COMMAND = "trainrun"
-INDENT = 13  # of the text behind the name of a line
 
 
 def format_entry(name: str, text: str) -> str:
     """Return one line of the first or last block: a name of at most 10 letters, and its text."""
     return f"  {name:<10} {text}"
-
-
-def wrapped(line: str, width: int | None) -> str:
-    """Return a line of a block with a hanging indent, at most `width` wide. A command or a path stays whole."""
-    text = line[INDENT:] if line.startswith("  ") else line
-    is_whole = " " not in text or f" {COMMAND} " in line
-    if width is None or len(line) <= width or is_whole:
-        return line
-    indent = " " * (INDENT if line.startswith("  ") else 2)
-    return textwrap.fill(
-        line, max(width, 2 * INDENT), subsequent_indent=indent, break_long_words=False,
-        break_on_hyphens=False, drop_whitespace=True, replace_whitespace=False,
-    )  # fmt: skip
 
 
 def start_lines(facts: RunFacts, step: int, verbose: bool, summary: bool = False) -> list[str]:
