@@ -67,7 +67,7 @@ from trainrun.assemble.unread_settings import check_nodes_are_read
 from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.config.saved_values import public
 from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain_values, validation_nodes
-from trainrun.data.facts import facts_of_all
+from trainrun.data.facts import describe_classes, facts_of_all
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
@@ -190,10 +190,12 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     notes = set_backends(config, parallel)
     check_targets(config)
     config = with_text(with_accumulation(config, parallel.world_size), site, notes)
-    sources, drawn = build_sources(config, notes, site.trained)
+    data_notes: list[str] = []
+    sources, drawn = build_sources(config, data_notes, site.trained)
     splits = look_at_splits(config, site, sources, drawn)
     facts = with_trained_classes(facts_of_all(sources, splits["train"]), site.trained)
-    notes += describe_sources(config, facts, sources, splits, site.is_new)
+    notes += filter(None, [describe_classes(facts)])
+    data_notes += describe_sources(config, facts, sources, splits, site.is_new)
     task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
     streams: dict[str, Any] = open_streams(config, site, sources, splits, task, tally, notes, places)
     train, test = streams.pop("train"), streams.pop("test", None)
@@ -223,7 +225,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     ema = build_average(config, model, optimizer)
     monitors = build_monitors(config, site, schedule, rhythm, task, tally, model, ema, validation)
     default_metric = default_monitor(task, list(validation))
-    advice = told_of_validation(config, site.trains, default_metric, list(validation))
+    advice = data_notes + told_of_validation(config, site.trains, default_metric, list(validation))
     trainer, keep = config.trainer, keep_options(config, default_metric, lengths, task)
     watched = {keep.monitor, trainer.early_stopping.monitor} - {None}
     if not all(str(name).endswith(("/loss", "/acc")) for name in watched):

@@ -16,7 +16,7 @@ from trainrun.data.facts import (
     check_labels,
     check_targets_are_classes,
     class_names_of,
-    describe_classes,
+    describe_rare_class,
     describe_unique_labels,
     labels_in,
 )
@@ -95,15 +95,16 @@ def describe_sources(
     splits: Mapping[str, StreamOptions],
     is_new: bool,
 ) -> list[str]:
-    """Return lines on the samples of a run; those that need a look at them only where the run is new.
+    """Return what a user should know of the samples before the training; nothing where the run goes on.
 
     splits: how each split is read.
     """
-    lines = [describe_classes(facts)]
-    if is_new and is_classifier(config):
+    if not is_new:
+        return []
+    lines = [describe_rare_class(facts)]
+    if is_classifier(config):
         lines += [describe_unique_labels(sources["train"], "data.train", is_table(config))]
-    if is_new:
-        lines += describe_shared_rows(sources, splits)
+    lines += describe_shared_rows(sources, splits)
     return [line for line in lines if line]
 
 

@@ -21,6 +21,7 @@ from trainrun.interfaces import IGNORED, TARGET_KEYS, DataFacts
 
 LABELS_AT_ONCE = 2**22
 MOST_NAMED_CLASSES = 8
+LEAST_OF_ANOTHER = 5  # samples of the largest class, beside which a class of one sample may be a typing error
 LEAST_IDS, MOST_UNIQUE = 20, 0.5  # samples, and labels for each of them, from which on labels look like ids
 PLAUSIBLE_CLASSES = 10_000  # of more, and many more than labels, one may be a slip
 
@@ -104,6 +105,12 @@ def describe_classes(facts: DataFacts) -> str:
         name, count = min(present, key=lambda one: one[1])
         shown += ["...", f"rarest {name} ({count:,})"]
     return f"classes {len(present)}: {', '.join(shown)}"
+
+
+def describe_rare_class(facts: DataFacts) -> str:
+    """Return the line with the classes if one of them has a single sample beside larger ones, as a typing error has."""
+    counts = [count for count in facts.class_counts if count]
+    return describe_classes(facts) if counts and min(counts) == 1 < LEAST_OF_ANOTHER <= max(counts) else ""
 
 
 def facts_of_all(sources: Mapping[str, Any], options: StreamOptions) -> DataFacts:

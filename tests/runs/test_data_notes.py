@@ -1,0 +1,44 @@
+"""What a user should know of the data stands among the first lines on the screen, not in the log alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli.main import main
+
+pytestmark = pytest.mark.train
+WORDS = ("data=csv", "data.path=t", "data.train.target=y", "data.batch_size=16", "model=mlp", "trainer.max_steps=1",
+         "monitor.plots=false", "monitor.hardware=false", "output_dir=run")  # fmt: skip
+
+
+def write_table(path: Path, numbers: range, *more: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    rows = [f"{number},{number * 7 % 31},class_{number % 2}" for number in numbers]
+    path.write_text("\n".join(["a,b,y", *rows, *more, ""]))
+
+
+@pytest.mark.parametrize(
+    ("validation", "more", "told"),
+    [
+        (range(100, 140), (), []),
+        (range(80, 140), (), ["20 of 60 rows"]),
+        (range(100, 140), ("1,2,clas_1",), ["clas_1 (1)"]),
+    ],
+)
+def test_first_lines_tell_of_splits_shared_rows_and_a_class_of_one_sample(
+    validation: range,
+    more: tuple[str, ...],
+    told: list[str],
+    workdir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_table(Path("t/train.csv"), range(100), *more)
+    write_table(Path("t/val.csv"), validation)
+    assert main([*WORDS]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    by_name, *others = lines
+    assert "train 1, val 1" in by_name
+    assert len(others) == len(told), others
+    assert all(text in line for text, line in zip(told, others, strict=True))
