@@ -120,7 +120,7 @@ class Prepared:
     """The parameters of one group that have been updated. steps: all counters in one tensor; its elements are in the
     optimizer's state."""
 
-    __slots__ = ("counters", "exp_avg_sqs", "exp_avgs", "group", "params", "steps")
+    __slots__ = ("counters", "exp_avg_sqs", "exp_avgs", "group", "numbers", "params", "steps")
 
     def __init__(self, group: dict[str, Any], state: Any) -> None:
         self.group = group
@@ -129,6 +129,7 @@ class Prepared:
         self.exp_avg_sqs = [state[param]["exp_avg_sq"] for param in self.params]
         self.steps = torch.stack([state[param]["step"] for param in self.params])
         self.counters = list(self.steps.unbind())
+        self.numbers = self.steps.numpy() if self.steps.is_cpu else self.steps  # adds in a quarter of the time
         for param, counter in zip(self.params, self.counters, strict=True):
             state[param]["step"] = counter
 
@@ -145,7 +146,7 @@ class Prepared:
     def update(self, grads: list[Tensor]) -> None:
         group = self.group
         beta1, beta2 = group["betas"]
-        self.steps.add_(1)
+        self.numbers += 1  # in place
         KERNEL(
             self.params, grads, self.exp_avgs, self.exp_avg_sqs, [], self.counters, amsgrad=False, lr=group["lr"],
             beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
