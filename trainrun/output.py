@@ -20,7 +20,9 @@ SPEEDS = {"tokens_per_second": "tokens/s", "pixels_per_second": "pixels/s", "sam
 
 def plain(text: object, encoding: str = "utf-8") -> str:
     """The text with its control characters spelled out, as `\\x1b`; what cannot be encoded too; secrets masked."""
-    shown = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], masked(str(text)))
+    shown = masked(str(text))
+    if not shown.isprintable():  # all that CONTROLS names is not printable
+        shown = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], shown)
     return encodable(shown, encoding)
 
 
@@ -241,14 +243,16 @@ def masked_words(words: Iterable[str]) -> list[str]:
 
 def masked(text: str) -> str:
     """Values of `key=value` and of `{key: value}` in a text, where the key is a secret's."""
-    return masked_pairs(
-        SETTING.sub(
+    if "=" in text:
+        text = SETTING.sub(
             lambda found: f"{found[1]}={HIDDEN}" if hides_typed(found[1], found[2]) else found[0], text
         )
-    )
+    return masked_pairs(text)
 
 
 def masked_pairs(text: str) -> str:
+    if ":" not in text:
+        return text
     return PAIR.sub(
         lambda found: f"{found[1]}{HIDDEN}" if hides_typed(found[3], found[4]) else found[0],
         text,

@@ -31,7 +31,8 @@ class EvaluationTable:
     def __init__(self, facts: RunFacts | None) -> None:
         self._facts = facts
         self._metrics: list[str] = []
-        self._head, self._lines_since_head = "", 0
+        self._headed: list[str] = []  # the columns that the newest head names
+        self._lines_since_head = 0
         self._unit, self._has_epochs = usual_unit(facts), False
         self.monitored = ""
         self.rows: list[dict[str, str]] = []  # the cells of each line, by the name of their column
@@ -52,11 +53,10 @@ class EvaluationTable:
         self._metrics += [name for name in metrics if name not in self._metrics]
         self.rows.append(cells)
         columns = self.columns(width)
-        head = self._format({name: name for name in columns}, columns)
         lines = []
-        if head != self._head or self._lines_since_head >= HEAD_EVERY:
-            self._head, self._lines_since_head = head, 0
-            lines.append(TableLine(head, "head"))
+        if columns != self._headed or self._lines_since_head >= HEAD_EVERY:
+            self._headed, self._lines_since_head = columns, 0
+            lines.append(TableLine(self._format({name: name for name in columns}, columns), "head"))
         self._lines_since_head += 1
         return [*lines, TableLine(self._format(cells, columns), "best" if is_best else "usual")]
 

@@ -129,7 +129,9 @@ class Prepared:
         self.exp_avg_sqs = [state[param]["exp_avg_sq"] for param in self.params]
         self.steps = torch.stack([state[param]["step"] for param in self.params])
         self.counters = list(self.steps.unbind())
-        self.numbers = self.steps.numpy() if self.steps.is_cpu else self.steps  # adds in a quarter of the time
+        self.numbers = (
+            self.steps.numpy() if self.steps.is_cpu else self.steps
+        )  # adds in a quarter of the time
         for param, counter in zip(self.params, self.counters, strict=True):
             state[param]["step"] = counter
 
