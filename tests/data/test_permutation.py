@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from trainrun.data.order import permutation
 from trainrun.data.order import sampler as order
 from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import LISTED, Plan, epoch_order
@@ -77,3 +78,12 @@ def test_a_billion_rows_begin_and_resume_without_a_list(shuffle: bool) -> None:
     expected = KeyedPermutation(10**9 + 1, order.derive_seed(1, 4)).at(positions.numpy())
     assert late.tolist() == (expected.tolist() if shuffle else positions.tolist())
     assert first.tolist() != late.tolist()
+
+
+def test_rounds_by_tables_are_those_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (2, 5, 1000, 2**17 + 3):
+        positions = np.random.default_rng(size).integers(0, size, (3, 11))
+        by_tables = KeyedPermutation(size, 7).at(positions)
+        with monkeypatch.context() as patch:
+            patch.setattr(permutation, "LONGEST_TABLE", 0)
+            assert np.array_equal(KeyedPermutation(size, 7).at(positions), by_tables)

@@ -117,7 +117,11 @@ class ResidentBatches:
         self._device = options.device
         self._number = None if options.drawn is None else options.drawn.number
         batch_bytes = resident_bytes(prepared) // max(1, len(columns)) * options.batch_size
-        self._at_once = max(1, BATCHES_BYTES // max(1, batch_bytes))
+        # batches whose rows are gathered together, and those whose row numbers are found together
+        self._together = max(1, BATCHES_BYTES // max(1, batch_bytes))
+        self._numbered = self._together
+        if self._row_numbers is not None:
+            self._numbered = max(self._together, ROWS_AT_ONCE // options.batch_size)
 
     @property
     def num_batches(self) -> int:
@@ -143,26 +147,30 @@ class ResidentBatches:
 
     def _on_cpu(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
         """Make the batches of these shares."""
-        pack = self._pack
-        with_rows: Iterator[tuple[Share, Tensor]] = ((share, share.indices) for share in shares)
-        if self._row_numbers is not None:
-            with_rows = with_row_numbers(shares, self._rows, self._row_numbers)
-        for first in with_rows:
-            chosen = [first, *islice(with_rows, self._at_once - 1)]
-            columns = self._gathered([rows for _, rows in chosen])
-            for ((indices, real, last), _), values in zip(chosen, columns, strict=True):
-                yield MicroBatch(pack(values), real, last, indices)
+        pack, together = self._pack, self._together
+        for first in shares:
+            block = [first, *islice(shares, self._numbered - 1)]
+            sizes = [share.indices.numel() for share in block]
+            begins = range(0, len(block), together)
+            rows = self._rows_on_cpu(torch.cat([share.indices for share in block]))
+            parts = torch.split(rows, [sum(sizes[begin : begin + together]) for begin in begins])
+            for begin, part in zip(begins, parts, strict=True):
+                columns = self._gathered(part, sizes[begin : begin + together])
+                for (indices, real, last), values in zip(
+                    block[begin : begin + together], columns, strict=True
+                ):
+                    yield MicroBatch(pack(values), real, last, indices)
 
-    def _gathered(self, batches: list[Tensor]) -> Iterable[Sequence[Tensor]]:
-        """Return the columns of each batch. batches: its rows, or its samples where those are the same."""
+    def _rows_on_cpu(self, indices: Tensor) -> Tensor:
+        rows = self._rows(indices)
+        return rows if self._row_numbers is None else torch.from_numpy(self._row_numbers[rows.numpy()])
+
+    def _gathered(self, rows: Tensor, sizes: list[int]) -> Iterable[Sequence[Tensor]]:
+        """Return the columns of each batch. rows: of all of them; sizes: how many each batch has."""
         check_lengths(self._mappings)
-        rows = torch.cat(batches) if len(batches) > 1 else batches[0]
-        if self._row_numbers is None:
-            rows = self._rows(rows)
         columns = [gather(rows) for gather in self._gathers]
-        if len(batches) == 1:
+        if len(sizes) == 1:
             return [columns]
-        sizes = [batch.numel() for batch in batches]
         return zip(*[SPLIT(column, sizes) for column in columns], strict=True)
 
     def _rows(self, indices: Tensor) -> Tensor:
@@ -181,17 +189,6 @@ def listed(row_numbers: Any) -> Any:
         end = min(begin + ROWS_AT_ONCE, len(found))
         found[begin:end] = row_numbers[np.arange(begin, end)]
     return found if len(found) and found.max() >= 2**31 else found.astype(np.int32)
-
-
-def with_row_numbers(
-    shares: Iterator[Share], samples_of: Callable[[Tensor], Tensor], row_numbers: Any
-) -> Iterator[tuple[Share, Tensor]]:
-    """The shares, each with the rows that its samples are: found for many at once, as they may be computed."""
-    for first in shares:
-        chosen = [first, *islice(shares, ROWS_AT_ONCE // max(1, len(first.indices)))]
-        samples = torch.cat([samples_of(share.indices) for share in chosen])
-        found = torch.from_numpy(row_numbers[samples.numpy()])
-        yield from zip(chosen, torch.split(found, [len(share.indices) for share in chosen]), strict=True)
 
 
 def _sizes_of(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor | None:

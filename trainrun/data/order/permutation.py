@@ -5,11 +5,14 @@ what: a Feistel network of eight rounds over the smallest power of two that hold
     platform gives the same.
 when: the order of an epoch above `LISTED` rows. when not: below, where torch's list is small and made at once.
 source: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002; rounds mixed as in splitmix64.
-gain: 10 million rows: 80 MB and 0.2 s an epoch less; a billion rows take as long to begin as a million.
+gain: 10 million rows: 80 MB and 0.2 s an epoch less; a billion rows take as long to begin as a million. A round of up
+    to 2^32 rows is a look-up in a table of at most 2^16 numbers: 30 ns a row in place of 90 to 140 (many rows at once).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,8 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]
 ROUNDS = 8
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of splitmix64
 WORD = 2**64 - 1
+LONGEST_TABLE = 2**16  # numbers, of each round
+AT_ONCE = 2**14  # numbers that stay in the caches near the core
 
 
 class KeyedPermutation:
@@ -27,34 +32,61 @@ class KeyedPermutation:
     def __init__(self, size: int, key: int) -> None:
         bits = max(2, (size - 1).bit_length())
         self.size = size
-        self._low = np.uint64(bits // 2)
-        self._masks = np.uint64(2 ** (bits - bits // 2) - 1), np.uint64(2 ** (bits // 2) - 1)
-        self._keys = [np.uint64(mixed(key + (number + 1) * STEP)) for number in range(ROUNDS)]
+        self._low_bits = bits // 2
+        low_mask, high_mask = 2**self._low_bits - 1, 2 ** (bits - self._low_bits) - 1
+        self._low_mask = low_mask
+        keys = [mixed(key + (number + 1) * STEP) for number in range(ROUNDS)]
+        self._rounds = [
+            round_function(key, high_mask, low_mask)
+            if number % 2
+            else round_function(key, low_mask, high_mask)
+            for number, key in enumerate(keys)
+        ]
 
     def __len__(self) -> int:
         return self.size
 
     def at(self, positions: Numbers) -> Numbers:
         """What stands at these positions, in an array of the same shape. positions: int64, 0 to size - 1."""
-        found = self._once(positions.astype(np.uint64).reshape(-1))
+        flat = positions.reshape(-1)
+        found = np.empty(len(flat), np.int64)
+        for begin in range(0, len(flat), AT_ONCE):
+            found[begin : begin + AT_ONCE] = self._inside(flat[begin : begin + AT_ONCE])
+        numbers: Numbers = found.reshape(positions.shape)
+        return numbers
+
+    def _inside(self, numbers: Numbers) -> Numbers:
+        found = self._once(numbers)
         outside = np.flatnonzero(found >= self.size)
         while len(outside):
             again = self._once(found[outside])
             found[outside] = again
             outside = outside[again >= self.size]
-        numbers: Numbers = found.astype(np.int64).reshape(positions.shape)
-        return numbers
+        return found
 
-    def _once(self, numbers: Words) -> Words:
-        high_mask, low_mask = self._masks
-        high, low = numbers >> self._low, numbers & low_mask
-        for number, key in enumerate(self._keys):
+    def _once(self, numbers: Numbers) -> Numbers:
+        high, low = numbers >> self._low_bits, numbers & self._low_mask
+        for number, scrambled in enumerate(self._rounds):
             if number % 2:
-                low ^= mixed_words(high + key) & low_mask
+                low ^= scrambled(high)
             else:
-                high ^= mixed_words(low + key) & high_mask
-        joined: Words = (high << self._low) | low
+                high ^= scrambled(low)
+        joined: Numbers = (high << self._low_bits) | low
         return joined
+
+
+def round_function(key: int, largest: int, mask: int) -> Callable[[Numbers], Numbers]:
+    """Return the function of one round, from numbers of one half up to `largest` to bits of the other half."""
+    function = partial(scramble, np.uint64(key), np.uint64(mask))
+    if largest >= LONGEST_TABLE:
+        return function
+    table: Any = function(np.arange(largest + 1))
+    return partial(table.take, mode="clip")  # every number is in the table, and this mode spares the look
+
+
+def scramble(key: Any, mask: Any, numbers: Numbers) -> Numbers:
+    words: Words = mixed_words(numbers.astype(np.uint64) + key) & mask
+    return words.astype(np.int64)
 
 
 def mixed_words(numbers: Words) -> Words:
