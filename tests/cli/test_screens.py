@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from approved import approve
+from approved import approve, masked
 
 from trainrun.cli.commands import COMMANDS
 from trainrun.cli.main import main
@@ -49,7 +49,7 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def without_numbers(text: str) -> str:
     """Lines up to the account of time, without numbers and their units, which differ from run to run."""
-    lines = text.partition("\n  time ")[0]
+    lines = masked(text).partition("\n  time ")[0]
     lines = re.sub(r"-?\d[\d.,:]*(?:e[-+]?\d+)?[kMGT]?(?: ?(?:ms|s|min|%)\b|%)?\*?", "#", lines)
     return re.sub(r" +", " ", lines)
 

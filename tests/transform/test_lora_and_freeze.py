@@ -32,6 +32,13 @@ def test_lora_begins_as_the_network_it_is_given_and_trains_its_own_matrices_alon
     assert model[0].lora_b.shape == (8, 2)
 
 
+def test_correction_is_the_product_of_its_matrices_times_alpha_by_rank() -> None:
+    layer, x = LoraLinear(nn.Linear(4, 3), rank=2, alpha=6.0), torch.randn(5, 4)
+    nn.init.normal_(layer.lora_b)
+    correction = 6.0 / 2 * x @ (layer.lora_b @ layer.lora_a).T
+    torch.testing.assert_close(layer(x), layer.base(x) + correction)
+
+
 def test_other_layers_are_trained_if_they_are_named() -> None:
     model = lora(network(), rank=1, target="0", train="2.1.*")
     assert trained(model) == ["0.lora_a", "0.lora_b", "2.1.weight", "2.1.bias"]

@@ -78,7 +78,14 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_lora_trains_its_matrices_alone_from_given_weights_and_is_resumed(
     base: dict[str, torch.Tensor], more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*SHORT, *LORA, *more, "trainer.max_epochs=1", "optimizer.weight_decay=0.1"]
+    words = [
+        *SHORT,
+        *LORA,
+        *more,
+        "trainer.max_epochs=1",
+        "optimizer.weight_decay=0.1",
+        "monitor.summary=true",
+    ]
     assert main([*words, "output_dir=whole"]) == 0
     trained = 4 * (64 + 256 + 256 + 128)
     assert f"transform.lora: {trained:,} parameters trained" in capsys.readouterr().out

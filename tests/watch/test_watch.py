@@ -81,12 +81,15 @@ def test_rows_are_read_as_they_come_and_again_where_a_resume_cut_them(tmp_path: 
     assert (told.step, len(told.curves["train/loss"])) == (30, 3)
 
 
-def test_a_long_run_is_thinned_and_keeps_its_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "MOST_POINTS", 5)
+@pytest.mark.parametrize("most", [4, 5, 6, 9])
+def test_a_long_run_is_thinned_and_keeps_its_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(follow, "MOST_POINTS", most)
     told = Follower(make(tmp_path / "a"))
     told.read()
     points = told.curves["train/loss"]
-    assert len(points) <= 5
+    assert len(points) <= most
     assert (points[-1].step, points[-1].value) == (100, 0.01)
     assert points == sorted(points)
 
