@@ -97,7 +97,8 @@ def test_scaling_with_the_batch_scales_the_rate_of_every_group() -> None:
 def test_the_first_lines_say_what_was_understood(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("optimizer.no_decay=auto", "layer_decay=0.5", "trainer.max_steps=2", "output_dir=run")
     assert main([*MLP, *words]) == 0
-    told = capsys.readouterr().out
+    told = Path("run", "run.log").read_text()
+    assert "AdamW, lr 0.001 and 0.0005, schedule" in capsys.readouterr().out
     assert "optimizer.layer_decay=0.5: depths 1 to 2 layers.1 ... layers.3; lr x 0.5 to 1" in told
     assert "optimizer: AdamW: 2 tensors decay, 2 do not, 4 groups" in told
     assert "AdamW, lr 0.001 and 0.0005, schedule" in told

@@ -187,15 +187,14 @@ def _one_or_named(key: str, node: Any) -> list[tuple[str, dict[str, Any]]]:
 def build_components(config: RunConfig, site: RunContext) -> tuple[Components, RunFacts]:
     """Everything of one rank, and the facts for the first lines on the screen."""
     parallel, device = site.parallel, site.parallel.device
-    notes = set_backends(config, parallel)
+    notes, advice = set_backends(config, parallel), list[str]()
     check_targets(config)
     config = with_text(with_accumulation(config, parallel.world_size), site, notes)
-    data_notes: list[str] = []
-    sources, drawn = build_sources(config, data_notes, site.trained)
+    sources, drawn = build_sources(config, advice, site.trained)
     splits = look_at_splits(config, site, sources, drawn)
     facts = with_trained_classes(facts_of_all(sources, splits["train"]), site.trained)
     notes += filter(None, [describe_classes(facts)])
-    data_notes += describe_sources(config, facts, sources, splits, site.is_new)
+    advice += describe_sources(config, facts, sources, splits, site.is_new)
     task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
     streams: dict[str, Any] = open_streams(config, site, sources, splits, task, tally, notes, places)
     train, test = streams.pop("train"), streams.pop("test", None)
@@ -205,7 +204,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     rhythm = build_rhythm(config, lengths, task, bool(validation), parallel.rank)
     config = with_warmup_in_steps(config, lengths, task)
     warmup_steps(config, rhythm)
-    model, frozen, base = build_changed(config, facts, parallel, site.init_from, notes)
+    model, frozen, base = build_changed(config, facts, parallel, site.init_from, notes, advice)
     if config.trainer.compile.scope == "auto":
         config = with_scope(
             config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, device, notes
@@ -225,7 +224,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     ema = build_average(config, model, optimizer)
     monitors = build_monitors(config, site, schedule, rhythm, task, tally, model, ema, validation)
     default_metric = default_monitor(task, list(validation))
-    advice = data_notes + told_of_validation(config, site.trains, default_metric, list(validation))
+    advice += told_of_validation(config, site.trains, default_metric, list(validation))
     trainer, keep = config.trainer, keep_options(config, default_metric, lengths, task)
     watched = {keep.monitor, trainer.early_stopping.monitor} - {None}
     if not all(str(name).endswith(("/loss", "/acc")) for name in watched):

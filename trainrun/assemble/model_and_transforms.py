@@ -70,15 +70,16 @@ def build_model(
 
 
 def build_changed(
-    config: RunConfig, facts: DataFacts, parallel: Parallel, init_from: str | None, notes: list[str]
-) -> tuple[nn.Module, Unfreeze | None, FrozenBase | None]:
+    config: RunConfig, facts: DataFacts, parallel: Parallel, init_from: str | None, notes: list[str],
+    advice: list[str],
+) -> tuple[nn.Module, Unfreeze | None, FrozenBase | None]:  # fmt: skip
     """The model with the weights it begins with, transformed; what trains frozen ones later, and what is not saved."""
     model, initial = build_model(config, facts, parallel.materialize), None
     if init_from is not None:
         from trainrun.checkpoint.weights import load_initial
 
         initial = load_initial(model, init_from, parallel, config.init)
-        notes += initial.lines
+        advice += initial.lines
     model = apply_transforms(config, model, parallel.device, notes)
     for name, kept in model.state_dict().items():
         if getattr(kept, "layout", None) is not torch.strided:
@@ -86,7 +87,7 @@ def build_changed(
 
             raise PluginError(not_held(name, kept))
     if not all(layer.training for layer in model.modules()):
-        begin_training(model, notes)
+        begin_training(model, advice)
     frozen = build_frozen(config, model, notes)
     only = initial if config.checkpoint.adapter_only else None
     return model, frozen, None if only is None else only.base(model, notes)
