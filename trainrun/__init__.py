@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
     from trainrun.errors import TrainrunError as TrainrunError
     from trainrun.runs.api import Run as Run
+    from trainrun.runs.api import load_run as load
     from trainrun.runs.api import load_run as load_run
     from trainrun.runs.api import train as train
 
-__all__ = ["Run", "TrainrunError", "load_model", "load_run", "train"]
+__all__ = ["Run", "TrainrunError", "load", "load_model", "load_run", "train"]
 
 
 def load_model(
@@ -42,10 +43,10 @@ def load_model(
 
 def __getattr__(name: str) -> Any:
     """Imported when asked for: the command line must not pay for it."""
-    if name in ("Run", "load_run", "train"):
+    if name in ("Run", "load", "load_run", "train"):
         from trainrun.runs import api as record
 
-        return getattr(record, name)
+        return getattr(record, "load_run" if name == "load" else name)
     if name == "TrainrunError":
         from trainrun.errors import TrainrunError
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainrun.cli.run_arguments import add_checkpoint, no_split, parse, run_parser
-from trainrun.errors import EXIT_DONE, ConfigError, PluginError
+from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.run_folder import RunDir, write_json
-from trainrun.interfaces import IGNORED, Predicts, batch_fields
 from trainrun.output import counted, say
+from trainrun.runs.new_samples import SHOWN_CLASSES, predict_new
+from trainrun.runs.predictions import predict_batches
 from trainrun.runs.restore_config import checkpoint_of, load_parts
 from trainrun.runs.run import open_run
-from trainrun.task.batches import inputs_and_maybe_target, join_batches, output_tensor, run_model
-from trainrun.task.classification import Classification
-from trainrun.task.language_modeling import LanguageModeling
 from trainrun.training import evaluate as evaluation
 
 if TYPE_CHECKING:
@@ -27,34 +26,62 @@ if TYPE_CHECKING:
 
 FORMATS = (".csv", ".parquet")
 NUMBERS_OF_CLASSES = ("prediction", "target")  # columns
+SETTING = re.compile(r"[+~]?[\w.@/-]+=")
+MOST_ROWS, MOST_COLUMNS = 10, 8  # on the screen
 
 
 def main(argv: list[str]) -> int:
     """Rows are in the order of the data; the columns are the task's."""
     parser = run_parser(
-        "predict", "Predictions of a saved model, one row a sample, in the order of the data."
+        "predict",
+        "Predictions of a saved model, one row a sample, in the order of the data. The samples are files, folders, "
+        "patterns or tables that are named behind RUN_DIR, or else those of a split of the run.",
+        ("FILE or key=value", "new samples; or, without them, single values to change"),
     )
     add_checkpoint(parser)
     parser.add_argument(
         "--out", default=None, help="a .csv or .parquet file (default: predictions-SPLIT.csv in RUN_DIR)"
     )
+    parser.add_argument(
+        "--top", type=int, default=SHOWN_CLASSES,
+        help=f"columns for so many likely classes of new files (default: {SHOWN_CLASSES})",
+    )  # fmt: skip
     words = parse(parser, argv)
     run_dir = open_run(words.run_dir)
-    usual = run_dir.root / f"predictions-{words.split.replace('/', '-')}.csv"
+    files = [word for word in words.overrides if not SETTING.match(word) or Path(word).exists()]
+    if files and len(files) < len(words.overrides):
+        setting = next(word for word in words.overrides if word not in files)
+        raise ConfigError(f"predict {files[0]}: files are read as in the training; leave {setting} out")
+    split = "new" if files else words.split.replace("/", "-")
+    usual = run_dir.root / f"predictions-{split}.csv"
     out = Path(words.out).expanduser() if words.out else usual
     if out.suffix not in FORMATS:
         raise ConfigError(f"--out {out}: must end in {' or '.join(FORMATS)}")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
-    columns = predictions(
-        run_dir, checkpoint_of(run_dir, words.which), words.split, words.overrides, words.trust
-    )
+    if words.top < 1:
+        raise ConfigError(f"--top {words.top}: must be 1 or more")
+    which = checkpoint_of(run_dir, words.which)
+    if files:
+        columns = predict_new(run_dir, files, which, words.trust, words.top)
+        print_rows(columns)
+    else:
+        columns = predictions(run_dir, which, words.split, words.overrides, words.trust)
     try:
         write_table(out, columns)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write there ({error.strerror}); name another file") from error
-    say(f"{counted(len(columns['index']), 'prediction')} in {out}")
+    say(f"{counted(len(next(iter(columns.values()))), 'prediction')} in {out}")
     return EXIT_DONE
+
+
+def print_rows(columns: dict[str, list[Any]]) -> None:
+    """Print the first predictions."""
+    from trainrun.plots.compare import text_table
+
+    rows = list(zip(*columns.values(), strict=True))[:MOST_ROWS]
+    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    say(text_table(list(columns)[:MOST_COLUMNS], [row[:MOST_COLUMNS] for row in cells]))
 
 
 def predictions(
@@ -102,65 +129,17 @@ def with_all_samples(
 
 
 def predict_split(run: Components, split: str) -> dict[str, Tensor]:
-    """The task's columns over a whole split, on the CPU; raw outputs where the task predicts nothing. At padding of
-    tokens that task=classification or language_modeling predicts, -100 or NaN; a task of one's own knows its own."""
+    """Return the task's columns over a whole split, see `predict_batches`."""
     import torch
 
-    who = getattr(getattr(run.task, "predict", None), "__self__", None)  # of distillation, the student's task
-    of_tokens = type(who) in (Classification, LanguageModeling)
-    collected: dict[str, list[Tensor]] = {}
-    run.model.eval()
-    with torch.no_grad():
-        for batch in run.splits()[split].epoch(0):
-            with run.precision.autocast():
-                if isinstance(run.task, Predicts):
-                    columns = run.task.predict(run.model, batch.data)
-                else:
-                    columns = {"output": raw_output(run.model, batch.data)}
-            if of_tokens:
-                columns = without_padding(columns, batch.data)
-            if batch.indices is not None and len(batch.indices) == len(next(iter(columns.values()))):
-                columns = {"index": batch.indices, **columns}
-            for name, column in columns.items():
-                collected.setdefault(name, []).append(column.detach().cpu())
-    found = {name: join_batches(chunks) for name, chunks in collected.items()}
+    batches = run.splits()[split].epoch(0)
+    found = predict_batches(run.model, run.task, batches, run.precision.autocast)
     index = found.get("index")
     # a number twice: of data.truncate=split, in the order of the data
     if index is not None and bool((index.diff() == 0).any()):
         piece = torch.arange(len(index)) - torch.searchsorted(index, index)
         found = {"index": index, "piece": piece, **found}
     return found
-
-
-def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
-    """Columns (B, T, ...) of predictions of tokens, with -100, or NaN among floats, where `attention_mask` (B, T) is 0.
-    What a decoder gives, of other places, is left as it is."""
-    from torch import Tensor
-
-    fields = batch_fields(batch)
-    mask = fields.get("attention_mask")
-    if not isinstance(mask, Tensor) or any(str(name).startswith("decoder_") for name in fields):
-        return columns
-    hidden, (first, *_), target = mask == 0, columns.values(), columns.get("target")
-    if first.shape[: mask.ndim] != mask.shape:
-        return columns
-    if target is not None and target.shape == mask.shape and bool((target[hidden] >= 0).any()):
-        return columns
-    shown, places = dict(columns), hidden.nonzero(as_tuple=True)
-    for name, column in columns.items():
-        if column.shape[: mask.ndim] == mask.shape:
-            column, fill = (column, float("nan")) if column.is_floating_point() else (column.long(), IGNORED)
-            shown[name] = column.index_put(places, column.new_tensor(fill))
-    return shown
-
-
-def raw_output(model: Any, batch: Any) -> Tensor:
-    """The model's tensor for the inputs of a batch; a dict is passed by the names of its `forward`."""
-    inputs = batch[0] if isinstance(batch, tuple | list) else inputs_and_maybe_target(batch)[0]
-    try:
-        return output_tensor(run_model(model, inputs, batch))
-    except PluginError as error:
-        raise PluginError(f"{error}; or give your task a method predict(model, batch)") from error
 
 
 def write_table(out: Path, columns: dict[str, list[Any]]) -> None:

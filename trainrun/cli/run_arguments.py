@@ -15,6 +15,7 @@ from trainrun.limits import parse_seconds
 
 LEAST_SECONDS = 5.0
 SPLITS = ("val", "test")  # that a command may be about
+SETTINGS = ("key=value", "single values to change")
 FOLDER_FLAGS = ("--config-dir", "-cd")
 
 
@@ -25,13 +26,11 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog.partition(' ')[2]}: {message}; see {self.prog} --help")
 
 
-def run_parser(name: str, about: str) -> Parser:
-    """A parser of RUN_DIR and key=value words."""
+def run_parser(name: str, about: str, words: tuple[str, str] = SETTINGS) -> Parser:
+    """A parser of RUN_DIR and key=value words. words: what the help calls them, and says of them."""
     parser = Parser(prog=f"trainrun {name}", description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="single values to change"
-    )
+    parser.add_argument("overrides", metavar=words[0], nargs="*", default=[], help=words[1])
     parser.add_argument(
         *FOLDER_FLAGS, metavar="FOLDER", type=import_path, action="append", default=[],
         help="as when the run began: its code is beside this folder",

@@ -73,6 +73,24 @@ def draw_report(run: RunDir) -> Path:
     return run.report
 
 
+def curves_page(run: RunDir) -> str:
+    """Return a page with the curves of a run alone."""
+    history = read_history(run)
+    return page.page(run.root.name, [charts_html(metric_charts(curves_in(history.in_order)))])
+
+
+def overview_page(run: RunDir) -> str:
+    """Return a page with state, result, evaluations and curves of a run."""
+    history = read_history(run)
+    parts = [
+        state_banner(history),
+        page.pairs("Result", result_rows(history)),
+        evaluation_table(history),
+        charts_html(metric_charts(curves_in(history.in_order))),
+    ]
+    return page.page(run.root.name, parts)
+
+
 def layer_table(history: History) -> list[str]:
     """Return the table of the layers, if the run wrote one (`monitor.summary`)."""
     if not (found := history.of("layers")):

@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html import escape
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,8 @@ from trainrun.transform.lora import LoraLinear, merge_lora
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+FRAME = "width: 100%; height: 40em; border: 0"  # of a page in a notebook
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,61 @@ class Run:
                 raise ConfigError(f"{self.folder}: merge=True: its network has no LoRA layers; leave it out")
             return merge_lora(found)
         return found
+
+    def predict(
+        self, samples: Any, which: str | None = None, num_classes_shown: int = 3
+    ) -> dict[str, list[Any]]:
+        """Return the predictions for new samples as columns; `prediction` holds the name of a class if it has one.
+
+        samples: paths, folders or patterns; a picture of PIL, uint8 array (H, W, C) or tensor (C, H, W), or several;
+            rows of a table (a mapping, a list of them, a DataFrame); or an array (N, ...) of inputs as the data of the
+            run gives them. num_classes_shown: columns for so many likely classes.
+
+            run = trainrun.load("runs/plants")
+            run.predict({"height": 3.1, "width": 0.4})["prediction"]
+        """
+        from trainrun.runs.new_samples import predict_new
+
+        with holding(dict(self.objects)):
+            return predict_new(self.files, samples, which, self.trust, num_classes_shown)
+
+    def history(self) -> Any:
+        """Return the logged metrics of training and validation as columns by name, with None where a row has none.
+
+        With pandas installed it is a DataFrame.
+        """
+        rows = [row for row in self.metrics if row.get("kind") in ("train", "eval")]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        if find_spec("pandas") is None:
+            return columns
+        return import_module("pandas").DataFrame(columns)
+
+    def plot(self) -> RunPage:
+        """Return the curves of the run, which a notebook shows as charts."""
+        from trainrun.plots.report import curves_page
+
+        return RunPage(curves_page(self.files))
+
+    def _repr_html_(self) -> str:
+        """Show result, evaluations and curves in a notebook."""
+        from trainrun.plots.report import overview_page
+
+        return RunPage(overview_page(self.files))._repr_html_()
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """A page in the output of a notebook's cell; `str` of it is the HTML of a file."""
+
+    html: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.html
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame, so that its style and its script stay inside."""
+        return f'<iframe srcdoc="{escape(self.html, quote=True)}" style="{FRAME}"></iframe>'
 
 
 def load_run(run_dir: str | Path, trust: bool = False) -> Run:

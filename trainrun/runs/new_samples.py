@@ -1,0 +1,365 @@
+"""Predictions of a saved run for new samples: pictures, tables or arrays, without the data that it was trained on.
+
+The samples are read as those of the training were: with the size, scale, columns, transform and normalisation of the
+run. The names of classes and of input columns are those that its checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainrun.assemble.assemble import build_task, precision_options
+from trainrun.assemble.data_pipeline import TrainingNames, stream_options
+from trainrun.assemble.resumption import network_of
+from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint, resolve
+from trainrun.config.schema import RunConfig, with_values
+from trainrun.data.batch import as_tensor
+from trainrun.data.pipeline import open_batches
+from trainrun.data.readers.pictures.decode import Form, decoded, form_of_picture
+from trainrun.data.readers.pictures.image_folder import ENDINGS as PICTURES
+from trainrun.data.readers.pictures.image_folder import content_of
+from trainrun.data.readers.tables import csv_files, parquet
+from trainrun.data.readers.targets import listed
+from trainrun.data.tensor_dataset import columns_of
+from trainrun.errors import ConfigError, DataError
+from trainrun.folder.run_folder import RunDir, read_identity
+from trainrun.interfaces import DataFacts
+from trainrun.output import say
+from trainrun.parallel.devices import choose_device
+from trainrun.parallel.single import Single
+from trainrun.plugin_faults import did_you_mean
+from trainrun.precision.autocast import build_precision
+from trainrun.runs.predictions import NUMBER_IN_DATA, predict_batches
+from trainrun.runs.restore_config import give_task_state, saved_names, without_gpu
+from trainrun.runs.resume import check_modules, trusted_config
+from trainrun.training.task_calls import Place, TaskCalls
+
+KEY = "new samples"
+READERS = "trainrun.data.readers."
+IMAGE_FOLDER, TEXT = f"{READERS}pictures.image_folder.load", f"{READERS}text.text.load"
+TABLES = (f"{READERS}tables.csv_files.load", f"{READERS}tables.parquet.load")
+TABLE_ENDINGS = (*csv_files.ENDINGS, *parquet.ENDINGS)
+SHOWN_CLASSES = 3
+OF_CLASSES = "prediction"  # how the columns that hold classes begin
+Columns = dict[str, list[Any]]
+
+
+class NewSamples(Dataset[Any]):
+    """Samples `(input, 0)`, as the transform of a run takes them; the 0 stands for the target that is to be predicted.
+
+    read: returns the input of a sample; names: columns that say which sample each row is of.
+    """
+
+    thread_safe = True
+
+    def __init__(self, read: Callable[[int], Any], names: Columns) -> None:
+        self.read, self.names = read, names
+
+    def __len__(self) -> int:
+        return len(next(iter(self.names.values())))
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        sample = self.read(index)
+        return sample if isinstance(sample, dict) else (sample, torch.tensor(0))
+
+    def describe(self, index: int) -> str:
+        return " ".join(f"{name} {values[index]}" for name, values in self.names.items())
+
+
+@dataclass(frozen=True)
+class InputFormat:
+    """How the inputs of a run are read. names: of its classes and input columns."""
+
+    config: RunConfig
+    names: TrainingNames
+
+    @property
+    def node(self) -> dict[str, Any]:
+        return dict(self.config.data.train or {})
+
+    @property
+    def reader(self) -> str:
+        return str(self.node.get("_target_"))
+
+    @property
+    def is_table(self) -> bool:
+        return self.reader in TABLES
+
+
+def predict_new(
+    run: RunDir, samples: Any, which: str | None = None, trust: bool = False,
+    num_classes_shown: int = SHOWN_CLASSES,
+) -> Columns:  # fmt: skip
+    """Return columns of equal length: the name of each sample, and what the run predicts for it.
+
+    samples: paths (files, folders, patterns), pictures, rows (a mapping, a list of mappings, a DataFrame) or an array
+        of inputs as the data of the run has them. Of classes with names, `prediction` holds the name.
+    """
+    config = without_gpu(trusted_config(run, [], trust))
+    check_modules(run, config)
+    which = choose_checkpoint(run.checkpoints, which)
+    loaded = read_checkpoint(resolve(run.checkpoints, which))
+    input_format = InputFormat(config, saved_names(loaded))
+    source = open_samples(input_format, samples)
+    model = network_of(run, config, which)
+    device = choose_device(config.parallel.accelerator)
+    model.to(device)
+    task = build_task(without_class_weights(config), saved_facts(run, input_format.names))
+    calls = TaskCalls(task, model, Place(config.seed or 0, 0, device), None)
+    give_task_state(task, calls, loaded, device)
+    options = stream_options(config, Single(device), "val", lambda text: None)
+    options = replace(options, key=KEY, limit=1.0, cache="none", on_error="raise")
+    precision, _ = build_precision(precision_options(config), model, device)
+    stream, _ = open_batches(source, options)
+    try:
+        columns = predict_batches(model, task, stream.epoch(0), precision.autocast, num_classes_shown)
+    finally:
+        stream.close()
+    columns.pop("target", None)
+    rows = columns.pop(NUMBER_IN_DATA, None)
+    order = range(len(source)) if rows is None else rows.tolist()
+    names = {name: [values[row] for row in order] for name, values in source.names.items()}
+    return names | as_lists(columns, input_format.names.classes)
+
+
+def saved_facts(run: RunDir, names: TrainingNames) -> DataFacts:
+    """Return what the run knew about its training data, from its folder."""
+    told = read_identity(run).get("data", {})
+    shape = tuple(told["shape"]) if told.get("shape") else None
+    return DataFacts(shape, told.get("num_classes"), tuple(names.classes))
+
+
+def without_class_weights(config: RunConfig) -> RunConfig:
+    """Return the config without weights that are counted in the training data; predictions do not depend on them."""
+    if (config.task or {}).get("class_weights") != "balanced":
+        return config
+    return with_values(config, {"task": {**config.task, "class_weights": None}})
+
+
+def as_lists(columns: Mapping[str, Tensor], class_names: Sequence[str]) -> Columns:
+    """Return tensors (N, ...) as lists; numbers of classes as their names."""
+    lists: Columns = {}
+    for name, tensor in columns.items():
+        flat = tensor.reshape(len(tensor), -1)
+        if flat.shape[1] != 1:
+            lists |= {f"{name}_{i}": flat[:, i].tolist() for i in range(flat.shape[1])}
+            continue
+        values = flat[:, 0].tolist()
+        if name.startswith(OF_CLASSES) and class_names and all(type(value) is int for value in values):
+            values = [class_names[value] for value in values]
+        lists[name] = values
+    return lists
+
+
+def open_samples(input_format: InputFormat, samples: Any) -> NewSamples:
+    """Return samples of any kind that fits the run. ConfigError, DataError: they do not fit."""
+    if input_format.reader == TEXT:
+        raise ConfigError(
+            "predict: this run writes text; continue a prompt with: trainrun sample RUN_DIR --prompt 'Once upon'"
+        )
+    if isinstance(samples, str | Path):
+        samples = [samples]
+    if isinstance(samples, Sequence) and samples and all(isinstance(one, str | Path) for one in samples):
+        return open_files(input_format, samples)
+    if input_format.is_table and not hasattr(samples, "dtype"):
+        return rows_as_samples(input_format, samples)
+    if input_format.reader == IMAGE_FOLDER and not is_batch(samples):
+        pictures = samples if isinstance(samples, list | tuple) else [samples]
+        return pictures_as_samples(
+            input_format, [png_of(one) for one in pictures], number_names(len(pictures))
+        )
+    return arrays_as_samples(samples)
+
+
+def open_files(input_format: InputFormat, words: Sequence[str | Path]) -> NewSamples:
+    if input_format.reader == IMAGE_FOLDER:
+        files = expand_paths(words, PICTURES)
+        return pictures_as_samples(input_format, files, {"file": [str(file) for file in files]})
+    if input_format.is_table:
+        return join_samples([read_table(file, input_format) for file in expand_paths(words, TABLE_ENDINGS)])
+    raise ConfigError(
+        f"predict {words[0]}: files are read for runs on data=image_folder, csv and parquet; for this run name its "
+        "data: trainrun predict RUN_DIR data.path=..., or give arrays: trainrun.load(RUN_DIR).predict(x)"
+    )
+
+
+def expand_paths(words: Sequence[str | Path], endings: Sequence[str]) -> list[Path]:
+    """Return the files that paths, folders and patterns name. ConfigError: one of them names none."""
+    files: list[Path] = []
+    for word in words:
+        path = Path(word).expanduser()
+        if path.is_file():
+            if not path.name.lower().endswith(tuple(endings)):
+                raise ConfigError(f"predict {word}: must end in {listed(endings)} for this run")
+            found = [path]
+        elif path.is_dir():
+            found = [one for one in sorted(path.rglob("*")) if is_readable(one, endings)]
+        else:
+            root = Path(path.anchor or ".")
+            pattern = str(path.relative_to(path.anchor)) if path.anchor else str(path)
+            found = [one for one in sorted(root.glob(pattern)) if is_readable(one, endings)]
+        if not found:
+            what = "holds no file" if path.is_dir() else "no such file or folder"
+            raise ConfigError(f"predict {word}: {what} ({', '.join(endings)})")
+        files += found
+    return list(dict.fromkeys(files))
+
+
+def is_readable(path: Path, endings: Sequence[str]) -> bool:
+    return path.is_file() and path.name[0] != "." and path.name.lower().endswith(tuple(endings))
+
+
+def number_names(number: int) -> Columns:
+    return {"index": list(range(number))}
+
+
+def pictures_as_samples(
+    input_format: InputFormat, pictures: Sequence[Path | bytes], names: Columns
+) -> NewSamples:
+    """Return pictures, encoded or as files, in the size and scale of the run."""
+    node = input_format.node
+    form = form_of_picture(
+        node.get("shape"), node.get("fit", "crop"), node.get("dtype", "uint8"), node.get("draft", True)
+    )
+    return NewSamples(partial(decode_picture, pictures, form), names)
+
+
+def decode_picture(pictures: Sequence[Path | bytes], form: Form, index: int) -> Tensor:
+    one = pictures[index]
+    content = one if isinstance(one, bytes) else content_of(str(one))
+    return decoded(content, form, lambda: f"picture {index}" if isinstance(one, bytes) else str(one))
+
+
+def is_batch(samples: Any) -> bool:
+    """Return whether they are an array or a tensor of several pictures (B, C, H, W), as the data has them."""
+    return hasattr(samples, "dtype") and len(samples.shape) == 4
+
+
+def png_of(picture: Any) -> bytes:
+    """Return a picture as the content of a PNG file: of PIL, an array (H, W) or (H, W, C), or a tensor (C, H, W)."""
+    from PIL import Image
+
+    if not isinstance(picture, Image.Image):
+        is_tensor = isinstance(picture, Tensor)
+        pixels = np.asarray(picture.movedim(0, -1).cpu() if is_tensor and picture.ndim == 3 else picture)
+        if pixels.dtype != np.uint8:
+            raise DataError(
+                f"predict: a single picture of {pixels.dtype}; give uint8 from 0 to 255, or a batch (B, C, H, W) with "
+                "the size and scale of the training"
+            )
+        picture = Image.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
+    content = io.BytesIO()
+    picture.save(content, "PNG")
+    return content.getvalue()
+
+
+def arrays_as_samples(arrays: Any) -> NewSamples:
+    """Return the rows of an array (N, ...), or of a mapping of arrays by the names of inputs."""
+    if isinstance(arrays, Mapping):
+        fields = {name: as_tensor(values) for name, values in arrays.items()}
+        number = len(next(iter(fields.values())))
+        return NewSamples(partial(row_of_fields, fields), number_names(number))
+    values = as_tensor(np.asarray(arrays) if isinstance(arrays, list | tuple) else arrays)
+    return NewSamples(values.__getitem__, number_names(len(values)))
+
+
+def row_of_fields(fields: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    return {name: values[index] for name, values in fields.items()}
+
+
+def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
+    """Return rows from Python as those of a table: one mapping, several, columns by name, or a DataFrame."""
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
+        rows = rows.to_dict("records")
+    elif isinstance(rows, Mapping):
+        columns = {name: values for name, values in rows.items() if isinstance(values, list | tuple)}
+        if len(columns) == len(rows):
+            rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+        else:
+            rows = [rows]
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise DataError("predict: give rows as mappings from column to value, or a DataFrame")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
+            writer.writeheader()
+            writer.writerows(rows)
+        found = read_table(path, input_format, shown="the rows")
+        inputs = [found.read(row) for row in range(len(found))]
+    return NewSamples(inputs.__getitem__, number_names(len(inputs)))
+
+
+def read_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSamples:
+    """Return the rows of a table, whose columns are matched with those of the training by name."""
+    node = dict(input_format.node)
+    is_parquet = file.name.lower().endswith(tuple(parquet.ENDINGS))
+    load = parquet.load if is_parquet else csv_files.load
+    if is_parquet:
+        columns = tuple(parquet.table_of([file]).columns)
+    else:
+        delimiter = node.get("delimiter") or csv_files.usual_delimiter(file)
+        columns = csv_files.columns_in(file, csv_files.Dialect(delimiter, node.get("header", True)))
+    inputs = list(input_format.names.inputs or node.get("inputs") or ())
+    check_columns(columns, inputs, node, shown or str(file))
+    taken = signature(load).parameters.keys() & {"shape", "dtype", "fill", "fit", "draft", "categories", "header",
+                                                  "delimiter"}  # fmt: skip
+    arguments = {name: node[name] for name in taken if name in node}
+    splits = load(str(file), inputs=inputs or None, target="none", val_fraction=0.0, **arguments)
+    built = splits["train"]
+    dataset = built if (in_memory := columns_of(built, KEY)) is None else in_memory
+    number = len(dataset)
+    return NewSamples(partial(input_of, dataset), {"file": [str(file)] * number, "row": list(range(number))})
+
+
+def check_columns(columns: Sequence[str], inputs: Sequence[str], node: Mapping[str, Any], shown: str) -> None:
+    """Raise DataError for a column that is missing; print a note on columns that the training did not have."""
+    of_words = node.get("categories") or ()
+    of_words = [of_words] if isinstance(of_words, str) else of_words
+    needed = [next((word for word in of_words if name.startswith(f"{word}=")), name) for name in inputs]
+    missing = [name for name in dict.fromkeys(needed) if name not in columns]
+    if missing:
+        guess = did_you_mean(missing[0], columns) or "."
+        raise DataError(
+            f"{shown}: has no column {', '.join(missing)}, which the training had{guess} It has {listed(columns)}"
+        )
+    target = node.get("target") or ()
+    known = {*needed, *([target] if isinstance(target, str) else target), node.get("groups")}
+    new = [name for name in columns if name not in known] if inputs else []
+    if new:
+        say(f"note: {shown}: not used, for they are no inputs of the run: {listed(new)}")
+
+
+def input_of(dataset: Any, index: int) -> Any:
+    """Return the inputs of a row: a dict by name, or one tensor."""
+    sample = dataset[index]
+    return sample[0] if isinstance(sample, tuple | list) else sample
+
+
+def join_samples(parts: Sequence[NewSamples]) -> NewSamples:
+    """Return the samples of several files, one after the other."""
+    places = [(part, row) for part in parts for row in range(len(part))]
+    names = {name: [value for part in parts for value in part.names[name]] for name in parts[0].names}
+    if len(parts) == 1:
+        names.pop("file", None)
+    return NewSamples(partial(read_part, places), names)
+
+
+def read_part(places: Sequence[tuple[NewSamples, int]], index: int) -> Any:
+    part, row = places[index]
+    return part.read(row)

@@ -1,0 +1,100 @@
+"""What a model predicts for batches: the columns of its task, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainrun.errors import PluginError
+from trainrun.interfaces import IGNORED, Predicts, batch_fields
+from trainrun.task.batches import inputs_and_maybe_target, join_batches, output_tensor, run_model
+from trainrun.task.classification import Classification
+from trainrun.task.language_modeling import LanguageModeling
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NUMBER_IN_DATA = "index"
+
+
+def predict_batches(
+    model: nn.Module, task: Any, batches: Iterable[Any], autocast: Callable[[], AbstractContextManager[Any]],
+    num_classes_shown: int = 1,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the task's columns for all samples; raw outputs where the task predicts nothing.
+
+    At padding of tokens that task=classification or language_modeling predicts, a column holds -100 or NaN; a task of
+    one's own knows its own padding.
+    num_classes_shown: for how many likely classes of a sample there are columns, see `likely_classes`.
+    """
+    who = getattr(getattr(task, "predict", None), "__self__", None)  # of distillation, the student's task
+    is_of_tokens = type(who) in (Classification, LanguageModeling)
+    collected: dict[str, list[Tensor]] = {}
+    model.eval()
+    with torch.no_grad():
+        for batch in batches:
+            with autocast():
+                columns = predict_batch(model, task, batch.data)
+                if num_classes_shown > 1 and isinstance(who, Classification):
+                    columns |= likely_classes(model, who, batch.data, num_classes_shown)
+            if is_of_tokens:
+                columns = without_padding(columns, batch.data)
+            if batch.indices is not None and len(batch.indices) == len(next(iter(columns.values()))):
+                columns = {NUMBER_IN_DATA: batch.indices, **columns}
+            for name, column in columns.items():
+                collected.setdefault(name, []).append(column.detach().cpu())
+    return {name: join_batches(chunks) for name, chunks in collected.items()}
+
+
+def predict_batch(model: nn.Module, task: Any, data: Any) -> dict[str, Tensor]:
+    if isinstance(task, Predicts):
+        return dict(task.predict(model, data))
+    return {"output": raw_output(model, data)}
+
+
+def likely_classes(model: nn.Module, task: Classification, data: Any, number: int) -> dict[str, Tensor]:
+    """Return the second, third, ... most likely class of each sample, as `prediction_2`, each with its confidence."""
+    logits = task.logits(model, inputs_and_maybe_target(data)[0], data)
+    if logits.ndim != 2:
+        return {}
+    confidence, classes = logits.float().softmax(1).topk(min(number, logits.shape[1]), dim=1)
+    columns: dict[str, Tensor] = {}
+    for place in range(1, classes.shape[1]):
+        columns[f"prediction_{place + 1}"] = classes[:, place]
+        columns[f"confidence_{place + 1}"] = confidence[:, place]
+    return columns
+
+
+def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
+    """Columns (B, T, ...) of predictions of tokens, with -100, or NaN among floats, where `attention_mask` (B, T) is 0.
+    What a decoder gives, of other places, is left as it is."""
+    from torch import Tensor
+
+    fields = batch_fields(batch)
+    mask = fields.get("attention_mask")
+    if not isinstance(mask, Tensor) or any(str(name).startswith("decoder_") for name in fields):
+        return columns
+    hidden, (first, *_), target = mask == 0, columns.values(), columns.get("target")
+    if first.shape[: mask.ndim] != mask.shape:
+        return columns
+    if target is not None and target.shape == mask.shape and bool((target[hidden] >= 0).any()):
+        return columns
+    shown, places = dict(columns), hidden.nonzero(as_tuple=True)
+    for name, column in columns.items():
+        if column.shape[: mask.ndim] == mask.shape:
+            column, fill = (column, float("nan")) if column.is_floating_point() else (column.long(), IGNORED)
+            shown[name] = column.index_put(places, column.new_tensor(fill))
+    return shown
+
+
+def raw_output(model: Any, batch: Any) -> Tensor:
+    """The model's tensor for the inputs of a batch; a dict is passed by the names of its `forward`."""
+    inputs = batch[0] if isinstance(batch, tuple | list) else inputs_and_maybe_target(batch)[0]
+    try:
+        return output_tensor(run_model(model, inputs, batch))
+    except PluginError as error:
+        raise PluginError(f"{error}; or give your task a method predict(model, batch)") from error
