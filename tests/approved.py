@@ -58,6 +58,11 @@ VARYING = {
     r"[\d,]+ are free": "# are free",
     r"process \d+ on \S+": "process # on HOST",
     r"rank \d+ failed": "rank # failed",
+    r"\b(?=\d*[a-f])[0-9a-f]{12,64}\b": "HASH",
+    r"torch \d+\.\d+\.\d+[\w+.]*": "torch VERSION",
+    r"\d+\.\d+(?= an item| for their halves)": "#",  # computed from random numbers
+    r"KL [\d.e-]+ nats": "KL # nats",
+    r"[\d.]+ %(?= of the reconstruction)": "# %",
     r"/[^\s()]*/(?:site-packages|python3\.\d+)/(\S+) line \d+": r"\1",
 }
 

@@ -123,6 +123,7 @@ def test_a_run_of_such_names_is_resumed_and_evaluated(capfd: pytest.CaptureFixtu
         f"output_dir={folder}",
     ]
     assert main(words) == 0
+    capfd.readouterr()
     assert main(words) == 0
     said = "".join(capfd.readouterr())
     command = said[said.index("trainrun resume") :].partition(" trainer.max_steps=...;")[0]

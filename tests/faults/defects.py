@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainrun.assemble import monitors
 from trainrun.checkpoint import files, manager
 from trainrun.checkpoint.files import FileLayer
 from trainrun.folder.run_folder import RunDir, write_text
@@ -69,8 +70,7 @@ def no_loss_scale() -> None:
 
 
 def rows_not_cut() -> None:
-
-    metric_rows.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
+    monitors.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
 
 
 def rows_after_the_commit() -> None:

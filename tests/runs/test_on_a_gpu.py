@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from approved import refused
 from faults.evidence import facts_of, same
 from test_resume import WORDS, own, stop_at
 from torch.nn.functional import cross_entropy
@@ -155,7 +154,7 @@ def test_a_recurrent_network_in_a_graph_is_validated_as_it_was_trained() -> None
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
     assert losses[1][-1] < losses[1][0]
     if importlib.util.find_spec("triton"):
-        with refused(PluginError, "trainer.compile.scope"):
+        with pytest.raises(PluginError, match="trainer.compile.scope"):
             run(*shared, "trainer.compile=step")
 
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 import trainrun as package
 from trainrun.cli.main import main
@@ -105,16 +104,6 @@ def test_each_split_goes_through_its_own(project: Path, capsys, words, expected,
         assert main(["predict", "run", "--split", split]) == 0
         with (run.folder / f"predictions-{split}.csv").open() as file:
             assert {float(row["level"]) for row in csv.DictReader(file)} == {level}
-
-
-def test_a_run_from_before_goes_on_with_what_it_did(project: Path, capsys) -> None:
-    run = package.train(*WORDS, *ADD, "data.val_transform=same")
-    saved = yaml.safe_load((run.folder / "config.yaml").read_text())
-    del saved["data"]["val_transform"], saved["data"]["test_transform"]
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(saved))
-    assert main(["resume", "run", "trainer.max_steps=3", "--trust"]) == 0
-    assert levels(run.folder)["val/level"] == 11
-    assert "data.val_transform=same goes on as before" in capsys.readouterr().err
 
 
 def test_a_conversion_of_training_samples_alone_is_refused(project: Path) -> None:

@@ -163,16 +163,9 @@ class Asks(Net):
         return super().forward(x) * (2 if x.sum().item() > 0 else 1)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "Counts",
-        "Draws",
-        "Asks",
-    ],
-)
+@pytest.mark.parametrize("model", ["Counts", "Draws", "Asks"])
 def test_what_no_graph_can_hold_is_refused(model: str) -> None:
-    with refused(PluginError, "trainer.compile.scope"):
+    with pytest.raises(PluginError, match=r"trainer\.compile\.scope=step"):  # the rest is torch's text
         run(*STEP, f"model=test_whole_step.{model}", batch_size=4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -92,7 +93,8 @@ def test_a_fault_of_a_service_does_not_change_the_run(
     assert main([*SHORT[:-2], "output_dir=plain"]) == 0
     assert main([*SHORT, f"monitor.mine.{fault}"]) == 0
     assert losses(own / "run") == losses(own / "plain")
-    assert capsys.readouterr().out.count("trainrun report") == 1
+    said = capsys.readouterr().out
+    assert re.findall(r"trainrun report \S+ --to (\w+)", said) == ["mine"]
     assert (
         not [thread for thread in threading.enumerate() if thread.name == "trainrun-mine"] or "hangs" in fault
     )
