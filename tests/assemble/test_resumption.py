@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from trainrun.assemble.resumption import checkpoint_at, environment_changes, last_step, resume_notes
 from trainrun.assemble.run_plan import data_at
@@ -165,6 +166,59 @@ def test_changed_training_data_is_refused_and_files_beside_it_are_not(workdir: P
     assert json.loads((Path("run") / "status.json").read_text())["step"] == 3
     table.write_text(f"x,y\n{rows}")
     assert main(["resume", "run", "trainer.max_steps=4"]) == 0
+
+
+def pictures(folder: Path, count: int = 6) -> None:
+    for label in "ab":
+        (folder / label).mkdir(parents=True)
+        for number in range(count):
+            color = (40 * number, 200 * (label == "a"), 7)
+            Image.new("RGB", (8, 8), color).save(folder / label / f"{number}.png")
+
+
+def test_changed_pictures_are_refused_and_files_beside_them_are_not(workdir: Path) -> None:
+    pictures(Path("photos"))
+    size = [
+        "data=image_folder",
+        "data.path=photos",
+        "data.shape=[3,8,8]",
+        "data.batch_size=4",
+        "model.hidden=[4]",
+    ]
+    words = [*size, "monitor.plots=false", "output_dir=run"]
+    assert main([*words, "trainer.max_steps=2"]) == 0
+    Path("photos/README.md").write_text("more")
+    assert main(["resume", "run", "trainer.max_steps=3"]) == 0
+    Path("photos/a/5.png").rename("photos/a/00.png")  # other samples at the same positions
+    assert main(["resume", "run", "trainer.max_steps=4"]) == 2
+    Path("photos/a/00.png").rename("photos/a/5.png")
+    assert main(["resume", "run", "trainer.max_steps=4"]) == 0
+
+
+def test_changed_data_of_a_named_set_is_refused(workdir: Path) -> None:
+    words = ["data=custom", "model.hidden=[4]", "data.val=null", "monitor.plots=false", "output_dir=run"]
+    for name in "ab":
+        Path(f"{name}.csv").write_text("x,y\n" + "".join(f"{i / 40},{i % 2}\n" for i in range(40)))
+        target = "trainrun.data.readers.tables.csv_files.load"
+        words += [f"data.train.{name}._target_={target}", f"data.train.{name}.path={name}.csv"]
+        words += [f"data.train.{name}.target=y", f"data.train.{name}.val_fraction=0"]
+    assert main([*words, "trainer.max_steps=2"]) == 0
+    with Path("b.csv").open("a") as file:
+        file.write("0.5,1\n")
+    assert main(["resume", "run", "trainer.max_steps=3"]) == 2
+
+
+def test_files_of_equal_name_that_change_places_are_refused(workdir: Path) -> None:
+    for folder, count in (("1", 40), ("2", 30)):
+        Path("p", folder).mkdir(parents=True)
+        Path("p", folder, "t.csv").write_text("x,y\n" + "".join(f"{i / 40},{i % 2}\n" for i in range(count)))
+    words = ["data=csv", "data.train.target=y", "data.path='p/*/t.csv'", *WORDS, "output_dir=run"]
+    assert main([*words, "trainer.max_steps=2"]) == 0
+    Path("p").rename("elsewhere")
+    assert main(["resume", "run", "data.path='elsewhere/*/t.csv'", "trainer.max_steps=3"]) == 0
+    for old, new in (("1", "3"), ("2", "1"), ("3", "2")):
+        Path("elsewhere", old).rename(Path("elsewhere", new))
+    assert main(["resume", "run", "trainer.max_steps=4"]) == 2
 
 
 @pytest.mark.parametrize("path", [None, "nothing", "many", "*.none", 3])

@@ -177,9 +177,11 @@ def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
 
 
 def has_changed_data(config: RunConfig, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether a format of ours reads other training files than at the checkpoint."""
-    is_ours = str((config.data.train or {}).get("_target_")).startswith("trainrun.data.")
-    return is_ours and DATA in then and then[DATA] != now.get(DATA)
+    """Return whether formats of ours read other training files than at the checkpoint."""
+    train = config.data.train or {}
+    sets = [train] if "_target_" in train else [one for one in train.values() if isinstance(one, Mapping)]
+    are_ours = all(str(one.get("_target_")).startswith("trainrun.data.") for one in sets)
+    return are_ours and DATA in then and then[DATA] != now.get(DATA)
 
 
 def environment_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from glob import iglob
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,8 @@ from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker,
 if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
 
-DATA, DRAWN = "data.train.path", "shares of data.train"  # in a fingerprint
+# In a fingerprint: files that the training samples name, what else lies at data.train.path, shares of named sets.
+DATA, PLACE, DRAWN = "data.train.path", "files of data.train.path", "shares of data.train"
 LENGTHS_DECIDE = ("bucket", "pack", "token_budget")  # of data.padding
 MOST_FILES = 1000
 SAMPLED_STEPS = 5  # of those between two rows
@@ -245,11 +247,12 @@ def build_fingerprint(
 ) -> Callable[[], dict[str, Any]]:
     """What the bits of a run depend on besides its config. The data is looked at here, the rest whenever asked.
 
-    source: the training samples, which may name their files.
+    source: the training samples, which may name their files; of others the files at data.train.path stand for them.
     """
-    files = [file for one in parts_of(source) for file in getattr(one, "files", None) or ()]
-    found = describe_files(files) if files else data_at((config.data.train or {}).get("path"))
-    data = {DATA: found} if found else {}
+    named = [files for one in parts_of(source) if (files := getattr(one, "files", None))]
+    found = describe_files(chain.from_iterable(named)) if named else ""
+    beside = "" if named else data_at((config.data.train or {}).get("path"))
+    data = ({DATA: found} if found else {}) | ({PLACE: beside} if beside else {})
     data |= {} if drawn is None else {DRAWN: drawn.mark}
     return lambda: {
         **versions_and_chips(parallel.device),
@@ -275,14 +278,15 @@ def data_at(path: Any) -> str:
 def describe_files(paths: Iterable[Path]) -> str:
     """Return the number of files, their bytes, and a hash of names and sizes.
 
-    Empty if they are too many to be looked at each time, or none. Where they lie does not count, nor when they
+    Empty if they are too many to be looked at each time, or none. Where they lie together does not count, nor when they
     were written, nor the name of a single file: a job may copy its data to a new place first.
     """
-    files = list(islice(paths, MOST_FILES + 1))
-    is_one = len(files) == 1
-    sizes = sorted(("" if is_one else file.name, file.stat().st_size) for file in files if file.is_file())
-    if not sizes or len(files) > MOST_FILES:
+    files = [file for file in islice(paths, MOST_FILES + 1) if file.is_file()]
+    if not files or len(files) > MOST_FILES:
         return ""
+    together = os.path.commonpath([file.parent.absolute() for file in files])
+    names = [""] if len(files) == 1 else [os.path.relpath(file.absolute(), together) for file in files]
+    sizes = sorted(zip(names, (file.stat().st_size for file in files), strict=True))
     mark = hashlib.sha256(repr(sizes).encode("utf-8", "surrogatepass")).hexdigest()[:8]
     return f"{counted(len(sizes), 'file')}, {sum(size for _, size in sizes):,} bytes, {mark}"
 

@@ -70,7 +70,8 @@ def data_of(history: History) -> dict[str, Any]:
         found |= read_identity(history.run).get("data", {})
     with suppress(OSError, ValueError, CheckpointError):
         newest = max(history.run.checkpoints.glob("step-*"), default=None)
-        found |= {"files": read_manifest(newest).fingerprint.get("data.train.path")} if newest else {}
+        fingerprint = read_manifest(newest).fingerprint if newest else {}
+        found |= {name: fingerprint[name] for name in fingerprint if name.endswith("data.train.path")}
     return found
 
 

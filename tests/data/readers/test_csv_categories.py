@@ -88,6 +88,20 @@ def test_wrong_words_are_refused(table: str, words: dict[str, Any], message: str
         load(table, target="y", val_fraction=0.0, **words)["train"]
 
 
+def test_a_column_without_a_word_is_no_category(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", [(i, "", "s", i % 2) for i in range(20)])
+    with pytest.raises(DataError, match=r"data\.train\.categories=color: the column has no word"):
+        load(path, target="y", categories=["color"], fill=0.0, val_fraction=0.0)["train"]
+
+
+def test_a_column_named_like_a_word_of_another_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("color,color=red,y\n" + "red,1,0\nblue,0,1\n" * 10)
+    with pytest.raises(
+        DataError, match=r"data\.train\.categories=color: the table has a column 'color=red' too"
+    ):
+        load(str(tmp_path / "t.csv"), target="y", categories=["color"], val_fraction=0.0)["train"]
+
+
 def test_too_many_words_are_no_categories(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [(i, f"id{i}", "s", i % 2) for i in range(101)])
     with pytest.raises(DataError, match="column 'color' has more than 100 different words"):

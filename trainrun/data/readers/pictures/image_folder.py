@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -91,6 +91,11 @@ class ImageFolder:
         twin = copy.copy(self)
         twin.form = replace(self.form, dtype="uint8", only_bytes=True)
         return twin, Scale()
+
+    @property
+    def files(self) -> Iterator[Path]:
+        """The files of the samples, in their order."""
+        return (Path(self.sample_file(index)) for index in range(len(self)))
 
     def describe(self, index: int) -> str:
         """The file of a sample."""

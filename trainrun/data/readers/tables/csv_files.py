@@ -85,6 +85,12 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     columns = columns_in(training[0], dialect)
     goal = chosen_target(target, columns)
     columns_of_words = () if categories is None else named_columns(categories, columns, CATEGORIES)
+    for name in columns_of_words:
+        if alike := [one for one in columns if one.startswith(f"{name}=")]:
+            raise DataError(
+                f"{CATEGORIES}={name}: the table has a column {alike[0]!r} too, which is named like a word of {name}; "
+                "rename it"
+            )
     inputs, named_words = without_words(inputs, columns_of_words)
     names = chosen_inputs(inputs, goal, columns, groups)
     if unused := [name for name in columns_of_words if name not in names]:
@@ -135,6 +141,10 @@ def find_categories(files: Sequence[Path], choice: TableChoice) -> Categories:
                     f"{files[block.file]}: column {name!r} has more than {MOST_CATEGORIES} different words, too many "
                     "for categories; leave it out by naming the others, as data.train.inputs=[a,b]"
                 )
+    if without := [name for name, words in found.items() if not words]:
+        raise DataError(
+            f"{CATEGORIES}={without[0]}: the column has no word in the training data; leave it out"
+        )
     return tuple((name, words or tuple(sorted(found[name]))) for name, words in choice.categories)
 
 
