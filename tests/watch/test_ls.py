@@ -67,19 +67,24 @@ def test_a_run_whose_process_is_gone_is_dead(tmp_path: Path, capsys: pytest.Capt
         (["--filter", "lr<0.03"], ["b", "a"]),
         (["--filter", "val/acc>=0.7", "--filter", "optimizer.lr!=0.02"], ["c"]),
         (["--filter", "state=done", "--sort", "name"], ["a", "b", "c"]),
-        (["--filter", "nothing=1"], []),
+        (["--filter", "best>5"], []),
+        (["--filter", "model=cnn"], ["b"]),  # the option of a group
+        (["--filter", "state=failed"], []),
     ],
 )
 def test_rows_are_sorted_and_filtered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], names: list[str]
 ) -> None:
     for name, rate, value, time in (("a", 0.01, 0.5, 1e9), ("b", 0.02, 0.9, 2e9), ("c", 0.03, 0.7, 3e9)):
-        make(tmp_path / name, value=value, time=time, config={"optimizer": {"lr": rate}})
+        words_of = ("model=cnn", "hydra.run.dir=/x") if name == "b" else ("model=mlp",)
+        make(tmp_path / name, words_of, value=value, time=time, config={"optimizer": {"lr": rate}})
     rows = listed(capsys, str(tmp_path), *words)
     assert [row[0] for row in rows[1:]] == names if names else rows[0][:2] == ["no", "run"]
 
 
-@pytest.mark.parametrize("words", [["--filter", "lr"], ["--sort", "nothing"], ["nowhere"]])
+@pytest.mark.parametrize(
+    "words", [["--filter", "lr"], ["--filter", "nothing=1"], ["--sort", "nothing"], ["nowhere"]]
+)
 def test_what_cannot_be_listed_is_refused(tmp_path: Path, words: list[str]) -> None:
     make(tmp_path / "a")
     assert main(["ls", *([] if words == ["nowhere"] else [str(tmp_path)]), *words]) == 2

@@ -135,7 +135,8 @@ def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
     if run.checkpoints.is_dir():
         if longer := longer_limit(summary, facts.config.get("trainer") or {}):
             commands.append(f"{COMMAND} resume {folder} {longer}")
-        commands.append(f"{COMMAND} evaluate {folder}")
+        if (facts.config.get("data") or {}).get("val") is not None:
+            commands.append(f"{COMMAND} evaluate {folder}")
     if run.metrics.is_file():
         commands.append(f"{COMMAND} report {folder}")
     return commands

@@ -19,12 +19,12 @@
 
   // ---- numbers and ticks -------------------------------------------------------------------------------------
 
-  function formatNumber(value, digits = 4) {
+  function formatNumber(value, mostPlain = 1e9) {
     if (value === null || !Number.isFinite(value)) return String(value);
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-3 || size >= 1e9)) return value.toExponential(2).replace(/\.?0+e/, "e");
+    if (size !== 0 && (size < 1e-3 || size >= mostPlain)) return value.toExponential(2).replace(/\.?0+e\+?/, "e");
     if (Number.isInteger(value) || size >= 1e5) return Math.round(value).toLocaleString("en-US");
-    return String(Number(value.toPrecision(digits)));
+    return String(Number(value.toPrecision(4)));
   }
 
   function formatTime(seconds) {
@@ -190,7 +190,7 @@
       for (const tick of (this.y.log ? logTicks : linearTicks)(this.y.low, this.y.high, 5)) {
         const y = this.y.pixel(tick);
         this.picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }));
-        this.picture.append(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, formatNumber(tick)));
+        this.picture.append(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, formatNumber(tick, 1e5)));
       }
       const name = this.zoom ? `${this.axis} (double-click shows all)` : this.axis;
       this.picture.append(svg("text", { class: "axis", x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 5, "text-anchor": "middle" }, name));

@@ -95,16 +95,20 @@ def describe_loss_difference(histories: dict[str, History]) -> str:
     for history in histories.values():
         rows = history.of("train")
         begins = [0, *(row["step"] for row in rows)]  # a loss is the mean since the row before
-        losses.append(
-            {(start, row["step"]): row.get("train/loss") for start, row in zip(begins, rows, strict=False)}
-        )
+        found: dict[tuple[int, int, str], Any] = {
+            (row["step"], start, "train/loss"): row.get("train/loss")
+            for start, row in zip(begins, rows, strict=False)
+        }
+        for row in history.of("eval"):
+            found |= {(row["step"], -1, name): row[name] for name in row if name.endswith("/loss")}
+        losses.append(found)
     both = sorted(set.intersection(*map(set, losses)))
     if not both:
         return ""
     other = [steps for steps in both if len({one[steps] for one in losses}) > 1]
     if not other:
-        return f"losses are equal, bit for bit, at all {len(both)} common log points"
-    return f"losses differ from step {other[0][1]:,} on"
+        return f"losses are equal, bit for bit, at all {len({step for step, *_ in both})} common log points"
+    return f"losses differ from step {other[0][0]:,} on"
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:

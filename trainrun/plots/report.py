@@ -43,6 +43,7 @@ def draw_report(run: RunDir) -> Path:
     environment |= {f"packages.{one}": installed[one] for one in SHOWN_PACKAGES if one in installed}
     packages = "\n".join(f"{one}=={version}" for one, version in installed.items())
     changed = changed_settings(run)
+    charts = charts_html(metric_charts(curves_in(history.in_order)))
     parts = [
         page.heading(name, level=1),
         page.paragraph(str(run.root)),
@@ -52,8 +53,8 @@ def draw_report(run: RunDir) -> Path:
         ),
         page.code("Settings that differ from the defaults", "\n".join(changed)),
         page.code("Command", again_command(run, changed)),
-        page.heading("Curves"),
-        charts_html(metric_charts(curves_in(history.in_order))),
+        page.heading("Curves") if charts else "",
+        charts,
         evaluation_table(history),
         *class_tables(history),
         page.pictures(pictures_in_order(run)),

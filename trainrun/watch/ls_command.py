@@ -26,6 +26,7 @@ from trainrun.sweep.jobs import load_sweep
 from trainrun.sweep.table import ranked
 from trainrun.watch.follow import somebody_in
 
+FOLDERS = ("output_dir", "hydra.")  # settings that say where a run lies
 MOST_DEEP = 4  # folders below the one that is listed
 PAGE = "runs.html"
 COLUMNS = ("name", "state", "age", "best", "what differs", "time")
@@ -48,9 +49,9 @@ class Listed:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings that were given, without the folder."""
+        """The settings and options that were given, without the folder."""
         pairs = (word.lstrip("+").partition("=") for word in self.status.get("overrides", []))
-        return {key: value for key, equals, value in pairs if equals and key != "output_dir"}
+        return {key: value for key, equals, value in pairs if equals and not key.startswith(FOLDERS)}
 
     @property
     def changed(self) -> float:
@@ -62,9 +63,14 @@ class Listed:
         return flat(read_config(self.run))
 
     def value_of(self, key: str) -> Any:
-        """Return the best value, if `key` is the metric that the run is judged by, or a setting; None of neither."""
-        if key == self.status.get("monitor"):
+        """Return the best value (`best`, or the metric that the run is judged by), a setting or the option of a group.
+
+        None where the run has none of that name.
+        """
+        if key in ("best", self.status.get("monitor")):
             return self.status.get("value")
+        if key in self.settings:
+            return self.settings[key]
         if key in ("time", "seconds"):
             return self.status.get("seconds")
         if key in ("state", "name"):
@@ -98,11 +104,16 @@ def main(argv: list[str]) -> int:
     folder = named_folder(words.folder or ("runs" if Path("runs").is_dir() else "."))
     if not folder.is_dir():
         raise ConfigError(f"ls {words.folder}: no such folder")
-    tests = [parse_filter(text) for text in words.filter]
-    listed = [one for one in runs_below(folder) if all(test(one) for test in tests)]
-    listed = in_order(listed, words.sort)
+    filters = [parse_filter(text) for text in words.filter]
+    found = list(runs_below(folder))
+    for one in filters:
+        if found and all(row.value_of(one.key) is None for row in found):
+            raise ConfigError(
+                f"--filter {one.key}: no run here has it; a metric is known where runs are judged by it"
+            )
+    listed = in_order([row for row in found if all(one.passes(row) for one in filters)], words.sort)
     if not listed:
-        say(f"no run is below {folder}" + (" that passes the filter" if tests else ""))
+        say(f"no run is below {folder}" + (" that passes the filter" if filters else ""))
         return EXIT_DONE
     rows = table_rows(listed)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -160,22 +171,29 @@ def listed_sweep(folder: Path, name: str) -> Listed:
     return Listed(f"{name}/", best.run, f"{done}/{len(jobs)} done", best.status, len(jobs))
 
 
-def parse_filter(text: str) -> Callable[[Listed], bool]:
-    """Return the test that `lr<1e-3` stands for. Raise ConfigError for a text that is no test."""
-    if (match := FILTER.fullmatch(text)) is None:
-        raise ConfigError(f"--filter {text}: must be KEY, one of {' '.join(SIGNS)}, and a value, as lr<1e-3")
-    key, sign, wanted = match["key"], match["sign"], match["value"]
+@dataclass(frozen=True)
+class RowFilter:
+    """The test that `lr<1e-3` stands for."""
 
-    def test(one: Listed) -> bool:
-        value = one.value_of(key)
+    key: str
+    sign: str
+    wanted: str
+
+    def passes(self, row: Listed) -> bool:
+        value = row.value_of(self.key)
         if value is None:
             return False
         try:
-            return SIGNS[sign](float(value), float(wanted))
+            return SIGNS[self.sign](float(value), float(self.wanted))
         except (TypeError, ValueError):  # no number: compared as text
-            return SIGNS[sign](str(value), wanted)
+            return SIGNS[self.sign](str(value), self.wanted)
 
-    return test
+
+def parse_filter(text: str) -> RowFilter:
+    """Raise ConfigError for a text that is no test."""
+    if (match := FILTER.fullmatch(text)) is None:
+        raise ConfigError(f"--filter {text}: must be KEY, one of {' '.join(SIGNS)}, and a value, as lr<1e-3")
+    return RowFilter(match["key"], match["sign"], match["value"])
 
 
 def in_order(listed: list[Listed], key: str) -> list[Listed]:
