@@ -22,7 +22,7 @@
   function formatNumber(value, mostPlain = 1e9) {
     if (value === null || !Number.isFinite(value)) return String(value);
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-3 || size >= mostPlain)) return value.toExponential(2).replace(/\.?0+e\+?/, "e");
+    if (size !== 0 && (size < 1e-3 || size >= mostPlain)) return value.toExponential(2).replace(/\.?0*e\+?/, "e");
     if (Number.isInteger(value) || size >= 1e5) return Math.round(value).toLocaleString("en-US");
     return String(Number(value.toPrecision(4)));
   }
@@ -181,6 +181,7 @@
       const most = Math.max(2, Math.floor((width - LEFT - RIGHT) / 80)), { labels, unit } = this.data;
       const isTime = this.axis === "time";
       let ticks = (isTime ? timeTicks : this.x.log ? logTicks : linearTicks)(this.x.low, this.x.high, most);
+      if (this.axis === "step") ticks = ticks.filter(Number.isInteger);
       if (labels) ticks = labels.map((_, i) => i).filter(i => i % Math.ceil(labels.length / most) === 0);
       for (const tick of ticks) {
         const x = this.x.pixel(tick), text = labels ? labels[tick] : isTime ? formatTime(tick) : formatNumber(tick);
