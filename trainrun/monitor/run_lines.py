@@ -135,7 +135,8 @@ def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
     if run.checkpoints.is_dir():
         if longer := longer_limit(summary, facts.config.get("trainer") or {}):
             commands.append(f"{COMMAND} resume {folder} {longer}")
-        if (facts.config.get("data") or {}).get("val") is not None:
+        counted_or_endless = facts.num_val, (facts.config.get("data") or {}).get("val")
+        if any(found is not None for found in counted_or_endless):
             commands.append(f"{COMMAND} evaluate {folder}")
     if run.metrics.is_file():
         commands.append(f"{COMMAND} report {folder}")
