@@ -155,10 +155,9 @@
         return;
       }
       const range = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
-      const spans = shown.flatMap(one => [...(one.low ?? []), ...(one.high ?? [])]).filter(value => value !== null && !(this.log && value <= 0));
-      const [bottom, top] = range([...points.map(point => point[1]), ...spans]);
+      const [bottom, top] = range(points.map(point => point[1]));
       const [left, right] = this.zoom ?? range(points.map(point => point[0]));
-      this.x = scale(left, right, LEFT, width - RIGHT, this.data.xlog && left > 0);
+      this.x = scale(left, right, LEFT, width - RIGHT, false);
       this.y = scale(bottom, top, HEIGHT - BOTTOM, TOP, this.log);
       this.drawAxes(width);
       shown.forEach(one => this.drawSeries(one));
@@ -171,20 +170,19 @@
 
     /** What of a series is drawn now: its values over the chosen axis, and its means. */
     visible(one) {
-      const x = one.x[this.axis], weight = this.data.marks ? 0 : this.view.smoothing;
+      const x = one.x[this.axis], weight = this.view.smoothing;
       if (!weight) return { ...one, x };
       const unit = Math.min(...this.data.series.map(({ x: { [this.axis]: all } }) => (all.at(-1) - all[0]) / (all.length - 1)).filter(gap => gap > 0));
       return { ...one, x, smooth: smoothed(x, one.mean ?? one.y, weight, unit) };
     }
 
     drawAxes(width) {
-      const most = Math.max(2, Math.floor((width - LEFT - RIGHT) / 80)), { labels, unit } = this.data;
+      const most = Math.max(2, Math.floor((width - LEFT - RIGHT) / 80)), { unit } = this.data;
       const isTime = this.axis === "time";
-      let ticks = (isTime ? timeTicks : this.x.log ? logTicks : linearTicks)(this.x.low, this.x.high, most);
+      let ticks = (isTime ? timeTicks : linearTicks)(this.x.low, this.x.high, most);
       if (this.axis === "step") ticks = ticks.filter(Number.isInteger);
-      if (labels) ticks = labels.map((_, i) => i).filter(i => i % Math.ceil(labels.length / most) === 0);
       for (const tick of ticks) {
-        const x = this.x.pixel(tick), text = labels ? labels[tick] : isTime ? formatTime(tick) : formatNumber(tick);
+        const x = this.x.pixel(tick), text = isTime ? formatTime(tick) : formatNumber(tick);
         this.picture.append(svg("line", { class: "grid", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }));
         this.picture.append(svg("text", { x, y: HEIGHT - BOTTOM + 15, "text-anchor": "middle" }, text));
       }
@@ -211,15 +209,6 @@
           else if (piece.length) this.dot(...piece[0].split(","), one.color);
         }
       };
-      if (this.data.marks) {
-        one.y.forEach((value, i) => {
-          if (!this.isDrawn([one.x[i], value])) return;
-          const x = this.x.pixel(one.x[i]);
-          if (one.low && !(this.log && one.low[i] <= 0)) this.picture.append(svg("line", { x1: x, x2: x, y1: this.y.pixel(one.low[i]), y2: this.y.pixel(one.high[i]), stroke: one.color, "stroke-width": 2 }));
-          this.dot(x, this.y.pixel(value), one.color);
-        });
-        return;
-      }
       line(one.y, { "stroke-width": 1.6, opacity: one.smooth ? 0.25 : 1 });
       if (one.smooth) line(one.smooth, { "stroke-width": 2.2 });
     }
@@ -266,12 +255,11 @@
       cursor.setAttribute("x1", pixel);
       cursor.setAttribute("x2", pixel);
       cursor.setAttribute("visibility", "visible");
-      const place = this.data.labels ? this.data.labels[x] : this.axis === "time" ? formatTime(x) : formatNumber(x);
+      const place = this.axis === "time" ? formatTime(x) : formatNumber(x);
       this.tip.replaceChildren(html("b", {}, `${this.axis} ${place}`));
       for (const { one, i } of found) {
         const row = html("div"), value = (one.smooth ?? one.y)[i];
         row.append(html("span", {}, "■ "), `${one.name}: ${value === null ? "not finite" : formatNumber(value)}`);
-        if (one.low) row.append(` (${formatNumber(one.low[i])} to ${formatNumber(one.high[i])})`);
         if (one.x[i] !== x) row.append(` at ${this.axis === "time" ? formatTime(one.x[i]) : formatNumber(one.x[i])}`);
         row.firstChild.style.color = one.color;
         this.tip.append(row);
@@ -298,12 +286,10 @@
       select.append(...axes.map(axis => html("option", { value: axis, selected: axis === view.axis }, axis)));
       bar.append("over ", select);
     }
-    if (charts.some(chart => !chart.data.marks)) {
-      const slider = html("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: view.smoothing });
-      slider.setAttribute("aria-label", "smoothing");
-      slider.oninput = () => { view.smoothing = Number(slider.value); redraw(); };
-      bar.append(" smoothing ", slider);
-    }
+    const slider = html("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: view.smoothing });
+    slider.setAttribute("aria-label", "smoothing");
+    slider.oninput = () => { view.smoothing = Number(slider.value); redraw(); };
+    bar.append(" smoothing ", slider);
     bar.append(html("span", { className: "quiet" }, " drag to zoom, double-click for all"));
     return bar;
   }

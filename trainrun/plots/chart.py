@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -29,37 +29,29 @@ class Curve:
     """Values over one or more axes.
 
     axes: name -> positions in ascending order, of the length of `values`. values: may hold nan and inf, which interrupt
-    the line. low, high: the ends of an interval around each value.
+    the line.
     """
 
     name: str
     axes: Mapping[str, Floats]
     values: Floats
-    low: Floats | None = None
-    high: Floats | None = None
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture. marks: single points in place of lines. labels: of the positions 0, 1, ... of an axis of names."""
+    """One picture: the curves of a metric on one scale."""
 
     title: str
     curves: Sequence[Curve]
     unit: str = ""
-    marks: bool = False
-    labels: Sequence[str] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         """Return what `chart.js` reads. Its numbers have six digits."""
         series = [Series(np.empty(0), curve.values) for curve in self.curves]
-        positions = [Series(np.empty(0), values) for curve in self.curves for values in curve.axes.values()]
         return {
             "title": self.title,
             "unit": self.unit,
-            "marks": self.marks,
-            "labels": list(self.labels) or None,
             "log": wants_log_scale(series),
-            "xlog": self.marks and not self.labels and wants_log_scale(positions),
             "series": [_curve_to_json(curve) for curve in self.curves],
         }
 
@@ -73,8 +65,6 @@ def _curve_to_json(curve: Curve) -> dict[str, Any]:
     }
     if means is not None:
         found["mean"] = numbers(means)
-    if curve.low is not None and curve.high is not None:
-        found |= {"low": numbers(curve.low[index]), "high": numbers(curve.high[index])}
     return found
 
 

@@ -45,7 +45,6 @@ class Listed:
     run: RunDir
     state: str
     status: dict[str, Any]
-    jobs: int | None = None  # of a sweep
 
     @property
     def settings(self) -> dict[str, str]:
@@ -168,7 +167,7 @@ def listed_sweep(folder: Path, name: str) -> Listed:
     jobs = ranked(list(sweep.jobs.values()))
     best = listed_run(RunDir(folder / jobs[0].folder), name) if jobs else Listed(name, RunDir(folder), "", {})
     done = sum(job.result.state == "done" for job in jobs)
-    return Listed(f"{name}/", best.run, f"{done}/{len(jobs)} done", best.status, len(jobs))
+    return Listed(f"{name}/", best.run, f"{done}/{len(jobs)} done", best.status)
 
 
 @dataclass(frozen=True)
