@@ -63,7 +63,7 @@ VARYING = {
     r"\d+\.\d+(?= an item| for their halves)": "#",  # computed from random numbers
     r"KL [\d.e-]+ nats": "KL # nats",
     r"[\d.]+ %(?= of the reconstruction)": "# %",
-    r"/[^\s()]*/(?:site-packages|python3\.\d+)/(\S+) line \d+": r"\1",
+    r"[^\s()]*/(?:site-packages|python3\.\d+)/(\S+) line \d+": r"\1",
 }
 
 
