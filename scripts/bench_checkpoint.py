@@ -41,7 +41,7 @@ from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runtime.machine import host_memory, keep_freed_memory
+from trainrun.runtime.machine import host_memory, set_allocator
 from trainrun.train_state import SAVE_NONE, SAVE_NOW, TrainState
 
 ALONE = 6  # steps before a save
@@ -188,7 +188,7 @@ def way_of(name: str, training: Training, folder: Path) -> Any:
 def serve(connection: Connection, name: str, folder: Path, given: argparse.Namespace) -> None:
     """The process of one way: a turn whenever it is told to, until it is told that there are no more."""
     torch.set_num_threads(given.threads)
-    keep_freed_memory()
+    set_allocator("keep")
     training = Training(given.layers, given.width, given.batch, given.device)
     training.step()
     folder.mkdir()

@@ -64,7 +64,7 @@ FP8 = (
     "data.train.block_size=65", "trainer.max_epochs=null", "trainer.max_steps=300",
 )  # fmt: skip
 GRAPHS, STEP = ("trainer.cuda_graphs=true",), ("trainer.compile=step",)
-SHORT = ("trainer.max_steps=60", "monitor.sync_debug=true")
+SHORT = ("trainer.max_steps=60",)
 LARGE = (*GPT, *MIXED, "trainer.max_steps=200", "checkpoint.every_n_train_steps=50")
 
 # name: (phase, seconds, words). What is read from each: state, seconds, speed, peak memory, notes.
@@ -76,8 +76,6 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "lstm plain": ("bugs", 120, LSTM),
     "lstm graphs": ("bugs", 120, (*LSTM, *GRAPHS)),  # the validation losses of both must fall alike
     "fp8 ragged": ("bugs", 120, FP8),
-    "sync mlp": ("bugs", 90, (*MLP, *SHORT)),
-    "sync gpt": ("bugs", 90, (*SMALL, *STEPS, *SHORT)),
     "gpt plain": ("speed", 120, (*GPT, *MIXED)),
     "gpt one chunk": ("speed", 120, (*GPT, *MIXED, "task.loss_chunks=1")),
     "gpt compile": ("speed", 240, (*GPT, *MIXED, "trainer.compile=model")),

@@ -1,4 +1,4 @@
-"""What `trainer.cpu_allocator=auto` decides, and when."""
+"""What `trainer.cpu_allocator=auto` decides."""
 
 from __future__ import annotations
 
@@ -9,74 +9,64 @@ from typing import Any
 import pytest
 
 from trainrun.assemble import start_choices
-from trainrun.assemble.start_choices import FreedMemory
+from trainrun.assemble.start_choices import choose_allocator
 from trainrun.runtime import machine
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    made: list[str] = []
-
-    def done(name: str) -> Any:
-        return lambda: made.append(name) is None
-
-    monkeypatch.setattr(start_choices, "keep_freed_memory", done("keep"))
-    monkeypatch.setattr(start_choices, "return_freed_memory", done("return"))
-    monkeypatch.setattr(start_choices, "can_keep", lambda: True)
-    return made
+def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The rules that the C library was given."""
+    rules_set: list[str] = []
+    monkeypatch.setattr(start_choices, "set_allocator", lambda rule: rules_set.append(rule) is None)
+    monkeypatch.setattr(start_choices, "can_set_allocator", lambda: True)
+    return rules_set
 
 
-def rule(monkeypatch: pytest.MonkeyPatch, wanted: str, rough: float, device: str = "cpu",
-         ranks: int = 1) -> FreedMemory:  # fmt: skip
-    """Of a machine with 150 bytes."""
+def choose(monkeypatch: pytest.MonkeyPatch, rule: str, coming: float, device: str = "cpu",
+           ranks: int = 1) -> tuple[str, list[str]]:  # fmt: skip
+    """Return the choice on a machine with 150 bytes. coming: bytes that a step takes."""
     monkeypatch.setattr(start_choices, "free_bytes", lambda device: 150)
-    monkeypatch.setattr(start_choices, "rough_guess", lambda run: rough)
-    trainer = SimpleNamespace(cpu_allocator=wanted)
+    monkeypatch.setattr(start_choices, "rough_guess", lambda run: math.inf)
+    forecast = SimpleNamespace(memory_forecast=lambda run, rough: ("", coming))
+    monkeypatch.setattr(start_choices, "autotune", lambda lines: forecast)
+    trainer = SimpleNamespace(cpu_allocator=rule)
     parallel = SimpleNamespace(device=SimpleNamespace(type=device), local_world_size=ranks)
     run: Any = SimpleNamespace(config=SimpleNamespace(trainer=trainer), parallel=parallel)
-    return FreedMemory(run)
+    return choose_allocator(run)
 
 
 @pytest.mark.parametrize(
-    ("rough", "coming", "ranks", "early", "made"),
-    [
-        (50, 50, 1, ["keep"], ["keep"]),
-        (51, 50, 1, [], ["keep"]),
-        (51, 51, 1, [], []),
-        (30, 30, 2, [], []),
-        (25, 25, 2, ["keep"], ["keep"]),
-        (math.inf, math.inf, 1, [], []),
-    ],
+    ("coming", "ranks", "rule"),
+    [(50, 1, "keep"), (51, 1, "libc"), (25, 2, "keep"), (30, 2, "libc"), (math.inf, 1, "libc")],
 )
 def test_auto_keeps_where_memory_is_ample(
-    monkeypatch: pytest.MonkeyPatch, calls: list[str], rough: float, coming: float, ranks: int, early: list[str],
-    made: list[str],
-) -> None:  # fmt: skip
-    found = rule(monkeypatch, "auto", rough, ranks=ranks)
-    assert calls == early  # before anything is timed
-    told = found.line(coming)
-    assert calls == made
-    assert bool(told) == (not made)
+    monkeypatch: pytest.MonkeyPatch, rules: list[str], coming: float, ranks: int, rule: str
+) -> None:
+    choice, lines = choose(monkeypatch, "auto", coming, ranks=ranks)
+    assert (choice, rules) == (rule, ["keep"] if rule == "keep" else [])
+    assert bool(lines) == (rule == "libc")
 
 
 def test_other_devices_and_the_users_own_switches_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch, calls: list[str]
+    monkeypatch: pytest.MonkeyPatch, rules: list[str]
 ) -> None:
-    assert rule(monkeypatch, "auto", 1, device="cuda").line(1) == ""
-    assert rule(monkeypatch, "libc", 1).line(1) == ""
-    monkeypatch.setattr(start_choices, "can_keep", lambda: False)
-    assert rule(monkeypatch, "auto", 1).line(1) == ""
-    assert calls == []
+    assert choose(monkeypatch, "auto", 1, device="cuda") == ("libc", [])
+    assert choose(monkeypatch, "libc", 1) == ("libc", [])
+    monkeypatch.setattr(start_choices, "can_set_allocator", lambda: False)
+    assert choose(monkeypatch, "auto", 1) == ("libc", [])
+    assert rules == []
 
 
-@pytest.mark.parametrize("wanted", ["keep", "return"])
-def test_what_is_asked_for_is_done_or_said(
-    monkeypatch: pytest.MonkeyPatch, calls: list[str], wanted: str
+@pytest.mark.parametrize("rule", ["keep", "return"])
+def test_a_rule_is_set_or_the_screen_says_that_it_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, rules: list[str], rule: str
 ) -> None:
-    rule(monkeypatch, wanted, math.inf)
-    assert calls == [wanted]
-    monkeypatch.setattr(start_choices, f"{wanted}_freed_memory", lambda: False)
-    assert "no such switch" in rule(monkeypatch, wanted, 1).line(1)
+    assert choose(monkeypatch, rule, math.inf) == (rule, [])
+    assert rules == [rule]
+    monkeypatch.setattr(start_choices, "set_allocator", lambda rule: False)
+    choice, (line,) = choose(monkeypatch, rule, 1)
+    assert choice == "libc"
+    assert f"trainer.cpu_allocator={rule}" in line
 
 
 @pytest.mark.parametrize(
@@ -84,11 +74,27 @@ def test_what_is_asked_for_is_done_or_said(
     [("MALLOC_TRIM_THRESHOLD_", "1", False), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", False),
      ("GLIBC_TUNABLES", "glibc.cpu.x86_shstk=on", True)],
 )  # fmt: skip
-def test_the_environment_goes_first(
+def test_variables_of_the_environment_have_priority(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: bool
 ) -> None:
-    for each in (*machine.USERS, "GLIBC_TUNABLES"):
+    for each in (*machine.GLIBC_VARIABLES, "GLIBC_TUNABLES"):
         monkeypatch.delenv(each, raising=False)
-    monkeypatch.setattr(machine, "_glibc", lambda name: object())
+    monkeypatch.setattr(machine, "glibc_function", lambda name: object())
     monkeypatch.setenv(name, value)
-    assert machine.can_keep() is allowed
+    assert machine.can_set_allocator() is allowed
+
+
+@pytest.mark.parametrize(("accepts", "calls"), [(True, [(-1, -1), (-3, 2**31 - 1)]),
+                                                (False, [(-1, -1), (-3, 2**31 - 1), (-4, 0)])])  # fmt: skip
+def test_an_old_glibc_keeps_memory_without_maps(
+    monkeypatch: pytest.MonkeyPatch, accepts: bool, calls: list[tuple[int, int]]
+) -> None:
+    made: list[tuple[int, int]] = []
+
+    def mallopt(parameter: int, value: int) -> int:
+        made.append((parameter, value))
+        return int(accepts or parameter != machine.M_MMAP_THRESHOLD)
+
+    monkeypatch.setattr(machine, "glibc_function", lambda name: mallopt)
+    assert machine.set_allocator("keep")
+    assert made == calls

@@ -32,7 +32,6 @@ BREAKS: tuple[dict[str, Any], ...] = (
     {"trainer.deterministic": True, "trainer.benchmark": True},
     {"trainer.detect_anomaly": True, "precision.mode": "16-mixed"},
     {"trainer.detect_anomaly": True, **COMPILED},
-    {"monitor.sync_debug": True, "parallel.accelerator": "cpu"},
     {"init_from": "a.pt", "ckpt_path": "run"},
     {"checkpoint.adapter_only": True},
     {"init.skip": ["head.*"]},

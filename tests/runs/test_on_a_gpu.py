@@ -213,7 +213,7 @@ def test_gradients_add_up_under_cuda_graphs_of_inductor() -> None:
 )
 def test_no_step_waits_for_the_gpu(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """But the first ones, in which models and batches are looked at, and those that are recorded."""
-    monkeypatch.setattr(building, "seen_step", lambda config, step, *rest: strictly(step, first=6))
+    monkeypatch.setattr(building, "add_layer_table", lambda config, step: strictly(step, first=6))
     run(*words, "monitor.log_every_n_steps=10")
 
 

@@ -56,12 +56,12 @@ from trainrun.assemble.run_plan import (
 )
 from trainrun.assemble.start_choices import Chosen, decide_numbers, limit_outputs
 from trainrun.assemble.step_function import (
+    add_layer_table,
     build_accumulate,
     build_counting,
     build_log,
     build_step,
     checked_step,
-    seen_step,
 )
 from trainrun.assemble.unread_settings import check_nodes_are_read
 from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
@@ -244,7 +244,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     counting = build_counting(config, model, task, parallel, site.phases)
     compile_log = build_log(config, monitors, site.phases)
     step, own_step = build_step(config, task, calls, device, compile_log)
-    step = seen_step(config, step, device, monitors.note)
+    step = add_layer_table(config, step)
     step = checked_step(step, trainer.check_task and site.is_new, task, model)
     hooks = build_hooks(config, site, frozen)
     check_nodes_are_read(site.typed, config, sources)

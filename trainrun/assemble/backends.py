@@ -17,7 +17,6 @@ from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
 from trainrun.precision.autocast import is_tiny, matmul_note, set_matmul
-from trainrun.runtime.machine import kept_host_memory
 
 FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share
 SMALLEST = 1e-40  # below the smallest float32 with all its bits
@@ -32,7 +31,7 @@ ROUNDING = (
 
 @contextmanager
 def kept_backends() -> Iterator[None]:
-    """Restore at the end what `set_backends`, `set_threads` and `FreedMemory` change: a notebook runs on."""
+    """Restore at the end what `set_backends` and `set_threads` change: a notebook runs on."""
     determined, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = DETERMINISM.fill_uninitialized_memory
@@ -40,7 +39,7 @@ def kept_backends() -> Iterator[None]:
     anomaly = torch.is_anomaly_enabled()
     restore_rounding = kept_rounding()
     try:
-        with kept_host_memory(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", OF_TORCH)
             yield
     finally:

@@ -17,13 +17,12 @@ from trainrun.config.schema import RunConfig, with_values
 from trainrun.instantiate import satellite
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision import autocast
-from trainrun.runtime.machine import can_keep, free_bytes, keep_freed_memory, return_freed_memory
+from trainrun.runtime.machine import can_set_allocator, free_bytes, set_allocator
 from trainrun.training.components import Components
 
 AMPLE: Final = 1 / 3  # of the free memory may come: holes that fit no other tensor can double it
 OUTPUTS: Final = 1 / 2  # of the free memory may be filled by what a model gives out, and its loss
 UPDATE_BYTES: Final = 16  # of a parameter, to come: its gradient, two averages, and one of its values
-NO_SWITCH: Final = "the C library of this machine has no such switch"
 WITHOUT: Final = "what is left open is chosen by rules alone, and no memory is forecast"
 
 Chosen = dict[str, str]  # what RUN.json holds, by name
@@ -87,42 +86,32 @@ def limit_outputs(task: Any, model: nn.Module, parallel: Parallel, chosen: Chose
     limit_memory(int(chosen["logits_bytes"]))
 
 
-def choose_memory(run: Components) -> list[str]:
-    """Decide what becomes of freed memory. Returns lines to show. Every rank calls it."""
+def choose_allocator(run: Components) -> tuple[str, list[str]]:
+    """Set what becomes of freed host memory (`trainer.cpu_allocator`). Return the rule, and lines to show.
+
+    Every rank calls it, and decides for itself: no number depends on it.
+    """
     lines: list[str] = []
-    memory, tuner = FreedMemory(run), autotune(lines)
-    line, coming = "", math.inf
-    if tuner is not None:
-        line, coming = tuner.memory_forecast(run, rough_guess(run))
-    return [text for text in (*lines, memory.line(coming), line) if text]
+    coming, rule = rough_guess(run), run.config.trainer.cpu_allocator
+    if (tuner := autotune(lines)) is not None:
+        line, coming = tuner.memory_forecast(run, coming)
+        lines.append(line)
+    if rule == "auto":
+        rule, line = choose_rule(run.parallel, coming)
+        lines.append(line)
+    if rule != "libc" and not set_allocator(rule):
+        lines.append(f"trainer.cpu_allocator={rule}: the C library of this machine has no such switch")
+        rule = "libc"
+    return rule, [line for line in lines if line]
 
 
-class FreedMemory:
-    """`trainer.cpu_allocator` of one run. Every rank decides for itself: no number depends on it."""
-
-    def __init__(self, run: Components) -> None:
-        """Set it at once, unless only a forecast can tell whether memory is ample."""
-        self._free = free_bytes(run.parallel.device) / run.parallel.local_world_size
-        self._told, wanted = "", run.config.trainer.cpu_allocator
-        self._open = wanted == "auto" and run.parallel.device.type == "cpu" and can_keep()
-        if wanted == "keep" and not keep_freed_memory():
-            self._told = f"trainer.cpu_allocator: keep, but {NO_SWITCH}"
-        if wanted == "return":
-            done = return_freed_memory()
-            self._told = f"trainer.cpu_allocator: {'tensors of 1 MB or more go back' if done else NO_SWITCH}"
-        self._decide(rough_guess(run))
-
-    def line(self, coming: float) -> str:
-        """For the first lines of the run. coming: bytes that a step will take, about."""
-        self._decide(coming)
-        if self._open:
-            self._told = "trainer.cpu_allocator: libc, memory may become scarce (keep may be faster)"
-        return self._told
-
-    def _decide(self, coming: float) -> None:
-        if self._open and coming <= AMPLE * self._free:
-            keep_freed_memory()
-            self._open = False
+def choose_rule(parallel: Parallel, coming: float) -> tuple[str, str]:
+    """Return the rule of `trainer.cpu_allocator=auto`, and a line to show. coming: bytes that a step takes, about."""
+    if parallel.device.type != "cpu" or not can_set_allocator():
+        return "libc", ""
+    if coming <= AMPLE * free_bytes(parallel.device) / parallel.local_world_size:
+        return "keep", ""
+    return "libc", "trainer.cpu_allocator: libc, memory may become scarce (keep may be faster)"
 
 
 def rough_guess(run: Components) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from trainrun.config.schema import RunConfig
-from trainrun.errors import ConfigError
 from trainrun.interfaces import Counting, Parallel, counts_before
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.runtime.collector import freeze_more
@@ -89,25 +88,11 @@ def checked_step(step: Step, wanted: bool, *parts: Any) -> Step:
     return Checked(step)
 
 
-def seen_step(
-    config: RunConfig,
-    step: Step,
-    device: torch.device,
-    note: Callable[[str], None],
-) -> Step:
-    """Return the step, watched where that was asked for."""
-    if config.monitor.summary:
-        from trainrun.training.checks.layer_table import WithLayerTable
-
-        is_eager = config.trainer.compile.scope == "off" and not config.trainer.cuda_graphs
-        step = WithLayerTable(step, is_eager)
-    if not config.monitor.sync_debug:
+def add_layer_table(config: RunConfig, step: Step) -> Step:
+    """Return a step that shows the table of layers in its first call, if `monitor.summary` asks for it."""
+    if not config.monitor.summary:
         return step
-    if device.type != "cuda":
-        raise ConfigError(
-            f"monitor.sync_debug=true: looks for what makes the host wait for a CUDA device, and this run is on "
-            f"{device.type}; use monitor.sync_debug=false"
-        )
-    from trainrun.training.checks.sync_debug import Watched
+    from trainrun.training.checks.layer_table import WithLayerTable
 
-    return Watched(step, note)
+    is_eager = config.trainer.compile.scope == "off" and not config.trainer.cuda_graphs
+    return WithLayerTable(step, is_eager)

@@ -187,10 +187,6 @@ RULES = (
          lambda c: c.trainer.detect_anomaly and (_is_compiled(c) or c.trainer.cuda_graphs),
          "sees single operations, which a compiled model or a CUDA graph has no more",
          "use trainer.compile.scope=off and trainer.cuda_graphs=false"),
-    Rule("monitor.sync_debug=true",
-         lambda c: c.monitor.sync_debug and c.parallel.accelerator in ("cpu", "mps"),
-         "does not go with parallel.accelerator={c.parallel.accelerator}: looks for what makes the host wait for a "
-         "CUDA device", "use monitor.sync_debug=false"),
     Rule("init_from={c.init_from}",
          lambda c: c.init_from is not None and c.ckpt_path is not None and not c.checkpoint.adapter_only,
          "ckpt_path takes over a whole state", LEAVE_ONE),

@@ -404,7 +404,6 @@ class MonitorConfig:
     )
     metrics_file: bool = setting(True, "metrics.jsonl in the run folder")
     hardware: bool = setting(True, "memory and load of the machine, in the metrics")
-    sync_debug: bool = setting(False, "names the lines that make the host wait for a GPU")
     plots: bool = setting(True, "draw them at the end", read_by="the end of a run")
     verbose: bool = setting(True, "one line for every validation")
     summary: bool = setting(

@@ -95,8 +95,6 @@ def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
         lines.append(format_entry("compute", compute_line(summary)))
     if summary.get("throughput_limits"):
         lines.append(format_entry("bottleneck", bottleneck_line(summary)))
-    if summary.get("hidden_syncs") is not None:
-        lines.append(format_entry("waits", waits_line(summary["hidden_syncs"])))
     if summary.get("idle"):
         lines.append(format_entry("idle", summary["idle"]))
     for key, count in (summary.get("listener_faults") or {}).items():
@@ -176,14 +174,6 @@ def bottleneck_line(summary: Mapping[str, Any]) -> str:
     if facts["limit"] == "load":
         return f"loading: it delivers {load} {unit}, the model could take {train}"
     return f"the model: it can take {train} {unit}, loading could deliver {load}"
-
-
-def waits_line(counts: Mapping[str, int]) -> str:
-    """Return `2 lines of a step made the host wait for the GPU: /home/me/my_net.py:14 (900 times), ...`."""
-    if not counts:
-        return "no line of a step made the host wait for the GPU"
-    lines = ", ".join(f"{line} ({count} times)" for line, count in counts.items())
-    return f"{counted(len(counts), 'line')} of a step made the host wait for the GPU: {lines}"
 
 
 def phases_line(seconds: Mapping[str, float]) -> str:

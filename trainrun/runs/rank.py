@@ -17,7 +17,7 @@ from torch import nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
-from trainrun.assemble.start_choices import Chosen, choose_memory, chosen_before
+from trainrun.assemble.start_choices import Chosen, choose_allocator, chosen_before
 from trainrun.assemble.unread_settings import check_settings_are_read
 from trainrun.checkpoint.files import committed_steps
 from trainrun.config.schema import RunConfig, stop_recording
@@ -39,6 +39,7 @@ from trainrun.parallel.single import Single
 from trainrun.runs.failures import end_hung, on_trial
 from trainrun.runs.loop_errors import explained
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
+from trainrun.runtime.machine import return_kept_memory
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.watchdog import Hung, Watchdog
 from trainrun.seeding import derive_seed, seed_everything
@@ -118,7 +119,10 @@ def train_once(
                 type(module).train is not nn.Module.train
             ):  # it may do more than set modes, as keep norms from training
                 module.train(module.training)
-        facts = replace(facts, choices=(*facts.choices, *choose_memory(run)))
+        allocator, lines = choose_allocator(run)
+        if allocator == "keep":  # a notebook goes on after the run
+            closing.callback(return_kept_memory)
+        facts = replace(facts, choices=(*facts.choices, *lines))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         state = first_state(run, run_dir, config, resume, back)
         if listeners is not None:
@@ -272,11 +276,6 @@ def note_commit(run_dir: RunDir) -> None:
 
 def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:
     """How the training ended, as it stands in the last row, in `status.json` and on the screen."""
-    hidden: dict[str, Any] = {}
-    if run.config.monitor.sync_debug:
-        from trainrun.training.checks.sync_debug import hidden_syncs
-
-        hidden = hidden_syncs(run.step)
     return {
         "reason": state.stop_reason,
         "monitor": run.triggers.best.metric,
@@ -289,7 +288,6 @@ def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str,
         **run.monitors.speeds(state.items * run.parallel.world_size / max(state.seconds, 1e-9)),
         "skipped_steps": state.skipped_steps,
         "num_parameters": facts.num_parameters,
-        **hidden,
         **({} if run.compile_log is None else run.compile_log.summary()),
         "metrics": {
             name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")

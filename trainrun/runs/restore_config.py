@@ -177,8 +177,7 @@ def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.d
 def without_gpu(config: RunConfig) -> RunConfig:
     """Without what only a GPU's training has."""
     return with_values(config, {
-        "trainer.cuda_graphs": False, "trainer.activation_offload": False, "monitor.sync_debug": False,
-        "trainer.cpu_offload": "none",
+        "trainer.cuda_graphs": False, "trainer.activation_offload": False, "trainer.cpu_offload": "none",
     })  # fmt: skip
 
 

@@ -1,12 +1,10 @@
 """What this machine has left: cores and memory; and what becomes of the host memory of freed tensors.
 
-That stays for the next step, or goes back to the system:
-
-what: switches of glibc's allocator, which gives blocks of more than 32 MB back at once, and has them cleared again page
-    by page at the next step. `keep`: blocks up to 2 GB stay. `return`: tensors of a megabyte or more go back at once,
-    so that no holes between tensors that live on add up. No number changes.
-when: `keep`, where forward and backward run on the CPU and memory is ample (`auto` looks); `return`, where peak memory
-    counts, above all with trainer.gradient_checkpointing. when not: `keep` next to others who need the memory.
+what: switches of glibc's allocator, which returns blocks of more than 32 MB at once. The system then clears them again,
+    page by page, in the next step. `keep`: blocks of up to 2 GB stay with the process. `return`: tensors of a megabyte
+    or more are returned at once, so that no holes add up between tensors that live on. No number changes.
+when: `keep`, where forward and backward run on the CPU and memory is ample (`auto` estimates it); `return`, where peak
+    memory counts, above all with trainer.gradient_checkpointing. when not: `keep` beside others who need the memory.
 source: https://man7.org/linux/man-pages/man3/mallopt.3.html. gain: see `trainrun help measurements`.
 """
 
@@ -15,67 +13,48 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h of glibc
-MOST_MAPS = 65536  # glibc's own M_MMAP_MAX
-SMALL_BYTES = 1 << 20
-LARGEST_BYTES = 2**31 - 1  # an int; larger tensors go back
-USUAL_BYTES = 32 << 20  # where glibc's own rule ends up once a tensor as large was freed
-USERS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
-_kept = False
+SWITCHES = {
+    "keep": ((M_TRIM_THRESHOLD, -1), (M_MMAP_THRESHOLD, 2**31 - 1)),
+    "return": ((M_MMAP_THRESHOLD, 1 << 20),),
+    "libc": ((M_TRIM_THRESHOLD, 64 << 20), (M_MMAP_THRESHOLD, 32 << 20), (M_MMAP_MAX, 65536)),  # its defaults
+}
+GLIBC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 
-def can_keep() -> bool:
-    """Whether there is a switch, and nobody has set it outside."""
-    outside = any(name in os.environ for name in USERS) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    return not outside and _glibc("mallopt") is not None
+def can_set_allocator() -> bool:
+    """Return whether the C library has the switches, and no variable of the environment has set them."""
+    by_variable = any(name in os.environ for name in GLIBC_VARIABLES)
+    is_set = by_variable or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    return not is_set and glibc_function("mallopt") is not None
 
 
-def keep_freed_memory() -> bool:
-    """For the rest of the process, or until `kept_host_memory` ends. Whether the C library could."""
-    global _kept
-    # glibc before 2.35 allows no threshold above 32 MB
-    if not (_set(M_MMAP_THRESHOLD, LARGEST_BYTES) or _set(M_MMAP_MAX, 0)):
+def set_allocator(rule: str) -> bool:
+    """Set what becomes of freed host memory, for the rest of the process. Return whether the C library can."""
+    mallopt = glibc_function("mallopt")
+    if mallopt is None:
         return False
-    _kept = _set(M_TRIM_THRESHOLD, -1)
-    return _kept
+    successes = [mallopt(parameter, value) == 1 for parameter, value in SWITCHES[rule]]
+    if rule == "keep" and not successes[-1]:  # glibc before 2.35 allows no threshold above 32 MB
+        successes[-1] = mallopt(M_MMAP_MAX, 0) == 1
+    return all(successes)
 
 
-@contextmanager
-def kept_host_memory() -> Iterator[None]:
-    """Give back at the end what is kept inside: a notebook runs on."""
-    global _kept
-    before = _kept
-    try:
-        yield
-    finally:
-        if _kept and not before:
-            _kept = False
-            _set(M_MMAP_MAX, MOST_MAPS)
-            _set(M_MMAP_THRESHOLD, USUAL_BYTES)
-            _set(M_TRIM_THRESHOLD, 2 * USUAL_BYTES)
-            if (trim := _glibc("malloc_trim")) is not None:
-                trim(0)
+def return_kept_memory() -> None:
+    """Go back from `keep` to the defaults of the C library, and return the free memory to the system."""
+    set_allocator("libc")
+    if (malloc_trim := glibc_function("malloc_trim")) is not None:
+        malloc_trim(0)
 
 
-def return_freed_memory() -> bool:
-    """For the rest of the process: glibc cannot go back to its own rule. Whether the C library could."""
-    return _set(M_MMAP_THRESHOLD, SMALL_BYTES)
-
-
-def _set(parameter: int, value: int) -> bool:
-    mallopt = _glibc("mallopt")
-    return mallopt is not None and mallopt(parameter, value) == 1
-
-
-def _glibc(name: str) -> ctypes._NamedFuncPointer | None:
+def glibc_function(name: str) -> Any:
+    """Return a function of the C library, or None where there is none of this name."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 

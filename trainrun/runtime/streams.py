@@ -1,15 +1,7 @@
-"""The three standard streams of a process: closed, full or broken ones end no training and change no exit code.
-
-A descriptor that is closed (`>&-`) is opened on the null device, before a file of the run could get its number. A
-stream that can no longer be written leads there from then on; characters that its encoding lacks are written as
-similar ones; where nobody closed it on purpose, as a pipe's reader
-does (`| head`), standard error says so once.
-"""
+"""Standard output and error: where nobody reads them any more, or their disk is full, the run goes on without them."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import io
 import os
 import sys
@@ -17,55 +9,33 @@ from typing import Any, TextIO
 
 from trainrun.output import SUBSTITUTE
 
-NAMES = ("stdin", "stdout", "stderr")
 
-
-class Output(io.FileIO):
-    """A descriptor whose faults are not raised."""
+class LossyOutput(io.FileIO):
+    """A descriptor that leads to the null device from its first write error on, so that no print ends a run."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BlockingIOError:
             raise
-        except OSError as error:
-            lead_nowhere(self.fileno())
-            if error.errno != errno.EPIPE:
-                name = NAMES[self.fileno()]
-                with contextlib.suppress(OSError):
-                    os.write(2, f"trainrun: {name}: {error.strerror}; what follows is not shown\n".encode())
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
             return len(data)
 
 
-def lead_nowhere(descriptor: int) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, descriptor)
-    os.close(null)
-
-
 def guard_streams() -> None:
-    """At the start of a process of ours, before it opens a file."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
-            os.set_inheritable(descriptor, True)
-    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115  (until the process ends)
-    sys.stdout, sys.stderr = guarded(sys.stdout, 1), guarded(sys.stderr, 2)
+    """Put `LossyOutput` below standard output and error. Call it where a process starts."""
+    sys.stdout, sys.stderr = wrap_output(sys.stdout), wrap_output(sys.stderr)
 
 
-def guarded(stream: TextIO | None, descriptor: int) -> TextIO:
-    """The same stream with `Output` below it."""
-    raw = Output(descriptor, "w", closefd=False)
-    if stream is None:  # it was closed; its number may be a file's by now
-        return open(os.devnull, "w", encoding="utf-8")
-    if not isinstance(stream, io.TextIOWrapper):
+def wrap_output(stream: TextIO) -> TextIO:
+    """Return the same stream over `LossyOutput`; it writes characters that its encoding lacks as similar ones."""
+    if not isinstance(stream, io.TextIOWrapper):  # closed, or that of another program
         return stream
-    direct = stream.write_through
-    strict = stream.errors in ("strict", "surrogateescape")  # they raise where the encoding lacks a character
+    raw = LossyOutput(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
-        raw if direct else io.BufferedWriter(raw),  # as Python does it with -u
-        encoding=stream.encoding, errors=SUBSTITUTE if strict else stream.errors,
-        line_buffering=stream.line_buffering, write_through=direct,
+        raw if stream.write_through else io.BufferedWriter(raw),  # as Python does it with -u
+        stream.encoding, SUBSTITUTE, line_buffering=stream.line_buffering, write_through=stream.write_through,
     )  # fmt: skip
