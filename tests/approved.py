@@ -57,6 +57,10 @@ VARYING = {
     r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[\w-]+-[0-9a-f]{8}": "RUN",
     r"[\d,]+ are free": "# are free",
     r"process \d+ on \S+": "process # on HOST",
+    r"process \d+(?=: SIG)": "process #",
+    r"[\d.]+ of [\d.]+ GB of memory are free now, this process holds [\d.]+ GB": "# GB of memory are free",
+    r"[\d.]+[GT]B of memory are free; use data.cache=pool:\d+MB": "# of memory are free; use data.cache=pool:#",
+    r"(?<=on their way were the samples )\d[\d, ]*": "#",
     r"rank \d+ failed": "rank # failed",
     r"\b(?=\d*[a-f])[0-9a-f]{12,64}\b": "HASH",
     r"torch \d+\.\d+\.\d+[\w+.]*": "torch VERSION",
@@ -64,6 +68,7 @@ VARYING = {
     r"KL [\d.e-]+ nats": "KL # nats",
     r"[\d.]+ %(?= of the reconstruction)": "# %",
     r"[^\s()]*/(?:site-packages|python3\.\d+)/(\S+) line \d+": r"\1",
+    r"(\.py) line \d+": r"\1 line #",
 }
 
 
@@ -115,7 +120,9 @@ def add_text(name: str, text: str) -> None:
 
 
 @contextmanager
-def refused(kind: type[BaseException], *keys: str) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+def refused(
+    kind: type[BaseException] | tuple[type[BaseException], ...], *keys: str
+) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """The block raises `kind`; its message names each key, and is the approved one."""
     __tracebackhide__ = True
     with pytest.raises(kind) as caught:

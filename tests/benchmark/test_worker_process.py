@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from approved import refused
 
 from trainrun.benchmark.diagnose.ablations import ABLATIONS
 from trainrun.benchmark.measured_run import MeasuredRun
@@ -133,9 +134,9 @@ def test_a_run_that_cannot_start_says_why(pool: WorkerPool) -> None:
         "model.in_features=-3",
         "model.out_features=2",
     ]
-    with pytest.raises(WorkerFailed, match="RuntimeError"):
+    with refused(WorkerFailed):
         pool.start(compose_run([*linear, "seed=1"]).config)
-    with pytest.raises(ConfigError, match="loop"):
+    with refused(ConfigError):
         pool.start(compose_run(["loop._target_=my.fit", "seed=1"]).config)
 
 

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from approved import refused
 from torch.utils.data import Dataset, IterableDataset
 
 from trainrun.data.engines import choice
@@ -117,23 +118,23 @@ def test_threads_and_their_reasons(source, changes, line):
 @pytest.mark.parametrize("changes", [{"engine": "threads"}, {"num_threads": 1}, {"num_threads": 2}])
 def test_threads_only_for_a_source_that_says_it_is_safe(changes):
     for training in (True, False):
-        with pytest.raises(DataError, match="thread_safe = True"):
+        with refused(DataError):
             open_batches(Samples(), options(training=training, **changes))
 
 
 @pytest.mark.parametrize(
-    ("source", "changes", "message"),
+    ("source", "changes", "key"),
     [
-        (DATA, {"num_threads": 2, "num_workers": 2}, "data.num_threads=2: data.num_workers=2 is given too;"),
+        (DATA, {"num_threads": 2, "num_workers": 2}, "data.num_threads"),
         (DATA, {"engine": "resident", "transform": list},
-         "data.engine=resident: data.transform needs single samples"),
-        (DATA, {"transform": 3}, "data.transform: a int cannot be called with a sample"),
-        (Stream(), {"engine": "threads"}, "data.engine=threads: data.train is an IterableDataset; .*num_workers=1"),
-        (Stream(), {"on_error": "skip"}, "data.on_error=skip: data.train is an IterableDataset"),
+         "data.engine=resident"),
+        (DATA, {"transform": 3}, "data.transform"),
+        (Stream(), {"engine": "threads"}, "data.engine=threads"),
+        (Stream(), {"on_error": "skip"}, "data.on_error=skip"),
     ],
 )  # fmt: skip
-def test_what_is_refused(source, changes, message):
-    with pytest.raises(DataError, match=message):
+def test_what_is_refused(source, changes, key):
+    with refused(DataError, key):
         open_batches(source, options(**changes))
 
 

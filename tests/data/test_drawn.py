@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from approved import refused
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from trainrun.data.augment.augmented import NamedAugmentation
@@ -193,9 +194,7 @@ def test_sets_by_name_are_one():
     more = joined({"a": Said(), "b": Subset(Said(), [0, 87])}, "data.train")
     assert (facts_of(more).class_counts, facts_of(more).class_names) == ((61, 25, 4), ("a", "b", "c"))
     unlike = Arrays((torch.arange(2), LABELS[:2]), ("x", "y"))
-    with pytest.raises(
-        DataError, match=r"data.train.b: its classes .x, y.* are not those of data.train.a .a, b, c"
-    ):
+    with refused(DataError, "data.train.b", "data.train.a"):
         joined({"a": Said(), "b": unlike}, "data.train")
 
 
@@ -260,9 +259,8 @@ def test_a_column_of_a_table_weighs_its_rows(form, tables):
         counts = Counter(i for part in opened(drawn, parts["train"]).epoch(1) for i in part.indices.tolist())
         share = (x[rows] % 4) / (x[rows] % 4).sum() * len(rows)
         assert all(abs(counts[i] - one) < 1 for i, one in enumerate(share))
-    for name, fault in (("bad", "has weight -1; must be"), ("zero", "all weights are 0"), ("word", "number"),
-                        ("nope", "has no column")):  # fmt: skip
-        with pytest.raises(DataError, match=fault):
+    for name in ("bad", "zero", "word", "nope"):
+        with refused(DataError):
             weighted({"": source}, name, len(x))
 
 
@@ -271,7 +269,7 @@ def test_weights_of_named_sets_are_one_behind_the_other(tables):
     _, drawn = training_set(both, Asked("weighted", "w"), [])
     (a,), (b,) = (weighted({"": one}, "w", 144).ends[-1:] for one in both.values())
     assert drawn.ends[-1] == a + b
-    with pytest.raises(DataError, match=r"data.weights=w: data.train.c has none, and data.train.a has"):
+    with refused(DataError, "data.weights", "data.train.c", "data.train.a"):
         weighted({"a": both["a"], "c": Said()}, "w", 144 + N)
 
 
@@ -281,23 +279,23 @@ class Streamed(torch.utils.data.IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "key"),
     [
-        (partial(balanced, torch.arange(5)), "data.sampling=balanced: data.train has no labels in memory"),
-        (partial(balanced, (torch.zeros(2, 3), torch.zeros(2, 3).long())), "has no single class for each sample"),
-        (partial(balanced, (torch.zeros(2), torch.tensor([-1, 0]))), "has label -1, which is no class"),
-        (partial(weighted, {"": Said()}, [1.0, 2.0], N), r"data.weights=\[1.0, 2.0\]: holds 2 weights, and"),
-        (partial(weighted, {"": Said()}, [0.0] * N, N), "all weights are 0"),
-        (partial(weighted, {"": Said()}, [1.0, float("nan")], 2), "sample 1 has weight nan; must be 0 or more"),
-        (partial(weighted, {"": Said()}, "nope.npy", N), "data.weights=nope.npy: data.train has no column"),
-        (partial(weighted, {"": Said()}, "class_names", N), "data.weights=class_names: must be one number a sample"),
-        (partial(mixed, {"a": 1, "b": 2}, {"a": 5, "b": 0}), "data.mix: data.train.b has no samples"),
-        (partial(fold_of, Said(), 100, 0, False), "data.folds=100: data.train has 88 samples; at most so many"),
-        (partial(fold_of, (torch.zeros(9),), 2, 0, True), "data.stratified=true: data.train has no class"),
-        (partial(training_set, {"": Streamed()}, Asked("balanced"), []), "data.sampling=balanced: data.train is an It"),
-        (partial(training_set, {"a": Streamed()}, Asked(), []), "data.train.a is an IterableDataset"),
+        (partial(balanced, torch.arange(5)), "data.sampling=balanced"),
+        (partial(balanced, (torch.zeros(2, 3), torch.zeros(2, 3).long())), ""),
+        (partial(balanced, (torch.zeros(2), torch.tensor([-1, 0]))), ""),
+        (partial(weighted, {"": Said()}, [1.0, 2.0], N), "data.weights"),
+        (partial(weighted, {"": Said()}, [0.0] * N, N), ""),
+        (partial(weighted, {"": Said()}, [1.0, float("nan")], 2), ""),
+        (partial(weighted, {"": Said()}, "nope.npy", N), "data.weights=nope.npy"),
+        (partial(weighted, {"": Said()}, "class_names", N), "data.weights=class_names"),
+        (partial(mixed, {"a": 1, "b": 2}, {"a": 5, "b": 0}), "data.mix"),
+        (partial(fold_of, Said(), 100, 0, False), "data.folds=100"),
+        (partial(fold_of, (torch.zeros(9),), 2, 0, True), "data.stratified=true"),
+        (partial(training_set, {"": Streamed()}, Asked("balanced"), []), "data.sampling=balanced"),
+        (partial(training_set, {"a": Streamed()}, Asked(), []), "data.train.a"),
     ],
 )  # fmt: skip
-def test_refusals(make, words):
-    with pytest.raises(DataError, match=words):
+def test_refusals(make, key):
+    with refused(DataError, key):
         make()

@@ -3,6 +3,7 @@ import random
 
 import pytest
 import torch
+from approved import refused
 from torch.utils.data import IterableDataset
 
 from trainrun.data.pipeline import open_batches
@@ -117,7 +118,7 @@ def test_a_validation_that_may_have_no_end_is_told_beforehand():
 
 @pytest.mark.parametrize("count", [10, 12])
 def test_a_length_that_is_not_true(count):
-    with pytest.raises(DataError, match=f"len.. of Sized says 11 samples, but its iterator gave {count}"):
+    with refused(DataError, "Sized", "11 samples", str(count)):
         list(opened(Sized(count, 11)).epoch(0))
 
 
@@ -140,19 +141,19 @@ def test_faults(workers):
     assert "stopped at batch 4 of an epoch, but an epoch now has 4" in fault(Stream(), start=4)
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    ({"num_workers": 2}, "data.num_workers=2: data.train is an IterableDataset.* use 0 or 1"),
-    ({"engine": "resident"}, "data.engine=resident: data.train is an IterableDataset"),
-    ({"engine": "threads"}, "data.engine=threads: data.train is an IterableDataset"),
-    ({"on_error": "skip"}, "data.on_error=skip: data.train is an IterableDataset"),
-    ({"cache": "memory"}, "data.cache=memory: data.train is an IterableDataset, which is read anew"),
-    ({"limit": 0.5}, "trainer.limit_train_batches=0.5: data.train has no length"),
-    ({"padding": "bucket"}, "data.padding=bucket: data.train is an IterableDataset"),
+@pytest.mark.parametrize(("words", "key"), [
+    ({"num_workers": 2}, "data.num_workers"),
+    ({"engine": "resident"}, "data.engine=resident"),
+    ({"engine": "threads"}, "data.engine=threads"),
+    ({"on_error": "skip"}, "data.on_error=skip"),
+    ({"cache": "memory"}, "data.cache=memory"),
+    ({"limit": 0.5}, "trainer.limit_train_batches=0.5"),
+    ({"padding": "bucket"}, "data.padding=bucket"),
 ])  # fmt: skip
-def test_refused_settings(words, said):
-    with pytest.raises(DataError, match=said):
+def test_refused_settings(words, key):
+    with refused(DataError, key):
         opened(Stream(), **words)
-    with pytest.raises(DataError, match=r"data.batch_size=30: larger than the data"):
+    with refused(DataError, "data.batch_size=30"):
         opened(Sized(), batch_size=30)
 
 

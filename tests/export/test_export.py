@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from approved import approve
+from approved import approve, refused
 from PIL import Image
 from safetensors import SafetensorError
 
@@ -370,7 +370,7 @@ def test_an_output_object_gives_its_logits() -> None:
     logits = torch.zeros(2, 3)
     assert output_tensors(SimpleNamespace(logits=logits, hidden=torch.ones(2))) is logits
     assert len(output_tensors({"a": logits, "b": (logits, [logits])})) == 3
-    with pytest.raises(ConfigError, match="without tensors"):
+    with refused(ConfigError):
         output_tensors(SimpleNamespace(other=logits))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from approved import refused
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -124,7 +125,7 @@ def test_noise_that_is_given_to_the_vae_is_the_only_chance() -> None:
     torch.manual_seed(0)
     model, x, noise = Vae((7,), 3), torch.randn(4, 7), torch.randn(4, 3)
     assert torch.equal(model(x, noise).reconstruction, model(x, noise).reconstruction)
-    with pytest.raises(ValueError, match=r"noise\.size=1: must be model\.latent_dim=3"):
+    with refused(ValueError, "noise.size", "model.latent_dim"):
         model(x, noise[:, :1])  # would be the same in every dimension
     assert not torch.equal(model(x, noise).reconstruction, model(x, -noise).reconstruction)
     assert not torch.equal(model(x).reconstruction, model(x).reconstruction)
@@ -135,9 +136,9 @@ def test_noise_that_is_given_to_the_vae_is_the_only_chance() -> None:
 
 
 def test_what_is_no_picture_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"in_shape=\[28, 28\] must be \[channels, height, width\]"):
+    with refused(ValueError):
         Cnn([28, 28], 10)
-    with pytest.raises(ValueError, match="too small: pictures of 4 x 4"):
+    with refused(ValueError):
         Mobilenet([1, 3, 8], 10)
-    with pytest.raises(ValueError, match="body=conv: .* is no picture"):
+    with refused(ValueError, "body=conv"):
         Vae([7], body="conv")

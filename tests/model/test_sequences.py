@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from approved import refused
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -121,7 +122,7 @@ def test_padding_behind_the_tokens_changes_nothing(outputs: str) -> None:
 
 def test_heads_that_do_not_fit_and_a_sequence_beyond_the_context_are_refused() -> None:
     for words in ({"width": 18, "heads": 4}, {"width": 6, "heads": 2}):
-        with pytest.raises(ValueError, match="even multiple of heads"):
+        with refused(ValueError):
             Gpt(11, **words)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"context=24: a sequence of the data has 25 tokens; "):
+    with refused(ValueError, "context=24"):
         gpt()(tokens(1, 25))

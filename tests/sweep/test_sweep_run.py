@@ -96,7 +96,7 @@ def test_the_folders_of_a_run_and_of_a_sweep_are_not_taken_for_each_other(tmp_pa
         run_sweep(["lr=0.1,0.3"], run.root, command)
     (sweep / "sweep.json").touch()
     for opened in (open_run, find_run):
-        with pytest.raises(ConfigError, match="the folder of a sweep.*: name one of its runs, as 0-lr=0.1"):
+        with refused(ConfigError, "lr=0.1"):
             opened(str(sweep))
 
 

@@ -36,12 +36,12 @@ def test_without_a_target_one_can_predict_and_not_train(batch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "form"),
-    [((X, Y, Y), "a tuple of 3 parts"), ({"y": Y}, "a dict with y"), ("xy", "a str")],
+    "batch",
+    [(X, Y, Y), {"y": Y}, "xy"],
 )
-def test_other_forms_are_named(batch: Any, form: str) -> None:
+def test_other_forms_are_named(batch: Any) -> None:
     for read in (inputs_and_target, inputs_and_maybe_target):
-        with pytest.raises(DataError, match=form):
+        with refused(DataError):
             read(batch)
 
 

@@ -165,7 +165,7 @@ def test_labels_outside_the_classes_are_found_in_the_first_batch_and_later() -> 
     x, y = pairs()
     task = Classification()
     for wrong in (5, -1, -100):
-        with pytest.raises(DataError, match=f"{wrong}.*gives 5 classes, 0 to 4"):
+        with refused(DataError, str(wrong), "5 classes"):
             task.step(MODEL, (x, torch.full_like(y, wrong)))
     task.step(MODEL, (x, y))
     with refused(DataError):

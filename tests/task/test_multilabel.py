@@ -45,16 +45,16 @@ def test_f1_and_accuracy_are_those_of_all_samples_however_they_are_cut() -> None
 
 
 @pytest.mark.parametrize(
-    ("error", "target", "message"),
+    ("error", "target", "key"),
     [
-        (DataError, Y + 1, "the targets lie between 1 and 2, but task=multilabel needs 0 or 1"),
-        (DataError, Y[None], r"the targets have shape \(1, 12, 4\), but"),
-        (PluginError, Y[:, 0], r"needs that of the targets, \(12, 1\); .*use task=classification"),
-        (PluginError, Y[:, :3], r"the output has shape \(12, 4\), but task=multilabel needs"),
+        (DataError, Y + 1, "task=multilabel"),
+        (DataError, Y[None], ""),
+        (PluginError, Y[:, 0], "task=classification"),
+        (PluginError, Y[:, :3], "task=multilabel"),
     ],
 )
-def test_what_does_not_fit_is_refused(error: type[Exception], target: torch.Tensor, message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_what_does_not_fit_is_refused(error: type[Exception], target: torch.Tensor, key: str) -> None:
+    with refused(error, key):
         MultiLabel().step(MODEL, (X, target))
 
 
@@ -78,7 +78,7 @@ def test_weights_of_another_number_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int64])
 def test_classification_sends_multi_hot_targets_here(kind: torch.dtype) -> None:
-    with pytest.raises((DataError, PluginError), match="choose task=multilabel"):
+    with refused((DataError, PluginError), "task=multilabel"):
         Classification().step(MODEL, (X, Y.to(kind)))
 
 

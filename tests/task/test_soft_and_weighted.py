@@ -134,7 +134,7 @@ def test_soft_and_hard_targets_are_each_checked_at_their_first_batch() -> None:
     with refused(PluginError):
         task.step(Same(), (x, y[:, :4]))
     for wrong in (y * 2, -y, (y > 0.2).float()):
-        with pytest.raises(DataError, match="no probabilities of classes"):
+        with refused(DataError):
             task.step(Same(), (x, wrong))
     with refused(DataError):
         task.step(Same(), (x, y[:, 0]))

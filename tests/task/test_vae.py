@@ -76,12 +76,12 @@ def test_the_model_gets_the_noise_of_the_batch() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     x = some(2, 3)
-    for output, text in [
-        ((some(2, 3), some(2, 4)), "needs \\(reconstruction, mean, log_var\\)"),
-        ((some(2, 4), some(2, 4), some(2, 4)), "the shape of the inputs"),
-        ((some(2, 3), some(2, 4), some(2, 5)), "latent_dim"),
+    for output in [
+        (some(2, 3), some(2, 4)),
+        (some(2, 4), some(2, 4), some(2, 4)),
+        (some(2, 3), some(2, 4), some(2, 5)),
     ]:
-        with pytest.raises(PluginError, match=text):
+        with refused(PluginError):
             Vae().step(Fixed(*output), x)
     with refused(DataError):
         Vae(likelihood="bernoulli").step(Fixed(some(2, 3), some(2, 4), some(2, 4)), x)

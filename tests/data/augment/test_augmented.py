@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
+from approved import refused
 from torch import Tensor
 
 from trainrun.data.augment.augmented import Augmented, NamedAugmentation, augmented
@@ -138,9 +138,7 @@ def test_faults_name_the_augmentation() -> None:
     def tokens(batch: Any, draws: Draws) -> Any:
         return (batch[0].flatten(1), batch[1])
 
-    with pytest.raises(
-        DataError, match=r"^data\.augment\.crop: needs images \(B, C, H, W\).*shape \(10, 48\)"
-    ):
+    with refused(DataError, "data.augment.crop"):
         next(Augmented(Stream(Plan(N, 10)), named(flat=tokens, crop=RandomCrop()), 0).epoch(0))
-    with pytest.raises(PluginError, match=r"^data\.augment\.mine: returned nothing"):
+    with refused(PluginError, "data.augment.mine"):
         next(Augmented(Stream(Plan(N, 10)), named(mine=lambda batch, draws: None), 0).epoch(0))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from approved import refused
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -105,18 +106,14 @@ def test_even_micro_batches_are_the_joined_batch(mix: MixUp | CutMix) -> None:
 
 def test_batches_that_cannot_be_mixed_are_refused() -> None:
     x, y = batch()
-    with pytest.raises(DataError, match="num_classes are needed, for example num_classes=10"):
+    with refused(DataError, "num_classes=10"):
         MixUp()((x, y), draws())
-    with pytest.raises(DataError, match=r"class numbers of shape \(8, 2\)"):
+    with refused(DataError):
         CutMix(1.0, CLASSES)((x, y[:, None].expand(8, 2)), draws())
-    with pytest.raises(
-        DataError, match="num_classes=3: but the labels of the first batch lie between 0 and 4"
-    ):
+    with refused(DataError, "num_classes=3"):
         CutMix(1.0, 3)((x, y), draws())
-    with pytest.raises(
-        DataError, match=r"needs floating-point images, not torch\.uint8; let trainrun.*Normalize"
-    ):
+    with refused(DataError, "torch.uint8"):
         MixUp(1.0, CLASSES)((x.to(torch.uint8), y), draws())
     for lonely in (x, (x,), {"image": x}, (x, "label")):
-        with pytest.raises(DataError, match="this batch has none"):
+        with refused(DataError):
             MixUp(1.0, CLASSES)(lonely, draws())

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from approved import refused
 from cache_sources import SAMPLES, AtOnce, Made, in_child, reads_in, same, start
 
 from trainrun.data.cache import fingerprint
@@ -63,7 +64,7 @@ def test_a_copy_opens_the_file_again(kind, tmp_path, log):
     assert reads_in(log) == counts
     the_file(tmp_path / "c").unlink()
     assert same(kept[3], SAMPLES[kind](3))  # still open
-    with pytest.raises(DataError, match="is gone or damaged"):
+    with refused(DataError):
         pickle.loads(text)
 
 
@@ -238,7 +239,7 @@ def test_a_file_under_the_wrong_name_is_not_taken(tmp_path):
 def test_a_cut_while_it_is_read(tmp_path):
     kept = on_disk(Made("tokens"), tmp_path)
     cut(10)(the_file(tmp_path))
-    with pytest.raises(DataError, match="was cut while it was read"):
+    with refused(DataError):
         kept[39]
 
 
@@ -332,7 +333,7 @@ def test_a_failed_builder_leaves_nothing(tmp_path):
                 raise KeyboardInterrupt
             return super().__getitem__(index)
 
-    with pytest.raises(DataError, match="KeyboardInterrupt"):
+    with refused(DataError):
         on_disk(Stops(), tmp_path)
     assert files_in(tmp_path) == []
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from approved import refused
 from cache_sources import Made, in_child, same
 
 from trainrun.cli.main import main
@@ -142,7 +143,7 @@ def test_one_that_is_larger_than_the_limit_is_refused_before_it_is_built(
 ) -> None:
     other = closed(1, tmp_path, 100)
     limit_to(monkeypatch, 0.3)
-    with pytest.raises(DataError, match=room.LIMIT):
+    with refused(DataError, room.LIMIT):
         built(2, tmp_path)
     assert other.exists(), "nothing was removed for it"
 
@@ -152,7 +153,7 @@ def test_a_limit_that_is_no_number_is_refused(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(room.LIMIT, text)
-    with pytest.raises(DataError, match=f"{room.LIMIT}={text}"):
+    with refused(DataError, f"{room.LIMIT}={text}"):
         built(1, tmp_path)
 
 

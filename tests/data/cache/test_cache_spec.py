@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from approved import refused
 
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
@@ -32,9 +33,7 @@ def test_what_is_allowed(text, mode, num_bytes, folder):
     ["memmory", "pool", "pool:3x", "pool:500", "pool:3ib", "pool:0MB", "pool:-1MB", "disk:", "memory:2GB"],
 )
 def test_what_is_refused(text):
-    with pytest.raises(
-        ValueError, match=r"must be none, memory, pool:<size> \(pool:500MB, pool:2GiB\) or disk:<folder>"
-    ):
+    with refused(ValueError):
         parse_cache(text)
 
 

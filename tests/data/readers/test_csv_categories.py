@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from approved import refused
 
 import trainrun
 from trainrun.cli.main import main
@@ -59,52 +60,50 @@ def test_other_files_have_the_categories_of_training(table: str, tmp_path: Path)
     assert list(named.input_columns) == ["a", "color=blue", "color=red", "size=s1"]
     assert inputs_of(named) == [[1, 0, 1, 1], [2, 0, 1, 1]]
     write(tmp_path / "other.csv", [(1, "pink", "s1", 0)])
-    with pytest.raises(DataError, match=r"other\.csv line 2: column 'color' is 'pink', no category"):
+    with refused(DataError, "other.csv", "'color'", "'pink'"):
         load(table, val_path=other, **words)["val"]
 
 
 def test_a_missing_word_is_refused_unless_something_stands_for_missing_values(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [*ROWS, ("", "", "s0", 1)])
-    with pytest.raises(DataError, match=r"line 26: column 'a' is missing|line 26: column 'color' is missing"):
+    with refused(DataError, "line 26"):
         load(path, target="y", categories=["color", "size"], val_fraction=0.0)["train"]
     train = load(path, target="y", categories=["color", "size"], fill=-1, val_fraction=0.0)["train"]
     assert inputs_of(train)[-1] == [-1, 0, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "key"),
     [
-        ({"categories": ["colour"]}, "data.train.categories=colour: no such column"),
-        ({"categories": ["size"]}, "column 'color' is 'red', not a number.*data.train.categories"),
+        ({"categories": ["colour"]}, "data.train.categories=colour"),
+        ({"categories": ["size"]}, "'color'"),
         (
             {"categories": ["color", "size"], "inputs": ["a", "color"]},
-            "data.train.categories=size: is no input",
+            "data.train.categories=size",
         ),
-        ({"categories": ["color", "size"], "shape": [7]}, "data.shape=.7.: needs 7 numbers a row"),
+        ({"categories": ["color", "size"], "shape": [7]}, "data.shape"),
     ],
 )
-def test_wrong_words_are_refused(table: str, words: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_wrong_words_are_refused(table: str, words: dict[str, Any], key: str) -> None:
+    with refused(DataError, key):
         load(table, target="y", val_fraction=0.0, **words)["train"]
 
 
 def test_a_column_without_a_word_is_no_category(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [(i, "", "s", i % 2) for i in range(20)])
-    with pytest.raises(DataError, match=r"data\.train\.categories=color: the column has no word"):
+    with refused(DataError, "data.train.categories=color"):
         load(path, target="y", categories=["color"], fill=0.0, val_fraction=0.0)["train"]
 
 
 def test_a_column_named_like_a_word_of_another_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("color,color=red,y\n" + "red,1,0\nblue,0,1\n" * 10)
-    with pytest.raises(
-        DataError, match=r"data\.train\.categories=color: the table has a column 'color=red' too"
-    ):
+    with refused(DataError, "data.train.categories=color", "color=red"):
         load(str(tmp_path / "t.csv"), target="y", categories=["color"], val_fraction=0.0)["train"]
 
 
 def test_too_many_words_are_no_categories(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", [(i, f"id{i}", "s", i % 2) for i in range(101)])
-    with pytest.raises(DataError, match="column 'color' has more than 100 different words"):
+    with refused(DataError, "'color'"):
         load(path, target="y", categories=["color", "size"])["train"]
 
 

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from approved import refused
 
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.open_files import Kept
@@ -81,10 +82,8 @@ def test_numbers_are_divided_at_random_and_classes_in_proportion():
     assert len(held_out(np.arange(50), 0.2, 0)[1]) == 10, "too many different numbers to be classes"
     assert len(held_out(np.zeros((50, 2), np.int64), 0.2, 0)[1]) == 10
     assert len(held_out(np.arange(50, dtype=np.uint64) % 2, 0.2, 0)[1]) == 10
-    for fraction, side in ((0.001, "validation"), (0.999, "training")):
-        with pytest.raises(
-            DataError, match=rf"val_fraction={fraction}: of 50 samples it leaves none for {side}"
-        ):
+    for fraction in (0.001, 0.999):
+        with refused(DataError, f"val_fraction={fraction}"):
             held_out(np.zeros(50), fraction, 0)
-    with pytest.raises(DataError, match="val_fraction=1.5: must be at least 0 and below 1"):
+    with refused(DataError, "val_fraction=1.5"):
         held_out(np.zeros(50), 1.5, 0)

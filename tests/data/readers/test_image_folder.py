@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 from dataclasses import replace
 from pathlib import Path
 from unicodedata import normalize
@@ -12,6 +11,7 @@ from unicodedata import normalize
 import numpy as np
 import pytest
 import torch
+from approved import refused
 from PIL import Image
 from torch.utils.data import default_collate
 
@@ -176,7 +176,7 @@ def test_a_damaged_picture_of_a_whole_batch_is_named_and_can_be_skipped(tmp_path
     bad = source.describe(4)
     Path(bad).write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     recipe, key = Recipe(Preparation(), seed=0, key="data.train"), Key(0, [3, 4, 5], True, False)
-    with pytest.raises(DataError, match=re.escape(bad)):
+    with refused(DataError, bad):
         BatchReader(source, recipe).read(key)
     found = BatchReader(source, replace(recipe, skips=True)).read(key)
     assert found.indices == [3, 5]
@@ -242,7 +242,7 @@ def test_damaged_pictures_name_the_file(tmp_path):
         assert fault(tmp_path, val_path=str(tmp_path)).startswith(f"{file}: {message}")
     source = load(str(tmp_path), val_path=str(tmp_path))["train"]
     file.unlink()
-    with pytest.raises(DataError, match=f"{file}: cannot be read: No such file"):
+    with refused(DataError, str(file)):
         source[0]
 
 

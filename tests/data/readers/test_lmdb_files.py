@@ -5,6 +5,7 @@ import threading
 import lmdb
 import numpy as np
 import pytest
+from approved import refused
 
 from trainrun.data.readers.records.lmdb_file import key_of, load
 from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
@@ -53,7 +54,7 @@ def test_any_keys_count_in_their_order_where_nothing_is_said(tmp_path):
     data = whole(tmp_path / "a.lmdb")
     assert data[0].shape == (3, 4, 5)
     assert data[2].tolist() == [0, 1, 2]
-    with pytest.raises(DataError, match=r"key b'bad': neither a sample .*pickled objects"):
+    with refused(DataError):
         data[1]
 
 
@@ -101,29 +102,29 @@ def test_damage_is_named(tmp_path):
     write(tmp_path / "a.lmdb", samples(200))
     content = (tmp_path / "a.lmdb").read_bytes()
     (tmp_path / "cut.lmdb").write_bytes(content[: 3 * 4096])
-    with pytest.raises(DataError, match=r"cut\.lmdb: cut short: 12288 bytes, but its pages need"):
+    with refused(DataError, "cut.lmdb"):
         whole(tmp_path / "cut.lmdb")
     (tmp_path / "text.lmdb").write_bytes(b"no pages here" * 1000)
-    with pytest.raises(DataError, match=r"text\.lmdb: not an LMDB environment"):
+    with refused(DataError, "text.lmdb"):
         whole(tmp_path / "text.lmdb")
     write(tmp_path / "short.lmdb", samples(3) | {META_KEY: encode_facts(Facts(4))})
-    with pytest.raises(DataError, match=r"short\.lmdb: holds 3 records, but its entry __meta__ says 4"):
+    with refused(DataError, "short.lmdb"):
         whole(tmp_path / "short.lmdb")
     write(tmp_path / "meta.lmdb", {META_KEY: b"[]"})
-    with pytest.raises(DataError, match=r"meta\.lmdb: its entry __meta__ is damaged"):
+    with refused(DataError, "meta.lmdb"):
         whole(tmp_path / "meta.lmdb")
     write(tmp_path / "one.lmdb", {b"0": encode_sample(np.ones(9))[:-8]})
-    with pytest.raises(DataError, match=r"one\.lmdb, key b'0': cut short or damaged"):
+    with refused(DataError, "one.lmdb"):
         whole(tmp_path / "one.lmdb")[0]
 
 
 def test_places_that_are_none(tmp_path):
-    with pytest.raises(DataError, match="data.path: name an LMDB environment"):
+    with refused(DataError, "data.path"):
         load(None)["train"]
-    with pytest.raises(DataError, match="no such place"):
+    with refused(DataError):
         whole(tmp_path / "none.lmdb")
-    with pytest.raises(DataError, match="no data.mdb in this folder"):
+    with refused(DataError, "data.mdb"):
         whole(tmp_path)
     write(tmp_path / "empty.lmdb", {})
-    with pytest.raises(DataError, match="there is no record in it"):
+    with refused(DataError):
         whole(tmp_path / "empty.lmdb")

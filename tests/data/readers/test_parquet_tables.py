@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from approved import refused
 from PIL import Image
 
 from trainrun.data.look import digest_of
@@ -182,7 +183,7 @@ def test_several_files_and_a_row_in_an_error(tmp_path, monkeypatch):
     assert "c.parquet: has the column 'z', which" in fault(str(tmp_path))
     named = whole(str(tmp_path), inputs="x", fill=-1)
     assert len(named.tensors[0]) == 7
-    with pytest.raises(DataError, match=r"c.parquet: has the column 'z', which"):
+    with refused(DataError, "c.parquet", "'z'"):
         named.column("z")
 
 
@@ -225,7 +226,7 @@ def test_a_missing_cell_leaves_the_other_rows_readable(path, tmp_path, column, s
     source, intact = (whole(file, inputs=column, target="none") for file in (other, path))
     for i in (4, 6, N - 1):
         np.testing.assert_array_equal(source[i], intact[i])
-    with pytest.raises(DataError, match=f"other.parquet row 5: column '{column}' is missing"):
+    with refused(DataError, "other.parquet row 5", f"'{column}'"):
         source[5]
     if column == "tokens":
         assert source.lengths.tolist() == [0 if i == 5 else len(tokens) for i, tokens in enumerate(TOKENS)]
@@ -316,7 +317,7 @@ def test_lists_of_one_length_are_gathered_as_columns(tmp_path, store):
 def test_two_columns_of_one_name_are_named(tmp_path):
     path = tmp_path / "twice.parquet"
     pq.write_table(pa.table([[1, 2], [3, 4], [0, 1]], names=["a", "a", "y"]), path)
-    with pytest.raises(DataError, match="two columns are called 'a'; names must differ"):
+    with refused(DataError, "'a'"):
         load(str(path), val_fraction=0.5)["train"]
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from approved import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,7 +79,7 @@ def test_other_readers_of_safetensors_open_it_and_their_files_are_samples():
     "part", [{1, 2}, object(), None, (1, (2, object())), {"a": {"b": None}}, np.array(["a"])]
 )
 def test_other_parts_are_refused(part):
-    with pytest.raises(TypeError, match="allowed"):
+    with refused(TypeError):
         encode_sample((1, part))
 
 

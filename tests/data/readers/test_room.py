@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from approved import refused
 
 from trainrun.data.readers import column_store
 from trainrun.data.readers import free_space as room
@@ -83,7 +84,7 @@ def test_an_npz_whose_header_asks_for_more_than_it_holds(tmp_path):
 def test_idx(tmp_path, little_memory):
     file = tmp_path / "images.gz"
     file.write_bytes(gzip.compress(b"\0\0\x08\x02" + struct.pack(">2I", 1000, 1000) + b"\0" * 10**6))
-    with pytest.raises(DataError, match=r"needs 2\.0 MB of memory, but 1\.0 MB are free"):
+    with refused(DataError):
         idx.read_idx(file)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from approved import refused
 
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files
@@ -108,7 +109,7 @@ def test_a_file_that_is_shortened_is_told_at_the_next_read(
 def test_a_file_that_is_shorter_when_it_is_opened_is_named(tmp_path: Path) -> None:
     source, file = lines(tmp_path)
     os.truncate(file, 100)
-    with pytest.raises(DataError, match=r"a\.txt.*shorter"):
+    with refused(DataError, "a.txt"):
         source[5]
 
 

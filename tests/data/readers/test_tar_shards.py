@@ -7,6 +7,7 @@ import tarfile
 
 import numpy as np
 import pytest
+from approved import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -97,14 +98,14 @@ def with_size(field: bytes) -> bytes:
     ids=range(6),
 )  # fmt: skip
 def test_sizes_that_lie_are_refused(tmp_path, field):
-    with pytest.raises(DataError, match=r"x\.tar: not a tar file, damaged or cut short"):
+    with refused(DataError, "x.tar"):
         found_in(tmp_path, with_size(field))
 
 
 def test_a_damaged_header_in_the_middle_is_not_the_end(tmp_path):
     content = bytearray(tar_of([("a.cls", b"1"), ("b.cls", b"2")], tarfile.USTAR_FORMAT))
     content[1024 + 5] ^= 1
-    with pytest.raises(DataError, match="a damaged header at byte 1024"):
+    with refused(DataError):
         found_in(tmp_path, bytes(content))
 
 
@@ -160,36 +161,36 @@ def test_damaged_content_is_named(tmp_path):
     entries += [("2.npy", pickled.getvalue()), ("3.npy", b"\x93NUMPY\x01\0\xff\xff{")]
     (tmp_path / "a.tar").write_bytes(tar_of(entries))
     data = whole(tmp_path / "a.tar")
-    for index, words in enumerate(("cut short", "cut short", "not pickled", "damaged")):
-        with pytest.raises(DataError, match=rf"a\.tar, sample '{index}': its npy: .*{words}"):
+    for index in range(4):
+        with refused(DataError, "a.tar", f"'{index}'", "npy"):
             data[index]
     entries = [("0.png", png(1)[:40]), ("0.cls", b"1"), ("1.png", png(1)), ("1.cls", b"one")]
     entries += [("2.png", png(1)), ("2.cls", b"9" * 5000)]
     (tmp_path / "b.tar").write_bytes(tar_of(entries))
     data = whole(tmp_path / "b.tar")
-    for index, words in enumerate(("its png: a picture that is", "its cls: invalid literal", "its cls: ")):
-        with pytest.raises(DataError, match=rf"b\.tar, sample '{index}': {words}"):
+    for index, member in enumerate(("png", "cls", "cls")):
+        with refused(DataError, "b.tar", f"'{index}'", member):
             data[index]
     (tmp_path / "c.tar").write_bytes(tar_of([("0.json", b"[" * 200_000)]))
-    with pytest.raises(DataError, match="nested too deeply"):
+    with refused(DataError):
         whole(tmp_path / "c.tar")[0]
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "key"),
     [
-        (gzip.compress(tar_of(pairs([1]))), "not a tar file, .*gunzip"),
-        (b"", "empty"),
-        (b"text" * 300, "not a tar file, damaged"),
-        (tar_of(pairs([1]))[:700], "cut short"),
-        (tar_of([("a.cls", b"1"), ("a.cls", b"2")]), "sample 'a' has two members cls"),
-        (tar_of([("noend", b"1")]), "no record in it"),
+        (gzip.compress(tar_of(pairs([1]))), ""),
+        (b"", ""),
+        (b"text" * 300, ""),
+        (tar_of(pairs([1]))[:700], ""),
+        (tar_of([("a.cls", b"1"), ("a.cls", b"2")]), "'a'"),
+        (tar_of([("noend", b"1")]), ""),
     ],
     ids=range(6),
 )
-def test_wrong_shards_are_refused(tmp_path, content, words):
+def test_wrong_shards_are_refused(tmp_path, content, key):
     (tmp_path / "a.tar").write_bytes(content)
-    with pytest.raises(DataError, match=words):
+    with refused(DataError, key):
         whole(tmp_path / "a.tar")
 
 
@@ -202,5 +203,5 @@ def test_braces():
 def test_facts_that_are_damaged_are_named(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of(pairs([1])))
     (tmp_path / "meta.json").write_text(json.dumps({"class_names": 3}))
-    with pytest.raises(DataError, match=r"meta\.json: cannot be read"):
+    with refused(DataError, "meta.json"):
         whole(tmp_path / "a.tar")

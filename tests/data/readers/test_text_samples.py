@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from approved import refused
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from trainrun.data.pipeline import open_batches
@@ -120,7 +121,7 @@ def test_the_cache_is_made_once_and_follows_its_source(tmp_path, cache):
     for name in os.listdir(cache):
         with open(os.path.join(cache, name, "tokens"), "ab") as file:
             file.write(b"?")
-    with pytest.raises(DataError, match="do not fit its index; delete this folder"):
+    with refused(DataError):
         whole(path, cache)
 
 
@@ -194,16 +195,16 @@ def test_faults_of_tokenizer_and_text(tmp_path, cache, tokenizer, monkeypatch):
     import sys
 
     (tmp_path / "a.txt").write_bytes(b"good line\nbad \xff line\n")
-    with pytest.raises(DataError, match=r"a\.txt: not UTF-8 \(0xff in the line that begins 'bad '\)"):
+    with refused(DataError, "a.txt"):
         whole(tmp_path / "a.txt", cache, tokenizer=tokenizer)
     assert os.listdir(cache) == []
-    with pytest.raises(DataError, match=r"data\.train\.tokenizer=.*none\.json: cannot be read"):
+    with refused(DataError, "data.train.tokenizer", "none.json"):
         whole(tmp_path / "a.txt", cache, tokenizer=str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(DataError, match="not a file of Hugging Face tokenizers"):
+    with refused(DataError):
         whole(tmp_path / "a.txt", cache, tokenizer=str(tmp_path / "bad.json"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install 'trainrun\[text\]'"):
+    with refused(DataError):
         whole(tmp_path / "a.txt", cache, tokenizer=tokenizer)
 
 
@@ -304,7 +305,7 @@ def test_a_file_that_shrank_is_named_where_the_rows_are_opened_again(tmp_path, c
     (tmp_path / "a.txt").write_text(VERSES * 20)
     sent = pickle.dumps(whole(tmp_path / "a.txt", cache, block_size=16).as_rows())
     (tmp_path / "a.txt").write_text(VERSES)
-    with pytest.raises(DataError, match=r"a\.txt: cannot be read, or shorter than it was"):
+    with refused(DataError, "a.txt"):
         pickle.loads(sent)
 
 
@@ -325,23 +326,22 @@ def test_blocks_alone_are_gathered_and_stay_in_the_file(tmp_path, cache, name, r
 
 def test_too_few_tokens_are_refused(tmp_path, cache):
     (tmp_path / "a.txt").write_text(VERSES)
-    words = r"a\.txt: 56 tokens are too few for the train part.*block_size \+ 1 = 101"
-    with pytest.raises(DataError, match=words):
+    with refused(DataError, "a.txt"):
         load(str(tmp_path / "a.txt"), cache_dir=cache, block_size=100)["train"]
 
 
 def test_damaged_and_missing_texts_are_named(tmp_path, cache):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"abc" * 1000)[:-9])
-    with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read: Compressed file ended"):
+    with refused(DataError, "a.txt.gz"):
         whole(tmp_path / "a.txt.gz", cache)
-    with pytest.raises(DataError, match="no such place"):
+    with refused(DataError):
         whole(tmp_path / "b.txt", cache)
     (tmp_path / "c.txt").write_bytes(b"x" * 50)
     data = whole(tmp_path / "c.txt", cache, block_size=4)
     (tmp_path / "c.txt").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"c\.txt: cannot be read, or shorter than it was"):
+    with refused(DataError, "c.txt"):
         data[0]
     (tmp_path / "file").write_text("")
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"abc"))
-    with pytest.raises(DataError, match=r"data.train.cache_dir: cannot write"):
+    with refused(DataError, "data.train.cache_dir"):
         whole(tmp_path / "d.txt.gz", str(tmp_path / "file"))

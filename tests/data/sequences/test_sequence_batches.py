@@ -6,6 +6,7 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 import torch
+from approved import refused
 from torch import nn
 
 from trainrun.data.batch import fields_apart, fields_back, map_leaves, with_fields
@@ -84,7 +85,7 @@ def test_parts_that_lie_deeper_are_filled_by_their_role():
 
 
 def test_samples_of_unlike_structure_are_a_fault():
-    with pytest.raises(ValueError, match="structure"):
+    with refused(ValueError):
         Padded()([{"x": A}, {"x": B, "y": A}])
 
 

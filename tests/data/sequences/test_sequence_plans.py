@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from approved import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import global_batches, joined, shares
@@ -120,7 +121,7 @@ def test_any_start_is_the_tail_and_the_last_is_marked(lengths, mode, batch_size,
         assert len(whole) == plan.num_batches
         start = data.draw(st.integers(0, plan.num_batches - 1))
         assert shares(plan, 2, start) == whole[start:]
-        with pytest.raises(DataError, match="stopped at batch"):
+        with refused(DataError):
             list(plan.shares(0, plan.num_batches))
 
 
@@ -221,7 +222,7 @@ def test_next_fit_finds_the_rows_again(lengths, batch_size, world_size, epoch):
 def test_dropped_samples_and_no_others_are_left_out(lengths, mode, size):
     options = {"batch_size": 1, "truncate": "drop", "max_sequence_length": size}
     if min(lengths) > size:
-        with pytest.raises(DataError, match="no sample of data.train has at most"):
+        with refused(DataError, "data.train"):
             planned(lengths, mode, **options)
         return
     found = planned(lengths, mode, **options)
