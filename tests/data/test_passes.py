@@ -1,7 +1,8 @@
-"""A source that goes on from one pass to the next is told once, since loader workers and resumes begin anew."""
+"""A source that goes on from one pass to the next is read by a worker, which begins anew, or this is told."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 
@@ -122,3 +124,49 @@ def test_a_source_that_begins_anew_is_not_told(source: IterableDataset[Any]) -> 
 @pytest.mark.process
 def test_a_worker_begins_anew() -> None:
     assert lines_of(Cursor(), num_workers=1) == []
+
+
+class Pipe(IterableDataset[Any]):
+    """Samples that can be read only once."""
+
+    def __init__(self, count: int) -> None:
+        self.reading, writing = os.pipe()
+        os.write(writing, bytes(range(count)))
+        os.close(writing)
+
+    def __iter__(self) -> Iterator[Any]:
+        while byte := os.read(self.reading, 1):
+            yield torch.tensor([byte[0]])
+
+
+def opened(source: IterableDataset[Any], training: bool) -> OpenedStream:
+    options = StreamOptions(key="data.train", training=training, batch_size=2, seed=1, limit=3)
+    return open_batches(source, options)[0]
+
+
+def samples_of(stream: OpenedStream, epoch: int, start: int = 0) -> list[float]:
+    return [
+        float(value)
+        for batch in stream.epoch(epoch, start)
+        for value in torch.as_tensor(batch.data[0] if isinstance(batch.data, list) else batch.data).flatten()
+    ]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", [Cursor, NestedCursor, OneIterator, OwnGenerator])
+def test_by_default_each_epoch_of_a_source_that_goes_on_is_the_same(kind: type, training: bool) -> None:
+    source = kind()
+    stream = opened(source, training)
+    first = samples_of(stream, 0)
+    assert stream.read_by.number == 1
+    assert samples_of(stream, 1) == first
+    assert samples_of(stream, 2, 1) == first[2:]
+    stream.close()
+    assert samples_of(opened(kind(), training), 5, 2) == first[4:]
+
+
+def test_no_sample_of_a_pipe_is_lost_to_the_look_at_passes() -> None:
+    stream = opened(Pipe(6), training=True)
+    assert samples_of(stream, 0) == [0, 1, 2, 3, 4, 5]
+    assert stream.read_by.number == 0

@@ -194,6 +194,16 @@ def take_own_positions() -> None:
                 _open_again(int(entry), mode)
 
 
+def end_pipes_and_sockets() -> None:
+    """In a child process: put the null device behind every pipe and socket, whose content can be read only once."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for entry in _names(OPEN_FILES):
+        with suppress(OSError):  # it was the descriptor of the listing
+            kind = os.fstat(int(entry)).st_mode
+            if int(entry) != _answers and (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
+                os.dup2(nothing, int(entry), inheritable=False)
+
+
 def _open_files_again(pipe: int) -> None:
     """Give this process positions of its own in the files that the parent has open, and no way to write output.
 

@@ -11,7 +11,7 @@ from trainrun.data.batch import Preparation
 from trainrun.data.engines.batch_reader import AT_ONCE, COLLATE_KEY, BatchReader, Recipe
 from trainrun.data.engines.choice import choose, describe_workers
 from trainrun.data.engines.in_memory import ResidentBatches
-from trainrun.data.engines.iterable import Alike, InStep, StreamReader, has_parts
+from trainrun.data.engines.iterable import Alike, InStep, StreamReader, goes_on, has_parts
 from trainrun.data.engines.loader import LoaderBatches
 from trainrun.data.engines.stream import ReadBy
 from trainrun.data.engines.threads import ThreadBatches
@@ -35,6 +35,12 @@ CHANGES = (
     "gives another sample when it is read again (by a generator of its own, or the clock), so a resume and other "
     "loader workers give other samples; draw from a parameter `generator`, or from the global generators, which are "
     "seeded for each sample"
+)
+
+GOES_ON = (
+    "goes on from one epoch to the next in the main process, and its samples depend on it. A loader worker, or a "
+    "resume, begins with the initial value: use data.num_workers=1, set it in __iter__, or give the class state_dict() "
+    "and load_state_dict(state)"
 )
 
 
@@ -104,8 +110,7 @@ def open_iterable(
     source: Any, options: StreamOptions, sequences: SequencePlanner
 ) -> tuple[Batches, Collate | None, ReadBy, str]:
     """The stream of an IterableDataset, how it is collated, who reads it, and a line about that."""
-    number = _number_for_iterable(options)
-    number = number if options.training else min(number, 1)  # that many are asked of the training data
+    number, reason = _workers_for_iterable(source, options)
     parts = options.world_size * max(1, number)
     divided = options.training and parts > 1 and has_parts(source, parts)
     _check_iterable(source, 1 if divided else number, options)
@@ -127,7 +132,6 @@ def open_iterable(
     on_host: Batches = LoaderBatches(reader, plan, number, options, _skips(options, plan))
     if options.training and options.world_size > 1 and options.gather is not None:
         on_host = (InStep if divided else Alike)(on_host, options.gather, options.key)
-    reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     if divided:
         reason += f"; each of {parts} readers has a part of its own"
     if length is most is None and not options.training:
@@ -140,12 +144,22 @@ def open_iterable(
     )
 
 
-def _number_for_iterable(options: StreamOptions) -> int:
-    """Return how many loader workers are asked for; with `auto` one, if the training data is read by workers."""
-    if options.num_workers != "auto":
-        return options.num_workers
-    beside = options.beside
-    return int(beside is not None and beside.engine == "workers" and beside.number > 0)
+def _workers_for_iterable(source: Any, options: StreamOptions) -> tuple[int, str]:
+    """Return how many loader workers read the source, and why.
+
+    With `auto` one, if the training data is read by workers, or a pass over the source goes on from the pass before:
+    each worker begins with the source as it was made.
+    """
+    number, beside = options.num_workers, options.beside
+    if number == 0 and goes_on(source):
+        options.report(f"{options.key}: {type(source).__name__} {GOES_ON}")
+    if number != "auto":
+        return number if options.training else min(number, 1), "asked for"
+    if beside is not None and beside.engine == "workers" and beside.number > 0:
+        return 1, "an IterableDataset"
+    if goes_on(source):
+        return 1, "an IterableDataset that does not begin anew by itself"
+    return 0, "an IterableDataset"
 
 
 def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:

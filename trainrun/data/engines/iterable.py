@@ -9,7 +9,6 @@ stands, and a resume goes on from there; of every other the samples before are r
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -32,11 +31,10 @@ from trainrun.data.order.sampler import Plan, batch_too_large, behind_the_end, s
 from trainrun.data.same_samples import check_same, digest_of
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
-from trainrun.runtime.child_process import run_in_child
-from trainrun.runtime.held_state import changed, comparable_values, first_names
+from trainrun.runtime.child_process import ChildLate, can_fork, end_pipes_and_sockets, run_in_child
 from trainrun.user_code import line_of
 
-PASS_SECONDS = 10.0  # for the first sample of a pass in a child process
+PASS_SECONDS = 10.0  # for the first samples of two passes in a child process
 SHUFFLE = 3  # of the numbers that the order inside a block is drawn from
 Keep = Callable[[int, Any], None]
 
@@ -249,52 +247,30 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             raise DataError(f"{self.recipe.key}: {self._name(0)} gave no batch in epoch {self.epoch}")
 
 
-class PassComparison:
-    """Whether a source that the main process reads goes on from one pass to the next, as no loader worker does.
+def goes_on(source: Any) -> bool:
+    """Return whether a pass over the source begins where the pass before was left, so that its samples depend on it.
 
-    is_done: nothing is left to be compared. A source that says its place is put back to its begin by every pass, and
-    one with `set_epoch` is told which pass it is.
+    A child process reads the first sample of two passes, which begin with the same random states. Its pipes and sockets
+    are at their end: what comes through them comes once. A source that cannot be read there, or says its place, counts
+    as one that begins anew; one that takes too long as one that goes on.
     """
-
-    def __init__(self, source: Any, key: str) -> None:
-        self._source, self._key = source, key
-        self._held: dict[str, str] | None = None
-        self.is_done = keeps_place(source) or hasattr(source, "set_epoch")
-
-    def compare(self) -> str:
-        """Compare what the source holds after the first batches of two passes; return a line if samples depend on it.
-
-        Called in each pass. Where attributes differ, a child process reads the first sample of two passes.
-        """
-        held, before = comparable_values(self._source, set()), self._held
-        self._held, self.is_done = held, before is not None
-        names = [] if before is None else changed(before, held)
-        if not names or not differs_in_passes(self._source):
-            return ""
-        return (
-            f"{self._key}: {first_names(names)} of {type(self._source).__name__} goes on from one epoch to the next in "
-            "the main process, and its samples depend on it. A loader worker, or a resume, begins with the initial "
-            "value: set it in __iter__, or give the class state_dict() and load_state_dict(state)"
-        )
-
-
-def differs_in_passes(source: Any) -> bool:
-    """Return whether the first samples of two passes differ that begin with the same random states.
-
-    Read in a child process; false where it cannot read them.
-    """
-    if sys.platform != "linux":
+    if keeps_place(source) or not can_fork():
         return False
 
-    def first_samples() -> bool:
+    def first_samples_differ() -> bool:
+        end_pipes_and_sockets()
         digests = []
         for _ in range(2):
             seed_globals(0)
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(0)
             digests.append(digest_of(list(islice(source, 1))))
         return digests[0] != digests[1]
 
     try:
-        return run_in_child(first_samples, PASS_SECONDS, computes=False)
+        return run_in_child(first_samples_differ, PASS_SECONDS, computes=False)
+    except ChildLate:
+        return True
     except ANY_FAULT:  # the run reads it too, and reports what is wrong
         return False
 

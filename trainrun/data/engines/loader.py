@@ -10,7 +10,7 @@ from typing import Any
 from trainrun.data.bad_samples import Skips
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading, WorkerFailure
 from trainrun.data.engines.device_feed import pinned
-from trainrun.data.engines.iterable import PassComparison, StreamReader, with_last
+from trainrun.data.engines.iterable import StreamReader, with_last
 from trainrun.data.engines.workers import LoaderWorkers, WorkerDied, WorkerLate
 from trainrun.data.order.sampler import StreamPlan
 from trainrun.data.stream_options import StreamOptions
@@ -71,8 +71,6 @@ class LoaderBatches:
         self._turn: object = None
         self._keys = KeySource()
         self._workers: LoaderWorkers | None = None
-        is_compared = number == 0 and options.rank == 0 and isinstance(reader, StreamReader)
-        self._passes = PassComparison(reader.dataset, options.key) if is_compared else None
 
     @property
     def num_batches(self) -> int | None:
@@ -129,8 +127,6 @@ class LoaderBatches:
             self._end()  # its workers hold the epoch
             reader = reader.at(epoch, place, self._options.places.at(epoch, place))
             items = self._of_workers(reader, None) if self._number else self._read_here(iter(reader))
-            if place == 0 and self._passes is not None and not self._passes.is_done:
-                items = self._compared(items, self._passes)
             in_turns = reader.in_turns(items, partial(self._options.places.keep, epoch))
             return with_last(in_turns) if reader.readers else in_turns
         keys, self._keys.keys = self._keys, keys_of(self._plan, epoch, place)
@@ -141,16 +137,6 @@ class LoaderBatches:
             keys.keys = keys_of(self._plan, epoch, place)  # torch may have asked for some of them
             return self._of_workers(reader, keys)
         return sound(iter(self._workers))
-
-    def _compared(self, items: Iterator[Any], passes: PassComparison) -> Iterator[Any]:
-        """The same items; at the first one, what the source holds is compared with the pass before."""
-        first = next(items, None)
-        if first is None:
-            return
-        if line := passes.compare():
-            self._options.report(line)
-        yield first
-        yield from items
 
     def _of_workers(self, reader: BatchReader | StreamReader, keys: KeySource | None) -> Iterator[Any]:
         self._workers = LoaderWorkers(reader, keys, self._number, self._options)
