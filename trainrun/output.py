@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import codecs
 import math
+import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 # Control characters but tab and new line, and what changes the direction of a text.
@@ -24,6 +27,11 @@ def plain(text: object, encoding: str = "utf-8") -> str:
     if not shown.isprintable():  # all that CONTROLS names is not printable
         shown = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], shown)
     return encodable(shown, encoding)
+
+
+def path_to_paste(path: Path) -> str:
+    """Return a path as a word of a command line; below the working directory it is relative."""
+    return shlex.quote(os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path))
 
 
 SUBSTITUTE = "trainrun.substitute"  # a codec error handler, as "replace" is

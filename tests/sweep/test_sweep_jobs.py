@@ -57,7 +57,7 @@ def test_what_cannot_be_swept_is_refused(word: str):
 
 
 def test_folder_names_tell_what_varies_and_fit_a_file_system(tmp_path: Path):
-    sweep = open_sweep(["data.path=/a/b", "lr=1,2", "model='x y',z"], tmp_path / "s")
+    sweep = open_sweep([["data.path=/a/b", "lr=1,2", "model='x y',z"]], tmp_path / "s")
     assert [job.folder for job in sweep.jobs.values()] == [
         "0-lr=1-model=x_y",
         "1-lr=1-model=z",
@@ -72,7 +72,7 @@ def test_folder_names_tell_what_varies_and_fit_a_file_system(tmp_path: Path):
 
 def test_a_new_sweep_gets_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    first, second = open_sweep(["lr=1,2"], None), open_sweep(["lr=1,2"], None)
+    first, second = open_sweep([["lr=1,2"]], None), open_sweep([["lr=1,2"]], None)
     assert first.folder != second.folder
     assert re.fullmatch(
         r"sweeps/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-lr-[0-9a-f]{8}", str(first.folder.relative_to(tmp_path))
@@ -80,12 +80,12 @@ def test_a_new_sweep_gets_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_same_value_twice_is_one_job(tmp_path: Path):
-    assert open_sweep(["lr=1,1,2"], tmp_path).wanted == [0, 1]
+    assert open_sweep([["lr=1,1,2"]], tmp_path).wanted == [0, 1]
 
 
 def test_other_words_add_jobs_and_keep_the_numbers(tmp_path: Path):
-    open_sweep(["lr=1,2", "seed=5"], tmp_path)
-    again = open_sweep(["seed=5", "lr=2,3"], tmp_path)  # lr=2 seed=5 is known in another order
+    open_sweep([["lr=1,2", "seed=5"]], tmp_path)
+    again = open_sweep([["seed=5", "lr=2,3"]], tmp_path)  # lr=2 seed=5 is known in another order
     assert again.wanted == [1, 2]
     assert [job.words for job in again.jobs.values()] == [
         ("lr=1", "seed=5"),
@@ -102,20 +102,20 @@ def test_other_words_add_jobs_and_keep_the_numbers(tmp_path: Path):
 def test_secrets_are_in_no_file_and_in_the_words_of_the_jobs_all_the_same(tmp_path: Path):
     words = ["lr=1,2", "model.api_key=typed-1", "model.auth={token: typed-2, user: x}"]
     for _ in range(2):  # the second goes on with what is saved
-        sweep = open_sweep(words, tmp_path)
+        sweep = open_sweep([words], tmp_path)
         assert [job.words for job in sweep.jobs.values()] == expand(words)
         assert sweep.wanted == [0, 1]
         text = (tmp_path / "sweep.json").read_text()
         assert "typed-" not in text
         assert "user: x" in text
-    single = open_sweep(words[1:], tmp_path / "single").jobs[0]
+    single = open_sweep([words[1:]], tmp_path / "single").jobs[0]
     assert "typed-" not in single.folder + single.label([])
 
 
 def test_a_place_that_cannot_be_used_is_one_message(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with refused(ConfigError):
-        open_sweep(["lr=1,2"], tmp_path / "file" / "sweep")
+        open_sweep([["lr=1,2"]], tmp_path / "file" / "sweep")
     (tmp_path / "sweep.json").write_text("{")
     with refused(ConfigError):
-        open_sweep(["lr=1,2"], tmp_path)
+        open_sweep([["lr=1,2"]], tmp_path)

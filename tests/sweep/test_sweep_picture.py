@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 
 from trainrun.plots import canvas
 from trainrun.sweep import picture
-from trainrun.sweep.jobs import Job, Sweep, expand
-from trainrun.sweep.results import Result
-from trainrun.sweep.table import REPEATED, mean_rows, means_csv, means_of, ranked
+from trainrun.sweep.jobs import Sweep, expand
+from trainrun.sweep.points import REPEATED, ranked_jobs
+from trainrun.sweep.results import Job, Result
 
 
 def drawn(
@@ -23,7 +23,7 @@ def drawn(
     figures: list[Figure] = []
     save = canvas.save
     monkeypatch.setattr(canvas, "save", lambda figure, path: figures.append(figure) or save(figure, path))
-    picture.draw_sweep(tmp_path / "sweep.png", ranked(list(jobs.values())), sweep.swept_keys(), REPEATED)
+    picture.draw_sweep(tmp_path / "sweep.png", ranked_jobs(list(jobs.values())), sweep.swept_keys(), REPEATED)
     assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
     return figures[0]
 
@@ -48,24 +48,6 @@ def test_two_keys_are_ranked_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [tick.get_text() for tick in axes.get_yticklabels()] == names
     assert [bar.get_width() for bar in axes.patches] == [0.4, 0.2, 0.1]
     assert axes.get_title() == "3 of 4 jobs with a value"
-
-
-def test_means_are_ranked_by_themselves_and_say_what_is_missing():
-    words, values = ["lr=1,2", "data.fold=range(3)"], [0.9, 0.1, None, 0.5, 0.6, 0.7]
-    jobs = [
-        Job(num, row, str(num), Result("failed" if value is None else "done", value, "val/acc", "max"))
-        for num, (row, value) in enumerate(zip(expand(words), values, strict=True))
-    ]
-    means = means_of(ranked(jobs), ["lr", "data.fold"])
-    assert [row[1:5] for row in mean_rows(means, ["lr", "data.fold"])] == [
-        ["of 3", "0.6 ± 0.25", "", "lr=2 over data.fold"],
-        ["of 2, 1 missing", "0.5 ± 5.1", "", "lr=1 over data.fold"],
-    ]
-    head, best, other = means_csv(means).splitlines()
-    assert head == "lr,mean,half,count,missing"
-    assert best.startswith("2,0.6")
-    assert other.endswith(",2,1")
-    assert means_of(jobs, ["lr"]) == []
 
 
 def points_of(figure: Figure) -> list[tuple[float, float, float]]:

@@ -15,11 +15,9 @@ from types import SimpleNamespace
 import pytest
 from approved import refused
 
-from trainrun.cli.report_command import find_run
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir
 from trainrun.parallel.launch import module_command
-from trainrun.runs.run import open_run
 from trainrun.sweep.results import read_result
 from trainrun.sweep.run_sweep import job_command, run_sweep
 
@@ -44,7 +42,7 @@ def test_all_jobs_in_order_and_the_best_on_top(
     """seconds: of the whole process, by a clock that moves by 2.5 when it is asked; the status says 1.5."""
     ticks = itertools.count(0.0, 2.5)
     monkeypatch.setattr("trainrun.sweep.run_sweep.time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    assert run_sweep(["lr=0.1,0.3,0.2"], tmp_path, command) == 0
+    assert run_sweep([["lr=0.1,0.3,0.2"]], tmp_path, command) == 0
     assert ran(tmp_path) == ["0-lr=0.1", "1-lr=0.3", "2-lr=0.2"]
     rows = table(tmp_path)
     assert [row["lr"] for row in rows] == ["0.3", "0.2", "0.1"]
@@ -65,20 +63,20 @@ def test_a_picture_that_cannot_be_written_leaves_the_table(
     tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "sweep.png").mkdir()
-    assert run_sweep(["lr=0.1,0.3"], tmp_path, command) == 0
+    assert run_sweep([["lr=0.1,0.3"]], tmp_path, command) == 0
     assert "sweep.png cannot be written (Is a directory)" in capsys.readouterr().out
     assert len(table(tmp_path)) == 2
 
 
 def test_the_smallest_is_best_where_the_jobs_say_so(tmp_path: Path, command: Command):
-    assert run_sweep(["lr=0.2,0.1,0.3", "mode=min"], tmp_path, command) == 0
+    assert run_sweep([["lr=0.2,0.1,0.3", "mode=min"]], tmp_path, command) == 0
     assert [row["value"] for row in table(tmp_path)] == ["0.1", "0.2", "0.3"]
 
 
 def test_values_of_several_metrics_are_ranked_apart_and_not_drawn(
     tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ):
-    assert run_sweep(["lr=0.2,0.9", "monitor=val/loss,val/acc"], tmp_path, command) == 0
+    assert run_sweep([["lr=0.2,0.9", "monitor=val/loss,val/acc"]], tmp_path, command) == 0
     assert [row["monitor"] for row in table(tmp_path)] == ["val/acc", "val/acc", "val/loss", "val/loss"]
     told = capsys.readouterr().out
     assert "val/loss 0.2" in told
@@ -86,22 +84,16 @@ def test_values_of_several_metrics_are_ranked_apart_and_not_drawn(
     assert not (tmp_path / "sweep.png").exists()
 
 
-def test_the_folders_of_a_run_and_of_a_sweep_are_not_taken_for_each_other(tmp_path: Path, command: Command):
-    run, sweep = RunDir(tmp_path / "run"), tmp_path / "sweep"
-    for root in (run.root, sweep / "0-lr=0.1"):
-        root.mkdir(parents=True)
-        (root / run.config.name).touch()
+def test_the_folder_of_a_run_is_not_taken_for_a_sweep(tmp_path: Path, command: Command):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
     run.identity.touch()
     with refused(ConfigError):
-        run_sweep(["lr=0.1,0.3"], run.root, command)
-    (sweep / "sweep.json").touch()
-    for opened in (open_run, find_run):
-        with refused(ConfigError, "lr=0.1"):
-            opened(str(sweep))
+        run_sweep([["lr=0.1,0.3"]], run.root, command)
 
 
 def test_a_failing_job_hides_no_other(tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]):
-    assert run_sweep(["lr=9", "do=fail,refuse,die,train"], tmp_path, command) == 1
+    assert run_sweep([["lr=9", "do=fail,refuse,die,train"]], tmp_path, command) == 1
     errors = {row["do"]: (row["state"], row["error"]) for row in table(tmp_path)}
     assert errors == {
         "train": ("done", ""),
@@ -110,25 +102,25 @@ def test_a_failing_job_hides_no_other(tmp_path: Path, command: Command, capsys: 
         "die": ("failed", "killed by SIGKILL"),
     }
     assert table(tmp_path)[0]["do"] == "train"
-    assert f"output_dir={tmp_path}" in capsys.readouterr().out  # the way out
+    assert f"trainrun resume {tmp_path}" in capsys.readouterr().out  # the way out
 
 
 def test_a_job_that_ends_well_without_a_result_has_failed(tmp_path: Path, command: Command):
-    assert run_sweep(["do=nothing"], tmp_path, command) == 1
+    assert run_sweep([["do=nothing"]], tmp_path, command) == 1
     assert table(tmp_path)[0]["error"] == "ended with exit code 0 and no result"
     assert not (tmp_path / "sweep.png").exists()
 
 
 def test_finished_jobs_are_kept_and_failed_ones_start_anew(tmp_path: Path, command: Command):
-    run_sweep(["lr=1,2", "do=train,fail"], tmp_path, command)
+    run_sweep([["lr=1,2", "do=train,fail"]], tmp_path, command)
     leftover = tmp_path / "1-lr=1-do=fail" / "config.yaml"
     leftover.touch()  # a run refuses a folder that holds one
     (tmp_path / "ran.txt").unlink()
-    assert run_sweep(["lr=1,2", "do=train,fail"], tmp_path, command) == 1
+    assert run_sweep([["lr=1,2", "do=train,fail"]], tmp_path, command) == 1
     assert ran(tmp_path) == ["1-lr=1-do=fail", "3-lr=2-do=fail"]
     assert not leftover.exists()
     (tmp_path / "ran.txt").unlink()
-    assert run_sweep(["lr=1,2,3"], tmp_path, command) == 0  # other words: new jobs, and the table has all
+    assert run_sweep([["lr=1,2,3"]], tmp_path, command) == 0  # other words: new jobs, and the table has all
     assert ran(tmp_path) == ["4-lr=1", "5-lr=2", "6-lr=3"]
     assert [row["state"] for row in table(tmp_path)] == ["done"] * 5 + ["failed"] * 2
 
@@ -140,10 +132,10 @@ def test_a_job_with_a_checkpoint_goes_on(tmp_path: Path):
 
 
 def test_a_second_try_that_dies_early_does_not_show_the_first_ones_end(tmp_path: Path, command: Command):
-    run_sweep(["do=fail"], tmp_path, command)
+    run_sweep([["do=fail"]], tmp_path, command)
     (tmp_path / "0-do=fail" / "checkpoints" / "step-1").mkdir(parents=True)
     broken = [sys.executable, "-S", "-c", "raise SystemExit('no memory')"]
-    assert run_sweep(["do=fail"], tmp_path, lambda words, folder: broken) == 1
+    assert run_sweep([["do=fail"]], tmp_path, lambda words, folder: broken) == 1
     assert table(tmp_path)[0]["error"] == "no memory"
 
 
@@ -165,7 +157,7 @@ class Driver:
             f"spec = u.spec_from_file_location('fakes', {conftest!r}); fakes = u.module_from_spec(spec)\n"
             "spec.loader.exec_module(fakes)\n"
             "from trainrun.sweep.run_sweep import run_sweep\n"
-            f"sys.exit(run_sweep({words!r}, pathlib.Path({str(folder)!r}), fakes.fake_command))"
+            f"sys.exit(run_sweep([{words!r}], pathlib.Path({str(folder)!r}), fakes.fake_command))"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +12,11 @@ from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.config.overrides import tracker_nodes
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.lock import only_writer
+from trainrun.folder.named_run import named_run
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.folder.seal import check_files, check_sealed
 from trainrun.monitor.metric_rows import read_rows
 from trainrun.output import counted, say
-from trainrun.runs.run import way_of_sweep
 
 
 def compare_command(argv: list[str]) -> int:
@@ -77,7 +78,19 @@ def add_out(parser: Parser) -> None:
 
 
 def checked_runs(words: Namespace) -> list[RunDir]:
-    runs = list(dict.fromkeys(find_run(word) for word in words.run_dirs))
+    """Return the named runs, without words that name none, which a note lists. Raise ConfigError if no word does."""
+    runs: list[RunDir] = []
+    skipped: dict[str, ConfigError] = {}
+    for word in words.run_dirs:
+        try:
+            runs.append(find_run(word))
+        except ConfigError as error:
+            skipped[word] = error
+    if not runs:
+        raise next(iter(skipped.values()))
+    if skipped:
+        say(f"note: skipped, no run: {', '.join(skipped)}", file=sys.stderr)
+    runs = list(dict.fromkeys(runs))
     for run in runs:
         check_files(run.root, words.trust)
     return runs
@@ -121,18 +134,19 @@ def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
         say(f"{name}: {counted(count, 'row')} sent")
 
 
-def find_run(folder: str) -> RunDir:
-    """A run folder with rows to draw. Raises ConfigError."""
-    run = RunDir(Path(folder).expanduser().absolute())
+def find_run(word: str) -> RunDir:
+    """Return a run with rows to draw; of a sweep its best run. Raise ConfigError if there is none."""
+    run = named_run(word)
     if run.metrics.is_file():
         return run
     if run.config.is_file():
         raise ConfigError(
-            f"{folder}: this run has logged nothing (no {run.metrics.name}); there is nothing to draw. "
+            f"{word}: this run has logged nothing (no {run.metrics.name}); there is nothing to draw. "
             "Runs write it with monitor.metrics_file=true"
         )
     what = "no run is in this folder" if run.root.is_dir() else "no such folder"
     if run.root.is_file():
         what = "is a file"
-    way = way_of_sweep(run) or "; give the folder that a run has named as its own"
-    raise ConfigError(f"{folder}: {what} (no {run.metrics.name}){way}")
+    raise ConfigError(
+        f"{word}: {what} (no {run.metrics.name}); give the folder that a run has named as its own"
+    )

@@ -11,7 +11,9 @@ from trainrun.cli.train_command import follows_others, in_earlier_folder, others
 from trainrun.config.aliases import setting_meant
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import translated
-from trainrun.folder.run_folder import LaunchSpec, typed_settings
+from trainrun.errors import ConfigError
+from trainrun.folder.named_run import is_sweep
+from trainrun.folder.run_folder import LaunchSpec, named_folder, typed_settings
 from trainrun.output import say
 from trainrun.runs.resume import check_modules, differences, trusted_config, word
 from trainrun.runs.run import begun, open_run, resume_run, start, torchrun_ranks
@@ -20,11 +22,20 @@ from trainrun.runs.run import begun, open_run, resume_run, start, torchrun_ranks
 def main(argv: list[str]) -> int:
     """Return the exit code of the run."""
     parser = run_parser(
-        "resume", "Goes on with a run in the same folder, bit for bit as if it had never stopped."
+        "resume",
+        "Goes on with a run in the same folder, bit for bit as if it had never stopped; or with what is not done of a "
+        "sweep.",
     )
     words = parse(parser, argv)
     if follows_others():
         return int(torchrun_ranks().follow_run())
+    folder = named_folder(words.run_dir)
+    if is_sweep(folder):
+        if words.overrides:
+            raise ConfigError(f"{words.overrides[0]}: a sweep goes on with its own words; leave this out")
+        from trainrun.sweep.run_sweep import resume_sweep
+
+        return resume_sweep(folder, words.trust)
     run = open_run(words.run_dir)
     return with_way_to_resume(
         run.root, lambda: resume_run(run, words.overrides, add_import_paths(words.config_dir), words.trust)

@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 def run_parser(name: str, about: str, words: tuple[str, str] = SETTINGS) -> Parser:
     """A parser of RUN_DIR and key=value words. words: what the help calls them, and says of them."""
     parser = Parser(prog=f"trainrun {name}", description=about)
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run, or of a sweep: its best run")
     parser.add_argument("overrides", metavar=words[0], nargs="*", default=[], help=words[1])
     parser.add_argument(
         *FOLDER_FLAGS, metavar="FOLDER", type=import_path, action="append", default=[],

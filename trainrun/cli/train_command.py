@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +14,7 @@ from trainrun.config.compose import Composition, compose_run, format_config, pre
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, typed_settings
 from trainrun.folder.status import read_status
-from trainrun.output import say
+from trainrun.output import path_to_paste, say
 from trainrun.parallel.devices import external_ranks
 from trainrun.runs.run import begun, start, torchrun_ranks
 
@@ -93,7 +92,6 @@ def with_way_to_resume(folder: Path, work: Callable[[], int]) -> int:
         code = EXIT_INTERRUPTED
     unfinished = code not in (EXIT_DONE, EXIT_USAGE) and read_status(RunDir(folder)).get("state") != "done"
     if unfinished and (folder / "checkpoints").is_dir():
-        shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
         with contextlib.suppress(OSError):  # the terminal may be gone, the code still counts
-            say(f"go on with: trainrun resume {shlex.quote(shown)}", file=sys.stderr, flush=True)
+            say(f"go on with: trainrun resume {path_to_paste(folder)}", file=sys.stderr, flush=True)
     return code

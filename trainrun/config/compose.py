@@ -33,6 +33,7 @@ from trainrun.config.schema import RunConfig, plain_values, settings, value_of, 
 from trainrun.config.tuned_settings import stale
 from trainrun.config.validate import check_config, target_argument_faults
 from trainrun.errors import ConfigError
+from trainrun.folder.named_run import best_run, is_sweep
 from trainrun.limits import NODES, choices_of
 
 
@@ -97,6 +98,7 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
     faults += untold(target_argument_faults(config) | idle_settings(config, overrides), faults)
     if faults:
         raise ConfigError(*faults)
+    config = with_runs_of_sweeps(config, words.notes)
     if config.run_name is None:
         data = _named(config.data.name, config.data.train)
         model = _named(choices.get("model", "model"), config.model)
@@ -106,6 +108,21 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
     if (preset := choices.get("preset", "none")) != "none":
         words.notes += stale(preset, config, folders, working_dir)
     return Composition(config, choices, overrides, words.own, words.notes)
+
+
+def with_runs_of_sweeps(config: RunConfig, notes: list[str]) -> RunConfig:
+    """Return the config with the best run wherever it names a sweep. Raise ConfigError for a sweep without one."""
+    named: dict[str, Any] = {"init_from": config.init_from, "ckpt_path": config.ckpt_path}
+    if isinstance(config.task, dict):
+        named["task.teacher"] = config.task.get("teacher")
+    best: dict[str, Any] = {}
+    for key, value in named.items():
+        folder = Path(value).expanduser().absolute() if isinstance(value, str) else None
+        if folder is not None and is_sweep(folder):
+            run, line = best_run(folder)
+            best[key] = str(run.root)
+            notes.append(f"{key}: {line}")
+    return with_values(config, best)
 
 
 def _named(option: str, node: Any) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import RunFacts
-from trainrun.output import COMMAND, SPEEDS, counted, duration, figure, quantity, speed_in
+from trainrun.output import COMMAND, SPEEDS, counted, duration, figure, path_to_paste, quantity, speed_in
 
 LEAST_SHARE, MOST_PARTS = 0.05, 3  # of the time: smaller accounts are not named, nor more of them
 
@@ -127,8 +125,7 @@ def time_line(summary: Mapping[str, Any]) -> str:
 def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
     """Return commands that train a finished run longer, evaluate it and draw its report, ready to paste."""
     run = RunDir(Path(facts.folder))
-    inside = run.root.is_relative_to(Path.cwd())
-    folder = shlex.quote(os.path.relpath(run.root) if inside else str(run.root))
+    folder = path_to_paste(run.root)
     commands = []
     if run.checkpoints.is_dir():
         if longer := longer_limit(summary, facts.config.get("trainer") or {}):

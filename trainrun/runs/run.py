@@ -20,6 +20,7 @@ from trainrun.config.schema import RunConfig, record_reads, stop_recording
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.environment import surroundings, uncommitted
 from trainrun.folder.lock import only_writer
+from trainrun.folder.named_run import named_run
 from trainrun.folder.run_folder import (
     SEED,
     SEED_DRAWN,
@@ -187,10 +188,10 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 
 
 def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
-    """A run folder that exists. Raises ConfigError."""
-    run = RunDir(named_folder(str(folder)))
+    """Return an existing run; of a sweep's folder its best one. Raise ConfigError if there is none."""
+    run = named_run(folder)
     if not run.config.is_file():
-        raise ConfigError(f"{key}={folder}: no run is there (no config.yaml){way_of_sweep(run)}")
+        raise ConfigError(f"{key}={folder}: no run is there (no config.yaml)")
     return run
 
 
@@ -217,13 +218,3 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
         return execute(run, config, LaunchSpec(resume=True, paths=paths, typed=typed))
     finally:
         resume.restore_config(run)
-
-
-def way_of_sweep(run: RunDir) -> str:
-    """What to name in place of the folder of a sweep; empty where it is none."""
-    jobs = sorted(path.parent.name for path in run.root.glob(f"*/{run.config.name}"))
-    if not (jobs and (run.root / "sweep.json").is_file()):
-        return ""
-    return (
-        f"; it is the folder of a sweep, which goes on by its own words: name one of its runs, as {jobs[0]}"
-    )

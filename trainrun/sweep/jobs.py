@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 import secrets
+import shlex
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,97 +19,98 @@ from hydra.errors import HydraException
 
 from trainrun.config.messages import explain_unreadable
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import read_json, write_json
-from trainrun.folder.seal import check_files
+from trainrun.folder.named_run import BEST, SWEEP_FILE
+from trainrun.folder.run_folder import cannot_write, read_json, write_json
+from trainrun.folder.seal import check_files, digest_part, make_key
 from trainrun.output import masked_words
-from trainrun.sweep.results import Result
+from trainrun.sweep.points import SweepPoint, best_job, ranked_points
+from trainrun.sweep.results import Job, Result
 
+SEAL = "seal"  # in the file of a sweep: shows that this user wrote the words
 NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still readable
-
-
-@dataclass(frozen=True)
-class Job:
-    """One point of a sweep. words: all that its command line gets; folder: its name inside the sweep's."""
-
-    num: int
-    words: tuple[str, ...]
-    folder: str
-    result: Result = field(default_factory=Result)
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """What the words set: key -> value, without the marks of the grammar."""
-        pairs = [word.lstrip("+").partition("=") for word in self.words if not word.startswith("-")]
-        return {key: value.strip("\"'") for key, _, value in pairs}
-
-    def label(self, keys: list[str]) -> str:
-        """What sets this job apart, given the keys that vary; all its words where none does."""
-        settings = self.settings
-        found = [f"{key}={settings[key]}" for key in keys if key in settings]
-        return " ".join(found or masked_words(self.words))
 
 
 @dataclass
 class Sweep:
-    """All jobs that were ever asked for in `folder`, and the numbers of those that this call wants."""
+    """All jobs that were ever asked for in `folder`, and the numbers of those that this call wants.
+
+    working_dir: where the first call was typed, to which paths in its words may refer.
+    """
 
     folder: Path
-    calls: list[list[str]]
-    jobs: dict[int, Job]
-    wanted: list[int]
+    calls: list[list[str]] = field(default_factory=list)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    wanted: list[int] = field(default_factory=list)
+    working_dir: Path = field(default_factory=Path.cwd)
+
+    def add_call(self, words: list[str]) -> None:
+        """Want the jobs that the words make; those that are there already are the same jobs. Raise ConfigError."""
+        combinations = expand(words)
+        varied = varied_columns(combinations)
+        known = {tuple(sorted(masked_words(job.words))): job.num for job in self.jobs.values()}
+        for row in combinations:
+            num = known.setdefault(tuple(sorted(masked_words(row))), len(self.jobs))
+            name = file_name_of(masked_words([row[column] for column in varied] or row)) or "default"
+            job = self.jobs.setdefault(num, Job(num, row, f"{num}-{name}"))
+            if sorted(job.words) != sorted(row):  # its secrets are not in the file
+                self.jobs[num] = replace(job, words=row)
+            if num not in self.wanted:  # the same value twice is one job
+                self.wanted.append(num)
+        if masked_words(words) not in self.calls:
+            self.calls.append(masked_words(words))
 
     def note(self, num: int, result: Result) -> None:
-        """Remember how a job stands, on the disk too."""
+        """Keep the result of a job, on the disk too."""
         self.jobs[num] = replace(self.jobs[num], result=result)
         self.save()
 
     def save(self) -> None:
         jobs = [{**asdict(job), "words": masked_words(job.words)} for job in self.jobs.values()]
-        write_json(self.folder / "sweep.json", {"calls": self.calls, "jobs": jobs})
+        best = best_job(self.points())
+        write_json(self.folder / SWEEP_FILE, {
+            "calls": self.calls, "working_dir": str(self.working_dir), SEAL: seal_of_words(self.calls),
+            BEST: "" if best is None else best.folder, "jobs": jobs,
+        })  # fmt: skip
 
     def swept_keys(self) -> list[str]:
-        """The keys whose value differs between jobs, in the order they were written."""
+        """Return the keys whose value differs between jobs, in the order in which they were written."""
         keys = dict.fromkeys(key for job in self.jobs.values() for key in job.settings)
         return [key for key in keys if len({job.settings.get(key) for job in self.jobs.values()}) > 1]
 
+    def points(self) -> list[SweepPoint]:
+        """Return the ways to train, the best first."""
+        return ranked_points(list(self.jobs.values()), self.swept_keys())
 
-def open_sweep(words: list[str], folder: Path | None) -> Sweep:
-    """A new sweep, or one that goes on in its folder with these words. Raises ConfigError."""
-    combinations = expand(words)
-    varied = [place for place, column in enumerate(zip(*combinations, strict=True)) if len(set(column)) > 1]
-    names = [
-        file_name_of(masked_words([row[place] for place in varied] or row)) or "default"
-        for row in combinations
-    ]
-    keys = [combinations[0][place].partition("=")[0].lstrip("+") for place in varied]
-    folder = (folder or new_folder(keys)).expanduser().absolute()
+
+def varied_columns(combinations: list[tuple[str, ...]]) -> list[int]:
+    """Return the numbers of the words that are not the same in all combinations."""
+    return [place for place, column in enumerate(zip(*combinations, strict=True)) if len(set(column)) > 1]
+
+
+def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
+    """Return the sweep in the folder, or a new one, with the jobs of these command lines. Raise ConfigError."""
+    if folder is None:
+        combinations = expand(calls[0])
+        folder = new_folder(
+            [combinations[0][column].partition("=")[0].lstrip("+") for column in varied_columns(combinations)]
+        )
+    folder = folder.expanduser().absolute()
     sweep = load_sweep(folder)
-    known = {tuple(sorted(masked_words(job.words))): job.num for job in sweep.jobs.values()}
-    for row, name in zip(combinations, names, strict=True):
-        num = known.setdefault(tuple(sorted(masked_words(row))), len(sweep.jobs))
-        job = sweep.jobs.setdefault(num, Job(num, row, f"{num}-{name}"))
-        if sorted(job.words) != sorted(row):  # its secrets are not in the file
-            sweep.jobs[num] = replace(job, words=row)
-        if num not in sweep.wanted:  # the same value twice is one job
-            sweep.wanted.append(num)
-    if masked_words(words) not in sweep.calls:
-        sweep.calls.append(masked_words(words))
+    for words in calls:
+        sweep.add_call(words)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sweep.save()
     except OSError as error:
-        raise ConfigError(
-            f"output_dir={folder}: cannot write there ({error.strerror}); "
-            "name another folder with output_dir=..."
-        ) from error
+        raise cannot_write(folder, error) from error
     return sweep
 
 
 def load_sweep(folder: Path) -> Sweep:
-    """What an earlier call left in the folder; nothing where there is none."""
-    path = folder / "sweep.json"
+    """Return what earlier calls left in the folder; an empty sweep if there is none. Raise ConfigError."""
+    path = folder / SWEEP_FILE
     if not path.exists():
-        return Sweep(folder, [], {}, [])
+        return Sweep(folder)
     try:
         saved: dict[str, Any] = read_json(path)
         jobs = [
@@ -118,11 +121,44 @@ def load_sweep(folder: Path) -> Sweep:
         for job in jobs:  # they are written to, and deleted where nothing was saved
             if not re.fullmatch(rf"{int(job.num)}-[A-Za-z0-9_.=+-]+", job.folder, re.ASCII):
                 raise ValueError(f"{job.folder[:80]!r} is no folder of a job")
-        return Sweep(folder, saved["calls"], {job.num: job for job in jobs}, [])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        working_dir = Path(saved.get("working_dir", Path.cwd()))
+        return Sweep(folder, saved["calls"], {job.num: job for job in jobs}, working_dir=working_dir)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"output_dir={folder}: its sweep.json cannot be read ({error}); name another folder"
+            f"output_dir={folder}: its {SWEEP_FILE} cannot be read ({error}); name another folder"
         ) from error
+
+
+def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
+    """Return the command lines of a sweep, to be given again. Raise ConfigError if they cannot be.
+
+    trust: they may have been written by somebody else. They name code to run.
+    """
+    sweep = load_sweep(folder)
+    calls = sweep.calls
+    if not trust and seal_of_words(calls) != read_json(folder / SWEEP_FILE).get(SEAL, ""):
+        raise ConfigError(
+            f"{folder}: may be from somebody else: you did not write its {SWEEP_FILE}. Its words can name any code; "
+            "if you trust them, add --trust"
+        )
+    if any("***" in word for words in calls for word in words):
+        raise ConfigError(
+            f"{folder}: secrets are not saved with a sweep; give its words again, with output_dir={folder}"
+        )
+    if sweep.working_dir != Path.cwd() and sweep.working_dir.is_dir():
+        raise ConfigError(
+            f"{folder}: was begun in another directory, to which its words may refer; use: "
+            f"cd {shlex.quote(str(sweep.working_dir))} && trainrun resume {shlex.quote(str(folder))}"
+        )
+    return calls
+
+
+def seal_of_words(calls: list[list[str]]) -> str:
+    """Return what only this user can write beside these words; empty if the user can have no key."""
+    try:
+        return digest_part(make_key(), "sweep", "calls", json.dumps(calls).encode())
+    except OSError:
+        return ""
 
 
 def expand(words: list[str]) -> list[tuple[str, ...]]:

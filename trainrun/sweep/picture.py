@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainrun.output import counted
 from trainrun.plots import canvas
-from trainrun.sweep.jobs import Job
+from trainrun.sweep.results import Job
 from trainrun.timing.paired import half_interval
 
 if TYPE_CHECKING:

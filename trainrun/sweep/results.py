@@ -1,17 +1,18 @@
-"""How a job ended: read from its `status.json`, or, if it died without one, from its exit code."""
+"""A job, and how it ended: read from its `status.json`, or, if it died without one, from its exit code."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
 from trainrun.folder.run_folder import RunDir, was_saved
 from trainrun.folder.status import read_status
+from trainrun.output import masked_words
 
 OUTPUT = "run.out"  # what a job prints
 STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
@@ -29,6 +30,33 @@ class Result:
     mode: str = ""
     seconds: float | None = None
     error: str = ""
+
+    @property
+    def sign(self) -> int:
+        """-1 where a larger value is better, so that the smallest product is the best."""
+        return -1 if self.mode == "max" else 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep. words: all that its command line gets; folder: its name inside the sweep's."""
+
+    num: int
+    words: tuple[str, ...]
+    folder: str
+    result: Result = field(default_factory=Result)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of the words by key, without the marks of the grammar."""
+        pairs = [word.lstrip("+").partition("=") for word in self.words if not word.startswith("-")]
+        return {key: value.strip("\"'") for key, _, value in pairs}
+
+    def label(self, keys: list[str]) -> str:
+        """Return the settings of the keys that vary; all words where none does."""
+        settings = self.settings
+        shown = [f"{key}={settings[key]}" for key in keys if key in settings]
+        return " ".join(shown or masked_words(self.words))
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -28,9 +29,10 @@ from trainrun.folder.status import read_status
 from trainrun.output import counted, say
 from trainrun.parallel.launch import module_command
 from trainrun.runtime.signals import catch_stops
-from trainrun.sweep.jobs import Job, Sweep, expand, open_sweep
-from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, read_result
-from trainrun.sweep.table import conclude, shown_value
+from trainrun.sweep.conclusion import conclude
+from trainrun.sweep.jobs import Sweep, calls_to_resume, expand, open_sweep
+from trainrun.sweep.results import OUTPUT, Job, Result, has_checkpoint, read_result
+from trainrun.sweep.table import shown_value
 
 Command = Callable[[list[str], Path], list[str]]
 STOPPING = b"\nstopping: the job that runs saves first; Ctrl-C again ends it without\n"
@@ -86,13 +88,31 @@ def job_command(words: list[str], folder: Path) -> list[str]:
 
 
 def sweep_command(prepared: CommandLine) -> int:
-    """Every value of every word is composed once before the first job starts."""
+    """Run the sweep of a command line. Raise ConfigError for mistakes of any job, before the first one starts."""
     for note in prepared.notes:
         say(f"note: {note}", file=sys.stderr)
     words = [*[f"--config-dir={folder}" for folder in prepared.config_dirs], *prepared.overrides]
+    named = [prepared.own[key] for key in OWN_KEYS if key in prepared.own]
+    if len(named) > 1:
+        raise ConfigError(
+            f"output_dir={named[0]} and hydra.sweep.dir={named[1]}: two folders for one sweep; leave one out"
+        )
+    check_words([words])
+    return run_sweep([words], Path(named[0]) if named else None)
+
+
+def resume_sweep(folder: Path, trust: bool) -> int:
+    """Run what is not done of a sweep, by the words with which it was begun. Raise ConfigError."""
+    calls = calls_to_resume(folder, trust)
+    check_words(calls)
+    return run_sweep(calls, folder)
+
+
+def check_words(calls: list[list[str]]) -> None:
+    """Compose every value of every word once. Raise ConfigError for all mistakes."""
     seen: set[str] = set()
     faults: list[str] = []
-    for job in expand(words):
+    for job in itertools.chain.from_iterable(map(expand, calls)):
         if seen.issuperset(job):
             continue
         seen.update(job)
@@ -102,23 +122,16 @@ def sweep_command(prepared: CommandLine) -> int:
             faults += [fault for fault in error.faults if fault not in faults]
     if faults:
         raise ConfigError(*faults)
-    named = [prepared.own[key] for key in OWN_KEYS if key in prepared.own]
-    if len(named) > 1:
-        raise ConfigError(
-            f"output_dir={named[0]} and hydra.sweep.dir={named[1]}: two folders for one sweep; leave one out"
-        )
-    folder = named[0] if named else None
-    return run_sweep(words, Path(folder) if folder else None)
 
 
-def run_sweep(words: list[str], folder: Path | None, command: Command = job_command) -> int:
-    """Run every job that the words make, and return the exit code. Raises ConfigError before the first.
+def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = job_command) -> int:
+    """Run every job that the command lines make, and return the exit code. Raise ConfigError before the first.
 
-    folder: of the sweep; a new one under `sweeps/` where None. The table, `sweep.csv` and `sweep.png`
-    come at the end, however it ends.
+    folder: of the sweep; a new one under `sweeps/` where None. The tables and the picture come at the end, however it
+    ends.
     """
     relay = StopRelay()
-    with locked_sweep(words, folder) as sweep, catch_stops(relay.handle):
+    with locked_sweep(calls, folder) as sweep, catch_stops(relay.handle):
         say(f"sweep: {counted(len(sweep.wanted), 'job')} in {sweep.folder}", flush=True)
         try:
             for position, num in enumerate(sweep.wanted, start=1):
@@ -135,7 +148,7 @@ def run_sweep(words: list[str], folder: Path | None, command: Command = job_comm
 
 
 @contextlib.contextmanager
-def locked_sweep(words: list[str], folder: Path | None) -> Iterator[Sweep]:
+def locked_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
     """`open_sweep`; no other process runs jobs in its folder inside."""
     with contextlib.ExitStack() as closing:
         if folder is not None:
@@ -148,7 +161,7 @@ def locked_sweep(words: list[str], folder: Path | None) -> Iterator[Sweep]:
                 folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
                 closing.enter_context(only_writer(RunDir(folder)))
-        sweep = open_sweep(words, folder)
+        sweep = open_sweep(calls, folder)
         if folder is None:
             closing.enter_context(only_writer(RunDir(sweep.folder)))
         yield sweep

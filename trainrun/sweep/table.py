@@ -1,64 +1,19 @@
-"""The end of a sweep: a table of all jobs on the screen, the same as `sweep.csv`, and a picture."""
+"""The tables of a sweep: of its jobs, and of points that are means over seeds or folds; on the screen and as CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-import shlex
-from statistics import fmean
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from trainrun.folder.run_folder import write_text
 from trainrun.output import say
-from trainrun.sweep.jobs import Job, Sweep
-from trainrun.sweep.results import Result
-from trainrun.timing.paired import half_interval
+from trainrun.sweep.jobs import Sweep
+from trainrun.sweep.points import REPEATED, SweepPoint, ranked_jobs
+from trainrun.sweep.results import Job, Result
 
 MEANS = "sweep-means.csv"
-REPEATED = ("data.fold", "seed")  # of one way to train
-
-
-def conclude(sweep: Sweep) -> None:
-    """Shows the table, writes `sweep.csv` and `sweep.png`, and says where they are and how to go on."""
-    jobs = ranked(list(sweep.jobs.values()))
-    keys = sweep.swept_keys()
-    header, rows = table_of(jobs, keys)
-    means = means_of(jobs, keys)
-    rows += mean_rows(means, keys)
-    print_table(header, rows)
-    write_text(sweep.folder / "sweep.csv", csv_of(jobs, keys, sweep))
-    say(f"table: {sweep.folder / 'sweep.csv'}")
-    if means:
-        write_text(sweep.folder / MEANS, means_csv(means))
-        say(f"means: {sweep.folder / MEANS}")
-    metrics = sorted({job.result.monitor for job in jobs if job.result.value is not None})
-    if len(metrics) > 1:
-        (sweep.folder / "sweep.png").unlink(missing_ok=True)
-        say(f"picture: none, {' and '.join(metrics)} have no axis in common")
-    elif metrics:
-        from trainrun.sweep.picture import draw_sweep
-
-        try:
-            draw_sweep(sweep.folder / "sweep.png", jobs, keys, REPEATED)
-            say(f"picture: {sweep.folder / 'sweep.png'}")
-        except OSError as error:  # the table is what counts
-            say(f"picture: {sweep.folder / 'sweep.png'} cannot be written ({error.strerror})")
-    if any(sweep.jobs[num].result.state != "done" for num in sweep.wanted):
-        say(
-            f"the same words with output_dir={shlex.quote(str(sweep.folder))} run what is not done",
-            flush=True,
-        )
-
-
-def ranked(jobs: list[Job]) -> list[Job]:
-    """Best value first, by the mode that the jobs say, within each metric; then those that are not done, by number."""
-
-    def place(job: Job) -> tuple[bool, bool, str, float, int]:
-        result = job.result
-        value = (result.value or 0.0) * (-1 if result.mode == "max" else 1)
-        return result.state != "done", result.value is None, result.monitor, value, job.num
-
-    return sorted(jobs, key=place)
+CLOSE = "like the best"  # of a point whose difference from the best has an interval that holds 0
 
 
 def shown_value(result: Result) -> str:
@@ -70,96 +25,89 @@ def shown_seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
-def table_of(jobs: list[Job], keys: list[str]) -> tuple[list[str], list[list[str]]]:
-    """The header, and a row of text for each job."""
+def repeated_keys(sweep: Sweep) -> list[str]:
+    """Return those of seed and fold that were varied: their jobs are one point."""
+    return [key for key in REPEATED if key in sweep.swept_keys()]
+
+
+def job_table(jobs: Sequence[Job], keys: list[str]) -> tuple[list[str], list[list[str]]]:
+    """Return a head, and the cells of each job."""
     monitors = {job.result.monitor for job in jobs if job.result.monitor}
     value = next(iter(monitors)) if len(monitors) == 1 else "value"
 
-    def name(job: Job) -> str:
-        return f"{job.result.monitor} " if len(monitors) > 1 else ""
+    def value_text(result: Result) -> str:
+        if result.value is None:
+            return ""
+        return f"{result.monitor} {result.value:.5g}" if len(monitors) > 1 else f"{result.value:.5g}"
 
-    header = ["job", "state", value, "seconds", "overrides", "error"]
-    rows = [
-        [
-            str(job.num),
-            job.result.state,
-            "" if job.result.value is None else f"{name(job)}{job.result.value:.5g}",
-            "" if job.result.seconds is None else shown_seconds(job.result.seconds),
-            job.label(keys),
-            job.result.error,
-        ]
-        for job in jobs
-    ]
-    return header, rows
-
-
-class Mean(NamedTuple):
-    """The mean of jobs that differ in fold or seed alone.
-
-    settings: what they have in common, by the keys that vary elsewhere. half: of Student's 95 % interval.
-    missing: jobs without a value, which are not in it."""
-
-    settings: dict[str, str]
-    value: float
-    half: float
-    number: int
-    missing: int
-    mode: str
-
-
-def means_of(jobs: list[Job], keys: list[str]) -> list[Mean]:
-    """Means over folds, or over seeds, where there are two values at least; best first."""
-    if not set(keys) & set(REPEATED):
-        return []
-    groups: dict[tuple[tuple[str, str], ...], list[Job]] = {}
+    head = ["job", "state", value, "seconds", "settings", "error"]
+    rows = []
     for job in jobs:
-        same = ((key, job.settings.get(key, "")) for key in keys if key not in REPEATED)
-        groups.setdefault(tuple(same), []).append(job)
-    means = []
-    for settings, found in groups.items():
-        values = [job.result.value for job in found if job.result.state == "done"]
-        numbers = [value for value in values if value is not None]
-        if len(numbers) > 1:
-            middle, count = fmean(numbers), len(numbers)
-            half = half_interval([value - middle for value in numbers]) / count
-            modes = [job.result.mode for job in found if job.result.mode]
-            means.append(
-                Mean(dict(settings), middle, half, count, len(found) - count, modes[0] if modes else "")
-            )
-    return sorted(means, key=lambda one: -one.value if one.mode == "max" else one.value)
+        seconds = "" if job.result.seconds is None else shown_seconds(job.result.seconds)
+        cells = [str(job.num), job.result.state, value_text(job.result), seconds, job.label(keys)]
+        rows.append([*cells, job.result.error])
+    return head, rows
 
 
-def mean_rows(means: list[Mean], keys: list[str]) -> list[list[str]]:
-    over = ", ".join(key for key in REPEATED if key in keys)
-    return [
-        ["mean", f"of {one.number}{f', {one.missing} missing' if one.missing else ''}",
-         f"{one.value:.5g} ± {one.half:.2g}", "",
-         " ".join([*(f"{key}={value}" for key, value in one.settings.items()), "over", over]), ""]
-        for one in means
-    ]  # fmt: skip
+def point_table(points: Sequence[SweepPoint]) -> tuple[list[str], list[list[str]]]:
+    """Return a head, and the cells of each point. The difference from the best is paired by seed and fold."""
+    monitors = {job.result.monitor for point in points for job in point.jobs if job.result.monitor}
+    head = ["settings", " ".join(["mean", *monitors]), "jobs", "difference from the best", ""]
+    rows = []
+    for point in points:
+        num_jobs = f"{len(point.values)} of {len(point.jobs)}"
+        difference = None if point is points[0] else point.difference_from(points[0])
+        mark = CLOSE if difference is not None and abs(difference[0]) <= difference[1] else ""
+        difference_text = "" if difference is None else f"{difference[0]:+.3g} ± {difference[1]:.2g}"
+        rows.append([point.label, mean_text(point), num_jobs, difference_text, mark])
+    return head, rows
 
 
-def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Aligned columns without frames; nothing is cut."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    for row in [header, *rows]:
-        say("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+def mean_text(point: SweepPoint) -> str:
+    """Return `0.912 ± 0.004`."""
+    if point.mean is None:
+        return ""
+    return f"{point.mean:.5g}" if point.half is None else f"{point.mean:.5g} ± {point.half:.2g}"
 
 
-def csv_of(jobs: list[Job], keys: list[str], sweep: Sweep) -> str:
-    """All jobs for programs, with a column for each key that was varied."""
+def print_tables(sweep: Sweep) -> None:
+    """Print the table of the points, if they are means, and of the jobs; of the latter then only those not done."""
+    jobs = ranked_jobs(list(sweep.jobs.values()))
+    if repeated_keys(sweep):
+        print_table(*point_table(sweep.points()))
+        jobs = [job for job in jobs if job.result.state != "done"]
+    if jobs:
+        print_table(*job_table(jobs, sweep.swept_keys()))
+
+
+def print_table(head: list[str], rows: list[list[str]]) -> None:
+    """Print aligned columns without frames; nothing is cut."""
+    columns = [place for place in range(len(head)) if head[place] or any(row[place] for row in rows)]
+    widths = {place: max(len(row[place]) for row in [head, *rows]) for place in columns}
+    for row in [head, *rows]:
+        say("  ".join(row[place].ljust(width) for place, width in widths.items()).rstrip())
+
+
+def jobs_csv(sweep: Sweep) -> str:
+    """Return all jobs for programs, with a column for each key that was varied."""
+    keys = sweep.swept_keys()
     rows: list[list[Any]] = [["num", "state", "value", "monitor", "seconds", *keys, "error", "folder"]]
-    for job in jobs:
-        found, varied = job.result, [job.settings.get(key, "") for key in keys]
-        told = [found.state, found.value, found.monitor, found.seconds]
-        rows.append([job.num, *told, *varied, found.error, sweep.folder / job.folder])
+    for job in ranked_jobs(list(sweep.jobs.values())):
+        result, settings = job.result, [job.settings.get(key, "") for key in keys]
+        facts = [result.state, result.value, result.monitor, result.seconds]
+        rows.append([job.num, *facts, *settings, result.error, sweep.folder / job.folder])
     return csv_text(rows)
 
 
-def means_csv(means: list[Mean]) -> str:
-    """One row a mean, for programs; `half` is that of the 95 % interval."""
-    head = [*means[0].settings, "mean", "half", "count", "missing"]
-    return csv_text([head, *([*one.settings.values(), *one[1:5]] for one in means)])
+def points_csv(points: Sequence[SweepPoint]) -> str:
+    """Return one row a point; `half` is that of the 95 % interval of the mean."""
+    keys = list(dict.fromkeys(key for point in points for key in point.settings))
+    rows: list[list[Any]] = [[*keys, "mean", "half", "count", "missing"]]
+    for point in points:
+        count = len(point.values)
+        settings = [point.settings.get(key, "") for key in keys]
+        rows.append([*settings, point.mean, point.half, count, len(point.jobs) - count])
+    return csv_text(rows)
 
 
 def csv_text(rows: list[list[Any]]) -> str:

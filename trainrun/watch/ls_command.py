@@ -16,6 +16,7 @@ from typing import Any
 
 from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.folder.named_run import is_sweep
 from trainrun.folder.run_folder import RunDir, named_folder, write_text
 from trainrun.folder.status import read_status
 from trainrun.output import counted, duration, figure, say
@@ -23,7 +24,6 @@ from trainrun.plots import page
 from trainrun.plots.compare import differing_keys, text_table
 from trainrun.plots.history import flat, read_config
 from trainrun.sweep.jobs import load_sweep
-from trainrun.sweep.table import ranked
 from trainrun.watch.follow import somebody_in
 
 FOLDERS = ("output_dir", "hydra.")  # settings that say where a run lies
@@ -128,7 +128,7 @@ def runs_below(folder: Path) -> Iterator[Listed]:
         yield listed_run(RunDir(folder), folder.name)
     for path in folders_below(folder, MOST_DEEP):
         name = path.relative_to(folder).as_posix()
-        if (path / "sweep.json").is_file():
+        if is_sweep(path):
             yield listed_sweep(path, name)
         elif is_run(path):
             yield listed_run(RunDir(path), name)
@@ -144,7 +144,7 @@ def folders_below(folder: Path, depth: int) -> Iterator[Path]:
         if path.name.startswith("."):
             continue
         yield path
-        if depth > 1 and not is_run(path) and not (path / "sweep.json").is_file():
+        if depth > 1 and not is_run(path) and not is_sweep(path):
             yield from folders_below(path, depth - 1)
 
 
@@ -163,11 +163,14 @@ def listed_run(run: RunDir, name: str) -> Listed:
 
 def listed_sweep(folder: Path, name: str) -> Listed:
     """Return the best job of a sweep, and how many of its jobs are done."""
-    sweep = load_sweep(folder)
-    jobs = ranked(list(sweep.jobs.values()))
-    best = listed_run(RunDir(folder / jobs[0].folder), name) if jobs else Listed(name, RunDir(folder), "", {})
+    try:
+        sweep = load_sweep(folder)
+    except ConfigError:
+        return Listed(f"{name}/", RunDir(folder), "unreadable", {})
+    jobs = [job for point in sweep.points() for job in point.jobs]
+    best = RunDir(folder / jobs[0].folder if jobs else folder)
     done = sum(job.result.state == "done" for job in jobs)
-    return Listed(f"{name}/", best.run, f"{done}/{len(jobs)} done", best.status)
+    return Listed(f"{name}/", best, f"{done}/{len(jobs)} done", read_status(best))
 
 
 @dataclass(frozen=True)

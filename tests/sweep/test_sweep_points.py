@@ -1,0 +1,64 @@
+"""Points of a sweep: means over seeds and folds, their order, and which cannot be told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from trainrun.sweep.jobs import Sweep, expand
+from trainrun.sweep.points import best_job
+from trainrun.sweep.results import Job, Result
+from trainrun.sweep.table import CLOSE, point_table, points_csv
+
+
+def sweep_of(words: list[str], values: Sequence[float | None], mode: str = "max") -> Sweep:
+    jobs = {
+        num: Job(num, row, f"{num}-x", Result("failed" if value is None else "done", value, "val/acc", mode))
+        for num, (row, value) in enumerate(zip(expand(words), values, strict=True))
+    }
+    return Sweep(Path("sweep"), [words], jobs)
+
+
+def test_the_best_is_the_best_mean_and_not_the_luckiest_seed() -> None:
+    sweep = sweep_of(["lr=1,2,3", "seed=range(3)"], [0.9, 0.1, 0.2, 0.5, 0.6, 0.55, 0.3, 0.3, 0.3])
+    points = sweep.points()
+    assert [point.settings["lr"] for point in points] == ["2", "1", "3"]
+    best = best_job(points)
+    assert best is not None
+    assert best.words == ("lr=2", "seed=1")
+    assert points[0].half == pytest.approx(
+        4.302653 * 0.05 / 3**0.5, rel=1e-4
+    )  # Student's, two degrees of freedom
+
+
+def test_the_smallest_mean_is_best_where_the_jobs_say_so() -> None:
+    points = sweep_of(["lr=1,2", "seed=1,2"], [0.1, 0.2, 0.05, 0.1], "min").points()
+    assert [point.mean for point in points] == pytest.approx([0.075, 0.15])
+
+
+def test_failed_jobs_are_missing_and_change_no_mean() -> None:
+    sweep = sweep_of(["lr=1,2", "data.fold=range(3)"], [0.9, 0.1, None, 0.5, 0.6, 0.7])
+    head, best, other = points_csv(sweep.points()).splitlines()
+    assert head == "lr,mean,half,count,missing"
+    assert best.startswith("2,0.6")
+    assert other.startswith("1,0.5,")
+    assert other.endswith(",2,1")
+
+
+def test_differences_are_paired_by_seed() -> None:
+    """The seeds differ far more than the points do: unpaired, no difference would be seen."""
+    close, apart = [0.1, 0.5, 0.9], [0.0, 0.41, 0.79]
+    sweep = sweep_of(["lr=1,2,3", "seed=1,2,3"], [*close, *apart, 0.11, 0.45, 0.93])
+    points = sweep.points()
+    mean, half = points[2].difference_from(points[0]) or (0.0, 0.0)
+    assert mean == pytest.approx(-0.1)
+    assert half == pytest.approx(4.302653 * 0.01 / 3**0.5, rel=1e-4)
+    _, rows = point_table(points)
+    assert [(row[0], row[-1]) for row in rows] == [("lr=1", ""), ("lr=3", CLOSE), ("lr=2", "")]
+
+
+def test_a_sweep_without_values_has_no_best() -> None:
+    assert best_job(sweep_of(["lr=1,2"], [None, None]).points()) is None
+    assert best_job(Sweep(Path("sweep")).points()) is None

@@ -1,0 +1,102 @@
+"""The points of a sweep: jobs that differ in seed or fold alone are one, and points are ranked by their means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+
+from trainrun.sweep.results import Job
+from trainrun.timing.paired import half_interval
+
+REPEATED = ("data.fold", "seed")  # settings that make no other way to train
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """The jobs of one way to train, the best first. settings: the varied ones that these jobs have in common."""
+
+    settings: dict[str, str]
+    jobs: tuple[Job, ...]
+
+    @cached_property
+    def values(self) -> list[float]:
+        """The values of the jobs that are done."""
+        return [
+            job.result.value
+            for job in self.jobs
+            if job.result.state == "done" and job.result.value is not None
+        ]
+
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.values) if self.values else None
+
+    @property
+    def half(self) -> float | None:
+        """Half of Student's 95 % interval of the mean; None for a single value."""
+        return half_of_mean(self.values)
+
+    @property
+    def label(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "all jobs"
+
+    def difference_from(self, other: SweepPoint) -> tuple[float, float] | None:
+        """Return the mean difference of values with equal seed and fold, and half of its 95 % interval.
+
+        None if fewer than two jobs of the points pair up.
+        """
+        there = {repetition_of(job): job.result.value for job in other.jobs if job.result.state == "done"}
+        differences = []
+        for job in self.jobs:
+            value = there.get(repetition_of(job))
+            if job.result.state == "done" and job.result.value is not None and value is not None:
+                differences.append(job.result.value - value)
+        half = half_of_mean(differences)
+        return None if half is None else (fmean(differences), half)
+
+
+def half_of_mean(values: Sequence[float]) -> float | None:
+    """Return half of Student's 95 % interval of a mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    mean = fmean(values)
+    return half_interval([value - mean for value in values]) / len(values)
+
+
+def repetition_of(job: Job) -> tuple[str | None, ...]:
+    return tuple(job.settings.get(key) for key in REPEATED)
+
+
+def ranked_jobs(jobs: Sequence[Job]) -> list[Job]:
+    """Return the best value first, by the mode that the jobs name, within each metric; then jobs that are not done."""
+
+    def place(job: Job) -> tuple[bool, bool, str, float, int]:
+        result = job.result
+        value = (result.value or 0.0) * result.sign
+        return result.state != "done", result.value is None, result.monitor, value, job.num
+
+    return sorted(jobs, key=place)
+
+
+def ranked_points(jobs: Sequence[Job], keys: Sequence[str]) -> list[SweepPoint]:
+    """Return the best mean first, within each metric. keys: the settings that were varied."""
+    own = [key for key in keys if key not in REPEATED]
+    groups: dict[tuple[tuple[str, str], ...], list[Job]] = {}
+    for job in ranked_jobs(jobs):
+        settings = job.settings
+        groups.setdefault(tuple((key, settings[key]) for key in own if key in settings), []).append(job)
+    points = [SweepPoint(dict(settings), tuple(group)) for settings, group in groups.items()]
+
+    def place(point: SweepPoint) -> tuple[bool, str, float]:
+        result = point.jobs[0].result
+        return point.mean is None, result.monitor, (point.mean or 0.0) * result.sign
+
+    return sorted(points, key=place)
+
+
+def best_job(points: Sequence[SweepPoint]) -> Job | None:
+    """Return the best job of the best point; None before a job has a value."""
+    job = points[0].jobs[0] if points else None
+    return job if job is not None and job.result.value is not None else None
