@@ -32,6 +32,7 @@ from trainrun.data.readers.pictures.decode import Form, decoded, form_of_picture
 from trainrun.data.readers.pictures.image_folder import ENDINGS as PICTURES
 from trainrun.data.readers.pictures.image_folder import content_of
 from trainrun.data.readers.tables import csv_files, parquet
+from trainrun.data.readers.tables.arrow_files import ParquetFile, table_of
 from trainrun.data.readers.targets import listed
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import ConfigError, DataError
@@ -311,7 +312,7 @@ def read_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSam
     is_parquet = file.name.lower().endswith(tuple(parquet.ENDINGS))
     load = parquet.load if is_parquet else csv_files.load
     if is_parquet:
-        columns = tuple(parquet.table_of([file]).columns)
+        columns = table_of([file], ParquetFile).columns
     else:
         delimiter = node.get("delimiter") or csv_files.usual_delimiter(file)
         columns = csv_files.columns_in(file, csv_files.Dialect(delimiter, node.get("header", True)))

@@ -52,7 +52,12 @@ def test_a_forked_child_makes_its_own_values(per_thread):
 @pytest.mark.parametrize(
     ("module", "load", "file", "message"),
     [
-        ("pyarrow", parquet.load, "a.parquet", "data=parquet needs pyarrow: pip install 'trainrun[parquet]'"),
+        (
+            "pyarrow",
+            parquet.load,
+            "a.parquet",
+            "data=parquet or data=datasets needs pyarrow: pip install 'trainrun[parquet]'",
+        ),
         ("h5py", hdf5.load, "a.h5", "data=hdf5 needs h5py: pip install 'trainrun[hdf5]'"),
     ],
 )

@@ -1,27 +1,43 @@
+import gzip
 import io
 import json
 import pickle
 import sys
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 from approved import refused
 from PIL import Image
 
+from trainrun.data.pipeline import open_batches
+from trainrun.data.readers import column_store
+from trainrun.data.readers.tables import arrow_files
 from trainrun.data.readers.tables.huggingface import load
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
 datasets = pytest.importorskip("datasets", reason="needs the extra datasets")
 
-pytestmark = pytest.mark.usefixtures("quiet_cache")
+pytestmark = pytest.mark.usefixtures("quiet_datasets")
 
 
 @pytest.fixture
-def quiet_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+def quiet_datasets(tmp_path, monkeypatch):
+    """The package that writes the sets shows no bars."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
+
+
+@pytest.fixture(params=["memory", "store"])
+def place(request, monkeypatch):
+    """Where the columns are."""
+    if request.param == "store":
+        monkeypatch.setattr(column_store, "STORED_FROM", 0)
+    return request.param
 
 
 def rows_of(number: int, start: int = 0) -> "datasets.Dataset":
@@ -44,7 +60,7 @@ def whole(path, **options):
     return load(str(path), val_fraction=0.0, **options)["train"]
 
 
-def test_a_folder_of_save_to_disk(tmp_path):
+def test_a_folder_of_save_to_disk(tmp_path, place):
     rows_of(10).save_to_disk(tmp_path / "set")
     data = whole(tmp_path / "set", columns=["tokens", "label"])
     tokens, label = data[3]
@@ -56,7 +72,7 @@ def test_a_folder_of_save_to_disk(tmp_path):
     assert data.lengths.tolist() == [i % 4 for i in range(10)]
     assert (data.class_names, data.num_classes) == (("even", "odd"), 2)
     assert [sample[1] for sample in data.__getitems__([5, 2])] == [1, 0]
-    assert data.describe(3).endswith(".arrow, row 3")
+    assert data.describe(3).endswith(".arrow row 3")
     assert pickle.loads(pickle.dumps(data))[3][0].tolist() == [0, 1, 2]
     assert whole(tmp_path / "set")[9] == {"tokens": pytest.approx([0]), "label": 1, "text": "row 9"}
     with pytest.raises(IndexError):
@@ -77,7 +93,7 @@ def test_classes_are_held_out_in_proportion(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "arrow"])
-def test_files(tmp_path, kind):
+def test_files(tmp_path, kind, place):
     rows = rows_of(6).remove_columns("label")
     for number in range(2):
         if kind == "arrow":
@@ -145,6 +161,76 @@ def test_mistakes(tmp_path, monkeypatch):
         whole(tmp_path / "[ab].*")
     with refused(DataError, "data.path"):
         load(None)["train"]
-    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with refused(DataError):
         whole(tmp_path / "set")
+
+
+def test_json_of_any_form(tmp_path, place, monkeypatch):
+    """Types are those that fit all rows, whatever the blocks in which they are parsed."""
+    monkeypatch.setattr(arrow_files, "JSON_BLOCK_BYTES", 40)
+    rows = [
+        {"tokens": [], "x": 1, "day": "2020-01-01"},
+        {"tokens": [1, 2], "x": 2.5, "day": "no day", "more": None},
+        {"tokens": [3], "x": -1, "day": "2021-01-01", "grid": [[1, 2], [3, 4]]},
+    ]
+    lines = "\n\n".join(map(json.dumps, rows))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.json").write_text(json.dumps(rows, indent=1))
+    for name in ("a.jsonl", "b.jsonl.gz", "c.json"):
+        data = whole(tmp_path / name, columns=["tokens", "x", "day"])
+        samples = [(tokens.tolist(), x, day) for tokens, x, day in data]
+        assert samples == [([], 1.0, "2020-01-01"), ([1, 2], 2.5, "no day"), ([3], -1.0, "2021-01-01")]
+        assert [type(value) for value in data[0]] == [np.ndarray, float, str]
+    grid = whole(tmp_path / "a.jsonl", columns=["grid"])
+    assert grid[2].tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(DataError):
+        grid[0]
+
+
+def test_lists_of_one_shape_are_gathered_as_columns(tmp_path, place):
+    images = np.arange(24).reshape(4, 2, 3)
+    rows = datasets.Dataset.from_dict({"image": images.tolist(), "y": [0, 1, 0, 1], "on": [True, False] * 2})
+    rows.save_to_disk(tmp_path / "set")
+    data = whole(tmp_path / "set")
+    assert [type(value) for value in data[1].values()] == [np.ndarray, int, bool]
+    np.testing.assert_array_equal(data[3]["image"], images[3])
+    if (columns := data.as_rows()) is not None:  # mapped
+        assert columns.names == ("image", "y", "on")
+        np.testing.assert_array_equal(columns[2]["image"], images[2])
+    opened, _ = open_batches(data, StreamOptions("data.train", True, 4, 1))
+    (batch,) = opened.epoch(0)
+    assert {name: value.dtype for name, value in batch.data.items()} == {
+        "image": torch.int64, "y": torch.int64, "on": torch.bool
+    }  # fmt: skip
+    np.testing.assert_array_equal(batch.data["image"].numpy(), images[batch.indices])
+
+
+def test_several_arrow_files_of_both_kinds_are_one_table(tmp_path):
+    table = pa.table({"x": pa.array([1.0, 2.0]), "name": ["a", "b"]})
+    with pa.ipc.new_file(tmp_path / "0.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with pa.ipc.new_stream(tmp_path / "1.arrow", table.schema) as writer:
+        writer.write_table(table.slice(1))
+    data = whole(tmp_path)
+    assert [sample["name"] for sample in data] == ["a", "b", "b"]
+    assert data.describe(2).endswith("1.arrow row 0")
+    assert data.column("x").tolist() == [1.0, 2.0, 2.0]
+
+
+def test_columns_that_no_sample_can_have_are_named(tmp_path):
+    table = pa.table({"when": pa.array([1], pa.timestamp("s")), "x": [1]})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with refused(DataError, "data.train.columns"):
+        whole(tmp_path / "a.arrow")
+    assert whole(tmp_path / "a.arrow", columns=["x"])[0] == 1
+
+
+def test_stored_columns_are_not_parsed_again(tmp_path, place, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"x": 1}')
+    assert whole(tmp_path / "a.jsonl", columns=["x"])[0] == 1
+    if place == "store":
+        monkeypatch.setattr(arrow_files.JsonFile, "_tables", None)
+        assert whole(tmp_path / "a.jsonl", columns=["x"])[0] == 1

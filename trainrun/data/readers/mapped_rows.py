@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from trainrun.data.batch import as_tensor
 from trainrun.data.readers.mapped_files import check_lengths, mappings_of
 from trainrun.data.readers.parts import rows_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles
-from trainrun.data.tensor_dataset import Arrays
+from trainrun.data.tensor_dataset import Arrays, Columns
 from trainrun.data.tensor_dataset import rows as gathered
 
 COPIED_BYTES = 2**26  # of stored columns; more are mapped
@@ -26,7 +27,8 @@ class MappedRows:
         self, arrays: Sequence[np.ndarray[Any, Any]], info: Info, convert: Callable[[Any], Any] = np.asarray
     ) -> None:
         self._arrays, self._convert = tuple(arrays), convert
-        self.info = replace(info, batch=self._batch, thread_safe=True, arrays=self._arrays)
+        columns = Columns(self._arrays, (), tuple if len(arrays) > 1 else itemgetter(0))
+        self.info = replace(info, batch=self._batch, thread_safe=True, columns=columns)
 
     def __len__(self) -> int:
         return len(self._arrays[0])
@@ -64,7 +66,8 @@ def copied_rows(dataset: ReaderDataset) -> Arrays:
     """Return the samples of mapped rows as tensors in memory."""
     info = dataset.reader.info
     rows = None if dataset.rows is None else dataset.row_numbers()
-    copies = tuple(torch.from_numpy(np.array(rows_of(array, rows))) for array in info.arrays)
+    assert info.columns is not None
+    copies = tuple(torch.from_numpy(np.array(rows_of(array, rows))) for array in info.columns.values)
     return Arrays(
         copies, info.class_names, info.num_classes, describe=dataset.describe, column=dataset.column,
         notice=dataset.notice, input_columns=info.input_columns, unused_arguments=dataset.unused_arguments,

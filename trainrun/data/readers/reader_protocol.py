@@ -7,9 +7,8 @@ val and test, where a damaged one lies and what a cache depends on is answered h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +30,8 @@ class Info:
     lengths: computes (N,) int64, how long each sequence is. batch: collates many samples, quicker than one by one, to
     the same bits. thread_safe: several threads may call `read` at once, which only its author can know. column: (N,)
     of another column of a table, by its name; None: it has none of that name. input_columns: of a table, what each
-    input column holds. arrays: those whose rows the samples are, where they lie in mapped files. read_cut: a part of a
-    sample, see `Pieces` of the sequences.
+    input column holds. columns: those whose rows the samples are. read_cut: a part of a sample, see `Pieces` of the
+    sequences.
     """
 
     files: tuple[Path, ...]
@@ -46,7 +45,7 @@ class Info:
     thread_safe: bool = False
     column: Callable[[str], Any] | None = None
     input_columns: Mapping[str, str] | None = None
-    arrays: tuple[np.ndarray[Any, Any], ...] = ()
+    columns: Columns | None = None
     read_cut: Callable[[int, Callable[[str, Any], Any]], Any] | None = None
 
 
@@ -103,12 +102,10 @@ class ReaderDataset:
 
     def as_rows(self) -> Columns | None:
         """The rows of mapped files that these samples are, which are gathered without reading one by one."""
-        arrays = self._info.arrays
-        if not arrays:
+        columns = self._info.columns
+        if columns is None or not columns.mapped:
             return None
-        pack = tuple if len(arrays) > 1 else itemgetter(0)
-        columns = Columns(arrays, (), pack, row_numbers=self.rows)
-        return columns if columns.mapped else None
+        return replace(columns, row_numbers=self.rows)
 
     @property
     def labels(self) -> Any:

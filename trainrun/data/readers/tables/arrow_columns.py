@@ -11,7 +11,13 @@ import numpy as np
 
 from trainrun.data.readers.column_store import Array, ColumnWriter
 from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.tables.stored_samples import HAS_GAP, IS_MISSING
+from trainrun.data.readers.tables.stored_samples import (
+    HAS_GAP,
+    IS_MISSING,
+    IS_UNEVEN,
+    ONLY_PATH,
+    SampleField,
+)
 from trainrun.data.readers.targets import narrowed
 from trainrun.errors import DataError
 
@@ -25,9 +31,11 @@ NUMPY_NAMES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """name: "number", "word", "fixed" (a list of the same length in every row), "list", "picture" or "other".
+    """name: "number", "word", "fixed" (a list of the same length in every row), "list", "nested" (lists inside lists),
+    "picture" or "other".
 
-    dtype: of a number, or of the numbers in a list. size: of a fixed list. text: Arrow's name of the type.
+    dtype: of a number, or of the numbers in a list. size: of a fixed list. text: Arrow's name of the type. depth: how
+    many lists are inside one another.
     """
 
     column: str
@@ -35,10 +43,11 @@ class Kind:
     text: str = ""
     dtype: np.dtype[Any] | None = None
     size: int = 1
+    depth: int = 0
 
 
 def pyarrow(module: str = "pyarrow") -> Any:
-    return extra(module, "parquet", "parquet")
+    return extra(module, "parquet or data=datasets", "parquet")
 
 
 def kind_of(field: Any) -> Kind:
@@ -53,25 +62,32 @@ def kind_of(field: Any) -> Kind:
         return Kind(column, "picture", text)
     if types.is_string(type_) or types.is_large_string(type_):
         return Kind(column, "word", text)
-    name, size = "number", 1
-    if types.is_fixed_size_list(type_):
-        name, size, type_ = "fixed", type_.list_size, type_.value_type
-    elif types.is_list(type_) or types.is_large_list(type_):
-        name, type_ = "list", type_.value_type
+    size = type_.list_size if types.is_fixed_size_list(type_) else 1
+    name, depth = "fixed" if types.is_fixed_size_list(type_) else "list", 0
+    while types.is_fixed_size_list(type_) or types.is_list(type_) or types.is_large_list(type_):
+        type_, depth = type_.value_type, depth + 1
+    if depth != 1:
+        name = "nested" if depth else "number"
     if not (types.is_integer(type_) or types.is_floating(type_) or types.is_boolean(type_)):
         return Kind(column, "other", text)
     number = str(type_)
-    return Kind(column, name, text, np.dtype(NUMPY_NAMES.get(number, number)), size)
+    return Kind(column, name, text, np.dtype(NUMPY_NAMES.get(number, number)), size, depth)
 
 
 def class_names_in(schema: Any, column: str) -> tuple[str, ...]:
     """The names that Hugging Face `datasets` keeps for a column of class numbers."""
+    feature = feature_in(schema, column)
+    return tuple(map(str, feature["names"])) if feature.get("_type") == "ClassLabel" else ()
+
+
+def feature_in(schema: Any, column: str) -> dict[str, Any]:
+    """Return what Hugging Face `datasets` notes of a column."""
     try:
         noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         feature = noted["info"]["features"][column]
-        return tuple(map(str, feature["names"])) if feature.get("_type") == "ClassLabel" else ()
+        return feature if isinstance(feature, dict) else {}
     except (ValueError, KeyError, TypeError, AttributeError):
-        return ()
+        return {}
 
 
 def numbers_of(kind: Kind, column: Any, dtype: str, fill: float | None, where: NameCell) -> Array:
@@ -81,7 +97,7 @@ def numbers_of(kind: Kind, column: Any, dtype: str, fill: float | None, where: N
     """
     array = one_array(column)
     if kind.name == "fixed":
-        values, missing = list_of(kind, array, dtype)[::2]
+        values, _, missing = list_of(kind, array, dtype)
         if len(missing):
             row, reason = missing[0].tolist()
             raise missing_cell(kind, where(row) + (", a number of the list" if reason == HAS_GAP else ""))
@@ -104,49 +120,90 @@ def numbers_of(kind: Kind, column: Any, dtype: str, fill: float | None, where: N
 
 
 def write_ragged(kind: Kind, column: Any, dtype: str, name: str, begin: int, writer: ColumnWriter) -> None:
-    """Write lists or pictures as a ragged column, and as `<name>.missing` the rows without a value. begin: the first
-    row of the block."""
+    """Write lists, words or pictures as a ragged column, the shapes of nested lists, and as `<name>.missing` the rows
+    without a value. begin: the first row of the block."""
     array = one_array(column)
-    if kind.name == "picture":
+    if kind.name in ("picture", "word"):
         values, lengths, missing = bytes_of(array)
     else:
-        values, lengths, missing = list_of(kind, array, dtype)
+        values, shapes, missing = list_of(kind, array, dtype)
+        lengths = shapes.prod(axis=1)
+        if kind.name == "nested":
+            writer.add(f"{name}.shapes", shapes)
     writer.add_ragged(name, values, lengths)
     missing[:, 0] += begin
     writer.add(f"{name}.missing", missing)
 
 
-def bytes_of(array: Any) -> tuple[Array, Array, Array]:
-    """Return all bytes of pictures, their lengths (N,), and the rows without a picture (M, 2)."""
-    if pyarrow().types.is_struct(array.type):
-        array = pyarrow("pyarrow.compute").struct_field(array, "bytes")
+def write_number(column: Any, name: str, begin: int, writer: ColumnWriter) -> None:
+    """Write numbers in 64 bits, or bools, and as `<name>.missing` the rows without a value."""
+    array = one_array(column)
     missing = np.flatnonzero(np.asarray(array.is_null()))
-    array = array.fill_null(b"").cast(pyarrow().large_binary())
+    values = array.fill_null(False if pyarrow().types.is_boolean(array.type) else 0).to_numpy(
+        zero_copy_only=False
+    )
+    wide = {"i": np.int64, "u": np.int64, "f": np.float64}.get(values.dtype.kind, np.bool_)
+    writer.add(name, values.astype(wide, copy=False))
+    writer.add(f"{name}.missing", reasons_of(missing + begin, IS_MISSING))
+
+
+def stored_field(arrays: dict[str, Array], name: str, column: str, **options: Any) -> SampleField:
+    """Return a column of the store as a column of samples."""
+    missing = arrays.get(f"{name}.missing")
+    if missing is not None:
+        options["missing"] = missing
+    if name in arrays:
+        return SampleField(column, arrays[name], **options)
+    ends, shapes = arrays[f"{name}.ends"], arrays.get(f"{name}.shapes")
+    return SampleField(column, arrays[f"{name}.values"], ends, shapes=shapes, **options)
+
+
+def reasons_of(rows: Array, reason: int) -> Array:
+    return np.stack([rows, np.full_like(rows, reason)], axis=1)
+
+
+def bytes_of(array: Any) -> tuple[Array, Array, Array]:
+    """Return all bytes of words or pictures, their lengths (N,), and the rows without one (M, 2)."""
+    empty = np.asarray(array.is_null())
+    reasons = np.full(len(array), IS_MISSING)
+    if pyarrow().types.is_struct(array.type):
+        fields = {array.type.field(k).name: array.field(k) for k in range(array.type.num_fields)}
+        array = fields["bytes"]
+        empty = empty | np.asarray(array.is_null())
+        if "path" in fields:
+            reasons[~np.asarray(fields["path"].is_null())] = ONLY_PATH
+    rows = np.flatnonzero(empty)
+    array = array.fill_null(b"" if "binary" in str(array.type) else "").cast(pyarrow().large_binary())
     offsets = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
     content = array.buffers()[2]
     values = np.frombuffer(b"" if content is None else content, np.uint8)[offsets[0] : offsets[-1]]
-    return values, np.diff(offsets), np.stack([missing, np.full_like(missing, IS_MISSING)], axis=1)
+    return values, np.diff(offsets), np.stack([rows, reasons[rows]], axis=1)
 
 
 def list_of(kind: Kind, array: Any, dtype: str) -> tuple[Array, Array, Array]:
-    """Return all numbers of lists, their lengths (N,), and the rows that miss a list or a number of it (M, 2)."""
+    """Return all numbers of lists, the shapes of the rows (N, depth), and the rows without a value (M, 2)."""
     empty = np.asarray(array.is_null())
-    lengths = np.full(len(array), kind.size, np.int64)
-    if kind.name == "list":
-        lengths = np.asarray(pyarrow("pyarrow.compute").list_value_length(array).fill_null(0)).astype(
-            np.int64
-        )
-    lengths[empty] = 0
-    inner = array.flatten()  # without those of missing lists
-    gaps = np.zeros(len(array), np.bool_)
-    if inner.null_count:
-        positions = np.flatnonzero(np.asarray(inner.is_null()))
-        gaps[np.searchsorted(np.cumsum(lengths), positions, "right")] = True
-        inner = inner.fill_null(0 if kind.dtype is not None and kind.dtype.kind != "b" else False)
-    values = inner.to_numpy(zero_copy_only=False).astype(list_dtype(kind, dtype), copy=False)
-    rows = np.flatnonzero(empty | gaps)
-    reasons = np.where(empty[rows], IS_MISSING, HAS_GAP)
-    return values, lengths, np.stack([rows, reasons], axis=1)
+    shapes = np.zeros((len(array), kind.depth), np.int64)
+    gaps, uneven = np.zeros((2, len(array)), np.bool_)
+    row_of = np.arange(len(array))  # of each list of this depth
+    for depth in range(kind.depth):
+        counts = pyarrow("pyarrow.compute").list_value_length(array).fill_null(0)
+        sizes = np.asarray(counts).astype(np.int64)
+        shapes[row_of, depth] = sizes
+        uneven[row_of[shapes[row_of, depth] != sizes]] = True
+        row_of = np.repeat(row_of, sizes)
+        array = array.flatten()  # without those of missing lists
+        if array.null_count:
+            gaps[row_of[np.asarray(array.is_null())]] = True
+    if array.null_count:
+        array = array.fill_null(0 if kind.dtype is not None and kind.dtype.kind != "b" else False)
+    values = array.to_numpy(zero_copy_only=False).astype(list_dtype(kind, dtype), copy=False)
+    if uneven.any():
+        values = values[~uneven[row_of]]
+        shapes[uneven] = 0
+    rows = np.flatnonzero(empty | gaps | uneven)
+    reasons = np.select([empty[rows], gaps[rows]], [IS_MISSING, HAS_GAP], IS_UNEVEN)
+    return values, shapes, np.stack([rows, reasons], axis=1)
 
 
 def list_dtype(kind: Kind, dtype: str) -> np.dtype[Any]:

@@ -1,36 +1,59 @@
-"""`data=datasets`: data in the forms of Hugging Face datasets, from this machine alone.
+"""`data=datasets`: data in the forms of Hugging Face datasets, from this machine alone, read by pyarrow.
 
-A folder that save_to_disk wrote (one set, or one with a part each for train, validation and test), or
-files: .arrow, .parquet, .json and .jsonl (.gz too). Their script loaders are not used and nothing is
-downloaded. Arrow files are mapped; JSON and Parquet files are turned into one, once, in the package's cache.
+A folder that save_to_disk wrote (one set, or one with a part each for train, validation and test), or files: .arrow,
+.parquet, .json and .jsonl (.gz too). What is read is stored as columns, see `column_store`. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from trainrun.data.batch import in_float32
-from trainrun.data.readers.free_space import check_disk, unpacked_bytes
-from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.parts import SplitRequest
-from trainrun.data.readers.paths import files_of, plain_file
-from trainrun.data.readers.pictures.decode import Form, decoded, form_of_picture
+from trainrun.data.readers.column_store import ColumnWriter, StoredColumns, load_columns
+from trainrun.data.readers.parts import SplitRequest, group_numbers
+from trainrun.data.readers.paths import files_of, fingerprint_of, plain_file
+from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
+from trainrun.data.readers.tables.arrow_columns import (
+    class_names_in,
+    feature_in,
+    one_array,
+    stored_field,
+    write_number,
+    write_ragged,
+)
+from trainrun.data.readers.tables.arrow_files import (
+    ArrowFile,
+    ArrowTable,
+    JsonFile,
+    ParquetFile,
+    TableFile,
+    reading,
+    row_in_files,
+    table_of,
+)
+from trainrun.data.readers.tables.stored_samples import (
+    SampleField,
+    StoredSamples,
+    decode_picture,
+    decode_text,
+    number_of,
+)
+from trainrun.data.readers.tables.table_choice import VERSION
 from trainrun.data.readers.targets import named_columns
-from trainrun.data.tensor_dataset import Splits
+from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, PixelType
 
-KINDS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json", ".json": "json", ".jsonl.gz": "json",
-         ".json.gz": "json"}  # fmt: skip
+FORMATS: dict[str, type[TableFile]] = {
+    ".arrow": ArrowFile, ".parquet": ParquetFile, ".jsonl": JsonFile, ".json": JsonFile, ".jsonl.gz": JsonFile,
+    ".json.gz": JsonFile,
+}  # fmt: skip
 SET_FILE, SETS_FILE = "state.json", "dataset_dict.json"
-MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")  # the package would open files and hosts for them
+MEDIA = ("Audio", "Video", "Pdf", "Nifti", "Mesh")  # of which a column has the bytes, as of a picture
 
 
 def load(path: str | None, columns: Sequence[str] | None = None, val_path: str | None = None,
@@ -40,90 +63,127 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
          val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
     """Return the splits. The last column is the target.
 
-    shape, fit, dtype, draft: of pictures, see `Form`; the others: see `HuggingfaceReader` and `SplitRequest`.
+    columns: two or more form a tuple; null: all, as a dict. Pictures are tensors (C, H, W); lists of numbers arrays of
+        int64 or float32; text stays text. shape, fit, dtype, draft: of pictures, see `Form`. The others: see
+        `SplitRequest`.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
-    found = request.find_files(tuple(KINDS), set_or_files)
+    found = request.find_files(tuple(FORMATS), set_or_files)
     form = form_of_picture(shape, fit, dtype, draft)
+    names = None if columns is None else tuple(columns)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         setting = found.setting_of(files)
-        dataset, arrow_files = _opened(files, setting)
-        names = tuple(columns or dataset.column_names)
-        if missing := [name for name in names if name not in dataset.column_names]:
-            has = f"has no column {missing[0]}; it has {', '.join(dataset.column_names)}"
-            raise DataError(f"data.train.columns: {setting.partition('=')[2]} {has}")
-        cells = None
-        if groups is not None and found.holds_out:
-            named_columns(groups, dataset.column_names, "data.train.groups")
-            cells = [str(cell) for cell in dataset.select_columns([groups])[groups][:]]
-        if columns is None and groups is not None:
-            names = tuple(name for name in names if name != groups)
-        return ReadFiles(HuggingfaceReader(dataset, names, columns is None, form, arrow_files), cells)
+        paths, open_file = table_files(files, setting)
+        stored = load_samples(paths, open_file, names, groups, groups if found.holds_out else None)
+        return ReadFiles(
+            samples_of(paths, open_file, stored, names is None, form), stored.arrays.get("groups")
+        )
 
     return splits_of_files(found, read)
 
 
-class HuggingfaceReader:
-    """Rows of a data set. columns: two or more form a tuple; as_dict: a dict of them.
+def load_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tuple[str, ...] | None,
+                 left_out: str | None, group: str | None) -> StoredColumns:  # fmt: skip
+    """Return the columns of files. names: of the columns; None: all but that which is left out. group: the column of
+    the groups, if they are needed."""
+    key = fingerprint_of(paths, VERSION, "samples", names, left_out, group)
+    num_bytes = 0
+    for path in paths:
+        with reading(path, open_file.name):
+            num_bytes += open_file(path).count_bytes(names)
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    build = partial(write_samples, paths, open_file, names, left_out, group)
+    return load_columns(key, f"{paths[0]}{more}", num_bytes, build)
 
-    Pictures are tensors (C, H, W); lists of numbers arrays of int64 or float32; text stays text.
-    """
 
-    def __init__(
-        self, dataset: Any, columns: tuple[str, ...], as_dict: bool, form: Form, files: Sequence[Path]
-    ) -> None:
-        self._dataset = _with_plain_columns(dataset.select_columns(list(columns)))
-        self._columns, self._as_dict, self._form = columns, as_dict, form
-        self._place = f"{files[0]}{'' if len(files) == 1 else ' and others'}"
-        features = dataset.features
-        named = [features[name].names for name in columns if getattr(features[name], "names", None)]
-        class_names = tuple(map(str, named[-1])) if named else ()
-        labels = None
-        if getattr(features[columns[-1]], "names", None):  # held out in proportion
-            labels = np.asarray(dataset.with_format("numpy")[columns[-1]][:], dtype=np.int64)
-        lengths = _lengths(self._dataset)
-        self.info = Info(
-            tuple(files), (None if as_dict else columns, form), labels, class_names, len(class_names) or None,
-            self._where, None if lengths is None else partial(np.asarray, lengths), thread_safe=False,
-            column=partial(_column, dataset),
-        )  # fmt: skip
+def write_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tuple[str, ...] | None,
+                  left_out: str | None, group: str | None, writer: ColumnWriter) -> dict[str, Any]:  # fmt: skip
+    """Read files into a writer. The facts: `ends` of the files, the `kinds` of the columns by name, and the
+    `class_names` of the last."""
+    table = table_of(paths, open_file)
+    if names is None:
+        names = tuple(name for name in table.columns if name != left_out)
+    if group is not None:
+        named_columns(group, table.columns, "data.train.groups")
+    check_columns(table, names)
+    cells: list[str] = []
+    for begin, block in table.blocks(list(dict.fromkeys([*names, *([] if group is None else [group])]))):
+        for number, name in enumerate(names):
+            kind, column = table.kinds[name], block[name]
+            if kind.name == "number":
+                write_number(column, f"column.{number}", begin, writer)
+            else:
+                write_ragged(kind, column, "float32", f"column.{number}", begin, writer)
+        if group is not None:
+            cells += map(str, one_array(block[group]).to_pylist())
+        writer.report_progress(begin + len(block))
+    if group is not None:
+        writer.add("groups", group_numbers(cells))
+    return {
+        "ends": table.ends.tolist(),
+        "kinds": {name: table.kinds[name].name for name in names},
+        "class_names": class_names_in(table.schema, names[-1]),
+    }
 
-    def __len__(self) -> int:
-        return len(self._dataset)
 
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        table = self._dataset[list(indices)]
-        samples: list[Any] = []
-        for place, index in enumerate(indices):
-            row = {name: self._value(table[name][place], name, index) for name in self._columns}
-            values = tuple(row.values())
-            samples.append(row if self._as_dict else values if len(values) > 1 else values[0])
-        return samples
+def check_columns(table: ArrowTable, names: Sequence[str]) -> None:
+    """Raise DataError if a column is missing, differs between files, or holds what no sample can have."""
+    for name in names:
+        if name not in table.kinds:
+            raise DataError(
+                f"data.train.columns: {table.files[0]} has no column {name}; it has {', '.join(table.columns)}"
+            )
+        feature = str(feature_in(table.schema, name).get("_type", ""))
+        if table.kinds[name].name == "other" or feature in MEDIA:
+            raise DataError(
+                f"data.train.columns: column {name} holds {feature or table.kinds[name].text}, which is not read; "
+                "choose others, as data.train.columns=[a,b]"
+            )
+    table.check(names)
 
-    def _where(self, index: int) -> str:
-        return f"{self._place}, row {index}"
 
-    def _value(self, value: Any, name: str, index: int) -> Any:
-        where = f"{self._where(index)}, column {name}"
-        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
-            # Decoded here: the package itself would open a path that a data set names, even on the network.
-            if value["bytes"] is None:
-                raise DataError(f"{where}: only the path of a picture; save the data set with its content")
-            return decoded(value["bytes"], self._form, lambda: where)
-        if isinstance(value, list):
-            try:
-                array = np.asarray(value)
-            except ValueError as error:
-                raise DataError(f"{where}: lists of unequal lengths inside a list") from error
-            if array.dtype == object and None in value:
-                raise DataError(f"{where}: a number of the list is missing (null)")
-            if len(value) == 0:
-                return np.empty(0, np.float32 if "float" in str(self._dataset.features[name]) else np.int64)
-            return in_float32(array) if array.dtype == np.float64 else array
-        if value is None:
-            raise DataError(f"{where}: it is missing (null)")
-        return value
+def samples_of(paths: tuple[Path, ...], open_file: type[TableFile], stored: StoredColumns, as_dict: bool,
+               form: Form) -> StoredSamples:  # fmt: skip
+    """Return the rows of stored columns as samples."""
+    kinds: dict[str, str] = stored.facts["kinds"]
+    fields = [
+        stored_column(stored, number, name, kind, form) for number, (name, kind) in enumerate(kinds.items())
+    ]
+    names, class_names = tuple(kinds), tuple(stored.facts["class_names"])
+    place = partial(row_in_files, paths, stored.facts["ends"])
+    pack = partial(pack_columns, names if as_dict else None)
+    info = Info(
+        paths, (names, as_dict, form), fields[-1].values if class_names else None, class_names,
+        len(class_names) or None, place, column=partial(read_column, paths, open_file),
+    )  # fmt: skip
+    as_columns = partial(Columns, names=names if as_dict else (), pack=pack)
+    field_names = names if as_dict else ("inputs", "target", *(f"part {k}" for k in range(2, len(names))))
+    return StoredSamples(fields, field_names[: len(names)], pack, info, partial(cell_name, place), as_columns)
+
+
+def stored_column(stored: StoredColumns, number: int, name: str, kind: str, form: Form) -> SampleField:
+    """Return a column of the store as a column of samples."""
+    converters = {"number": number_of, "word": decode_text, "picture": partial(decode_picture, form)}
+    is_sequence = kind in ("list", "nested")
+    convert = converters.get(kind)
+    return stored_field(stored.arrays, f"column.{number}", name, convert=convert, is_sequence=is_sequence)
+
+
+def pack_columns(names: tuple[str, ...] | None, cells: Sequence[Any]) -> Any:
+    """Return the columns of a sample as a dict, a tuple, or the only one alone."""
+    if names is not None:
+        return dict(zip(names, cells, strict=True))
+    return tuple(cells) if len(cells) > 1 else cells[0]
+
+
+def cell_name(place: Callable[[int], str], column: str, row: int) -> str:
+    return f"{place(row)}: column {column!r}"
+
+
+def read_column(paths: tuple[Path, ...], open_file: type[TableFile], name: str) -> Any:
+    """Return a column of numbers; None if there is none of that name."""
+    return table_of(paths, open_file).column(name)
 
 
 def set_or_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
@@ -138,80 +198,39 @@ def set_or_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Pa
     return files_of(path, key, endings)
 
 
-def _opened(files: tuple[Path, ...], setting: str) -> tuple[Any, tuple[Path, ...]]:
-    datasets = extra("datasets", "datasets", "datasets")
+def table_files(files: tuple[Path, ...], setting: str) -> tuple[tuple[Path, ...], type[TableFile]]:
+    """Return the files of a table and their format. files: of a split; a saved data set is one folder."""
     if not files or (len(files) > 1 and files[0].is_dir()):
         sets = ", ".join(file.name for file in files) or "none"
         raise DataError(
             f"{setting}: a set of data sets without a part train; name one, as {setting}/... (it has {sets})"
         )
     if files[0].is_dir():
-        for file in sorted(files[0].iterdir()):
-            plain_file(file, setting)
-        with _faults_of(files[0], datasets):
-            return datasets.load_from_disk(str(files[0])), tuple(sorted(files[0].glob("*.arrow")))
-    kinds = {next((kind for end, kind in KINDS.items() if f.name.lower().endswith(end)), None) for f in files}
-    if len(kinds) > 1 or None in kinds:
+        return saved_files(files[0], setting), ArrowFile
+    names = [file.name.lower() for file in files]
+    formats = {next((kind for end, kind in FORMATS.items() if name.endswith(end)), None) for name in names}
+    if len(formats) > 1 or None in formats:
         raise DataError(
-            f"{setting}: files of one kind are needed, {' or '.join(KINDS)}; choose with a pattern, as "
+            f"{setting}: files of one kind are needed, {' or '.join(FORMATS)}; choose with a pattern, as "
             f"{setting.partition('=')[0]}=folder/*.parquet"
         )
-    names = [str(file) for file in files]
-    if kinds == {"json"}:
-        cache, way = Path(str(datasets.config.HF_DATASETS_CACHE)), "name another disk by HF_DATASETS_CACHE"
-        check_disk(unpacked_bytes(files), cache, f"{setting}: unpacked, it", way)
-    with _faults_of(files[0], datasets):
-        if kinds == {"arrow"}:
-            return datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names]), files
-        shows = not datasets.utils.are_progress_bars_disabled()
-        datasets.disable_progress_bars()
-        try:
-            read = datasets.Dataset.from_parquet if kinds == {"parquet"} else datasets.Dataset.from_json
-            return read(names), files
-        finally:
-            if shows:
-                datasets.enable_progress_bars()
+    (open_file,) = formats
+    assert open_file is not None
+    return files, open_file
 
 
-@contextmanager
-def _faults_of(place: Path, datasets: Any) -> Iterator[None]:
-    """What Arrow, JSON and the file system raise, and the package itself."""
-    arrow = extra("pyarrow", "datasets", "datasets").ArrowException
-    own = datasets.exceptions.DatasetsError
+def saved_files(folder: Path, setting: str) -> tuple[Path, ...]:
+    """Return the Arrow files of a data set that save_to_disk wrote, in their order."""
     try:
-        yield
-    except (OSError, EOFError, ValueError, KeyError, TypeError, arrow, own) as error:
-        text = str(error.__cause__ or error).strip().split("\n")[0]
-        raise DataError(f"{place}: cannot be read, or damaged ({type(error).__name__}: {text})") from error
-
-
-def _with_plain_columns(dataset: Any) -> Any:
-    """The data set with its pictures as bytes."""
-    image = extra("datasets", "datasets", "datasets").Image
-    for name, feature in dataset.features.items():
-        if isinstance(feature, image):
-            dataset = dataset.cast_column(name, image(decode=False))
-        elif media := [kind for kind in MEDIA if f"{kind}(" in str(feature)]:
-            raise DataError(
-                f"data.train.columns: column {name} holds {media[0]}, which is not read; choose others"
-            )
-    return dataset
-
-
-def _column(dataset: Any, name: str) -> Any:
-    if name not in dataset.column_names:
-        return None
-    return np.asarray(dataset.select_columns([name]).with_format("numpy")[name][:])
-
-
-def _lengths(dataset: Any) -> np.ndarray[Any, Any] | None:
-    """The lengths in the first column of lists, without decoding them."""
-    if dataset._indices is not None:  # rows were chosen in it, which the table does not show
-        return None
-    compute = extra("pyarrow.compute", "datasets", "datasets")
-    for name in dataset.column_names:
-        column = dataset.data.column(name)
-        if "list" in str(column.type).split("<")[0]:
-            lengths = compute.fill_null(compute.list_value_length(column), 0)
-            return np.asarray(lengths.to_numpy(), dtype=np.int64)
-    return None
+        state = json.loads((folder / SET_FILE).read_bytes())
+        names = [str(file["filename"]) for file in state["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{folder / SET_FILE}: cannot be read, or damaged ({error})") from error
+    if state.get("_indices_data_files"):  # an old release kept the chosen rows apart
+        raise DataError(
+            f"{setting}: rows were chosen in this data set; save it again with a new release of datasets"
+        )
+    paths = tuple(folder / Path(name).name for name in names)
+    for path in paths:
+        plain_file(path, setting)
+    return paths

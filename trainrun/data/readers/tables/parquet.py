@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from trainrun.data.readers.column_store import Array, ColumnWriter, StoredColumns
+from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
 from trainrun.data.readers.mapped_rows import rows_of_columns
 from trainrun.data.readers.parts import SplitRequest, group_numbers
 from trainrun.data.readers.pictures.decode import Form, form_of_picture
@@ -23,23 +20,21 @@ from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_fil
 from trainrun.data.readers.tables.arrow_columns import (
     Kind,
     class_names_in,
-    kind_of,
     list_dtype,
     numbers_of,
-    pyarrow,
+    stored_field,
     words_of,
     write_ragged,
 )
-from trainrun.data.readers.tables.stored_samples import SampleField, StoredSamples
+from trainrun.data.readers.tables.arrow_files import ArrowTable, ParquetFile, table_of
+from trainrun.data.readers.tables.stored_samples import SampleField, StoredSamples, decode_picture, tensor_of
 from trainrun.data.readers.tables.table_choice import TableChoice, coding_in, facts_of_coding, load_table
 from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
-from trainrun.data.tensor_dataset import Splits
+from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, NumberType, TargetType
 
 ENDINGS = (".parquet", ".pq")
-ROWS_AT_ONCE, CELLS_AT_ONCE = 2**16, 2**22
-LEAST_BYTES = 8  # of a cell: a number, or where a word or list begins
 
 
 def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str | None = None,
@@ -56,7 +51,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     found = request.find_files(ENDINGS)
-    training = table_of(found.files["train"])
+    training = table_of(found.files["train"], ParquetFile)
     goal = chosen_target(target, training.columns)
     names = chosen_inputs(inputs, goal, training.columns, groups)
     chosen = (*names, *goal)
@@ -77,7 +72,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     def read(files: tuple[Path, ...]) -> ReadFiles:
         if files == training.files:
             return samples_of(training, choice, input_form, load_training())
-        table = table_of(files)
+        table = table_of(files, ParquetFile)
         table.check(table.unlike if inputs is None else chosen)
         check_like(table, training, chosen)
         coding = None
@@ -106,20 +101,45 @@ def samples_of(table: ArrowTable, choice: TableChoice, form: InputForm, stored: 
         table.files, (choice, form.pictures, form.shape), encoded, coding.names, coding.num_classes, table.place,
         column=table.column, input_columns={kind.column: f"{kind.name}s" for kind in kinds},
     )  # fmt: skip
-    target_field = None
-    if has_list_target(choice, table):
-        target_field = sample_field(arrays, "list_target", choice.targets[0], False)
+    target = None if encoded is None else SampleField("", encoded, convert=tensor_of)
+    has_list = has_list_target(choice, table)
+    if has_list:
+        target = stored_field(arrays, "list_target", choice.targets[0])
     unused = {} if form.has_pictures else {"fit": "no input is a picture"}
-    if is_matrix(kinds) and target_field is None:
+    if is_matrix(kinds):
         matrix = arrays["inputs"] if form.shape is None else arrays["inputs"].reshape(-1, *form.shape)
-        tensors = (matrix,) if encoded is None else (matrix, encoded)
-        return rows_of_columns(tensors, stored.is_mapped, info, groups, unused)
-    fields = [SampleField("inputs", arrays["inputs"])] if is_matrix(kinds) else []
-    for number, kind in enumerate(kinds if not fields else ()):
-        own_form = form.pictures if kind.name == "picture" else None
-        fields.append(sample_field(arrays, f"inputs.{number}", kind.column, kind.name == "list", own_form))
-    target = encoded if target_field is None else target_field
-    return ReadFiles(StoredSamples(fields, target, form.shape, info, table.where), groups, unused)
+        if not has_list:
+            tensors = (matrix,) if encoded is None else (matrix, encoded)
+            return rows_of_columns(tensors, stored.is_mapped, info, groups, unused)
+        fields = [SampleField("inputs", matrix)]
+    else:
+        fields = [
+            stored_field(arrays, f"inputs.{number}", kind.column, convert=converter_of(kind, form.pictures),
+                         is_sequence=kind.name == "list")
+            for number, kind in enumerate(kinds)
+        ]  # fmt: skip
+    names, is_single = ["inputs"], len(fields) == 1
+    if not is_single:
+        prefix = "" if target is None else "inputs."
+        names = [f"{prefix}{one.name}" for one in fields]
+    if target is not None:
+        names, fields = [*names, "target"], [*fields, target]
+    pack = partial(
+        pack_sample, None if is_single else tuple(kind.column for kind in kinds), target is not None
+    )
+    columns = partial(Columns, names=(), pack=pack) if is_single else None
+    return ReadFiles(StoredSamples(fields, names, pack, info, table.where, columns), groups, unused)
+
+
+def converter_of(kind: Kind, pictures: Form) -> Any:
+    """Return what is made of the values of a row of inputs; None: a copy of them."""
+    return partial(decode_picture, pictures) if kind.name == "picture" else None
+
+
+def pack_sample(names: tuple[str, ...] | None, has_target: bool, cells: Sequence[Any]) -> Any:
+    """Return `(inputs, target)`, or inputs alone. names: of several inputs, which become a dict."""
+    inputs = cells[0] if names is None else dict(zip(names, cells, strict=False))
+    return (inputs, cells[-1]) if has_target else inputs
 
 
 def has_list_target(choice: TableChoice, table: ArrowTable) -> bool:
@@ -132,152 +152,9 @@ def is_matrix(kinds: Sequence[Kind]) -> bool:
     return all(kind.name == "number" for kind in kinds) or [kind.name for kind in kinds] == ["fixed"]
 
 
-def sample_field(
-    arrays: dict[str, Array], name: str, column: str, is_sequence: bool, form: Form | None = None
-) -> SampleField:
-    if name in arrays:
-        return SampleField(column, arrays[name])
-    values, ends = arrays[f"{name}.values"], arrays[f"{name}.ends"]
-    return SampleField(column, values, ends, form, arrays[f"{name}.missing"], is_sequence)
-
-
-@dataclass(frozen=True)
-class ArrowTable:
-    """Parquet files as one table of rows. ends: (files,) the row behind the last one of each file.
-
-    kinds: of the columns of the first file; unlike: what is wrong with those that are not the same in all.
-    """
-
-    files: tuple[Path, ...]
-    kinds: dict[str, Kind]
-    ends: np.ndarray[Any, np.dtype[np.int64]]
-    schema: Any
-    unlike: dict[str, str]
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    @cached_property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.kinds)
-
-    def place(self, row: int) -> str:
-        """Return the file and row of a sample, counted from 0."""
-        file = int(np.searchsorted(self.ends, row, side="right"))
-        return f"{self.files[file]} row {row - (int(self.ends[file - 1]) if file else 0)}"
-
-    def where(self, column: str, row: int) -> str:
-        return f"{self.place(row)}: column {column!r}"
-
-    def check(self, names: Iterable[str]) -> None:
-        """DataError: one of the columns is not the same in all files."""
-        if wrong := [self.unlike[name] for name in names if name in self.unlike]:
-            raise DataError(wrong[0])
-
-    def unpacked_bytes(self, columns: Sequence[str]) -> int:
-        """Return about how many bytes some columns take."""
-        total, wanted = 0, set(columns)
-        for path in self.files:
-            metadata = open_file(path).metadata
-            for number in range(metadata.num_row_groups):
-                group = metadata.row_group(number)
-                if number == 0:  # a list is the column `tokens.list.element`
-                    parts = [group.column(k).path_in_schema.split(".") for k in range(group.num_columns)]
-                    chosen = [k for k, path in enumerate(parts) if not wanted.isdisjoint(prefixes(path))]
-                for k in chosen:
-                    column = group.column(k)
-                    total += max(column.total_uncompressed_size, column.num_values * LEAST_BYTES)
-        return total
-
-    def blocks(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-        """Yield the first row and an Arrow batch of rows, in turn."""
-        begin = 0
-        at_once = max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // max(1, len(columns))))
-        for path in self.files:
-            file = open_file(path)
-            for group in range(file.metadata.num_row_groups):
-                with reading(path, f"row group {group}"):
-                    for batch in file.iter_batches(at_once, row_groups=[group], columns=list(columns)):
-                        if len(batch):
-                            yield begin, batch
-                        begin += len(batch)
-
-    def column(self, name: str) -> Any:
-        """Return all cells of a column of numbers; None if there is none of that name."""
-        self.check([name])
-        if (kind := self.kinds.get(name)) is None:
-            return None
-        if kind.name != "number":
-            raise DataError(f"{self.files[0]}: column {name!r} is {kind.text}, not numbers")
-        blocks = [
-            words_of(kind, block[name], partial(self.cell_name, name, begin))
-            for begin, block in self.blocks([name])
-        ]
-        return np.concatenate(blocks)
-
-    def cell_name(self, column: str, begin: int, row: int) -> str:
-        return self.where(column, begin + row)
-
-
-def prefixes(parts: Sequence[str]) -> list[str]:
-    """Return `a`, `a.b` and `a.b.c` of the parts of a dotted name."""
-    return list(itertools.accumulate(parts, "{}.{}".format))
-
-
-def table_of(files: Sequence[Path]) -> ArrowTable:
-    """DataError: one is damaged; or there is no row."""
-    kinds: dict[str, Kind] = {}
-    unlike: dict[str, str] = {}
-    first, sizes = None, []
-    for path in files:
-        file = open_file(path)
-        with reading(path, "its schema"):
-            own = [kind_of(field) for field in file.schema_arrow]
-        if first is None:
-            twice = next((n for n, count in Counter(kind.column for kind in own).items() if count > 1), None)
-            if twice is not None:
-                raise DataError(f"{path}: two columns are called {twice!r}; names must differ")
-            kinds, first = {kind.column: kind for kind in own}, file.schema_arrow
-        unlike = differing_columns({kind.column: kind for kind in own}, kinds, path, files[0]) | unlike
-        sizes.append(file.metadata.num_rows)
-    if not sum(sizes):
-        raise DataError(f"{files[0]}: no rows")
-    return ArrowTable(tuple(files), kinds, np.cumsum(sizes, dtype=np.int64), first, unlike)
-
-
-def differing_columns(
-    own: dict[str, Kind], kinds: dict[str, Kind], path: Path, first: Path
-) -> dict[str, str]:
-    """Return what is wrong with the columns of a file that are not those of the first."""
-    faults = {name: f"{path}: has no column {name!r}, which {first} has" for name in kinds if name not in own}
-    for name, kind in own.items():
-        if name not in kinds:
-            faults[name] = f"{path}: has the column {name!r}, which {first} has not"
-        elif kind != kinds[name]:
-            faults[name] = (
-                f"{path}: column {name!r} is {kind.text}, but {kinds[name].text} in {first}; write them with one type"
-            )
-    return faults
-
-
-def open_file(path: Path) -> Any:
-    with reading(path, "it"):
-        return pyarrow("pyarrow.parquet").ParquetFile(str(path), page_checksum_verification=True)
-
-
-@contextmanager
-def reading(path: Path, what: str) -> Iterator[None]:
-    """Around every access to a file. Arrow's errors are ValueErrors, OSErrors and, some, RuntimeErrors."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
-        fault = f"{what} cannot be read as Parquet: is it damaged or cut short? ({error})"
-        raise DataError(f"{path}: {fault}") from error
-
-
 def read_table(table: ArrowTable, choice: TableChoice, coding: Coding | None = None) -> StoredColumns:
     """Return the chosen columns. coding: of the target in other files."""
-    num_bytes = table.unpacked_bytes(choice.columns)
+    num_bytes = table.count_bytes(choice.columns)
     return load_table(table.files, choice, coding, num_bytes, partial(write_columns, table, choice, coding))
 
 
@@ -365,7 +242,7 @@ def check_like(table: ArrowTable, training: ArrowTable, names: Sequence[str]) ->
 def check_kinds(inputs: Sequence[Kind], targets: Sequence[Kind]) -> None:
     """DataError: a column holds what cannot be an input, or a target."""
     for kind in inputs:
-        if kind.name in ("word", "other"):
+        if kind.name in ("word", "nested", "other"):
             raise DataError(
                 f"data.train.inputs: column {kind.column!r} is {kind.text}, which no model can take; name the others, "
                 "as data.train.inputs=[a,b]"

@@ -10,7 +10,7 @@ from trainrun.data.readers.column_store import Build, StoredColumns, load_column
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.targets import Coding
 
-VERSION = 3  # of the columns of tables in the store
+VERSION = 4  # of the columns of tables in the store
 Categories = tuple[tuple[str, tuple[str, ...]], ...]
 
 
