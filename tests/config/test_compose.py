@@ -349,7 +349,7 @@ def test_single_values_of_a_saved_run_can_change_groups_cannot(tmp_path: Path) -
 
 def test_a_path_that_nothing_reads_is_refused_and_a_saved_run_follows_a_new_one(tmp_path: Path) -> None:
     with refused(ConfigError, "data.path"):
-        compose_run(["data.path=mine.csv"])
+        compose_run(["data.path=mine.xyz"])
     own = ["data.train._target_=my.load", "data.train.place=${data.path}", "data.path=mine.csv"]
     assert compose_run(own).config.data.train["place"] == "mine.csv"
     path = tmp_path / "config.yaml"

@@ -13,6 +13,7 @@ from trainrun.cli.main import main
 from trainrun.config.argv import as_path, is_path
 from trainrun.config.compose import compose_run, format_config, prepare_command_line
 from trainrun.config.saved_config import load_config
+from trainrun.data.readers.path_contents import data_options
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, named_folder
 from trainrun.runs.run import new_run
@@ -130,3 +131,81 @@ def test_a_run_of_such_names_is_resumed_and_evaluated(capfd: pytest.CaptureFixtu
     assert shlex.split(command) == ["trainrun", "resume", str(Path(folder).absolute())]
     assert main(["resume", folder, "trainer.max_steps=4", f"data.path={name}"]) == 0
     assert main(["evaluate", folder]) == 0
+
+
+FILES_AND_OPTIONS = {
+    "photos/cat/1.jpg photos/dog/2.JPG photos/README.txt photos/notes.csv": "image_folder",
+    "sets/train/cat/1.png sets/val/cat/2.png": "image_folder",
+    "flat/1.jpg": "image_folder",
+    "table.csv": "csv",
+    "zipped.csv.gz": "csv",
+    "parts/a.parquet parts/b.parquet parts/.hidden.csv parts/about.txt": "parquet",
+    "lines.jsonl": "datasets",
+    "saved/state.json saved/data.arrow": "datasets",
+    "book.txt": "text",
+    "numbers.npz": "arrays",
+    "npy/x_train.npy npy/y_train.npy": "arrays",
+    "mnist/train-images-idx3-ubyte.gz": "idx",
+    "base/data.mdb": "lmdb",
+    "shards/0.tar": "webdataset",
+}
+
+
+@pytest.mark.parametrize("names", FILES_AND_OPTIONS)
+def test_files_name_the_option_that_reads_them(names: str) -> None:
+    for name in names.split():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+    assert data_options(Path(names.split()[0]).parts[0]) == [FILES_AND_OPTIONS[names]]
+
+
+@pytest.mark.parametrize("key", ["data.path", "data"])
+def test_a_path_alone_takes_the_option_that_reads_it(key: str) -> None:
+    Path("a table.csv").touch()
+    composition = compose_run([f"{key}=a table.csv"])
+    assert (composition.choices["data"], composition.config.data.path) == ("csv", "a table.csv")
+    assert any("data=csv" in note for note in composition.notes)
+
+
+def test_a_path_of_a_text_takes_a_model_and_a_task_of_texts_too() -> None:
+    Path("my book.txt").touch()
+    choices = compose_run(["data.path=my book.txt"]).choices
+    assert (choices["data"], choices["model"], choices["task"]) == ("text", "gpt", "language_modeling")
+    assert compose_run(["data.path=my book.txt", "model=lstm"]).choices["model"] == "lstm"
+
+
+def test_settings_of_the_option_stand_beside_the_path_and_jobs_of_a_sweep_look_for_themselves() -> None:
+    for name in ("one.csv", "two.parquet"):
+        Path(name).touch()
+    config = compose_run(["data.train.target=price", "data.path=one.csv"]).config
+    assert config.data.train["target"] == "price"
+    words, _ = prepare_command_line(["--multirun", "data.path=one.csv,two.parquet"], Path.cwd())
+    jobs = [compose_run(list(job[1:] if job[0] == "--multirun" else job)) for job in expand(words.overrides)]
+    assert [job.choices["data"] for job in jobs] == ["csv", "parquet"]
+
+
+def test_an_option_or_experiment_that_is_chosen_stays(tmp_path: Path) -> None:
+    Path("table.csv").touch()
+    assert compose_run(["data=text", "data.path=table.csv"]).choices["data"] == "text"
+    Path("conf/experiment").mkdir(parents=True)
+    Path("conf/experiment/mine.yaml").write_text(
+        "# @package _global_\n# Mine.\ndefaults:\n  - override /data: parquet\n"
+    )
+    assert compose_run(["experiment=mine", "data.path=table.csv"]).choices["data"] == "parquet"
+
+
+def test_several_kinds_are_proposed_word_by_word() -> None:
+    Path("mixed").mkdir()
+    for name in ("1.jpg", "my labels.csv"):
+        Path("mixed", name).touch()
+    with refused(ConfigError, "data.path") as error:
+        compose_run(["data.path=mixed"])
+    ways = str(error.value).partition("write ")[2].split(" or ")
+    choices = [compose_run(shlex.split(way)).choices["data"] for way in ways]
+    assert sorted(choices) == ["csv", "image_folder"]
+
+
+def test_a_path_of_no_known_kind_is_refused() -> None:
+    Path("data.xyz").touch()
+    with refused(ConfigError, "data.path"):
+        compose_run(["data.path=data.xyz"])

@@ -108,7 +108,9 @@ def translate(
         typed_key, equals, value = bare.partition("=")
         key = typed_key if SHARE_OF_ALL.fullmatch(bare) else setting_meant(typed_key, is_group)
         known = settings().get(key)
-        if is_group(key) and equals:
+        if key == "data" and not is_option(key, value) and names_a_file(value):
+            meant = [f"data.path={as_path(value, may_vary)}"]
+        elif is_group(key) and equals:
             meant = [sign + part for part in _chosen(key, value, is_option)]
         elif known is not None and known.short and equals and not set(value) & set("{(,$"):
             key = f"{key}.{known.short}"

@@ -5,6 +5,7 @@ Nothing of Hydra or OmegaConf is left afterwards.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trainrun.config.aliases import value_meant
 from trainrun.config.argv import (
     CUSTOM,
     CommandLine,
+    as_path,
     conf_dir,
     groups,
     options,
@@ -26,12 +28,13 @@ from trainrun.config.argv import (
     with_one_warmup,
 )
 from trainrun.config.messages import explain_reference, unread_files
-from trainrun.config.overrides import composed, lower_trackers, override_fault
+from trainrun.config.overrides import composed, lower_trackers, override_fault, text_of_override
 from trainrun.config.rules import unread_path
 from trainrun.config.saved_values import public, remember, with_home_folder
 from trainrun.config.schema import RunConfig, plain_values, settings, value_of, with_values
 from trainrun.config.tuned_settings import stale
 from trainrun.config.validate import check_config, target_argument_faults
+from trainrun.data.readers.path_contents import data_options
 from trainrun.errors import ConfigError
 from trainrun.folder.named_run import best_run, is_sweep
 from trainrun.limits import NODES, choices_of
@@ -54,6 +57,7 @@ def prepare_command_line(argv: list[str], working_dir: Path) -> tuple[CommandLin
     folders = [*user_conf_dirs(words.config_dirs, working_dir), conf_dir()]
     known = groups(folders)
     translate(words, lambda group, option: option in options(group, folders), lambda name: name in known)
+    choose_data_option(words, folders)
     faults = [
         f"{key}={own}: {'${...} is not filled in here; name a folder' if own else 'names no folder; give one'}, or "
         "leave it out"
@@ -63,6 +67,40 @@ def prepare_command_line(argv: list[str], working_dir: Path) -> tuple[CommandLin
     if faults:
         raise ConfigError(*map(words.as_typed, faults))
     return words, folders
+
+
+def choose_data_option(words: CommandLine, folders: list[Path]) -> None:
+    """Add the option that reads `data.path` where none is typed, and note it. Raise ConfigError if several could.
+
+    An experiment, or a root file of the user's, chooses the data itself.
+    """
+    paths = [word for word in words.overrides if word.lstrip("+").startswith("data.path=")]
+    has_own_root = any((folder / "trainrun.yaml").is_file() for folder in folders[:-1])
+    chosen = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
+    if not paths or has_own_root or not chosen.isdisjoint(("data", "experiment")):
+        return
+    path = text_of_override(paths[-1])
+    ways = [] if path is None else settings_for_path(path)
+    typed = words.typed.get(paths[-1].lstrip("+"), paths[-1])
+    path_word = paths[-1].lstrip("+")
+    if len(ways) > 1:
+        lines = " or ".join(shlex.join([*way, path_word]) for way in ways)
+        raise ConfigError(f"{typed}: can be read in several ways; write {lines}")
+    for way in ways:
+        added = [word for word in way if word.partition("=")[0] not in chosen]
+        words.notes.append(f"{typed} is read as {' '.join([*added, path_word])}")
+        words.overrides[:0] = added
+
+
+def settings_for_path(path: str) -> list[list[str]]:
+    """Return the settings of each way to read what is at a path."""
+    ways = {option: [f"data={option}"] for option in data_options(path)}
+    if "text" in ways:
+        ways["text"] += ["model=gpt", "task=language_modeling"]
+    if "image_folder" in ways and "csv" in ways:
+        tables = sorted(file.name for file in Path(path).expanduser().glob("*.csv"))
+        ways["image_folder"] += [f"data.train.labels={as_path(name, False)}" for name in tables[:1]]
+    return list(ways.values())
 
 
 def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition:

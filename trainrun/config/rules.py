@@ -14,6 +14,7 @@ from trainrun.config.schema import (
     plain_values,
     validation_nodes,
 )
+from trainrun.data.readers.path_contents import data_options
 from trainrun.instantiate import TARGET, is_node, named_nodes, target_name
 from trainrun.limits import EPOCH, Duration, is_finite, parse_interval
 
@@ -356,9 +357,10 @@ def unread_path(config: RunConfig) -> list[str]:
     del found["data"]["path"]
     if path is None or any(value == path for _, value in config_leaves(found)):
         return []
+    readers = " or ".join(f"data={option}" for option in data_options(path))
     return [
-        f"data.path={path}: nothing reads it with data={config.data.name}; say what it is, as data=csv, data=text or "
-        "data=image_folder (trainrun --help data), or leave it out"
+        f"data.path={path}: nothing reads it with data={config.data.name}; say what it is, as "
+        f"{readers or 'data=csv, data=text or data=image_folder'} (trainrun --help data), or leave it out"
     ]
 
 

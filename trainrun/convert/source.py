@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import glob
-import os
-from itertools import islice
 from pathlib import Path
 
 from trainrun.convert.folder import read_journal
+from trainrun.data.readers.path_contents import data_options
 from trainrun.errors import ConfigError
 
-ENDINGS = {
-    ".csv": "csv", ".csv.gz": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet", ".h5": "hdf5",
-    ".hdf5": "hdf5", ".npz": "arrays", ".lmdb": "lmdb", ".mdb": "lmdb", ".tfrecord": "tfrecord",
-    ".tfrecords": "tfrecord", ".tfrec": "tfrecord", ".tar": "webdataset", ".txt": "text", ".txt.gz": "text",
-    ".arrow": "datasets", ".jsonl": "datasets", "-ubyte": "idx", "-ubyte.gz": "idx", ".npy": "arrays",
-}  # fmt: skip
-SAVED_DATASET = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of Hugging Face
-PICTURES = (".jpg", ".jpeg", ".png")
-MOST_FILES = 1000  # of a folder that are looked at
 DEST = "{dest}"
 
 
@@ -49,42 +39,23 @@ def filled(settings: list[str], dest: Path) -> list[str]:
 
 
 def _group_of(source: str, place: Path, groups: list[str]) -> str:
+    """Return the data group that reads a path. Raise ConfigError if none or several do."""
     way = f"say which data group reads it: --data {' or '.join(groups)}"
     if place.is_dir():
-        found = _groups_in(place)
+        found = data_options(source)
         if len(found) == 1:
-            return found.pop()
-        several = f"has files of several kinds ({', '.join(sorted(found))})"
+            return found[0]
+        several = f"has files of several kinds ({', '.join(found)})"
         raise ConfigError(
             f"{source}: this folder {several if found else 'has no file of a known kind'}; {way}"
         )
     if not place.exists() and not (glob.has_magic(source) or "{" in source):
         raise ConfigError(f"{source}: no such place, and no data group of this name (trainrun --help data)")
-    group = _by_ending(place.name)
-    if group is None:
+    found = data_options(source)
+    if len(found) != 1:
         raise ConfigError(f"{source}: its ending tells nothing of its kind; {way}")
     if place.name.endswith(".npy"):
         raise ConfigError(
             f"{source}: a single array; name the folder, with x_train.npy and y_train.npy in it (see data=arrays)"
         )
-    return group
-
-
-def _by_ending(name: str) -> str | None:
-    return next((group for ending, group in ENDINGS.items() if name.lower().endswith(ending)), None)
-
-
-def _groups_in(folder: Path) -> set[str]:
-    if SAVED_DATASET & {child.name for child in folder.iterdir()}:
-        return {"datasets"}
-    for place in (folder, folder / "train"):
-        inner = [child for child in place.iterdir() if child.is_dir()] if place.is_dir() else []
-        if any(name.lower().endswith(PICTURES) for child in inner for name in _names_below(child)):
-            return {"image_folder"}
-    return {group for name in _names_below(folder) if (group := _by_ending(name)) is not None}
-
-
-def _names_below(folder: Path) -> list[str]:
-    """List the first files below the folder that are not hidden."""
-    files = (name for _, _, names in os.walk(folder) for name in sorted(names) if name[0] != ".")
-    return list(islice(files, MOST_FILES))
+    return found[0]

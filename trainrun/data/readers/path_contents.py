@@ -1,0 +1,59 @@
+"""Which options of `data` read the files that a path names. Only names are looked at; no file is opened."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+ENDINGS = {
+    ".csv": "csv", ".csv.gz": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet", ".h5": "hdf5",
+    ".hdf5": "hdf5", ".npz": "arrays", ".lmdb": "lmdb", ".mdb": "lmdb", ".tfrecord": "tfrecord",
+    ".tfrecords": "tfrecord", ".tfrec": "tfrecord", ".tar": "webdataset", ".txt": "text", ".txt.gz": "text",
+    ".arrow": "datasets", ".jsonl": "datasets", "-ubyte": "idx", "-ubyte.gz": "idx", ".npy": "arrays",
+    ".jpg": "image_folder", ".jpeg": "image_folder", ".png": "image_folder",
+}  # fmt: skip
+SAVED_DATASET = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of Hugging Face
+MOST_NAMES = 10_000  # of a folder that are looked at
+
+
+def data_options(path: str) -> list[str]:
+    """Return the options of `data` that read what is at a path, sorted; empty if its files are of no known kind.
+
+    path: a file, a folder or a pattern. A folder of pictures in class folders is read as these; text files beside files
+    of another kind are taken as descriptions of them.
+    """
+    place = Path(path).expanduser()
+    if not place.is_dir():
+        matching = [place.name, *islice(glob.iglob(str(place)), MOST_NAMES)]
+        return sorted({option for name in matching if (option := option_of_ending(name))})
+    if SAVED_DATASET & {child.name for child in place.iterdir()}:
+        return ["datasets"]
+    if has_class_folders(place):
+        return ["image_folder"]
+    names = islice(names_below(place), MOST_NAMES)
+    options = {option for name in names if (option := option_of_ending(name))}
+    return sorted(options - {"text"} or options)
+
+
+def option_of_ending(name: str) -> str | None:
+    return next((option for ending, option in ENDINGS.items() if name.lower().endswith(ending)), None)
+
+
+def has_class_folders(folder: Path) -> bool:
+    """Whether pictures lie in folders of this folder, or of its `train`."""
+    for place in (folder, folder / "train"):
+        inner = [child for child in place.iterdir() if child.is_dir()] if place.is_dir() else []
+        names = (name for child in inner for name in islice(names_below(child), MOST_NAMES))
+        if any(option_of_ending(name) == "image_folder" for name in names):
+            return True
+    return False
+
+
+def names_below(folder: Path) -> Iterator[str]:
+    """Yield the names of files that are not hidden, at any depth, those of the folder itself first."""
+    for _, folders, names in islice(os.walk(folder), MOST_NAMES):
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        yield from (name for name in sorted(names) if name[0] != ".")
