@@ -17,9 +17,9 @@ from trainrun import load_run
 from trainrun.checkpoint import manager
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.smaller import channels, new_run
+from trainrun.smaller import new_run
 from trainrun.smaller.prune import Mask, explain_unmasked, mask_weights, narrow_layers, remove_channels
-from trainrun.transform.int8 import MODES, Int8Layer, compute_in_floats, int8, record_ranges
+from trainrun.transform.int8 import MODES, Int8Layer, compute_in_floats, int8, record_ranges, store_in_bytes
 
 SHORT = ["trainer.max_steps=20", "monitor=none", "output_dir=run"]
 
@@ -51,10 +51,7 @@ def test_bytes_say_nearly_the_same_with_and_without_kernels(mode: str, x: torch.
             model(x)
     found = model(x)
     assert (found - expected).abs().max() < 0.05 * expected.abs().max()
-    assert (
-        next(layer for layer in model.modules() if isinstance(layer, Int8Layer)).weight_int8.dtype
-        is torch.int8
-    )
+    assert sum(value.dtype is torch.int8 for value in model.state_dict().values()) == 4
     torch.testing.assert_close(
         compute_in_floats(model)(x), found, atol=0.02 * float(expected.abs().max()), rtol=0
     )
@@ -70,12 +67,54 @@ def test_bytes_say_nearly_the_same_with_and_without_kernels(mode: str, x: torch.
 def test_weights_use_all_levels_of_a_byte(layer: nn.Module) -> None:
     """Rounding to 255 levels moves a weight by at most half a level of its output channel."""
     nn.init.normal_(layer.weight)  # type: ignore[arg-type]
-    rounded = Int8Layer(layer, "int8-weight-only")  # type: ignore[arg-type]
-    weight = layer.weight.detach().flatten(1)  # type: ignore[union-attr, operator]
+    weight = layer.weight.detach().flatten(1).clone()  # type: ignore[union-attr, operator]
+    store_in_bytes(layer)
     largest = weight.abs().amax(1, keepdim=True)
-    error = (rounded.weight.detach().flatten(1) - weight).abs()
+    with torch.no_grad():
+        error = (layer.weight.flatten(1) - weight).abs()  # type: ignore[union-attr, operator]
     assert (error <= 1.001 * largest / 254).all()
-    assert (rounded.weight_int8.flatten(1).abs().amax(1) == 127).all()
+    values = layer.state_dict()["parametrizations.weight.original0"]
+    assert (values.flatten(1).abs().amax(1) == 127).all()
+
+
+class Tagger(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **options: object) -> None:
+        super().__init__()
+        self.recurrent = kind(32, 24, **options)
+        self.head = nn.Linear(24 * (1 + self.recurrent.bidirectional), 5)
+
+    def forward(self, x: torch.Tensor, state: object = None) -> tuple[torch.Tensor, object]:
+        states, after = self.recurrent(x, hx=state)
+        return self.head(states), after
+
+
+STACKED = {"num_layers": 2, "bidirectional": True, "batch_first": True, "dropout": 0.1}
+
+
+@pytest.mark.parametrize("mode", ["int8-weight-only", "int8-dynamic"])
+@pytest.mark.parametrize(
+    "options", [{"batch_first": True}, STACKED, {"bias": False}], ids=["one", "two", "bare"]
+)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@torch.no_grad()
+def test_recurrent_layers_become_bytes(kind: type[nn.RNNBase], options: dict[str, object], mode: str) -> None:
+    torch.manual_seed(0)
+    base, x = Tagger(kind, **options).eval(), torch.randn(6, 9, 32)
+    model = int8(copy.deepcopy(base), mode).eval()  # type: ignore[arg-type]
+    (expected, state), (output, after) = base(x), model(x)
+    tolerance = 0.05 * float(expected.abs().max())
+    torch.testing.assert_close(output, expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(model(x, after)[0], base(x, state)[0], atol=tolerance, rtol=0)
+    assert isinstance(model.recurrent, Int8Layer) is (mode == "int8-dynamic")
+    assert model.recurrent.hidden_size == 24
+    sizes = [sum(value.nbytes for value in net.state_dict().values()) for net in (model, base)]
+    assert sizes[0] < 0.4 * sizes[1]
+    again = int8(Tagger(kind, **options), mode).eval()  # type: ignore[arg-type]
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x)[0], output)
+    packed = nn.utils.rnn.pack_sequence([torch.randn(5, 32), torch.randn(3, 32)])
+    found, wanted = model.recurrent(packed)[0].data, base.recurrent(packed)[0].data
+    torch.testing.assert_close(found, wanted, atol=0.02, rtol=0)
 
 
 def test_table_shows_milliseconds_a_sample_and_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +141,11 @@ def test_table_shows_milliseconds_a_sample_and_samples_a_second(monkeypatch: pyt
     assert all("SLOWER" in row[3] for row in new_run.measure_speeds(*nets, parts))  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def torch_pruning() -> None:
+    pytest.importorskip("torch_pruning", reason="needs the extra prune")
+
+
 class Streams(nn.Module):
     """A residual sum, a depthwise convolution, a map made flat, and a layer norm."""
 
@@ -121,7 +165,7 @@ class Streams(nn.Module):
         return self.head(x * self.gate(self.norm(x)).sigmoid())
 
 
-ZEROS = {"stem": 8, "bn": 8, "back": 8, "wide": 12, "alone": 12}
+ZEROS = {"stem": 8, "bn": 8, "back": 8, "wide": 12, "alone": 12, "flat": 10}
 
 
 def streams() -> nn.Module:
@@ -129,38 +173,39 @@ def streams() -> nn.Module:
     return Streams().eval()
 
 
+@pytest.mark.usefixtures("torch_pruning")
 @torch.no_grad()
 def test_channels_that_are_zero_can_go_without_a_trace() -> None:
     model = streams()
     for name in ZEROS:
         layer = model.get_submodule(name)
         layer.weight[::2] = layer.bias[::2] = 0  # type: ignore[operator, index]
-    expected = model(X)
+    model.norm, model.gate = nn.Identity(), nn.Identity()  # a layer norm counts its channels
     model.flat.requires_grad_(False)
-    with pytest.MonkeyPatch.context() as patch:  # the norm counts what it gets: those channels stay here
-        patch.setattr(channels, "NORMS", (nn.BatchNorm2d,))
-        found, sizes, left = remove_channels(model, [X], {}, 0.5)
+    expected = model(X)
+    found, sizes, left = remove_channels(model, [X], {}, 0.5)
     torch.testing.assert_close(found(X), expected)
-    assert left == {
-        "flat": "goes into layer_norm",
-        "gate": "goes into layer_norm",
-        "head": "is a model output",
-    }
+    assert list(left) == ["head"]
     assert not found.flat.weight.requires_grad
-    assert {name: outputs for name, outputs, _ in sizes} == {n: c // 2 for n, c in ZEROS.items()} | {
-        "flat": 10
-    }
-    again = narrow_layers(streams(), sizes).eval()
+    assert found.stem.weight.requires_grad
+    outputs = {name: number for name, number, _ in sizes}
+    assert outputs == {name: number // 2 for name, number in ZEROS.items()} | {"head": 4}
+    again = streams()
+    again.norm, again.gate = nn.Identity(), nn.Identity()
+    again = narrow_layers(again, sizes).eval()
     again.load_state_dict(found.state_dict())
     assert torch.equal(again(X), found(X))
     assert found.alone.groups == 6
+    assert model.stem.weight.shape[0] == 8  # what was given is as it was
 
-    found, sizes, left = remove_channels(model, [X], {}, 0.5)
+
+@pytest.mark.usefixtures("torch_pruning")
+def test_channels_of_a_layer_norm_are_removed_with_it() -> None:
+    _, sizes, left = remove_channels(streams(), [X], {}, 0.5)
     assert ["norm", 5, 0] in sizes
     assert ["flat", 5, 36] in sizes
     assert ["gate", 5, 5] in sizes
     assert list(left) == ["head"]
-    assert model.stem.weight.shape[0] == 8  # what was given is as it was
 
 
 class Fixed(nn.Module):
@@ -187,29 +232,57 @@ class Twice(Fixed):
         return self.c(self.a(self.a(x)).chunk(2, 1)[0].repeat(1, 2))
 
 
+class Heads(Fixed):
+    """The size of a head follows from the channels, which would go to other heads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.b(self.a(x)).unflatten(-1, (2, -1))
+        return self.c((heads * heads.sum(-1, keepdim=True)).flatten(1))
+
+
+class Recurrent(Fixed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.lstm(self.b(self.a(x).relu()))[0])
+
+
+@pytest.mark.usefixtures("torch_pruning")
 @pytest.mark.parametrize(
-    ("net", "told"),
+    ("net", "unchanged"),
     [
-        (Added, {"b": "goes into add", "c": "is a model output"}),
-        (Beside, {"a": "goes into cat", "c": "is a model output"}),
-        (Fixed, {"b": "has a size that the code of the model fixes", "c": "goes into add"}),
+        (Added, {"b", "c"}),
+        (Beside, {"a", "c"}),
+        (Fixed, {"b", "c"}),
+        (Heads, {"b", "c"}),
+        (Recurrent, {"b", "c"}),
     ],
 )
-def test_channels_that_others_need_stay(net: type[Fixed], told: dict[str, str]) -> None:
-    _, sizes, left = remove_channels(net(), [torch.ones(3, 4)], {}, 0.5)
-    assert left == told
+def test_channels_that_others_need_stay(net: type[Fixed], unchanged: set[str]) -> None:
+    torch.manual_seed(0)
+    _, sizes, left = remove_channels(net().eval(), [torch.randn(4, 4)], {}, 0.5)
+    assert set(left) == unchanged
     assert ["b" if net is Beside else "a", 2, 4] in sizes
 
 
+class Tied(Fixed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+@pytest.mark.usefixtures("torch_pruning")
 @pytest.mark.parametrize(
-    ("net", "told"),
-    [(nn.Linear(4, 4), "the model .is a model output"), (Twice(), "a .shares its weight with another layer")],
+    "net", [nn.Linear(4, 4), Twice(), Tied(), nn.Tanh()], ids=["one", "twice", "tied", "none"]
 )
-def test_no_channel_can_go(net: nn.Module, told: str) -> None:
+def test_no_channel_can_go(net: nn.Module) -> None:
     with refused(ValueError):
-        remove_channels(net, [torch.ones(2, 4)], {}, 0.5)
-    with refused(ValueError, "torch.nn"):
-        remove_channels(nn.Tanh(), [torch.ones(2, 4)], {}, 0.5)
+        remove_channels(net.eval(), [torch.ones(2, 4)], {}, 0.5)
 
 
 def test_masked_weights_stay_zero() -> None:
@@ -230,7 +303,7 @@ def test_masked_weights_become_bytes_and_stay_zero() -> None:
     found = int8(copy.deepcopy(model), "int8-weight-only").eval()
     assert (found(X) - expected).abs().max() < 0.02 * expected.abs().max()
     assert (
-        sum(int((one == 0).sum()) for one in found.buffers() if one.dtype == torch.int8)
+        sum(int((one == 0).sum()) for one in found.parameters() if one.dtype == torch.int8)
         >= 0.75 * (432 + 1152 + 96 + 48) - 1
     )
     assert torch.equal(model(X), expected)  # the copy alone has changed
@@ -281,6 +354,7 @@ def test_a_worse_metric_is_marked(workdir: Path, capsys: pytest.CaptureFixture[s
     assert lines[monitored].split()[-1] == "WORSE"
 
 
+@pytest.mark.usefixtures("torch_pruning")
 @pytest.mark.parametrize("words", [["--structured"], []], ids=["channels", "weights"])
 def test_a_pruned_run_goes_on(workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trainer.ema=true", *SHORT]) == 0
@@ -371,6 +445,7 @@ def test_a_tokenizer_goes_along(workdir: Path) -> None:
     assert Path("small/tokenizer.json").read_bytes() == Path("base/tokenizer.json").read_bytes()
 
 
+@pytest.mark.usefixtures("torch_pruning")
 def test_a_student_is_pruned(workdir: Path) -> None:
     none = ["trainer.max_steps=0", "monitor=none"]
     assert main([*none, "output_dir=teacher"]) == 0

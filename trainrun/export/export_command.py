@@ -130,7 +130,7 @@ def parse_tolerance(text: str) -> float:
 
 
 def has_rounded_inputs(model: nn.Module) -> bool:
-    return any(isinstance(layer, Int8Layer) and layer.mode != "int8-weight-only" for layer in model.modules())
+    return any(isinstance(layer, Int8Layer) for layer in model.modules())
 
 
 def parse_formats(text: str) -> list[str]:

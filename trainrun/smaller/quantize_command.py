@@ -15,9 +15,9 @@ from trainrun.output import counted, say
 from trainrun.runs.restore_config import checkpoint_of, load_parts
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run
-from trainrun.smaller.channels import format_reasons
 from trainrun.smaller.new_run import UNCOMPILED, choose_folder, compare_runs, measure_run, write_run
-from trainrun.transform.int8 import MODES, Int8Layer, explain_float_layers, int8, record_ranges
+from trainrun.smaller.prune import format_reasons
+from trainrun.transform.int8 import MODES, explain_float_layers, int8, record_ranges
 
 STEP = "int8"  # its name in `transform`
 CALIBRATION_BATCHES = 16
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         model = int8(model, words.to).to(device).eval()
     except ValueError as error:
         raise ConfigError(f"{source.root}: --{error}") from error
-    layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer)]
+    num_layers = sum("parametrizations" in dict(layer.named_children()) for layer in model.modules())
     left = explain_float_layers(model)
     if words.to == "int8-static":
         with torch.no_grad(), record_ranges(model):
@@ -59,8 +59,8 @@ def main(argv: list[str]) -> int:
         "trainer.ema.enabled": False, "trainer.max_steps": 0,
     })  # fmt: skip
     write_run(run, source, checkpoint, config, model, f"quantized: --to {words.to}, of {source.root.name}")
-    in_bytes = sum(one.numel() for one in model.buffers() if one.dtype == torch.int8)
+    in_bytes = sum(one.numel() for one in model.parameters() if one.dtype == torch.int8)
     share = in_bytes / sum(p.numel() for p in before.model.parameters())
     stays = f"; in floating point: {format_reasons(left)}" if left else ""
-    say(f"{run.root}: {counted(len(layers), 'layer')} in 8 bits, {share:.0%} of the weights{stays}")
+    say(f"{run.root}: {counted(num_layers, 'layer')} in 8 bits, {share:.0%} of the weights{stays}")
     return compare_runs(run, before, parts)
