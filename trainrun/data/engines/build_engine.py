@@ -55,34 +55,35 @@ def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, Read
     if engine == "resident":
         return finish(ResidentBatches(prepared)), choice.read_by, reason
     reader = _reader_of(prepared)
-    reader, lines = check_randomness(reader, options)
+    reader, note = check_randomness(reader, options)
     kind = ThreadBatches if engine == "threads" else LoaderBatches
     on_host = kind(reader, plan, number, options, _skips(options, plan))
-    return finish(_fed(on_host, options)), choice.read_by, reason + "".join(f"\n{line}" for line in lines)
+    return finish(_fed(on_host, options)), choice.read_by, reason + note
 
 
-def check_randomness(reader: BatchReader, options: StreamOptions) -> tuple[BatchReader, list[str]]:
-    """Return the reader, and lines on samples that depend on more than (seed, epoch, index).
+def check_randomness(reader: BatchReader, options: StreamOptions) -> tuple[BatchReader, str]:
+    """Return the reader, and a line on how it reads; report samples that depend on more than (seed, epoch, index).
 
     A data set whose `__getitems__` draws random numbers is asked for one sample at a time.
     """
-    look, lines = options.look, list[str]()
+    look, note = options.look, ""
     if look is None or not reader.users_code:
-        return reader, lines
+        return reader, note
     recipe = replace(reader.recipe, drawn_from=look.drawn_from)
     if AT_ONCE in look.draws:
         recipe = replace(recipe, one_by_one=True)
-        lines.append(
-            f"{options.key}: its __getitems__ draws random numbers, so samples are asked of it one by one; with a "
+        note = (
+            f"\n{options.key}: its __getitems__ draws random numbers, so samples are asked of it one by one; with a "
             "parameter `generators`, one for each sample, it reads them at once"
         )
     if COLLATE_KEY in look.draws and (options.accumulates or options.world_size > 1):
-        lines.append(
+        options.report(
             f"{COLLATE_KEY}: draws random numbers, other ones if accumulation or ranks cut the batches in another "
             "way; draw them in data.transform, and mix samples with data.augment.mixup"
         )
-    lines += [f"{what}: {CHANGES}" for what in look.changes]
-    return BatchReader(reader.dataset, recipe), lines
+    for what in look.changes:
+        options.report(f"{what}: {CHANGES}")
+    return BatchReader(reader.dataset, recipe), note
 
 
 def _skips(options: StreamOptions, plan: StreamPlan) -> Skips:
