@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainrun.cli.commands import add_import_paths
-from trainrun.config.compose import Composition, compose_run, format_config, prepare_command_line
+from trainrun.config.compose import Composition, compose_run, prepare_command_line, write_yaml
+from trainrun.config.saved_values import public
+from trainrun.config.schema import plain_values
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, typed_settings
 from trainrun.folder.status import read_status
@@ -28,7 +30,7 @@ def main(words: list[str]) -> int:
         raise ConfigError(*prepared.twice)
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
     if len(prepared.flags) > len(sweeps):  # --cfg job
-        say(format_config(compose_run(words).config), end="")
+        say(write_yaml(plain_values(public(compose_run(words).config)[0])), end="")
         return EXIT_DONE
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
     if sweeps:

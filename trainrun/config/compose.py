@@ -6,7 +6,7 @@ Nothing of Hydra or OmegaConf is left afterwards.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from trainrun.config.argv import (
 from trainrun.config.messages import explain_reference, unread_files
 from trainrun.config.overrides import composed, lower_trackers, override_fault, text_of_override
 from trainrun.config.rules import unread_path
-from trainrun.config.saved_values import public, remember, with_home_folder
-from trainrun.config.schema import RunConfig, plain_values, settings, value_of, with_values
+from trainrun.config.saved_values import remember, values_to_save, with_home_folder
+from trainrun.config.schema import RunConfig, setting_fields, settings, value_of, with_values
 from trainrun.config.tuned_settings import stale
 from trainrun.config.validate import check_config, target_argument_faults
 from trainrun.data.readers.path_contents import data_options
@@ -204,7 +204,7 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
         raise ConfigError(*faults)
     try:
         found = with_values_meant(
-            RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)})
+            RunConfig(**{item.name: _plain(cfg[item.name]) for item in setting_fields(RunConfig)})
         )
         return remember(cfg, with_home_folder(found))
     except MissingMandatoryValue as error:
@@ -231,8 +231,8 @@ def _plain(value: Any) -> Any:
 
 
 def format_config(config: RunConfig) -> str:
-    """Return the config as YAML text, without secrets: what `load_config` reads."""
-    return write_yaml(plain_values(public(config)[0]))
+    """Return the config as YAML text, with its references and without secrets: what `load_config` reads."""
+    return write_yaml(values_to_save(config))
 
 
 def write_yaml(values: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainrun.config.aliases import CASES, aliases, answer_to, answers
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.saved_values import LOADER, read_yaml_text, yaml_place
-from trainrun.config.schema import RunConfig, open_nodes, settings
+from trainrun.config.schema import RunConfig, open_nodes, setting_fields, settings
 from trainrun.config.validate import closest, describe_kind, nearest, no_node
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_duration
@@ -181,7 +181,7 @@ def unknown_key(key: str, word: str, above: str, names: list[str], learning_rate
     head = f"{above}." if above else ""
     part, dot, below = key.removeprefix(head).partition(".")
     kind = "no such setting" if head or below else "no such group or setting"
-    sections = [item.name for item in fields(RunConfig)]
+    sections = [item.name for item in setting_fields(RunConfig)]
     last = key.rpartition(".")[2]
     elsewhere = [
         name for name, found in settings().items() if not found.section and name.endswith(f".{last}")
@@ -227,7 +227,7 @@ def known_names(node: Any) -> list[str]:
 
 def top_names(folders: list[Path]) -> list[str]:
     """List the names of the groups and of the settings that stand alone."""
-    return sorted({*(item.name for item in fields(RunConfig)), *groups(folders or [conf_dir()])})
+    return sorted({*(item.name for item in setting_fields(RunConfig)), *groups(folders or [conf_dir()])})
 
 
 def first_line_of_error(error: BaseException) -> str:

@@ -7,7 +7,6 @@ import glob
 import os
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from trainrun.config.argv import CommandLine, conf_dir, groups, split_command_li
 from trainrun.config.compose import idle_settings, untold, with_values_meant
 from trainrun.config.messages import explain_reference
 from trainrun.config.overrides import (
-    SAME_SOURCE,
     add_trackers,
     in_tracker,
     lower_trackers,
@@ -28,16 +26,15 @@ from trainrun.config.overrides import (
     put,
     raise_trackers,
     read_override,
-    references_to,
     schema_node,
 )
 from trainrun.config.rules import unread_path
 from trainrun.config.saved_values import (
     REFERENCE,
     Any_,
-    is_environment,
     read_yaml_text,
     remember,
+    resolve_references,
     with_home_folder,
 )
 from trainrun.config.schema import (
@@ -47,7 +44,6 @@ from trainrun.config.schema import (
     map_config,
     open_nodes,
     validation_nodes,
-    with_values,
 )
 from trainrun.config.validate import SHARED, check_config, target_argument_faults
 from trainrun.errors import ConfigError
@@ -71,65 +67,6 @@ def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:
     is_single = given.get("parallel.mode") == "single" and "parallel.devices" not in given
     has_several = isinstance(number, int) and number > 1
     return ["parallel.devices=auto"] if is_single and has_several else []
-
-
-def following(saved: DictConfig, words: list[str]) -> list[str]:
-    """Words for the sets of a saved run that follow the given ones, where both settings had the same value.
-
-    An argument of a reader of ours follows what its option refers to. Where one of the user's own reads both sets, the
-    other one stays as it is, and that is told.
-    """
-    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
-    train, val, test = (OmegaConf.select(saved, f"data.{name}") or {} for name in ("train", "val", "test"))
-    named = {"val": val} if TARGET in val else {f"val.{name}": node or {} for name, node in val.items()}
-    found = []
-    for split, node in {"train": train, **named, "test": test}.items():
-        target = node.get(TARGET)
-        if target is None or f"data.{split}.{TARGET}" in given:
-            continue
-        option = data_option(target)
-        ours = option.get("train" if split == "train" else "val", {})
-        ours = references_to(option["train"]) if ours == SAME_SOURCE else ours
-        is_own = not ours and split != "train" and target == train.get(TARGET)
-        for name, value in ({name: f"${{data.train.{name}}}" for name in node} if is_own else ours).items():
-            reference, key = REFERENCE.fullmatch(str(value)), f"data.{split}.{name}"
-            source = reference[1] if reference is not None else ""
-            alike = source in given and OmegaConf.select(saved, key) == OmegaConf.select(saved, source)
-            if not alike or key in given:
-                continue
-            if is_own:
-                say_once(
-                    f"{source} is of training alone: {key} stays {node[name]}; give it too if it is meant"
-                )
-            else:
-                found.append(f"{key}={given[source]}")
-    return found
-
-
-@cache
-def data_option(target: str) -> dict[str, Any]:
-    """The option of `data` with a reader of ours, its references as they are written; empty for any other reader."""
-    for path in sorted((conf_dir() / "data").glob("*.yaml")):
-        option: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if option["train"][TARGET] == target:
-            return option
-    return {}
-
-
-def follow_path(config: RunConfig, before: str | None, given: set[str]) -> RunConfig:
-    """The config with `data.path` wherever the sets of a saved run have the one of `before` as a path.
-
-    given: keys that were typed, which stay, as do those of other sets that follow them.
-    """
-
-    def follow(key: str, value: Any) -> Any:
-        if not given.isdisjoint((key, f"data.train.{key.rpartition('.')[2]}")):
-            return value
-        as_path = key.endswith(".path") if before is None else may_be_path(key, before)
-        return config.data.path if value == before and as_path else value
-
-    sets = {f"data.{name}": getattr(config.data, name) for name in ("train", "val", "test")}
-    return with_values(config, {key: map_config(node, follow, key) for key, node in sets.items()})
 
 
 def unreached(data: DataConfig, given: set[str], measured: str) -> Iterator[str]:
@@ -213,12 +150,12 @@ def plain_config(path: Path) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict) or not found.get("model"):
         raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
-    for key, value in config_leaves(found):
-        if isinstance(value, str) and "${" in value and not is_environment(value):
-            raise ConfigError(
-                f"{path}: {key}={value[:80]}: a reference; a run saves its config with all of them resolved"
-            )
-    return {str(name): value for name, value in found.items()}
+    values = {str(name): value for name, value in found.items()}
+    try:
+        resolve_references(values)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return values
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
@@ -258,7 +195,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     faults += wrong.values()
     sound = [word for word in words.overrides if word not in wrong]
     clear_replaced_nodes(cfg, words)
-    put_into_saved(cfg, [*sound, *following(saved, sound), *devices_of_one(saved, sound)], faults)
+    put_into_saved(cfg, [*sound, *devices_of_one(saved, sound)], faults)
     faults += [*missing_secrets(cfg), *lower_trackers(cfg)]
     try:
         config = OmegaConf.to_object(cfg)
@@ -269,7 +206,6 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
     before = OmegaConf.select(saved, "data.path")
     has_moved = "data.path" in changed and config.data.path != before
-    config = follow_path(config, before, changed) if has_moved else config
     config = placed(config, Path.cwd()) if places else config
     faults += check_config(config)
     faults += untold(idle_settings(config, words.overrides), faults)
@@ -296,7 +232,16 @@ def clear_replaced_nodes(cfg: DictConfig, words: CommandLine) -> None:
         node = OmegaConf.select(cfg, place) if place != key and is_short_form else None
         if isinstance(node, DictConfig) and node.get(TARGET) != target:
             stays = {TARGET, *KEYS_OF_ANY_CLASS.get(place, ())}
+            keep_referenced_values(cfg, place)
             OmegaConf.update(cfg, place, {name: node[name] for name in node if name in stays}, merge=False)
+
+
+def keep_referenced_values(cfg: DictConfig, section: str) -> None:
+    """Put the value in place of each reference to a setting of a section, so that the section can be emptied."""
+    for key, text in config_leaves(OmegaConf.to_container(cfg, resolve=False)):
+        reference = REFERENCE.fullmatch(text) if isinstance(text, str) else None
+        if reference is not None and reference[1].startswith(f"{section}."):
+            OmegaConf.update(cfg, key, OmegaConf.select(cfg, key))
 
 
 def _first_line(error: BaseException) -> str:

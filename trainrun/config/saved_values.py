@@ -1,12 +1,14 @@
-"""Configs as files: secrets are kept apart, what the environment gave is a reference, and YAML is looked at first.
+"""Configs as files: references stay references, secrets are saved apart, and YAML is checked before it is parsed.
 
-A value that `${oc.env:NAME}` gave is a `FromEnvironment`: a string that remembers how it was written. Saved, it is that
-reference again, and a run that goes on looks it up again. Texts of settings that are named like a secret are saved as
-`***`, and themselves in `.secrets.json`, which only their owner may read.
+`data.train.path: ${data.path}` is saved as it was written, so a run that is resumed with another `data.path` follows it
+as a new run does. A value of `${oc.env:NAME}` is a `FromEnvironment`: a string that remembers its reference. The
+environment is read again at each start. Texts of settings that are named like a secret are saved as `***`, and
+themselves in `.secrets.json`, which only their owner may read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from functools import partial
@@ -16,13 +18,14 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from trainrun.config.schema import config_leaves, map_config
+from trainrun.config.schema import RunConfig, config_leaves, map_config, plain_values, with_values
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import read_bytes
 from trainrun.output import HIDDEN, hides
 
 ENVIRONMENT = "${oc.env:"
-REFERENCE = re.compile(r"\$\{([\w.\[\]]+)\}")
+REFERENCE = re.compile(r"\$\{([^\W\d]\w*(?:\.\w+)*)\}")  # to another setting
+UNESCAPED = re.compile(r"(?<!\\)\$\{")
 HOME_FOLDER = re.compile(r"~[\w.-]*[/\\]")
 MAX_BYTES, MAX_DEPTH, MAX_VALUES = 256 * 2**10, 64, 50_000  # of a YAML file
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -50,18 +53,86 @@ def is_environment(text: Any) -> bool:
     return isinstance(text, str) and ENVIRONMENT in text and text.count("${") == text.count(ENVIRONMENT)
 
 
-def remember(cfg: DictConfig, config: Any_) -> Any_:
-    """Has the config remember which of its texts came from the environment. cfg: the same, as it was composed."""
+def remember(cfg: DictConfig, config: RunConfig) -> RunConfig:
+    """Return the config with the references that gave its values. cfg: the same config, as it was composed."""
     raw = OmegaConf.to_container(cfg, resolve=False)
     texts = {key: value for key, value in config_leaves(raw) if isinstance(value, str) and "${" in value}
+    references = {
+        key.replace("monitor.listeners.", "monitor."): text
+        for key, text in texts.items()
+        if REFERENCE.fullmatch(text) and not key.startswith("hydra.")
+    }
     for _ in range(3):  # references to references to references
-        texts = {key: REFERENCE.sub(partial(_meant, texts), text) for key, text in texts.items()}
-    known = {key: text for key, text in texts.items() if ENVIRONMENT in text}
+        texts = {key: REFERENCE.sub(partial(_target_text, texts), text) for key, text in texts.items()}
+    from_environment = {key: text for key, text in texts.items() if ENVIRONMENT in text}
 
-    def kept(key: str, value: Any) -> Any:
-        return FromEnvironment.of(value, known[key]) if key in known and isinstance(value, str) else value
+    def mark(key: str, value: Any) -> Any:
+        text = from_environment.get(key)
+        return FromEnvironment.of(value, text) if text is not None and isinstance(value, str) else value
 
-    return map_config(config, kept) if known else config
+    marked: RunConfig = map_config(config, mark)
+    return with_values(marked, {"references": references})
+
+
+def values_to_save(config: RunConfig) -> dict[str, Any]:
+    """Return the values of `config.yaml`: no secrets, and references wherever their values are still the same."""
+    values = plain_values(config)
+    saved = plain_values(map_config(public(config)[0], _escape))
+    for key, text in vars(config)["references"].items():
+        section, _, name = key.rpartition(".")
+        with contextlib.suppress(LookupError, TypeError):
+            value = value_at(values, key)
+            if not isinstance(value, dict) and value == value_at(values, text[2:-1]):
+                value_at(saved, section)[name] = text
+    return saved
+
+
+def _escape(_: str, value: Any) -> Any:
+    """Return a text in which `${` is no reference for OmegaConf, unless it is one to the environment."""
+    if not isinstance(value, str) or "${" not in value or is_environment(value):
+        return value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+
+
+def value_at(values: dict[str, Any], key: str) -> Any:
+    """Return the value at a dotted key of nested dicts. Raise LookupError or TypeError if there is none."""
+    found: Any = values
+    for name in key.split("."):
+        found = found[name]
+    return found
+
+
+def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
+    """Return saved values with the value in place of each reference to another setting.
+
+    Raise ValueError for a reference that no run saves: to no value, to a section, inside of a list, in a circle, or to
+    so many long lists that they would fill the memory.
+    """
+    num_values = 0
+
+    def resolve(key: str, value: Any) -> Any:
+        nonlocal num_values
+        if not isinstance(value, str) or not UNESCAPED.search(value) or is_environment(value):
+            return value
+        try:
+            value_at(values, key)
+            found = value
+            for _ in range(MAX_DEPTH):
+                if not (isinstance(found, str) and REFERENCE.fullmatch(found)):
+                    break
+                found = value_at(values, found[2:-1])
+            else:
+                raise LookupError
+        except (LookupError, TypeError):
+            raise ValueError(f"{key}={value[:80]}: refers to no value") from None
+        num_values += len(found) if isinstance(found, list) else 1
+        is_whole = not isinstance(found, dict) and "${" not in str(found).replace(ENVIRONMENT, "")
+        if not is_whole or num_values > MAX_VALUES:
+            raise ValueError(f"{key}={value[:80]}: not a reference that a run saves")
+        return found
+
+    resolved_values: dict[str, Any] = map_config(values, resolve)
+    return resolved_values
 
 
 def with_home_folder(config: Any_) -> Any_:
@@ -74,9 +145,9 @@ def with_home_folder(config: Any_) -> Any_:
     return found
 
 
-def _meant(texts: dict[str, str], found: re.Match[str]) -> str:
-    """What a reference to another setting leads to, where that is a reference too."""
-    return texts.get(found[1], found[0])
+def _target_text(texts: dict[str, str], reference: re.Match[str]) -> str:
+    """Return the reference that a reference leads to; itself if it leads to a value."""
+    return texts.get(reference[1], reference[0])
 
 
 def resolved(config: Any_) -> Any_:

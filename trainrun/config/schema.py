@@ -455,6 +455,15 @@ class RunConfig:
     user: Any = field(
         default=None, metadata={"help": "whatever you want to keep in config.yaml", "opens": ANY}
     )
+    # No setting: the texts of references to other settings, by key, as `data.train.path: ${data.path}`.
+    references: dict[str, str] = field(
+        default_factory=dict, compare=False, repr=False, metadata={"omegaconf_ignore": True}
+    )
+
+
+def setting_fields(schema: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a section that are settings."""
+    return [item for item in dataclasses.fields(schema) if "omegaconf_ignore" not in item.metadata]
 
 
 @cache
@@ -462,7 +471,7 @@ def settings(schema: type = RunConfig, prefix: str = "") -> dict[str, Setting]:
     """Every setting and section below a dataclass, by its key."""
     found: dict[str, Setting] = {}
     hints = get_type_hints(schema)
-    for item in dataclasses.fields(schema):
+    for item in setting_fields(schema):
         key, kind, about = f"{prefix}{item.name}", hints[item.name], dict(item.metadata)
         limits = about.pop("limits", None)
         kind = about.pop("kind", None) or _limited(kind, limits)
@@ -531,8 +540,9 @@ def plain_values(config: RunConfig) -> dict[str, Any]:
 
 def _plain_copy(value: Any) -> Any:
     """Dicts in place of sections, of copies of everything inside."""
-    if dataclasses.is_dataclass(value):
-        return {name: _plain_copy(item) for name, item in vars(value).items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [item.name for item in setting_fields(type(value))]
+        return {name: _plain_copy(vars(value)[name]) for name in names}
     return copy.deepcopy(value)
 
 
@@ -568,8 +578,9 @@ def map_config(value: Any, change: Callable[[str, Any], Any], key: str = "") -> 
     """Return a copy with other leaves: what `change` gives for the key and the value of each."""
     inner = f"{key}." if key else ""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = vars(value).items()
-        return type(value)(**{name: map_config(item, change, f"{inner}{name}") for name, item in items})
+        names = [item.name for item in setting_fields(type(value))]
+        changed = {name: map_config(vars(value)[name], change, f"{inner}{name}") for name in names}
+        return type(value)(**vars(value) | changed)
     if isinstance(value, dict):
         return {name: map_config(item, change, f"{inner}{name}") for name, item in value.items()}
     if isinstance(value, list):

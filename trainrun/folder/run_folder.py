@@ -74,7 +74,7 @@ class RunDir:
     """Owner of every path in a run folder."""
 
     root: Path
-    config = _Inside("config.yaml")  # the finished config, every reference in it resolved
+    config = _Inside("config.yaml")  # all settings; references to other settings as they were written
     config_before = _Inside(".config-before.yaml")  # without the words of a resume, until those hold
     secrets = _Inside(".secrets.json")  # values of settings that are named like a secret, by key
     overrides = _Inside("overrides.txt")  # the words of the command line, one a line

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-from trainrun.config.saved_values import LOADER, read_yaml_text
+from trainrun.config.saved_values import LOADER, read_yaml_text, resolve_references
 from trainrun.errors import ConfigError, DataError
 from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.monitor.metric_rows import Row, read_rows
@@ -102,18 +102,19 @@ def read_state(run: RunDir) -> dict[str, Any]:
 
 
 def read_config(run: RunDir) -> dict[str, Any]:
-    """The finished config of a run as plain values; empty if the folder has none."""
+    """Return the config of a run as plain values, references resolved; empty if the folder has none."""
     if not run.config.is_file():
         return {}
     import yaml
 
     try:
         config = yaml.load(read_yaml_text(run.config), Loader=LOADER)
+        config = resolve_references(config) if isinstance(config, dict) else {}
     except (yaml.YAMLError, ValueError, TypeError, ConfigError) as error:
         raise DataError(
             f"{run.config}: not a config of a run ({str(error).partition(chr(10))[0]})"
         ) from error
-    return {str(name): value for name, value in config.items()} if isinstance(config, dict) else {}
+    return {str(name): value for name, value in config.items()}
 
 
 def read_environment(run: RunDir) -> dict[str, Any]:

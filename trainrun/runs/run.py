@@ -93,9 +93,9 @@ def new_run(
 
 def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
     """Write the config of a run, and its secrets apart from it. seal: as this user's own."""
-    public_config, secret_values = public(config)
+    secret_values = public(config)[1]
     files = {run.secrets: format_json(secret_values)} if secret_values else {}
-    files[run.config] = format_config(public_config)
+    files[run.config] = format_config(config)
     if seal:
         try:
             seal_folder(run, files)
