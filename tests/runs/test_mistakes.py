@@ -73,6 +73,7 @@ SHORT = [*QUIET, "trainer.max_epochs=1"]
 @pytest.fixture
 def project(workdir: Path) -> Iterator[Path]:
     (workdir / "own.py").write_text(CODE)
+    (workdir / "broken.py").write_text("class Net(:\n")
     yield workdir
     sys.modules.pop("own", None)
 
@@ -88,6 +89,9 @@ def project(workdir: Path) -> Iterator[Path]:
         ["model._target_=own.Breaks"],
         ["model._target_=own.Wrong"],
         ["model._target_=own.Flat"],
+        ["model=nowhere.Net"],
+        ["model=broken.Net"],
+        ["data=image_folder", "data.path=nowhere"],
         ["data.train._target_=own.empty"],
         ["data.train._target_=own.names", "model=own.Wrong"],
         ["data.train._target_=own.pixels", "data.num_classes=10"],
@@ -130,6 +134,7 @@ def test_a_mistake_is_one_short_message(
     assert "Traceback" not in errors
     assert len(errors.strip().splitlines()) <= 2
     assert len(errors) < 600
+    assert {path.name for path in project.iterdir()} <= {"own.py", "broken.py", "__pycache__"}
 
 
 def test_all_target_faults_are_listed_before_anything_is_built(
@@ -160,10 +165,21 @@ def test_a_run_folder_is_never_written_over(project: Path, capsys: pytest.Captur
 
 
 def test_a_failed_run_says_so_in_its_folder(project: Path) -> None:
-    assert main(["model._target_=own.Wrong", *SHORT, "output_dir=run"]) == 2
+    assert main(["model=own.Forgetful", *SHORT, "output_dir=run"]) == 1
     status = json.loads((project / "run" / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 2)
-    assert "7 classes" in status["message"]
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert "forgotten" in status["message"]
+
+
+def test_a_refused_run_takes_away_what_it_wrote_and_nothing_else(project: Path) -> None:
+    """The folder that was there stays with its files; a folder above a new one goes if it was made for it."""
+    (project / "mine" / "inside").mkdir(parents=True)
+    (project / "mine" / "notes.txt").write_text("x")
+    (project / "above").mkdir()
+    before = sorted(project.rglob("*"))
+    for folder in ("mine", "above/a/b", "new"):
+        assert main([f"output_dir={folder}", "model=own.Wrong", *SHORT]) == 2
+        assert [path for path in sorted(project.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
 @pytest.mark.parametrize(
@@ -296,7 +312,7 @@ def test_checkpoints_of_another_run_are_not_mixed_with_new_ones(
 
 
 def test_a_failure_leaves_no_config_of_a_resume_to_the_next_run(project: Path) -> None:
-    assert main(["output_dir=r", "model=own.Wrong", *SHORT]) == 2
+    assert main(["output_dir=r", "model=own.Forgetful", *SHORT]) == 1
     Path("r/.config-before.yaml").write_bytes(Path("r/config.yaml").read_bytes())  # as kill -9 leaves it
     assert main(["output_dir=r", *SHORT]) == 0
     assert not Path("r/.config-before.yaml").exists()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from trainrun.config.compose import Composition, format_config
 from trainrun.config.saved_config import translated
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, record_reads, stop_recording
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.environment import surroundings, uncommitted
 from trainrun.folder.lock import only_writer
 from trainrun.folder.named_run import named_run
@@ -28,8 +29,10 @@ from trainrun.folder.run_folder import (
     RunDir,
     cannot_write,
     format_json,
+    is_there,
     named_folder,
     typed_settings,
+    was_saved,
     write_identity,
     write_json,
     write_text,
@@ -53,8 +56,7 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
     ever written over.
     """
     run, config = RunDir(_folder_of(composition)), composition.config
-    run.create()
-    with only_writer(run):
+    with unless_refused(run), only_writer(run):
         found = None
         if any(path != run.lock for path in run.root.iterdir()):
             found = resume.found_config(run, config)
@@ -64,6 +66,40 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
             config = config if config.seed is not None else replace(config, seed=secrets.randbelow(2**32))
             new_run(replace(composition, config=config), words, run, composition.config.seed is None)
         yield run, found or config, found is not None
+
+
+@contextmanager
+def unless_refused(run: RunDir) -> Iterator[None]:
+    """Make the folder of a run; take away what came into it inside, if a new run is refused before its first step.
+
+    Refused: by a mistake of the user, exit code 2. Ranks that torchrun or Slurm started may still write there, so
+    their folder stays.
+    """
+    made = [folder for folder in (run.root, *run.root.parents) if not folder.exists()]
+    before = [] if made else list(run.root.iterdir())
+    is_new = not is_there(run)
+    try:
+        run.create()
+        yield
+    except TrainrunError as error:
+        nothing_done = is_new and not was_saved(run) and not resume.has_trained(run)
+        if error.exit_code == EXIT_USAGE and nothing_done and not external_ranks():
+            remove_written(run, before, made)
+        raise
+
+
+def remove_written(run: RunDir, before: list[Path], made: list[Path]) -> None:
+    """Remove what is in a run's folder now and was not before; then the folders that were made for it, if empty."""
+    with suppress(OSError):  # the mistake is what counts
+        for path in run.root.iterdir():
+            if path in before:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        for folder in made:
+            folder.rmdir()
 
 
 def new_run(
