@@ -17,7 +17,7 @@ from trainrun.data.readers.path_contents import data_options
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, named_folder
 from trainrun.runs.run import new_run
-from trainrun.sweep.jobs import expand
+from trainrun.sweep.space import expand
 
 NAMES = [
     "a=b.csv", "a,b.csv", "it's.csv", 'say "hi".csv', "two words.csv", "cost$5.csv", "$HOME.csv", "a(1)[2]{3}.csv",

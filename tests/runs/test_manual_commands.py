@@ -31,7 +31,7 @@ from trainrun.cli.commands import COMMANDS
 from trainrun.cli.main import main
 from trainrun.cli.manual_pages import FOLDER
 from trainrun.config.compose import compose_run, prepare_command_line
-from trainrun.sweep.jobs import expand
+from trainrun.sweep.space import expand
 
 pytestmark = pytest.mark.process
 

@@ -59,12 +59,6 @@ def test_interrupt_has_its_pictures(workdir: Path) -> None:
     assert "stopped" in banner(workdir / "run")
 
 
-def test_run_that_fails_before_its_first_step_has_a_page(workdir: Path) -> None:
-    assert main([*WORDS, "data.train._target_=no_such_module.Rows"]) == 2
-    assert not (workdir / "run" / "metrics.jsonl").exists()
-    assert "no_such_module" in banner(workdir / "run")
-
-
 def test_run_that_ends_well_says_so(workdir: Path) -> None:
     assert main([*WORDS]) == 0
     assert "done" in banner(workdir / "run")

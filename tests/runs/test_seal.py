@@ -19,7 +19,7 @@ from trainrun.errors import ConfigError
 from trainrun.folder import seal
 from trainrun.folder.run_folder import RunDir, read_identity, write_identity
 from trainrun.folder.seal import KEY_BYTES, check_files, is_sealed, key_path, make_key
-from trainrun.sweep.run_sweep import job_command
+from trainrun.sweep.job_queue import job_command
 
 NET = """
 from torch import nn

@@ -24,6 +24,15 @@ do = ask.get("do", "train")
 if do == "train":
     value = float(ask["lr"])
     status("done", value=value, monitor=ask.get("monitor", "val/acc"), mode=ask.get("mode", "max"), seconds=1.5)
+elif do == "meet":  # done once so many jobs run at the same time
+    (folder / "here").write_text(json.dumps({
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "words": words,
+        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+    }))
+    end = time.monotonic() + 600
+    while len(list(folder.parent.glob("*/here"))) < int(ask["number"]) and time.monotonic() < end:
+        time.sleep(0.01)
+    status("done", value=1.0, monitor="val/acc", mode="max", seconds=1.5)
 elif do == "fail":
     status("failed", message="the loss is not finite\\nat step 3")
     sys.exit(1)
@@ -53,6 +62,12 @@ elif do == "hang":
 
 def fake_command(words: list[str], folder: Path) -> list[str]:
     return [sys.executable, "-S", "-c", SCRIPT, str(folder), *words]
+
+
+@pytest.fixture(autouse=True)
+def own_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases of a test are its own: no other sweep of this user holds one."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 from approved import refused
 
 from trainrun.errors import ConfigError
-from trainrun.sweep.jobs import expand, file_name_of, open_sweep
+from trainrun.sweep.jobs import file_name_of, open_sweep
+from trainrun.sweep.space import expand
 
 
 def test_the_first_word_varies_slowest():

@@ -93,7 +93,6 @@ def test_resume_goes_on_with_the_words_of_all_calls(
     ran.unlink()
     begun: list[list[list[str]]] = []
     monkeypatch.setattr(runner, "check_words", begun.append)
-    monkeypatch.setattr(runner, "job_command", command)
     monkeypatch.setattr(runner.run_sweep, "__defaults__", (command,))
     assert cli.main(["resume", "sweep"]) == 1
     assert begun == [[["seed=1,2", "do=fail"], ["seed=3"]]]
@@ -107,7 +106,7 @@ def test_what_cannot_be_resumed_is_refused(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"cd .* && trainrun resume"):
-        runner.resume_sweep(sweep.folder, trust=False)
+        runner.resume_sweep(sweep.folder, False, [])
     monkeypatch.chdir(tmp_path)
     path = sweep.folder / "sweep.json"
     whole = json.loads(path.read_text())
@@ -117,8 +116,8 @@ def test_what_cannot_be_resumed_is_refused(
     ):
         path.write_text(json.dumps(whole | changed))
         with pytest.raises(ConfigError, match=match):
-            runner.resume_sweep(sweep.folder, trust=False)
+            runner.resume_sweep(sweep.folder, False, [])
     shutil.rmtree(sweep.folder)
     open_sweep([["optimizer.lr=1,2", "model.api_key=typed"]], sweep.folder)
     with pytest.raises(ConfigError, match="secrets are not saved"):
-        runner.resume_sweep(sweep.folder, trust=False)
+        runner.resume_sweep(sweep.folder, False, [])

@@ -7,9 +7,10 @@ from matplotlib.figure import Figure
 
 from trainrun.plots import canvas
 from trainrun.sweep import picture
-from trainrun.sweep.jobs import Sweep, expand
+from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import REPEATED, ranked_jobs
 from trainrun.sweep.results import Job, Result
+from trainrun.sweep.space import expand
 
 
 def drawn(

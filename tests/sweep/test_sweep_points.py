@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.sweep.jobs import Sweep, expand
+from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import best_job
 from trainrun.sweep.results import Job, Result
+from trainrun.sweep.space import expand
 from trainrun.sweep.table import CLOSE, point_table, points_csv
 
 

@@ -18,8 +18,9 @@ from approved import refused
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir
 from trainrun.parallel.launch import module_command
+from trainrun.sweep.job_queue import job_command
 from trainrun.sweep.results import read_result
-from trainrun.sweep.run_sweep import job_command, run_sweep
+from trainrun.sweep.run_sweep import run_sweep
 
 pytestmark = pytest.mark.process
 
@@ -41,7 +42,8 @@ def test_all_jobs_in_order_and_the_best_on_top(
 ):
     """seconds: of the whole process, by a clock that moves by 2.5 when it is asked; the status says 1.5."""
     ticks = itertools.count(0.0, 2.5)
-    monkeypatch.setattr("trainrun.sweep.run_sweep.time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    clock = SimpleNamespace(monotonic=lambda: next(ticks), sleep=time.sleep)
+    monkeypatch.setattr("trainrun.sweep.job_queue.time", clock)
     assert run_sweep([["lr=0.1,0.3,0.2"]], tmp_path, command) == 0
     assert ran(tmp_path) == ["0-lr=0.1", "1-lr=0.3", "2-lr=0.2"]
     rows = table(tmp_path)
@@ -145,6 +147,20 @@ def test_a_job_that_was_stopped_before_it_could_save_has_not_failed(tmp_path: Pa
     for exit_code, state in ((143, "stopped"), (1, "failed")):
         (tmp_path / "status.json").write_text(status.replace("stopped", state))
         assert read_result(tmp_path, exit_code).state == state
+
+
+def test_a_new_sweep_of_which_every_job_is_refused_leaves_no_folder(tmp_path: Path, command: Command):
+    with refused(ConfigError, "lr=9"):
+        run_sweep([["do=refuse", "seed=1,2"]], tmp_path / "new", command)
+    assert not (tmp_path / "new").exists()
+    assert run_sweep([["do=refuse", "seed=1,2"], ["lr=1"]], tmp_path / "new", command) == 1
+    assert [row["state"] for row in table(tmp_path / "new")] == ["done", "failed", "failed"]
+
+
+def test_a_sweep_ends_when_its_time_is_over_and_its_jobs_have_saved(tmp_path: Path, command: Command):
+    words = ["do=hang,train", "lr=1", "sweep.max_time=0.2s"]
+    assert run_sweep([words], tmp_path, command) == 75
+    assert {row["do"]: row["state"] for row in table(tmp_path)} == {"hang": "stopped", "train": "not run"}
 
 
 class Driver:

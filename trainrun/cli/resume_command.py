@@ -31,11 +31,13 @@ def main(argv: list[str]) -> int:
         return int(torchrun_ranks().follow_run())
     folder = named_folder(words.run_dir)
     if is_sweep(folder):
-        if words.overrides:
-            raise ConfigError(f"{words.overrides[0]}: a sweep goes on with its own words; leave this out")
+        from trainrun.sweep.options import split_options
         from trainrun.sweep.run_sweep import resume_sweep
 
-        return resume_sweep(folder, words.trust)
+        options, others = split_options(words.overrides)
+        if others:
+            raise ConfigError(f"{others[0]}: a sweep goes on with its own words; leave this out")
+        return resume_sweep(folder, words.trust, options)
     run = open_run(words.run_dir)
     return with_way_to_resume(
         run.root, lambda: resume_run(run, words.overrides, add_import_paths(words.config_dir), words.trust)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,11 +21,15 @@ from trainrun.output import path_to_paste, say
 from trainrun.parallel.devices import external_ranks
 from trainrun.runs.run import begun, start, torchrun_ranks
 
+SWEEP_OPTION = re.compile(r"sweep(\.\w+)?=")
+
 
 def main(words: list[str]) -> int:
     """A new run, a sweep, or the composed config without running."""
     if follows_others():
         return int(torchrun_ranks().follow_run())
+    sweep_options = [word for word in words if SWEEP_OPTION.match(word)]
+    words = [word for word in words if word not in sweep_options]
     prepared, _ = prepare_command_line(words, Path.cwd())
     if prepared.twice:
         raise ConfigError(*prepared.twice)
@@ -40,7 +45,9 @@ def main(words: list[str]) -> int:
             )
         from trainrun.sweep.run_sweep import sweep_command
 
-        return sweep_command(prepared)
+        return sweep_command(prepared, sweep_options)
+    if sweep_options:
+        raise ConfigError(f"{sweep_options[0]}: is a setting of a sweep; add --multirun")
     if "hydra.sweep.dir" in prepared.own:
         raise ConfigError(
             "hydra.sweep.dir: is the folder of a sweep (--multirun); one run has output_dir=..."

@@ -72,7 +72,8 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
             with suppress(OSError):
                 run.status.unlink()
                 note_failure(run, config, fault)
-        draw_end(run, config)
+        if not refused:
+            draw_end(run, config)
         if fault is error:
             raise
         raise fault from error

@@ -1,9 +1,8 @@
-"""From words with several values to jobs with one value each, and what a sweep folder remembers of them."""
+"""The jobs of a sweep, and the file in its folder that holds them."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 import secrets
@@ -13,18 +12,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
-from hydra.errors import HydraException
-
-from trainrun.config.messages import explain_unreadable
 from trainrun.errors import ConfigError
 from trainrun.folder.named_run import BEST, SWEEP_FILE
 from trainrun.folder.run_folder import cannot_write, read_json, write_json
 from trainrun.folder.seal import check_files, digest_part, make_key
 from trainrun.output import masked_words
+from trainrun.sweep.options import split_options
 from trainrun.sweep.points import SweepPoint, best_job, ranked_points
 from trainrun.sweep.results import Job, Result
+from trainrun.sweep.space import columns_that_vary, combinations_of
 
 SEAL = "seal"  # in the file of a sweep: shows that this user wrote the words
 NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still readable
@@ -45,8 +41,8 @@ class Sweep:
 
     def add_call(self, words: list[str]) -> None:
         """Want the jobs that the words make; those that are there already are the same jobs. Raise ConfigError."""
-        combinations = expand(words)
-        varied = varied_columns(combinations)
+        combinations = combinations_of(words)
+        varied = columns_that_vary(combinations)
         known = {tuple(sorted(masked_words(job.words))): job.num for job in self.jobs.values()}
         for row in combinations:
             num = known.setdefault(tuple(sorted(masked_words(row))), len(self.jobs))
@@ -56,8 +52,9 @@ class Sweep:
                 self.jobs[num] = replace(job, words=row)
             if num not in self.wanted:  # the same value twice is one job
                 self.wanted.append(num)
-        if masked_words(words) not in self.calls:
-            self.calls.append(masked_words(words))
+        call = masked_words(words)
+        self.calls = [other for other in self.calls if split_options(other)[1] != split_options(call)[1]]
+        self.calls.append(call)
 
     def note(self, num: int, result: Result) -> None:
         """Keep the result of a job, on the disk too."""
@@ -82,17 +79,15 @@ class Sweep:
         return ranked_points(list(self.jobs.values()), self.swept_keys())
 
 
-def varied_columns(combinations: list[tuple[str, ...]]) -> list[int]:
-    """Return the numbers of the words that are not the same in all combinations."""
-    return [place for place, column in enumerate(zip(*combinations, strict=True)) if len(set(column)) > 1]
-
-
 def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
     """Return the sweep in the folder, or a new one, with the jobs of these command lines. Raise ConfigError."""
     if folder is None:
-        combinations = expand(calls[0])
+        combinations = combinations_of(calls[0])
         folder = new_folder(
-            [combinations[0][column].partition("=")[0].lstrip("+") for column in varied_columns(combinations)]
+            [
+                combinations[0][column].partition("=")[0].lstrip("+")
+                for column in columns_that_vary(combinations)
+            ]
         )
     folder = folder.expanduser().absolute()
     sweep = load_sweep(folder)
@@ -159,42 +154,6 @@ def seal_of_words(calls: list[list[str]]) -> str:
         return digest_part(make_key(), "sweep", "calls", json.dumps(calls).encode())
     except OSError:
         return ""
-
-
-def expand(words: list[str]) -> list[tuple[str, ...]]:
-    """The words of every job; the first word with several values varies slowest. Raises ConfigError.
-
-    Words that begin with a dash are flags, one word each, and the same for all jobs.
-    """
-    return list(itertools.product(*[[word] if word.startswith("-") else values_of(word) for word in words]))
-
-
-def values_of(word: str) -> list[str]:
-    """`lr=1,2` -> `lr=1`, `lr=2`; a word with one value stays as it was typed."""
-    try:
-        override: Override = OverridesParser.create().parse_override(word)
-        if not override.is_sweep_override():
-            return [word]
-        if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-            raise ConfigError(
-                f"{word}: a sweep takes names, not a pattern, as {override.key_or_group}=one,two"
-            )
-        if override.value_type is ValueType.INTERVAL_SWEEP:
-            raise ConfigError(
-                f"{word}: a sweep takes values, not an interval, as {override.key_or_group}=0.1,0.2"
-            )
-        values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-    except HydraException as error:
-        raise ConfigError(explain_unreadable(word)) from error
-    if not values:
-        raise ConfigError(f"{word}: holds no value")
-    if len(set(masked_words(values))) < len(set(values)):
-        key = override.get_key_element()
-        raise ConfigError(
-            f"{key}=***: values of a secret would stand in the names of folders and in tables; put them into the "
-            f"environment, as '{key}=${{oc.env:FIRST}},${{oc.env:SECOND}}'"
-        )
-    return values
 
 
 def new_folder(keys: list[str]) -> Path:

@@ -1,97 +1,51 @@
-"""Several runs from one command line: each job in a process and a folder of its own, one after the other.
+"""A sweep: several runs from one command line, each in a process and folder of its own.
 
-A job that fails hides no other. Run again in the same folder, a finished job is not done again, a
-stopped one goes on from its newest checkpoint, and new words add new jobs.
+A job cannot leave memory, random numbers or signals behind for the next one, and it is a run like any other: it
+can be inspected, resumed and compared. Started again with the same words, the sweep does what is missing: finished
+jobs stay, one with a checkpoint goes on from there, and new words add new jobs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from types import FrameType
 
 from trainrun.config.argv import OWN_KEYS, CommandLine
 from trainrun.config.compose import compose_run
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.lock import only_writer
 from trainrun.folder.run_folder import RunDir, is_there
-from trainrun.folder.status import read_status
 from trainrun.output import counted, say
-from trainrun.parallel.launch import module_command
+from trainrun.parallel.devices import num_devices
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.conclusion import conclude
-from trainrun.sweep.jobs import Sweep, calls_to_resume, expand, open_sweep
-from trainrun.sweep.results import OUTPUT, Job, Result, has_checkpoint, read_result
-from trainrun.sweep.table import shown_value
+from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
+from trainrun.sweep.jobs import Sweep, calls_to_resume, open_sweep
+from trainrun.sweep.leases import Leases, find_places
+from trainrun.sweep.options import read_options, split_options
+from trainrun.sweep.progress import SweepProgress
+from trainrun.sweep.results import Job
+from trainrun.sweep.space import words_to_check
 
-Command = Callable[[list[str], Path], list[str]]
-STOPPING = b"\nstopping: the job that runs saves first; Ctrl-C again ends it without\n"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-KILL_AFTER = 3  # the first Ctrl-C lets a job save, the second ends it, the third kills it
-
-
-class StopRelay:
-    """Passes stop signals on to the job that is running: its own session keeps the terminal's from it."""
-
-    __slots__ = ("count", "number", "process")
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.count = 0
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        self.number = self.number or number
-        self.count += 1
-        if self.count == 1:
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, STOPPING)  # say() is not safe in a handler
-        self.pass_on(number)
-
-    def pass_on(self, number: int) -> None:
-        if self.process is None or self.process.poll() is not None:
-            return
-        if self.count < KILL_AFTER:
-            self.process.send_signal(number)
-        else:
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def wait(self, process: subprocess.Popen[bytes]) -> int:
-        self.process = process
-        if self.number:  # it came while the job was being started
-            self.pass_on(self.number)
-        return process.wait()
+PARALLEL_WORDS = ("parallel", "experiment", "preset", "--")  # that may say how many devices a job needs
 
 
-def end_with_sweep() -> None:
-    """Run in a job before its program: on Linux it gets a SIGTERM when the sweep dies, even by SIGKILL."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def sweep_command(prepared: CommandLine, options: list[str]) -> int:
+    """Run the sweep of a command line. Raise ConfigError for mistakes of any job, before the first one starts.
 
-
-def job_command(words: list[str], folder: Path) -> list[str]:
-    """A new run in the job's folder, or the old one from its newest checkpoint."""
-    if has_checkpoint(folder):
-        code = [word for word in words if word.startswith("--config-dir=")]
-        return module_command("trainrun", "resume", str(folder), *code)
-    return module_command("trainrun", *words, f"hydra.run.dir={folder}")
-
-
-def sweep_command(prepared: CommandLine) -> int:
-    """Run the sweep of a command line. Raise ConfigError for mistakes of any job, before the first one starts."""
+    options: the words that are settings of the sweep itself.
+    """
     for note in prepared.notes:
         say(f"note: {note}", file=sys.stderr)
-    words = [*[f"--config-dir={folder}" for folder in prepared.config_dirs], *prepared.overrides]
+    words = [*[f"--config-dir={folder}" for folder in prepared.config_dirs], *prepared.overrides, *options]
     named = [prepared.own[key] for key in OWN_KEYS if key in prepared.own]
     if len(named) > 1:
         raise ConfigError(
@@ -101,9 +55,14 @@ def sweep_command(prepared: CommandLine) -> int:
     return run_sweep([words], Path(named[0]) if named else None)
 
 
-def resume_sweep(folder: Path, trust: bool) -> int:
-    """Run what is not done of a sweep, by the words with which it was begun. Raise ConfigError."""
+def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
+    """Run what is not done of a sweep, by the words with which it was begun. Raise ConfigError.
+
+    options: settings of the sweep itself that are others now, as sweep.jobs=2.
+    """
     calls = calls_to_resume(folder, trust)
+    keys = [word.partition("=")[0] for word in options]
+    calls = [[*(word for word in words if word.partition("=")[0] not in keys), *options] for words in calls]
     check_words(calls)
     return run_sweep(calls, folder)
 
@@ -112,7 +71,7 @@ def check_words(calls: list[list[str]]) -> None:
     """Compose every value of every word once. Raise ConfigError for all mistakes."""
     seen: set[str] = set()
     faults: list[str] = []
-    for job in itertools.chain.from_iterable(map(expand, calls)):
+    for job in itertools.chain.from_iterable(map(words_to_check, calls)):
         if seen.issuperset(job):
             continue
         seen.update(job)
@@ -127,24 +86,68 @@ def check_words(calls: list[list[str]]) -> None:
 def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = job_command) -> int:
     """Run every job that the command lines make, and return the exit code. Raise ConfigError before the first.
 
-    folder: of the sweep; a new one under `sweeps/` where None. The tables and the picture come at the end, however it
-    ends.
+    folder: of the sweep; a new one under `sweeps/` where None. The tables and the page come at the end, however it
+    ends. A new sweep of which each job was refused leaves no folder.
     """
+    options = read_options(split_options(calls[-1])[0])
     relay = StopRelay()
+    is_new = folder is None or not folder.exists()
     with locked_sweep(calls, folder) as sweep, catch_stops(relay.handle):
-        say(f"sweep: {counted(len(sweep.wanted), 'job')} in {sweep.folder}", flush=True)
+        devices_of = devices_by_words() if (options.jobs, options.per_device) != (1, 1) else None
+        places, about = find_places(options, len(sweep.wanted), devices_of is not None and uses_gpus(sweep))
+        say(
+            f"sweep: {counted(len(sweep.wanted), 'job')} in {sweep.folder}{about and f', {about}'}",
+            flush=True,
+        )
+        progress = SweepProgress(sweep, max(len(places), 1))
+        until = None if options.max_seconds is None else time.monotonic() + options.max_seconds
+        queue = JobQueue(
+            sweep, command, relay, progress, Leases(places) if places else None,
+            devices_of or (lambda job: 1), until,
+        )  # fmt: skip
         try:
-            for position, num in enumerate(sweep.wanted, start=1):
-                if relay.number:
-                    break
-                result = run_job(sweep, sweep.jobs[num], f"[{position}/{len(sweep.wanted)}]", relay, command)
-                sweep.note(num, result)
+            queue.run()
         finally:
-            conclude(sweep)
+            progress.close()
+            all_refused = is_new and bool(sweep.wanted) and queue.refused == set(sweep.wanted)
+            if not all_refused:
+                conclude(sweep)
+        if all_refused:
+            remove_refused(sweep)
+    if queue.out_of_time:
+        say(f"sweep.max_time: the time of this call is over after {options.max_seconds:g} s", flush=True)
+        return EXIT_AGAIN
     if relay.number:
         return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
     done = all(sweep.jobs[num].result.state == "done" for num in sweep.wanted)
     return EXIT_DONE if done else EXIT_FAILED
+
+
+def remove_refused(sweep: Sweep) -> None:
+    """Remove the folder of a sweep of which no job could begin. Raise ConfigError with their mistakes."""
+    shutil.rmtree(sweep.folder)
+    for parent in list(sweep.folder.parents)[:2]:  # sweeps/DATE
+        with contextlib.suppress(OSError):
+            if parent.is_relative_to(Path.cwd() / "sweeps"):
+                parent.rmdir()
+    raise ConfigError(*dict.fromkeys(sweep.jobs[num].result.error for num in sweep.wanted))
+
+
+def devices_by_words() -> Callable[[Job], int]:
+    """Return the function that says how many devices a job needs, by its config; equal words are composed once."""
+
+    @cache
+    def devices(words: tuple[str, ...]) -> int:
+        parallel = compose_run(list(words)).config.parallel
+        return num_devices(parallel.mode, parallel.accelerator, parallel.devices)[0]
+
+    return lambda job: devices(tuple(word for word in job.words if word.startswith(PARALLEL_WORDS)))
+
+
+def uses_gpus(sweep: Sweep) -> bool:
+    """Whether the first job may compute on a GPU."""
+    words = [word for word in sweep.jobs[sweep.wanted[0]].words if word.startswith(PARALLEL_WORDS)]
+    return compose_run(words).config.parallel.accelerator in ("auto", "cuda")
 
 
 @contextlib.contextmanager
@@ -165,34 +168,3 @@ def locked_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]
         if folder is None:
             closing.enter_context(only_writer(RunDir(sweep.folder)))
         yield sweep
-
-
-def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Command) -> Result:
-    """Run one job to its end, or keep the result of an earlier call."""
-    folder = sweep.folder / job.folder
-    if read_status(RunDir(folder)).get("state") == "done":
-        result = read_result(folder)
-        if job.result.seconds is not None:  # of all its tries, with start and end
-            result = replace(result, seconds=job.result.seconds)
-        say(f"{label} {job.folder}: kept, {shown_value(result)}", flush=True)
-        return result
-    folder.mkdir(exist_ok=True)
-    with only_writer(RunDir(folder), patient=True):  # the job of a sweep that was killed saves and ends
-        going_on = has_checkpoint(folder)
-        if not going_on:
-            shutil.rmtree(folder)  # an earlier try that saved nothing
-            folder.mkdir()
-    say(f"{label} {job.folder}: {'goes on' if going_on else 'starts'}", flush=True)
-    earlier, began = read_status(RunDir(folder)), time.monotonic()
-    with (folder / OUTPUT).open("wb") as output:
-        process = subprocess.Popen(
-            command(list(job.words), folder),
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=end_with_sweep,  # a sweep that is killed leaves no job behind
-        )  # fmt: skip
-        result = read_result(folder, relay.wait(process), earlier)
-    before = (job.result.seconds or 0.0) if going_on else 0.0
-    result = replace(result, seconds=before + time.monotonic() - began)
-    say(f"{label} {job.folder}: {result.state}, {result.error or shown_value(result)}", flush=True)
-    return result

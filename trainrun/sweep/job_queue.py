@@ -1,0 +1,198 @@
+"""The jobs of a sweep as processes: as many at once as there are places, until all are done or the sweep is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO
+
+from trainrun.errors import EXIT_USAGE
+from trainrun.folder.lock import only_writer
+from trainrun.folder.run_folder import RunDir
+from trainrun.folder.status import read_status
+from trainrun.parallel.launch import module_command
+from trainrun.sweep.jobs import Sweep
+from trainrun.sweep.leases import Lease, Leases
+from trainrun.sweep.progress import SweepProgress
+from trainrun.sweep.results import OUTPUT, Job, has_checkpoint, read_result
+
+Command = Callable[[list[str], Path], list[str]]
+STOPPING = b"\nstopping: the jobs that run save first; Ctrl-C again ends them without\n"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+KILL_AFTER = 3  # the first Ctrl-C lets jobs save, the second ends them, the third kills them
+POLL_SECONDS = 0.02
+
+
+class StopRelay:
+    """Passes stop signals on to the jobs that run: their own sessions keep the terminal's from them."""
+
+    __slots__ = ("count", "number", "processes")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.count = 0
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
+        self.count += 1
+        if self.count == 1:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, STOPPING)  # say() is not safe in a handler
+        for process in list(self.processes):
+            self.pass_on(process, number)
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        self.processes.append(process)
+        if self.number:  # it came while the job was being started
+            self.pass_on(process, self.number)
+
+    def pass_on(self, process: subprocess.Popen[bytes], number: int) -> None:
+        if process.poll() is not None:
+            return
+        if self.count < KILL_AFTER:
+            process.send_signal(number)
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def end_with_sweep(cores: list[int]) -> None:
+    """Run in a job before its program: on Linux it gets a SIGTERM when the sweep dies, even by SIGKILL.
+
+    cores: the only ones that it may use; any where there are none.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+
+def job_command(words: list[str], folder: Path) -> list[str]:
+    """A new run in the job's folder, or the old one from its newest checkpoint."""
+    if has_checkpoint(folder):
+        code = [word for word in words if word.startswith("--config-dir=")]
+        return module_command("trainrun", "resume", str(folder), *code)
+    return module_command("trainrun", *words, f"hydra.run.dir={folder}")
+
+
+@dataclass
+class RunningJob:
+    """A job with its process. earlier: its status before this try. began: by the clock of the queue."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    lease: Lease | None
+    output: BinaryIO
+    earlier: dict[str, Any]
+    goes_on: bool
+    began: float
+
+
+class JobQueue:
+    """Runs the wanted jobs of a sweep.
+
+    leases: None for one job after the other, with the whole machine. devices_of: how many places a job needs.
+    until: when the jobs are asked to save and the sweep ends, by `time.monotonic()`.
+    """
+
+    def __init__(
+        self, sweep: Sweep, command: Command, relay: StopRelay, progress: SweepProgress,
+        leases: Leases | None = None, devices_of: Callable[[Job], int] = lambda job: 1, until: float | None = None,
+    ) -> None:  # fmt: skip
+        self._sweep, self._command, self._relay, self._progress = sweep, command, relay, progress
+        self._leases, self._devices_of, self._until = leases, devices_of, until
+        self._running: list[RunningJob] = []
+        self.refused: set[int] = set()  # jobs that ended by a mistake, before their first step
+        self.out_of_time = False
+
+    def run(self) -> None:
+        """Return once no job runs and none is to be started."""
+        waiting = [num for num in self._sweep.wanted if not self._keep(self._sweep.jobs[num])]
+        while self._running or (waiting and not self._is_stopping()):
+            if not self._is_stopping():
+                waiting = [num for num in waiting if not self._start(self._sweep.jobs[num])]
+            for running in [one for one in self._running if one.process.poll() is not None]:
+                self._end(running)
+            self._check_time()
+            self._progress.draw()
+            time.sleep(POLL_SECONDS)
+
+    def _is_stopping(self) -> bool:
+        return bool(self._relay.number) or self.out_of_time
+
+    def _check_time(self) -> None:
+        if self._until is not None and not self.out_of_time and time.monotonic() >= self._until:
+            self.out_of_time = True
+            for running in self._running:
+                self._relay.pass_on(running.process, signal.SIGTERM)
+
+    def _keep(self, job: Job) -> bool:
+        """Whether an earlier call has done this job."""
+        folder = self._sweep.folder / job.folder
+        if read_status(RunDir(folder)).get("state") != "done":
+            return False
+        result = read_result(folder)
+        if job.result.seconds is not None:  # of all its tries, with start and end
+            result = replace(result, seconds=job.result.seconds)
+        self._sweep.note(job.num, result)
+        self._progress.keep(self._sweep.jobs[job.num])
+        return True
+
+    def _start(self, job: Job) -> bool:
+        """Start a job if there is a place for it. Return whether it was started."""
+        lease = None
+        if self._leases is None:
+            if self._running:
+                return False
+        elif (lease := self._leases.take(self._devices_of(job))) is None:
+            return False
+        folder = self._sweep.folder / job.folder
+        folder.mkdir(exist_ok=True)
+        with only_writer(RunDir(folder), patient=True):  # the job of a sweep that was killed saves and ends
+            goes_on = has_checkpoint(folder)
+            if not goes_on:
+                shutil.rmtree(folder)  # an earlier try that saved nothing
+                folder.mkdir()
+        self._progress.start(job, goes_on)
+        words = list(job.words)
+        if lease is not None and not goes_on:  # else its config has the number of threads
+            words += lease.settings(words)
+        earlier, began = read_status(RunDir(folder)), time.monotonic()
+        cores = lease.cores if lease else []
+        output = (folder / OUTPUT).open("wb")
+        process = subprocess.Popen(
+            self._command(words, folder),
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True, pass_fds=lease.files if lease else (),
+            env={**os.environ, **(lease.environment() if lease else {})},
+            preexec_fn=lambda: end_with_sweep(cores),  # a sweep that is killed leaves no job behind
+        )  # fmt: skip
+        self._relay.add(process)
+        self._running.append(RunningJob(job, process, lease, output, earlier, goes_on, began))
+        return True
+
+    def _end(self, running: RunningJob) -> None:
+        """Keep the result of a job whose process has ended, and free its place."""
+        self._running.remove(running)
+        self._relay.processes.remove(running.process)
+        running.output.close()
+        if running.lease is not None:
+            running.lease.release()
+        code, job = running.process.returncode, running.job
+        result = read_result(self._sweep.folder / job.folder, code, running.earlier)
+        if code == EXIT_USAGE and not running.goes_on:
+            self.refused.add(job.num)
+        before = (job.result.seconds or 0.0) if running.goes_on else 0.0
+        result = replace(result, seconds=before + time.monotonic() - running.began)
+        self._sweep.note(job.num, result)
+        self._progress.end(job, result)

@@ -1,0 +1,166 @@
+"""GPUs and groups of cores for jobs that run side by side; a lease is a lock that all sweeps of a user respect.
+
+The lock (flock) of each GPU or core is a file in the user's state folder. The job inherits the open file, so a lease
+lasts until the job has ended, also where the sweep was killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from trainrun.errors import ConfigError
+from trainrun.folder.lock import BUSY
+from trainrun.folder.seal import key_path
+from trainrun.output import counted
+from trainrun.parallel.devices import count_gpus
+from trainrun.runtime.machine import host_memory
+from trainrun.sweep.options import SweepOptions
+
+JOB_BYTES = 2**30  # of host memory that a job is assumed to need, where nobody said how many run
+
+
+@dataclass(frozen=True)
+class DevicePlace:
+    """A part of the machine for one job: a share of a GPU, or cores. locks: the names of its lock files."""
+
+    locks: tuple[str, ...]
+    gpu: str = ""
+    cores: tuple[int, ...] = ()
+
+
+@dataclass
+class Lease:
+    """Places that are locked for a job. files: the open lock files, which the job inherits."""
+
+    places: list[DevicePlace]
+    files: list[int]
+
+    @property
+    def cores(self) -> list[int]:
+        return sorted({core for place in self.places for core in place.cores})
+
+    def environment(self) -> dict[str, str]:
+        gpus = [place.gpu for place in self.places if place.gpu]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+    def settings(self, words: Sequence[str]) -> list[str]:
+        """Return the number of threads as a setting, unless the words of the job give one."""
+        if not self.cores or any(word.lstrip("+").startswith("trainer.num_threads=") for word in words):
+            return []
+        return [f"trainer.num_threads={len(self.cores)}"]
+
+    def release(self) -> None:
+        while self.files:
+            os.close(self.files.pop())
+
+
+class Leases:
+    """The places of a sweep, and which of them are free for now. folder: of the lock files."""
+
+    def __init__(self, places: list[DevicePlace], folder: Path | None = None) -> None:
+        self.places = places
+        self._folder = folder or key_path().with_name("leases")
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def take(self, count: int) -> Lease | None:
+        """Return a lease of so many places, on as many GPUs; None if not all can be had now.
+
+        It takes all of them or none, so no two jobs wait for each other.
+        """
+        if count > self.most_at_once:
+            raise ConfigError(
+                f"sweep.jobs: a job needs {count} devices, and can have {counted(self.most_at_once, 'place')}"
+            )
+        lease = Lease([], [])
+        for place in self.places:
+            if len(lease.places) == count:
+                break
+            on_same_gpu = bool(place.gpu) and any(place.gpu == other.gpu for other in lease.places)
+            files = [] if on_same_gpu else self._lock(place)
+            if files:
+                lease.places.append(place)
+                lease.files += files
+        if len(lease.places) == count:
+            return lease
+        lease.release()
+        return None
+
+    @property
+    def most_at_once(self) -> int:
+        """The number of places that one job can have."""
+        gpus = {place.gpu for place in self.places if place.gpu}
+        return len(gpus) or len(self.places)
+
+    def _lock(self, place: DevicePlace) -> list[int]:
+        """Return the open files of all locks of a place; none if one of them is taken."""
+        files: list[int] = []
+        for name in place.locks:
+            descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            files.append(descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                for other in files:
+                    os.close(other)
+                if error.errno in BUSY:
+                    return []
+                raise
+        return files
+
+
+def find_places(options: SweepOptions, num_jobs: int, uses_gpus: bool) -> tuple[list[DevicePlace], str]:
+    """Return the places for jobs side by side, and why these. uses_gpus: whether the jobs may.
+
+    No places for one job after the other, which has the whole machine.
+    """
+    if options.jobs == 1 and options.per_device == 1:
+        return [], ""
+    gpus = gpu_names() if uses_gpus else []
+    if gpus:
+        places = gpu_places(gpus, options.per_device)[: options.jobs]
+        about = f"on {counted(len(gpus), 'GPU')}"
+        return places, f"{counted(len(places), 'job')} side by side {about}"
+    if options.per_device > 1:
+        raise ConfigError(
+            f"sweep.per_device={options.per_device}: no GPU is used here; set sweep.jobs instead"
+        )
+    cores = core_numbers()
+    most = min(len(cores), max(host_memory().free // JOB_BYTES, 1), num_jobs)
+    count = options.jobs or most
+    each = max(len(cores) // count, 1)
+    about = counted(each, "core") + (" each" if count > 1 else "")
+    return core_places(cores, count), f"{counted(count, 'job')} side by side, {about}"
+
+
+def gpu_names() -> list[str]:
+    """Return the GPUs of this process as CUDA_VISIBLE_DEVICES names them."""
+    count = count_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(number) for number in range(count)] if visible is None else visible.split(",")[:count]
+
+
+def gpu_places(gpus: Sequence[str], per_device: int) -> list[DevicePlace]:
+    """Return the shares of each GPU, the first share of all GPUs first."""
+    return [DevicePlace((f"gpu-{gpu}.{share}",), gpu=gpu) for share in range(per_device) for gpu in gpus]
+
+
+def core_numbers() -> list[int]:
+    with suppress(AttributeError):  # Linux only
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def core_places(cores: Sequence[int], count: int) -> list[DevicePlace]:
+    """Return groups of cores of about equal size; more places than cores share them."""
+    if count > len(cores):
+        turns = [(cores[number % len(cores)], number // len(cores)) for number in range(count)]
+        return [DevicePlace((f"core-{core}.{turn}",), cores=(core,)) for core, turn in turns]
+    bounds = [len(cores) * number // count for number in range(count + 1)]
+    groups = [tuple(cores[first:last]) for first, last in pairwise(bounds)]
+    return [DevicePlace(tuple(f"core-{core}.0" for core in group), cores=group) for group in groups]
