@@ -14,9 +14,11 @@ import pytest
 import torch
 from approved import refused
 
-from trainrun.checkpoint.load import Incompatible, read_checkpoint, read_manifest
+from trainrun.checkpoint.load import Incompatible, read_checkpoint, read_manifest, resolve
 from trainrun.checkpoint.save import dumps
 from trainrun.errors import CheckpointError
+from trainrun.folder.run_folder import RunDir
+from trainrun.folder.status import write_status
 
 FILES = ("MANIFEST.json", "state.json", "shared.safetensors")
 
@@ -28,6 +30,13 @@ def saved(make_run: Callable[..., Any]) -> Path:
     for step in (2, 4):
         assert run.go(step, acc=step / 10)
     return run.folder / "step-00000004"
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped", "running", "done"])
+def test_run_without_a_checkpoint_says_how_it_ended(tmp_path: Path, state: str) -> None:
+    write_status(RunDir(tmp_path), "a", state, 1, "step 1: a gradient was NaN")
+    with refused(CheckpointError, str(tmp_path)):
+        resolve(tmp_path / "checkpoints", "last")
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> None:

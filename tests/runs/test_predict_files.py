@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from approved import refused
 from PIL import Image
 from torch import nn
 
@@ -143,7 +144,7 @@ def test_a_table_in_any_order_of_columns(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_missing_column_is_named() -> None:
     train_on_table()
     write_table("new.csv", ("height", "note"), 4)
-    with pytest.raises(DataError, match="width"):
+    with refused(DataError, "width"):
         trainrun.load("run").predict("new.csv")
 
 
@@ -154,8 +155,21 @@ def test_rows_from_python() -> None:
     assert run.predict(row)["prediction"] == ["lily"]
     assert run.predict([row, other])["prediction"] == ["lily", "rose"]
     assert run.predict({"width": [0.1, 1.1], "height": [0.2, 0.2]})["prediction"] == ["lily", "rose"]
-    with pytest.raises(DataError, match="width"):
+    with refused(DataError, "width"):
         run.predict({"height": 0.2})
+    for samples, key in (
+        ([row, {**row, "width": "wide", "height": ""}], "row 1"),
+        ([{**row, "width": 1e300}], "width"),
+        ([row, "new.csv"], "1 of 2"),
+        (np.array(["lily", "rose"]), "<U4"),
+        ([], "no samples"),
+        ([1, 2], "list"),
+        (3, "int"),
+    ):
+        with refused(DataError, key):
+            run.predict(samples)
+    assert "run'): ended at step" in repr(run)
+    assert "unknown" in repr(trainrun.Run(Path("nowhere")))
 
 
 def test_categories_of_words() -> None:
@@ -164,10 +178,11 @@ def test_categories_of_words() -> None:
         file.writelines(f"{('red', 'blue')[i % 2]},{i % 3},{i % 2 * 10}.0\n" for i in range(60))
     words = ("data.path=t.csv", "data.train.target=price", "data.train.categories=[color]", "task=regression")
     trainrun.train("data=csv", *words, "model=mlp", "model.num_classes=1", "trainer.max_epochs=40", *QUIET)
-    low, high = trainrun.load("run").predict([{"color": "red", "size": 1}, {"color": "blue", "size": 1}])[
-        "prediction"
-    ]
+    run = trainrun.load("run")
+    low, high = run.predict([{"color": "red", "size": 1}, {"color": "blue", "size": 1}])["prediction"]
     assert low < high
+    with refused(DataError, "'color'", "'pink'", "row 0"):
+        run.predict({"color": "pink", "size": 1})
 
 
 def test_arrays_of_a_run_of_objects() -> None:

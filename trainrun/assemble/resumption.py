@@ -165,7 +165,10 @@ def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
         )
     again = last_step(run_dir.metrics) - step
     lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
-    run.monitors.note(f"goes on from step {step} ({loaded.folder.name}){lost}")
+    limit = run.config.trainer.max_steps
+    is_at_end = limit is not None and step >= limit
+    end = f"; nothing more is trained, since trainer.max_steps={limit}" if is_at_end else ""
+    run.monitors.note(f"goes on from step {step} ({loaded.folder.name}){lost}{end}")
     if changed:
         names = {name for name in now if then.get(name, now[name]) != now[name]}
         anew = "random states (as of dropout) begin anew, and " if names & RANDOM else ""

@@ -48,6 +48,8 @@ from trainrun.checkpoint.save import (
     rank_files,
 )
 from trainrun.errors import CheckpointError, SaveError
+from trainrun.folder.run_folder import RunDir
+from trainrun.folder.status import read_status
 from trainrun.interfaces import Parallel
 
 BEST = "best.json"
@@ -364,7 +366,7 @@ def resolve(folder: Path, which: str | Path) -> Path:
     if word == "last":
         steps = committed_steps(folder)
         if not steps:
-            raise CheckpointError(f"last: there is no checkpoint in {folder}")
+            raise CheckpointError(f"{folder.parent}: the run has no checkpoint{_describe_end(folder.parent)}")
         return folder / folder_name(steps[-1])
     if word == "best":
         best = best_checkpoint(folder)
@@ -382,6 +384,17 @@ def resolve(folder: Path, which: str | Path) -> Path:
             f"{_describe_foreign(path)}{_describe_choices(folder)}"
         )
     return path
+
+
+def _describe_end(root: Path) -> str:
+    """Return why a run without a checkpoint ended, as its status has it."""
+    status = read_status(RunDir(root))
+    state, message = status.get("state"), str(status.get("message") or status.get("reason") or "")
+    if state == "running":
+        return " yet; it is running"
+    if state not in ("failed", "stopped") or not message:
+        return ""
+    return f", because it {'failed' if state == 'failed' else 'was stopped'}: {message.splitlines()[0]}"
 
 
 def _describe_foreign(path: Path) -> str:

@@ -148,9 +148,11 @@ def no_command(word: str) -> str:
         return (
             f"{word}: no such command; begin with the weights of a run: trainrun init_from=RUN_DIR data=..."
         )
+    if suggestion := nearest(word, [*COMMANDS, *MEANT]):
+        return f"{word}: no such command.{suggestion} All commands: trainrun --help"
     return (
-        f"{word}: no such command.{nearest(word, COMMANDS)} Commands: {', '.join(COMMANDS)}; "
-        "settings are given as key=value; see trainrun --help"
+        f"{word}: no such command. Commands: {', '.join(COMMANDS)}. Settings are written as key=value; "
+        "see trainrun --help"
     )
 
 

@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
     )
     add_checkpoint(parser)
     parser.add_argument(
-        "--out", default=None, help="a .csv or .parquet file (default: predictions-SPLIT.csv in RUN_DIR)"
+        "--out",
+        default=None,
+        help="a .csv or .parquet file, which is replaced if it is there (default: predictions-SPLIT.csv in RUN_DIR)",
     )
     parser.add_argument(
         "--top", type=int, default=SHOWN_CLASSES,
@@ -67,11 +69,12 @@ def main(argv: list[str]) -> int:
         print_rows(columns)
     else:
         columns = predictions(run_dir, which, words.split, words.overrides, words.trust)
+    replaced = " (the earlier file is replaced)" if out.exists() else ""
     try:
         write_table(out, columns)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write there ({error.strerror}); name another file") from error
-    say(f"{counted(len(next(iter(columns.values()))), 'prediction')} in {out}")
+    say(f"{counted(len(next(iter(columns.values()))), 'prediction')} in {out}{replaced}")
     return EXIT_DONE
 
 

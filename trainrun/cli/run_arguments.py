@@ -66,15 +66,16 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
     """The fault of a `--split` that the run does not have."""
     there = list(there)
     if split == "train":
-        return ConfigError(f"--split train: is not for training data; there are {', '.join(there) or 'none'}")
+        return ConfigError(f"--split train: is for held-out data; this run has {', '.join(there) or 'none'}")
     name = f"data.{split.replace('/', '.')}"
-    sets = [one for one in there if one.startswith(f"{split}/")]
-    way = f"; use --split {sets[0]}" if sets else f"; name it with {name}._target_=..."
-    if near := "" if sets or split in SPLITS else nearest(split, [*there, *SPLITS]):
-        way = f".{near}"
-    return ConfigError(
-        f"--split {split}: this run has no {name}; there are {', '.join(there) or 'none'}{way}"
-    )
+    problem = f"--split {split}: this run has no {name}."
+    if split not in SPLITS and (suggestion := nearest(split, [*there, *SPLITS])):
+        return ConfigError(f"{problem}{suggestion}")
+    choices = " or ".join(f"--split {one}" for one in there)
+    if any(one.startswith(f"{split}/") for one in there):
+        return ConfigError(f"{problem} Use {choices}")
+    way = f"Use {choices}, or name" if there else "Name"
+    return ConfigError(f"{problem} {way} the data: {name}._target_=...")
 
 
 def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

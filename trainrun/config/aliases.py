@@ -192,12 +192,20 @@ def answers() -> dict[str, str]:
     return {name: answer for names, answer in found.items() for name in names.split()}
 
 
+NUMBER_TEXT = re.compile(r"[\d.]+(e-?\d+)?")
+
+
 def answer_to(name: str, value: str = "", learning_rate: Any = None) -> str:
-    """The answer to `name=value`, with the value in it where that is a number."""
-    is_number = re.fullmatch(r"[\d.]+(e-?\d+)?", value) is not None
+    """Return the answer to `name=value`, with the value in it if it is a number where the answer has a number."""
+    is_number = NUMBER_TEXT.fullmatch(value) is not None
     if OF_RATE in answers()[name]:
         part = "..."
         if is_number and isinstance(learning_rate, int | float) and learning_rate > 0:
             part = f"{float(value) / learning_rate:.4g}"
         return answers()[name].replace(OF_RATE, part)
-    return re.sub(r"\{(.+?)\}", lambda found: value if is_number else found[1], answers()[name])
+
+    def example_or_value(example: re.Match[str]) -> str:
+        is_like_example = is_number == (NUMBER_TEXT.fullmatch(example[1]) is not None)
+        return value if value and is_like_example else example[1]
+
+    return re.sub(r"\{(.+?)\}", example_or_value, answers()[name])

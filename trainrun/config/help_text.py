@@ -173,6 +173,8 @@ def _line(setting: str, text: str) -> str:
 # Long texts on a terminal
 
 NARROW_COLUMN = 24  # of the second column where the window is narrow
+COMMAND_STARTS = ("trainrun ", "python ", "torchrun ", "pip ")
+UNQUOTED_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 WIDEST_PROSE = 100  # columns; longer lines of prose are hard to read
 COLUMNS = re.compile(r"( *)(\S.*?)(?: {2,}(\S.*))?$")
 
@@ -235,6 +237,23 @@ def filled(text: str, first: str, others: str, width: int) -> list[str]:
     )  # fmt: skip
 
 
+def wrap_command(line: str, width: int) -> list[str]:
+    """Return a command as lines that a shell joins again, with a backslash at each end; other code as it is."""
+    if len(line) <= width or not line.startswith(COMMAND_STARTS):
+        return [line]
+    command, separator, comment = line.partition(" # ")
+    if separator:
+        return [f"# {comment.strip()}", *wrap_command(command.rstrip(), width)]
+    words = UNQUOTED_WORD.findall(line)
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(f"{lines[-1]} {word} \\") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"  {word}")
+    return [f"{part} \\" for part in lines[:-1]] + lines[-1:]
+
+
 def rendered(markdown: str, width: int) -> str:
     """Return Markdown as a terminal shows it, without colours if NO_COLOR is set."""
     from rich.console import Console
@@ -243,7 +262,7 @@ def rendered(markdown: str, width: int) -> str:
     from rich.theme import Theme
 
     class WholeLines(MarkdownElement):
-        """A block of code whose lines are not broken: a command can be copied."""
+        """A block of code: a command can be copied, and other lines are not broken."""
 
         new_line = True
 
@@ -251,8 +270,11 @@ def rendered(markdown: str, width: int) -> str:
             self.text = str(text)
 
         def __rich_console__(self, console: Any, options: Any) -> Any:
-            lines = "\n".join(f"    {line}" for line in self.text.rstrip().splitlines())
-            yield Text(lines, no_wrap=True, overflow="ignore")
+            indent = "    "
+            code = self.text.rstrip().splitlines()
+            lines = [part for line in code for part in wrap_command(line, options.max_width - len(indent))]
+            text = "\n".join(indent + line for line in lines)
+            yield Text(text, no_wrap=True, overflow="ignore")
 
     class Page(Markdown):
         elements = {**Markdown.elements, "fence": WholeLines, "code_block": WholeLines}

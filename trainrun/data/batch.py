@@ -148,7 +148,8 @@ def as_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
 def _torch_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array in a type, byte order and layout that torch takes without a warning."""
     if array.dtype.kind not in "biufc":
-        raise TypeError(f"an array of dtype {array.dtype} does not hold plain numbers")
+        held = "words" if array.dtype.kind in "US" else "objects"
+        raise TypeError(f"an array of {held} (dtype {array.dtype}) has no numbers")
     wider = {"f16": np.float64, "c32": np.complex128}  # the long double types, by kind and bytes
     dtype = wider.get(array.dtype.str[1:], array.dtype.newbyteorder("="))
     plain: np.ndarray[Any, Any] = np.ascontiguousarray(array, dtype=dtype).reshape(array.shape)

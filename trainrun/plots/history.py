@@ -56,11 +56,11 @@ class History:
         return steps
 
     def sampling_of(self, metric: str) -> str:
-        """` (every 9th step)` for a metric of training that is taken from a sample of the steps; else empty."""
+        """Return ` (measured in every 9th step)` for a metric of training that is not measured in all; else nothing."""
         every = self.facts.get("sample_every") or 1
         if every == 1 or not metric.startswith("train/") or metric == "train/loss":
             return ""
-        return f" (every {ordinal(every)} step)"
+        return f" (measured in every {ordinal(every)} step)"
 
     @property
     def best(self) -> Best | None:

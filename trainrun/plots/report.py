@@ -40,6 +40,8 @@ def draw_report(run: RunDir) -> Path:
     )
     environment = read_environment(run)
     installed = environment.pop("packages", {})
+    if isinstance(environment.get("command"), list):
+        environment["command"] = shlex.join(map(str, environment["command"]))
     environment |= {f"packages.{one}": installed[one] for one in SHOWN_PACKAGES if one in installed}
     packages = "\n".join(f"{one}=={version}" for one, version in installed.items())
     changed = changed_settings(run)

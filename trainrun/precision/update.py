@@ -311,16 +311,16 @@ def why_it_ends(stopped: bool, scales: bool, most: int) -> str:
     """stopped: by the policy; else more than `most` steps in a row were left out."""
     if stopped:
         return (
-            "a gradient was not finite (trainer.nan_policy=stop); the weights are those before it. Lower "
-            "optimizer.lr, set trainer.gradient_clip_val, or skip such steps with trainer.nan_policy=skip; "
+            "a gradient was NaN or infinite (trainer.nan_policy=stop). The weights are those before this step. "
+            "Lower optimizer.lr, set trainer.gradient_clip_val=1, or skip such steps with trainer.nan_policy=skip. "
             "trainer.detect_anomaly=true names the operation"
         )
     if scales:
         return (
-            f"the loss scale fell more than {most} times in a row: no scale makes the "
-            "gradients finite. Lower optimizer.lr, or use precision=bf16-mixed or 32-true"
+            f"the loss scale was reduced more than {most} times in a row, and a gradient was still NaN or infinite. "
+            "Lower optimizer.lr, or use precision=bf16-mixed or 32-true"
         )
     return (
-        f"a gradient was not finite in more than {most} steps in a row "
-        "(trainer.nan_policy=skip). Lower optimizer.lr or set trainer.gradient_clip_val"
+        f"a gradient was NaN or infinite in more than {most} steps in a row (trainer.nan_policy=skip). "
+        "Lower optimizer.lr or set trainer.gradient_clip_val=1"
     )

@@ -23,6 +23,7 @@ from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, typed_settings
+from trainrun.folder.status import read_status
 from trainrun.monitor.metric_rows import read_rows, with_numbers
 from trainrun.output import say
 from trainrun.runs.restore_config import load_network
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 
 FRAME = "width: 100%; height: 40em; border: 0"  # of a page in a notebook
 
+STATE_WORDS = {"done": "ended", "stopped": "stopped", "failed": "failed", "running": "running"}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Run:
     """One run folder, read when asked.
 
@@ -46,6 +49,15 @@ class Run:
     folder: Path
     trust: bool = False
     objects: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        status = read_status(self.files)
+        reason = str(status.get("message") or status.get("reason") or "").partition("\n")[0]
+        value, metric = status.get("value"), status.get("monitor")
+        best = "" if value is None else f", best {metric} {value:.5g} at step {status.get('best_step')}"
+        state = STATE_WORDS.get(str(status.get("state")), "unknown state")
+        why = f" ({reason})" if reason else ""
+        return f"Run({str(self.folder)!r}): {state} at step {status.get('step', 0)}{why}{best}"
 
     @property
     def files(self) -> RunDir:

@@ -33,6 +33,7 @@ from trainrun.data.readers.pictures.image_folder import ENDINGS as PICTURES
 from trainrun.data.readers.pictures.image_folder import content_of
 from trainrun.data.readers.tables import csv_files, parquet
 from trainrun.data.readers.tables.arrow_files import ParquetFile, table_of
+from trainrun.data.readers.tables.column_problems import InputFault
 from trainrun.data.readers.targets import listed
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import ConfigError, DataError
@@ -175,8 +176,16 @@ def open_samples(input_format: InputFormat, samples: Any) -> NewSamples:
         )
     if isinstance(samples, str | Path):
         samples = [samples]
-    if isinstance(samples, Sequence) and samples and all(isinstance(one, str | Path) for one in samples):
-        return open_files(input_format, samples)
+    if isinstance(samples, list | tuple):
+        num_paths = sum(isinstance(one, str | Path) for one in samples)
+        if not samples:
+            raise DataError("predict: no samples were given")
+        if num_paths == len(samples):
+            return open_files(input_format, samples)
+        if num_paths:
+            raise DataError(
+                f"predict: {num_paths} of {len(samples)} samples are paths; give paths alone, or loaded samples alone"
+            )
     if input_format.is_table and not hasattr(samples, "dtype"):
         return rows_as_samples(input_format, samples)
     if input_format.reader == IMAGE_FOLDER and not is_batch(samples):
@@ -275,7 +284,15 @@ def arrays_as_samples(arrays: Any) -> NewSamples:
         fields = {name: as_tensor(values) for name, values in arrays.items()}
         number = len(next(iter(fields.values())))
         return NewSamples(partial(row_of_fields, fields), number_names(number))
-    values = as_tensor(np.asarray(arrays) if isinstance(arrays, list | tuple) else arrays)
+    array = arrays if isinstance(arrays, Tensor) else np.asarray(arrays)
+    try:
+        values = as_tensor(array)
+    except TypeError as error:
+        raise DataError(
+            f"predict: {error}; give an array of numbers, or rows by column name (a list of dicts, a DataFrame)"
+        ) from error
+    if not values.ndim:
+        raise DataError("predict: a single number was given; give an array (N, ...) of N samples")
     return NewSamples(values.__getitem__, number_names(len(values)))
 
 
@@ -293,16 +310,23 @@ def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
             rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
         else:
             rows = [rows]
-    if not rows or not all(isinstance(row, Mapping) for row in rows):
-        raise DataError("predict: give rows as mappings from column to value, or a DataFrame")
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
+        raise DataError(
+            f"predict: a {type(rows).__name__} was given; give rows by column name (a dict, a list of dicts, a "
+            "DataFrame) or the path of a table"
+        )
+    shown = "the rows"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.csv"
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
             writer.writeheader()
             writer.writerows(rows)
-        found = read_table(path, input_format, shown="the rows")
-        inputs = [found.read(row) for row in range(len(found))]
+        try:
+            table = read_table(path, input_format, shown)
+            inputs = [table.read(row) for row in range(len(table))]
+        except DataError as error:
+            raise DataError(str(error).replace(str(path), f"{shown}, as a table with a header,")) from None
     return NewSamples(inputs.__getitem__, number_names(len(inputs)))
 
 
@@ -321,11 +345,29 @@ def read_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSam
     taken = signature(load).parameters.keys() & {"shape", "dtype", "fill", "fit", "draft", "categories", "header",
                                                   "delimiter"}  # fmt: skip
     arguments = {name: node[name] for name in taken if name in node}
-    splits = load(str(file), inputs=inputs or None, target="none", val_fraction=0.0, **arguments)
-    built = splits["train"]
+    try:
+        splits = load(str(file), inputs=inputs or None, target="none", val_fraction=0.0, **arguments)
+        built = splits["train"]
+    except InputFault as fault:
+        raise DataError(
+            fault.describe(shown or str(file), ways_to_predict(fault), by_rows=bool(shown))
+        ) from None
     dataset = built if (in_memory := columns_of(built, KEY)) is None else in_memory
     number = len(dataset)
     return NewSamples(partial(input_of, dataset), {"file": [str(file)] * number, "row": list(range(number))})
+
+
+def ways_to_predict(fault: InputFault) -> list[str]:
+    """Return what to do about cells that the run cannot take."""
+    ways = ["Correct these cells, or leave out their rows."]
+    if fault.fill is None and any(problem.num_missing for problem in fault.problems):
+        ways.append("To allow empty cells, train again: trainrun again RUN_DIR data.train.fill=0")
+    if any(problem.categories is not None and problem.num_words for problem in fault.problems):
+        empty = (
+            "To allow new words" if fault.fill is None else "Or leave unknown words empty. To allow new words"
+        )
+        ways.append(f"{empty}, train again with rows that have them.")
+    return ways
 
 
 def check_columns(columns: Sequence[str], inputs: Sequence[str], node: Mapping[str, Any], shown: str) -> None:

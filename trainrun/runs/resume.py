@@ -262,6 +262,14 @@ def finished(run: RunDir, config: RunConfig) -> str:
     if not same or (before != config and not any(reached)):
         return ""
     reason, more = str(status.get("reason")), "trainer.max_epochs=... (or null, with trainer.max_steps=...)"
+    command = f"trainrun resume {shlex.quote(str(run.root))}"
+    for name, unit in (("max_epochs", "epoch"), ("max_steps", "step")):
+        position, limit = status.get(unit, 0), limits[name]
+        if limit is not None and limit < position:
+            return (
+                f"{run.root}: trainer.{name}={limit}: nothing is trained, since the run is at {unit} {position:g}. "
+                f"To train more: {command} trainer.{name}={math.ceil(2 * position)}"
+            )
     for key, way in (
         ("trainer.max_steps", "trainer.max_steps=..."),
         ("trainer.max_duration", "trainer.max_duration=..."),
@@ -270,8 +278,8 @@ def finished(run: RunDir, config: RunConfig) -> str:
     ):
         more = way if reason.startswith(key) else more
     return (
-        f"{run.root}: finished already ({reason}); to go on: trainrun resume {shlex.quote(str(run.root))} {more}; its "
-        "plots are drawn again by trainrun report"
+        f"{run.root}: finished already ({reason}). To train more: {command} {more}. To draw its plots again: trainrun "
+        f"report {shlex.quote(str(run.root))}"
     )
 
 

@@ -107,6 +107,30 @@ def test_too_many_words_are_no_categories(tmp_path: Path) -> None:
         load(path, target="y", categories=["color", "size"])["train"]
 
 
+MIXED = "color,age,price,id,y\n" + "".join(
+    f"{COLORS[i % 3]},{'' if i % 5 == 4 else i},{'free' if i == 7 else i},n{i},{i % 2}\n" for i in range(120)
+)
+
+
+def test_one_message_names_all_columns_and_settings_that_mend_them(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(MIXED)
+    with refused(DataError, "'color'", "'age'", "'price'", "'id'", "data.train.fill=0") as caught:
+        load(str(tmp_path / "t.csv"), target="y", val_fraction=0.0)["train"]
+    assert "data.train.inputs=[color,age,price] data.train.categories=[color]" in str(caught.value)
+    (tmp_path / "t.csv").write_text(MIXED.replace("free", "7"))
+    mended: dict[str, Any] = {"inputs": ["color", "age", "price"], "categories": ["color"], "fill": 0}
+    train = load(str(tmp_path / "t.csv"), target="y", val_fraction=0.0, **mended)["train"]
+    assert inputs_of(train)[4] == [1, 0, 0, 0, 4]
+
+
+@pytest.mark.parametrize(("dtype", "cell"), [("int64", "1.5"), ("float32", "1,5")])
+def test_a_few_wrong_cells_are_to_be_corrected(tmp_path: Path, dtype: str, cell: str) -> None:
+    (tmp_path / "t.csv").write_text("a;y\n" + "1;0\n" * 9 + f"{cell};1\n")
+    with refused(DataError, "'a'", repr(cell), "line 11") as caught:
+        load(str(tmp_path / "t.csv"), target="y", val_fraction=0.0, dtype=dtype)["train"]
+    assert "categories" not in str(caught.value)
+
+
 @pytest.mark.train
 @pytest.mark.parametrize("inputs", [[], ["data.train.inputs=[a,color,size]"]])
 def test_a_prediction_uses_the_categories_of_the_run(

@@ -122,7 +122,8 @@ def chosen_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
         guesses = [name for name in columns if name.lower() in TARGET_KEYS]
         if len(guesses) != 1:
             raise DataError(
-                f"{KEY}: name the column to predict ({KEY}={NO_TARGET} for inputs alone); columns: {listed(columns)}"
+                f"{KEY}: name the column to predict, for example {KEY}={columns[-1]} ({KEY}={NO_TARGET} for inputs "
+                f"alone). Columns: {listed(columns)}"
             )
         return (guesses[0],)
     if target == NO_TARGET and NO_TARGET not in columns:

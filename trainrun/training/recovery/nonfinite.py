@@ -36,17 +36,17 @@ from trainrun.training.recovery.oom import OomRetry, stored_numbers
 MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look
 MAX_SKIPPED_SHARE = 0.1
 LATE = (
-    "It was this step or one shortly before it: on a GPU the check is read where the host waits anyway. "
-    "trainer.nan_policy=skip and rollback read it in every step, and write down the batch"
+    "It was this step or one shortly before: on a GPU this policy reads the check only where the host waits anyway. "
+    "trainer.nan_policy=skip and rollback read it in every step and save the batch"
 )
 LEAST_STEPS = 1000  # before a share means anything
 MOST_BATCHES = 64  # of a validation that are looked at
 
 
 class BadSteps:
-    """Told by the triggers of a step whose update was left out, and of why the run cannot go on.
+    """What happens after a step whose update was skipped: stop, skip or roll back (`trainer.nan_policy`).
 
-    folder: where the steps are written. note: told of what was done.
+    folder: the bad batches are saved there. note: prints what was done.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BadSteps:
         self._told = False
 
     def __call__(self, state: TrainState, failure: str) -> None:
-        """On all ranks alike. failure: "" if it may go on. Raises TrainingError, RollBack."""
+        """Handle a skipped step, on all ranks. Raise TrainingError or RollBack. failure: "" if the run may continue."""
         bad, state.bad = state.bad, None
         scaler = self._precision.state_dict()["scaler"]
         about = ""
@@ -79,58 +79,49 @@ class BadSteps:
         self._go_on(state, about)
 
     def _go_back(self, state: TrainState, failure: str, about: str) -> None:
-        reason = failure or "a gradient was not finite"
+        reason = failure or "a gradient was NaN or infinite"
         if state.rollbacks >= self._max_rollbacks:
             raise TrainingError(
-                f"step {state.step}: {reason}, after trainer.max_rollbacks={self._max_rollbacks} times back to a "
-                f"checkpoint. Lower optimizer.lr or set trainer.gradient_clip_val. {about}"
+                f"step {state.step}: {reason}. The run went back to a checkpoint {self._max_rollbacks} times already "
+                f"(trainer.max_rollbacks). Lower optimizer.lr or set trainer.gradient_clip_val=1. {about}"
             )
         self._note(
-            f"step {state.step}: {reason}; back to the newest checkpoint and on with the data behind this step "
-            f"({state.rollbacks + 1} of trainer.max_rollbacks={self._max_rollbacks}). {about}"
+            f"step {state.step}: {reason}. The run goes back to the newest checkpoint and skips the data up to this "
+            f"step ({state.rollbacks + 1} of trainer.max_rollbacks={self._max_rollbacks}). {about}"
         )
         raise RollBack(state)
 
     def _go_on(self, state: TrainState, about: str) -> None:
         if state.step >= LEAST_STEPS and state.skipped_steps > MAX_SKIPPED_SHARE * state.step:
             raise TrainingError(
-                f"step {state.step}: {state.skipped_steps} steps were left out because a gradient was not finite, more "
-                f"than {MAX_SKIPPED_SHARE:.0%} of all. Lower optimizer.lr or set trainer.gradient_clip_val. {about}"
+                f"step {state.step}: a gradient was NaN or infinite in {state.skipped_steps} steps, more than "
+                f"{MAX_SKIPPED_SHARE:.0%} of all. Lower optimizer.lr or set trainer.gradient_clip_val=1. {about}"
             )
         if reason := self._retry.mend_buffers():
             raise TrainingError(
-                f"step {state.step}: {reason}; validation and checkpoints would not be finite. Go on from the newest "
-                f"checkpoint with trainer.nan_policy=rollback. {about}"
+                f"step {state.step}: {reason}, so validations and checkpoints would hold NaN too. Resume from the "
+                f"newest checkpoint with trainer.nan_policy=rollback. {about}"
             )
         if about and not self._told:
             self._told = True
             self._note(
-                f"step {state.step}: a gradient was not finite, so the step is left out (trainer.nan_policy=skip; the "
-                f"run ends where that is more than {MAX_SKIPPED_SHARE:.0%} of the steps). {about}"
+                f"step {state.step}: a gradient was NaN or infinite; the step is skipped (trainer.nan_policy=skip). "
+                f"The run ends if more than {MAX_SKIPPED_SHARE:.0%} of the steps are skipped. {about}"
             )
 
     def _write(self, state: TrainState, bad: BadStep, scaler: Mapping[str, Any] | None) -> str:
-        """Every rank its own part; says what was found, on all ranks the same."""
+        """Save the part of this rank. Return the same description of the step on all ranks."""
         losses = [float(loss) for loss in bad.losses]
         place = self._folder / f"step-{state.step:08d}"
         wrong = sum(facts["nonfinite"] for row in _facts(bad) for facts in row["tensors"].values())
         room = place.exists() or len(list(self._folder.glob("step-*"))) < MAX_WRITTEN
         told = self._parallel.gather((all(map(math.isfinite, losses)), wrong, room))
-        about = "; ".join(
-            f"rank {rank}: the loss {'was finite' if finite else 'was not'}"
-            + (
-                f", {counted(wrong, 'value')} of its batch {'was' if wrong == 1 else 'were'} not"
-                if wrong
-                else ""
-            )
-            for rank, (finite, wrong, _) in enumerate(told)
-            if wrong or not finite
-        )
-        about = about or "the losses and batches of all ranks were finite"
+        causes = [(rank, describe_cause(finite, wrong)) for rank, (finite, wrong, _) in enumerate(told)]
+        several = self._parallel.world_size > 1
+        about = "; ".join(f"rank {rank}: {cause}" if several else cause for rank, cause in causes if cause)
+        about = f"Cause: {about or 'unknown, since losses and batches had finite values alone'}"
         if not told[0][2]:
-            return (
-                f"{about} ({MAX_WRITTEN} such steps are in {self._folder} already; this one is not written)"
-            )
+            return f"{about}. The batch is not saved: {self._folder} has {MAX_WRITTEN} such batches already"
         fault = ""
         try:
             self._write_part(place, state, bad, losses, scaler)
@@ -138,10 +129,8 @@ class BadSteps:
             fault = f"{type(error).__name__}: {error}"
         faults = [text for text in self._parallel.gather(fault) if text]
         if faults:
-            return f"{about} (the batch could not be written to {place}: {faults[0]})"
-        return (
-            f"{about}. Its samples and the batch: {place} (JSON, and tensors for safetensors.torch.load_file)"
-        )
+            return f"{about}. The batch could not be saved to {place}: {faults[0]}"
+        return f"{about}. The batch is saved in {place}: sample numbers as .json, tensors as .safetensors"
 
     def _write_part(
         self,
@@ -177,6 +166,16 @@ class BadSteps:
                 "loss_scale": None if scaler is None else dict(scaler), "batches": rows,
             },
         )  # fmt: skip
+
+
+def describe_cause(is_finite: bool, num_values: int) -> str:
+    """Return what was not finite in the step of a rank, or nothing. num_values: such values of its batch."""
+    loss = "" if is_finite else "the loss"
+    values = f"{counted(num_values, 'value')} of the batch" if num_values else ""
+    if not loss and not values:
+        return ""
+    verb = "were" if num_values > 1 or (loss and values) else "was"
+    return f"{' and '.join(filter(None, (loss, values)))} {verb} NaN or infinite"
 
 
 def _facts(bad: BadStep) -> list[dict[str, Any]]:

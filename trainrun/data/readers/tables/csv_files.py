@@ -28,6 +28,13 @@ from trainrun.data.readers.free_space import check_memory, unpacked_bytes
 from trainrun.data.readers.mapped_rows import rows_of_columns
 from trainrun.data.readers.parts import SplitRequest, group_numbers
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
+from trainrun.data.readers.tables.column_problems import (
+    CATEGORIES,
+    MOST_CATEGORIES,
+    ColumnProblems,
+    InputFault,
+    is_missing,
+)
 from trainrun.data.readers.tables.table_choice import (
     Categories,
     TableChoice,
@@ -40,7 +47,6 @@ from trainrun.data.readers.targets import (
     chosen_inputs,
     chosen_target,
     coding_of,
-    listed,
     named_columns,
     narrowed,
     numbers_in,
@@ -48,16 +54,12 @@ from trainrun.data.readers.targets import (
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, HeldOutBy, NumberType, TargetType
-from trainrun.plugin_faults import did_you_mean
 
 ENDINGS = (".csv", ".csv.gz", ".tsv")
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
 MAX_LINE_CHARACTERS = 2**26
-WORD_BYTES = 64  # about that much each takes in memory
+WORD_BYTES = 64  # that each takes in memory, about
 FEWER = "name fewer columns by data.train.inputs, or write the table as Parquet"
-MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
-MISSING_WAY = "say what stands for it, as data.train.fill=0"
-CATEGORIES, MOST_CATEGORIES = "data.train.categories", 100
 FLAGS = {"true": "1", "false": "0"}
 WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
 
@@ -340,6 +342,10 @@ def columns_in(file: Path, dialect: Dialect) -> tuple[str, ...]:
     return names
 
 
+class UnreadableCell(Exception):
+    """A cell of an input column is missing, no number or no category."""
+
+
 class CellBlock(NamedTuple):
     """Some rows of a file: numbers (n, K), (n) words of each text column, and the lines on which the rows end."""
 
@@ -377,33 +383,43 @@ def blocks_of(files: Sequence[Path], choice: TableChoice, words: Sequence[str]) 
             for name in choice.inputs:
                 where = partial(_where, file, lines, name)
                 cells = cells_of[name]
-                if name in words_of:
-                    end = position + len(words_of[name])
-                    block[:, position:end] = one_hot(cells, words_of[name], choice.fill, where)
-                    position = end
-                    continue
                 if name in flags:
                     cells = tuple(_flag(cell, partial(where, row)) for row, cell in enumerate(cells))
-                block[:, position] = _parsed(cells, dtype, choice.fill, where)
-                position += 1
+                end = position + len(words_of.get(name, (name,)))
+                try:
+                    if name in words_of:
+                        block[:, position:end] = one_hot(cells, words_of[name], choice.fill)
+                    else:
+                        block[:, position] = _parsed(cells, dtype, choice.fill, where)
+                except UnreadableCell:
+                    raise InputFault(str(file), find_problems(file, choice, flags), choice) from None
+                position = end
             yield CellBlock(number, block, {name: list(cells_of[name]) for name in words}, lines)
 
 
-def one_hot(
-    cells: Sequence[str], words: Sequence[str], fill: float | None, where: Callable[[int], str]
-) -> np.ndarray[Any, Any]:
+def find_problems(file: Path, choice: TableChoice, flags: Iterable[str]) -> list[ColumnProblems]:
+    """Return what is wrong with the input columns of a file, which is read again for that."""
+    columns = columns_in(file, choice.dialect)
+    words_of, whole = dict(choice.categories), np.dtype(choice.dtype).kind in "iu"
+    flag_words = {name: tuple(FLAGS) for name in flags}
+    problems = [
+        ColumnProblems(name, whole, words_of.get(name), flag_words.get(name, ())) for name in choice.inputs
+    ]
+    first_row = 0
+    for rows, lines in _blocks(file, choice.dialect, len(columns)):
+        cells_of = dict(zip(columns, zip(*rows, strict=True), strict=True))
+        for problem in problems:
+            problem.add(cells_of[problem.name], lines, first_row)
+        first_row += len(rows)
+    return [one for one in problems if one.num_words or (one.num_missing and choice.fill is None)]
+
+
+def one_hot(cells: Sequence[str], words: Sequence[str], fill: float | None) -> np.ndarray[Any, Any]:
     """Return (N, words) bool, where each cell is its word. A missing one is none of them, if `fill` is given."""
     number_of = {word: number for number, word in enumerate(words)}
     numbers = np.array([number_of.get(cell.strip(), -1) for cell in cells])
-    for row in np.flatnonzero(numbers < 0).tolist():
-        word = cells[row].strip()
-        if word:
-            suggestion = did_you_mean(word, words) or "."
-            raise DataError(
-                f"{where(row)} is {word!r}, no category of the training data{suggestion} It has {listed(words)}"
-            )
-        if fill is None:
-            raise DataError(f"{where(row)} is missing ({cells[row]!r}); correct it, or {MISSING_WAY}")
+    if any(fill is None or cells[row].strip() for row in np.flatnonzero(numbers < 0).tolist()):
+        raise UnreadableCell
     is_word: np.ndarray[Any, Any] = numbers[:, None] == np.arange(len(words))
     return is_word
 
@@ -488,28 +504,17 @@ def _parsed(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, wher
     """Numbers of the type, looked at one by one only where something is wrong."""
     whole, values = dtype.kind in "iu", numbers_in(texts)
     if values is None or (values.dtype.kind == "f" and (whole or np.isnan(values).any())):
-        numbers = [_number(text, whole, fill, partial(where, row)) for row, text in enumerate(texts)]
+        numbers = [_number(text, whole, fill) for text in texts]
         values = np.array(numbers, np.int64 if whole else np.float64)
     return narrowed(values, str(dtype), where)
 
 
-def _number(text: str, whole: bool, fill: float | None, where: Callable[[], str]) -> float:
+def _number(text: str, whole: bool, fill: float | None) -> float:
     if is_missing(text):
         if fill is None:
-            raise DataError(
-                f"{where()} is missing ({text!r}); correct it, leave the column out (data.train.inputs), or "
-                f"{MISSING_WAY}"
-            )
+            raise UnreadableCell
         return fill
     value = numbers_in([text])
     if value is None or (whole and value.dtype.kind == "f"):
-        kind = "a whole number (data.train.dtype)" if whole else "a number"
-        raise DataError(
-            f"{where()} is {text!r}, not {kind}; leave the column out by naming the others, as "
-            f"data.train.inputs=[a,b], or make inputs of its words: {CATEGORIES}=[...]"
-        )
+        raise UnreadableCell
     return value[0]  # type: ignore[no-any-return]
-
-
-def is_missing(text: str) -> bool:
-    return text.strip().lower() in MISSING

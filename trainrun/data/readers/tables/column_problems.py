@@ -1,0 +1,162 @@
+"""One message for all input columns of a table that are not numbers in every row, with settings to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trainrun.data.readers.tables.table_choice import TableChoice
+from trainrun.data.readers.targets import listed, numbers_in
+from trainrun.errors import DataError
+from trainrun.plugin_faults import did_you_mean
+
+MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
+MOST_CATEGORIES, MOST_SHOWN, MOST_WORDS = 100, 20, 4
+CATEGORIES = "data.train.categories"
+
+
+def is_missing(text: str) -> bool:
+    return text.strip().lower() in MISSING
+
+
+class CellPosition(NamedTuple):
+    """A row, counted from 0, and the line of the file on which it ends."""
+
+    row: int
+    line: int
+
+
+@dataclass
+class ColumnProblems:
+    """The cells of an input column that are no numbers. categories: the allowed words of a column of words."""
+
+    name: str
+    whole: bool  # whether the numbers must be whole
+    categories: tuple[str, ...] | None = None
+    flags: Sequence[str] = ()  # words that count as numbers
+    num_numbers: int = 0
+    num_words: int = 0
+    num_missing: int = 0
+    words: dict[str, CellPosition] = field(
+        default_factory=dict
+    )  # the different ones, where each appears first
+    first_missing: CellPosition | None = None
+
+    def add(self, cells: Sequence[str], lines: Sequence[int], first_row: int) -> None:
+        """Count the cells of a block, whose rows begin at `first_row`."""
+        for index, cell in enumerate(cells):
+            word = cell.strip()
+            if word in self.words:
+                self.num_words += 1
+                continue
+            position = CellPosition(first_row + index, lines[index])
+            if is_missing(word) if self.categories is None else not word:
+                self.num_missing += 1
+                self.first_missing = self.first_missing or position
+            elif self.is_allowed(word):
+                self.num_numbers += 1
+            else:
+                self.num_words += 1
+                if len(self.words) <= MOST_CATEGORIES:
+                    self.words[word] = position
+
+    def is_allowed(self, word: str) -> bool:
+        if self.categories is not None:
+            return word in self.categories
+        if word.lower() in self.flags:
+            return True
+        values = numbers_in([word])
+        return values is not None and not (self.whole and values.dtype.kind == "f")
+
+    @property
+    def can_be_categories(self) -> bool:
+        """Whether the column is one of words: more words than numbers, and few different ones."""
+        few = len(self.words) <= MOST_CATEGORIES
+        return self.categories is None and self.num_words > self.num_numbers and few
+
+    @property
+    def first_word(self) -> str:
+        return next(iter(self.words))
+
+
+class InputFault(DataError):
+    """Input columns of a table have cells that are no numbers.
+
+    file: as messages name it.
+    """
+
+    def __init__(self, file: str, problems: Sequence[ColumnProblems], choice: TableChoice) -> None:
+        self.problems, self.inputs, self.fill = tuple(problems), choice.inputs, choice.fill
+        self.category_columns = [name for name, _ in choice.categories]
+        ways = [self.training_settings(), *self.remedies()]
+        super().__init__(self.describe(file, [way for way in ways if way]))
+
+    def describe(self, file: str, ways: Sequence[str], by_rows: bool = False) -> str:
+        """Return one line for each column, and what to do. by_rows: name rows, counted from 0, in place of lines."""
+        shown = [self.describe_column(problem, by_rows) for problem in self.problems[:MOST_SHOWN]]
+        left = len(self.problems) - len(shown)
+        more = [f"and {left} more columns"] if left else []
+        head = f"{file}: {len(self.problems)} of {len(self.inputs)} input columns cannot be used as they are"
+        return "\n  ".join([head, *shown, *more, *ways])
+
+    def describe_column(self, problem: ColumnProblems, by_rows: bool) -> str:
+        parts = []
+        if problem.num_words:
+            parts.append(self.describe_words(problem, by_rows))
+        if problem.num_missing and self.fill is None:
+            cells = "1 cell is" if problem.num_missing == 1 else f"{problem.num_missing} cells are"
+            assert problem.first_missing is not None
+            parts.append(f"{cells} missing (first in {position_text(problem.first_missing, by_rows)})")
+        return f"column {problem.name!r}: {'; '.join(parts)}"
+
+    def describe_words(self, problem: ColumnProblems, by_rows: bool) -> str:
+        word = problem.first_word
+        where = position_text(problem.words[word], by_rows)
+        if problem.categories is not None:
+            suggestion = did_you_mean(word, problem.categories) or "."
+            known = listed(problem.categories)
+            return f"{word!r} in {where} is no category of the training data{suggestion} It has {known}"
+        kind = "whole number" if problem.whole else "number"
+        if not problem.can_be_categories and len(problem.words) <= MOST_CATEGORIES:
+            if problem.num_words == 1:
+                return f"{word!r} in {where} is not a {kind}"
+            return f"{problem.num_words} cells are not {kind}s (first {word!r} in {where})"
+        examples = listed([repr(word) for word in problem.words][:MOST_WORDS])
+        if len(problem.words) > MOST_CATEGORIES:
+            return f"more than {MOST_CATEGORIES} different words ({examples}, ...)"
+        count = len(problem.words)
+        more = ", ..." if count > MOST_WORDS else ""
+        return f"{count} different {'words' if count > 1 else 'word'} ({examples}{more}; first in {where})"
+
+    def training_settings(self) -> str:
+        """Return the settings with which the table can be used for training, ready to paste."""
+        settings = []
+        unusable = [problem.name for problem in self.problems if len(problem.words) > MOST_CATEGORIES]
+        if unusable:
+            left = [name for name in self.inputs if name not in unusable]
+            settings.append(f"data.train.inputs=[{','.join(left)}]")
+        of_words = [problem.name for problem in self.problems if problem.can_be_categories]
+        if of_words:
+            settings.append(f"{CATEGORIES}=[{','.join([*self.category_columns, *of_words])}]")
+        if any(problem.num_missing for problem in self.problems) and self.fill is None:
+            settings.append("data.train.fill=0")
+        if not settings:
+            return ""
+        quoted = " ".join(f"'{one}'" if " " in one else one for one in settings)
+        return f"Add these settings: {quoted}"
+
+    def remedies(self) -> Iterable[str]:
+        """Yield what no setting can mend."""
+        if any(problem.categories is not None and problem.num_words for problem in self.problems):
+            yield (
+                "Correct the unknown words, or add rows with them to the training data. "
+                "With data.train.fill=0 an empty cell is none of the words."
+            )
+        if any(problem.categories is None and problem.num_words and not problem.can_be_categories
+               for problem in self.problems):  # fmt: skip
+            yield "Correct the cells that are not numbers, or leave their columns out (data.train.inputs)."
+
+
+def position_text(position: CellPosition, by_rows: bool) -> str:
+    return f"row {position.row}" if by_rows else f"line {position.line}"
