@@ -27,11 +27,11 @@ class Budget:
         return self.clock() - self._began
 
     def left(self, until: float = 1.0) -> float:
-        """Seconds left, until a fraction of all is spent; below 0 when it is over."""
+        """Return the seconds until a fraction of the budget is spent; below 0 after that."""
         return until * self.seconds - self.spent
 
     def deadline(self, until: float = 1.0) -> float:
-        """The same as a time of the clock."""
+        """Return the clock time at which a fraction of the budget is spent."""
         return self._began + until * self.seconds
 
 
@@ -52,7 +52,7 @@ def steps_for(take: Take, seconds: float = TURN_SECONDS) -> int:
 
 
 def warm_for(steps: int) -> int:
-    """Steps before a turn that are not timed: fewer if they are long."""
+    """Return how many steps of a turn are not timed; fewer if the turn has few steps."""
     return 1 if steps < 4 else 2
 
 

@@ -64,7 +64,7 @@ class PacedCheckpoints:
 
 @contextmanager
 def running(state: TrainState) -> Iterator[None]:
-    """Hide the end of a turn, which is not the end of the run."""
+    """Clear the stop reason inside the block, since the end of a turn is not the end of the run."""
     reason, state.stop_reason = state.stop_reason, ""
     try:
         yield

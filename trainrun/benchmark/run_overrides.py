@@ -79,9 +79,9 @@ def plain_overrides(argv: Sequence[str]) -> list[str]:
 
 
 def config_of(overrides: Sequence[str]) -> RunConfig:
-    """Compose the config of a run whose steps repeat: with a seed, and no name of its own. Raises ConfigError.
+    """Compose the config of a run with a fixed seed and without a name. Raise ConfigError.
 
-    Composing takes as long as hundreds of steps, and a search asks for the same overrides again and again.
+    The result is cached: composing takes as long as hundreds of steps, and a search repeats the same overrides.
     """
     return _composed(tuple(overrides), Path.cwd())
 
@@ -92,7 +92,7 @@ def _composed(overrides: tuple[str, ...], working_dir: Path) -> RunConfig:
 
 
 def composed_anew(overrides: Sequence[str]) -> RunConfig:
-    """`config_of`, from the files as they are now."""
+    """Return what `config_of` returns, from the files as they are now."""
     config = compose_run(list(overrides)).config
     return replace(config, seed=0 if config.seed is None else config.seed, run_name=None)
 

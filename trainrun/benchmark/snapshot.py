@@ -86,7 +86,7 @@ class StateSnapshot:
 
 
 def tensors_of(run: Components) -> dict[str, Tensor]:
-    """All that a step may write into, by its place in the state. Nothing is copied."""
+    """Return all tensors that a step may write into, by their place in the state. Nothing is copied."""
     state = {
         "weights": dict(run.model.named_parameters()),
         "buffers": dict(run.model.named_buffers()),
@@ -107,7 +107,9 @@ def _leaves(tree: Any, place: str, depth: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a copy can be taken and put back: not lazy, sparse, nested, quantized, expanded or of an own class."""
+    """Return whether a tensor can be copied and restored: not lazy, sparse, nested, quantized, expanded or a
+    subclass.
+    """
     if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
         return False
     odd = (

@@ -125,7 +125,7 @@ class Turn:
         return self.seconds - self.phase(COMPILE)
 
     def phase(self, phase: int) -> float:
-        """Seconds of one phase of `timing.phases`."""
+        """Return the seconds of one phase of `timing.phases`."""
         return self.phases.get(ACCOUNTS[phase], 0.0)
 
 

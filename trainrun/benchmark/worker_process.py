@@ -188,7 +188,7 @@ class WorkerProcess:
             raise self._failure() from error
 
     def _failure(self) -> WorkerFailed:
-        """The run's own message, or the last line that its process printed, such as that of a traceback."""
+        """Return the error of the run, or else the last line that its process printed."""
         if not self._closed:
             self._process.join(10.0)
         files = [self._folder / name for name in (ERROR_FILE, OUTPUT_FILE)]
@@ -201,7 +201,7 @@ class WorkerProcess:
         return WorkerFailed(text, EXIT_USAGE if self._ended_with == EXIT_USAGE else EXIT_FAILED)
 
     def _signal(self, number: int) -> None:
-        """Signal the process first, so that it starts no others meanwhile."""
+        """Send a signal to the process, and then to its group: it must not start others meanwhile."""
         for process in self._family():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 os.kill(process.pid, number)
@@ -235,7 +235,7 @@ class WorkerProcess:
 
 
 def run_worker(config: RunConfig, folder: Path, paths: list[str], memory: int | None) -> None:
-    """Be the process of a run under measurement; what it prints goes to a file."""
+    """Run the measured training in this process, with its output redirected to a file."""
     if memory is not None:  # its allocator says so, before the system kills the process or another one
         most = psutil.Process().memory_info().data + memory if sys.platform == "linux" else memory
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))

@@ -175,7 +175,10 @@ def live_bar(
 
 
 def _plain_streams(stdout: Any, stderr: Any) -> Callable[[], None]:
-    """For forked children: prints that went through the bar would wait for a lock of a thread they lack."""
+    """Return a function for forked children that removes the bar from stdout and stderr.
+
+    Prints through the bar would wait for the lock of a thread that a child does not have.
+    """
 
     def restore() -> None:
         for name, stream in (("stdout", stdout), ("stderr", stderr)):

@@ -85,7 +85,7 @@ class Bus:
         self._publish("note", text=text)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """The last row; the screens show the summary in `show_end`, after the plots."""
+        """Publish the last row. The screens show the summary in `show_end`, after the plots."""
         self._step = summary.get("step", self._step)
         self.write_phases()
         self._publish("end", summary=dict(summary))
@@ -97,9 +97,8 @@ class Bus:
             monitor.on_end(summary)
 
     def write_phases(self, every_seconds: float = 0.0) -> None:
-        """A row with the account of time up to now, unless the last one is younger than that.
-
-        It counts from the start of the session: seconds of every phase.
+        """Publish the seconds of every phase since the session began, unless the last such row is younger than
+        `every_seconds`.
         """
         now = time.perf_counter()
         if self._phases is None or now - self._ledger_at < every_seconds:
@@ -119,7 +118,7 @@ class Bus:
             self._file.sync()
 
     def faults(self) -> dict[str, int]:
-        """How many calls of each tracker failed; those without a fault are left out."""
+        """Return how many calls of each tracker failed, without the trackers that had no failure."""
         return {tracker.key: tracker.faults for tracker in self._trackers if tracker.faults}
 
     def _publish(self, kind: str, **values: Any) -> None:
@@ -132,7 +131,7 @@ class Bus:
                 tracker.on_row(row)
 
     def close(self) -> None:
-        """Trackers first: their faults are still shown and written."""
+        """Close the trackers first: their failures are still shown and written."""
         with contextlib.ExitStack() as closing:  # from the last to the first, whatever one of them raises
             for screen in self._screens:
                 closing.callback(screen.close)

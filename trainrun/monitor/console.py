@@ -64,7 +64,7 @@ class Console:
         self.position = 0
 
     def on_batch(self, step: int) -> None:
-        """Every step: the thread of the bar reads it when it draws."""
+        """Store the step, which the thread of the bar reads when it draws. Called in every step."""
         self.position = step
         if self._html is not None:
             self._html.update(step)
@@ -148,7 +148,9 @@ class Console:
                 self._closed = True
 
     def _speed(self) -> float | None:
-        """Items over seconds: log points are unequally long, so no mean of their speeds is right."""
+        """Return items per second over all log intervals; the mean of their speeds would be wrong, as their lengths
+        differ.
+        """
         items, seconds = (sum(column) for column in zip((0.0, 0.0), *self._windows, strict=True))
         return items / seconds if seconds else None
 
@@ -219,6 +221,6 @@ def _split(name: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _is_shown(name: str) -> bool:
-    """A metric; those of single classes (`val/f1/3`) are for the file and the trackers."""
+    """Return whether a metric is shown. Those of single classes (`val/f1/3`) only go to the file and to trackers."""
     above, _, last = name.rpartition("/")
     return bool(above) and last != "seconds" and not ("/" in above and last.isdecimal())

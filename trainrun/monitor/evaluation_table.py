@@ -86,7 +86,7 @@ class EvaluationTable:
         return max(len(name), NUMBER_WIDTH) + (name == self.monitored)  # and the mark
 
     def _format(self, cells: Mapping[str, str], columns: list[str]) -> str:
-        """Align all cells right, and those of the monitored metric ahead of the place of the mark."""
+        """Align all cells to the right, and leave a column for the mark behind the monitored metric."""
         shown = []
         for name in columns:
             cell = cells.get(name, "")

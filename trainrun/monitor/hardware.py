@@ -109,8 +109,11 @@ class Sampler:
         self._gpus: Gpus | None = None
 
     def read(self) -> dict[str, float]:
-        """Keys: cpu_percent (not in the first reading) and memory_bytes of the run and, with ranks, rank0_*; of the
-        machine machine_cpu_percent, memory_available_bytes, disk_*_bytes_per_second; gpu_* and gpu0_*."""
+        """Return a reading by name.
+
+        Of the run: cpu_percent (not in the first reading), memory_bytes, and with ranks rank0_*. Of the machine:
+        machine_cpu_percent, memory_available_bytes, disk_*_bytes_per_second, gpu_* and gpu0_*.
+        """
         import psutil
 
         now = time.monotonic()
@@ -125,7 +128,9 @@ class Sampler:
         return self._read_family(seconds) | self._read_machine(seconds) | self._read_gpus()
 
     def _read_family(self, seconds: float) -> dict[str, float]:
-        """Shared pages of worker processes count once for each of them."""
+        """Return memory and CPU load of the run's processes. Pages that processes share count once for each of
+        them.
+        """
         import psutil
 
         memory: dict[str, float] = {"memory_bytes": 0}
@@ -234,7 +239,7 @@ class Gpus:
 
 
 def throttled(nvml: Any, gpu: Any) -> int:
-    """1 while heat, power or the board holds the clock back; idling and the user's own limits are no such reason."""
+    """Return 1 while heat, power or the board slows the GPU down. Idling and limits set by the user do not count."""
     harmless = (
         nvml.nvmlClocksThrottleReasonGpuIdle
         | nvml.nvmlClocksThrottleReasonApplicationsClocksSetting
@@ -261,7 +266,9 @@ class IdleTime:
         self._total = 0.0
 
     def add(self, percent: float | None, seconds: Mapping[str, float]) -> None:
-        """percent: how busy the GPU was since the last call, None where not known. seconds: the account of time."""
+        """Add a reading. percent: load of the GPU since the last call, None if unknown. seconds: the account of
+        time.
+        """
         spent = {
             name: value - self._before.get(name, 0.0)
             for name, value in seconds.items()
@@ -274,7 +281,9 @@ class IdleTime:
         self._before = dict(seconds)
 
     def line(self) -> str:
-        """`the GPU idled 38 % of the training, most of it in phase data (31 %)`; empty where that is not notable."""
+        """Return `the GPU idled 38 % of the training, most while the host was at: data (31 %)`; empty if it idled
+        less.
+        """
         idle = sum(self._idle.values()) / self._total if self._total >= LEAST_SECONDS else 0.0
         if idle <= NOTABLE:
             return ""

@@ -27,7 +27,7 @@ class CountsTokens(Protocol):
     counts: bool
 
     def take(self) -> float:
-        """Since the last call."""
+        """Return the tokens since the last call."""
 
 
 class MetricLogger:
@@ -87,7 +87,7 @@ class MetricLogger:
             monitor.on_start(facts, state.step)
 
     def on_batch(self, state: TrainState, report: StepReport) -> None:
-        """Every step, on the host only."""
+        """Add the sums of a step, without waiting for the device. Called in every step."""
         self.step = state.step
         if not self._logs:
             state.losses.clear()
@@ -103,11 +103,11 @@ class MetricLogger:
                 self._on_log(state.step)
 
     def on_validation_batch(self, number: int, total: int | None) -> None:
-        """Every batch of a validation, on the host only. number: counted from 1."""
+        """Store the position in a validation. number: of the batch, from 1. Called for every batch."""
         self.validated = number, total
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
-        """A log point: the one place where the host waits for the device."""
+        """Write a row of training metrics at a log point. Only here does the host wait for the device."""
         only_skipped = not state.losses and not state.logged
         if only_skipped:  # the loss of such a step says why, and is part of no other mean
             state.losses, state.logged_items = list(report.losses), report.items
@@ -186,7 +186,9 @@ class MetricLogger:
         return found | {"tokens_per_second": items_per_second * self._seen_tokens / self._seen_items}
 
     def on_eval(self, state: TrainState, metrics: Mapping[str, float], scheduled: bool = True) -> None:
-        """After a validation; its time does not count as training time. scheduled: whether it was due."""
+        """Write a row after a validation, whose time is not training time. scheduled: whether the validation was
+        due.
+        """
         self._elsewhere += sum(value for name, value in metrics.items() if name.endswith("/seconds"))
         row = {**self._since_validation(state, scheduled), **metrics}
         for monitor in self._monitors:
@@ -213,7 +215,7 @@ class MetricLogger:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is no training, and its time does not count as such."""
+        """Leave the time of the block out of the training time."""
         started = perf_counter()
         try:
             yield
@@ -221,7 +223,7 @@ class MetricLogger:
             self._elsewhere += perf_counter() - started
 
     def write_row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """A row of a kind of its own: numbers, texts, lists and mappings."""
+        """Write a row of another kind, with numbers, texts, lists and mappings."""
         if self._write is not None:
             self._write({"kind": kind, "step": step, "time": time(), **values})
 
@@ -230,7 +232,7 @@ class MetricLogger:
             monitor.on_note(text)
 
     def epoch_of(self, state: TrainState) -> float:
-        """Finished epochs, with the fraction of the current one where its length is known."""
+        """Return the finished epochs, plus the fraction of the current one if the length of an epoch is known."""
         if not self._steps_per_epoch:
             return float(state.epoch)
         return state.epoch + math.ceil(state.batches / self._accumulate) / self._steps_per_epoch

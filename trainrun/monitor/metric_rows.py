@@ -23,9 +23,9 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows in the order of writing; a last line that was cut off is left out.
+    """Return all rows in the order in which they were written. A last line that was cut off is left out.
 
-    Raises DataError with the line number where anything else is damaged, and OSError.
+    Raise DataError with the line number if another line is damaged, and OSError if the file cannot be read.
     """
     return [row for _, row in _numbered_rows(path)]
 
@@ -58,12 +58,12 @@ def sound_rows(path: Path) -> tuple[list[str], int]:
 
 
 def parse_row(line: bytes) -> Row:
-    """Raises ValueError if no run writes such a line."""
+    """Return the row of a line. Raise ValueError if no run writes such a line."""
     return _text_and_row(line)[1]
 
 
 def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Each line as it stands, with its row."""
+    """Yield each line as text, with its row."""
     *lines, cut = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
@@ -80,7 +80,7 @@ def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _text_and_row(line: bytes) -> tuple[str, Row]:
-    """Raises ValueError if no run writes such a line."""
+    """Return a line as text and as a row. Raise ValueError if no run writes such a line."""
     text = line.decode("utf-8")
     try:
         row = json.loads(text, parse_constant=_refuse)
@@ -100,7 +100,7 @@ def _refuse(word: str) -> None:
 
 
 def with_numbers(row: Row) -> Row:
-    """Non-finite numbers back from their names, in the row itself, its summary, and the metrics of that."""
+    """Replace the names of NaN and infinity by the numbers, in the row, its summary and the metrics of the summary."""
     out: Row = {}
     for name, value in row.items():
         if name in ("summary", "metrics") and isinstance(value, dict):
@@ -124,8 +124,11 @@ def _is_square(value: Any) -> bool:
 
 
 def _fits(value: Any, shape: Any) -> bool:
-    """shape: a type or a test; a list: of each item; a tuple: of each value of a table; a table: of the values that it
-    names, where None stands for one that is not known."""
+    """Return whether a value has a shape.
+
+    shape: a type or a test of the value; a list with the shape of each item; a tuple with the shape of each value of a
+    mapping; or a mapping with the shape of each named value, which may be None.
+    """
     if isinstance(shape, list):
         return isinstance(value, list) and all(_fits(one, shape[0]) for one in value)
     if isinstance(shape, tuple):
@@ -161,7 +164,7 @@ NEEDED = {
 
 
 def wrong_field(row: Mapping[str, Any]) -> str:
-    """The name of the first value that no run writes, or that is missing; empty for a sound row."""
+    """Return the name of the first value that is missing or that no run writes; empty if the row is valid."""
     kind = row.get("kind", "")
     if not isinstance(kind, str):
         return "kind"
@@ -220,7 +223,7 @@ class MetricsFile:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """All of it or, where the disk is full, nothing: half a line would damage the next one."""
+    """Append all of the data, or nothing if the disk is full: half a line would damage the next one."""
     with open(path, "ab", buffering=0) as file:
         num_written = 0
         try:

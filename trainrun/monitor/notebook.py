@@ -16,7 +16,7 @@ SECONDS = 0.5  # between updates, each of which takes the training about a milli
 
 
 def in_notebook() -> bool:
-    """Whether a kernel runs this; IPython is not imported for that."""
+    """Return whether a notebook kernel runs this process. IPython is not imported for that."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 

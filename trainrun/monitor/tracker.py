@@ -74,6 +74,6 @@ class Tracker:
         self._call("on_end", dict(summary))
 
     def close(self) -> None:
-        """What it returns as text is told."""
+        """Close the tracker, and print the text that it returns."""
         if (told := self._call("close")) and isinstance(told, str):
             self._tell(told)

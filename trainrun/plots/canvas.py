@@ -30,7 +30,9 @@ FEW_POINTS = 40  # below, each point gets a mark
 
 
 def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
-    """Inches, at DPI dots each. fitted: margins follow the texts, at twice the drawing time."""
+    """Return an empty figure. width, height: inches, at DPI dots each. fitted: fit margins to the texts, which
+    doubles the time.
+    """
     from matplotlib.figure import Figure
 
     return Figure(
@@ -84,7 +86,7 @@ def label_steps(axes: Sequence[Axes], steps_per_epoch: int | None) -> None:
 
 
 def start_at_zero(ax: Axes) -> None:
-    """For amounts: heights can be compared by eye. The legend gets a strip of its own above the curves."""
+    """Begin the y-axis at 0, so that heights can be compared, and put the legend above the curves."""
     count = len(ax.get_legend_handles_labels()[0])
     if ax.dataLim.y1 > 0:
         ax.set_ylim(0, ax.dataLim.y1 * (1.1 + 0.25 * -(-count // MOST_COLUMNS)))
@@ -92,7 +94,7 @@ def start_at_zero(ax: Axes) -> None:
 
 
 def use_log_scale(ax: Axes) -> None:
-    """Labels in plain numbers, 1 2 5 10, and no minor ticks."""
+    """Make the y-axis logarithmic, labelled 1, 2, 5, 10 in plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     ax.set_yscale("log")
@@ -106,7 +108,7 @@ def use_log_scale(ax: Axes) -> None:
 def draw_line(
     ax: Axes, curve: Series, color: str, label: str | None, faint: bool = False, style: str = "-"
 ) -> None:
-    """A thinned curve; few points are marked, since a single one would not be seen as a line."""
+    """Draw a thinned curve. A few points get markers, since a single point would be invisible."""
     shown = thinned(curve)
     if not len(shown):
         return
@@ -124,13 +126,13 @@ def show_legend(ax: Axes, **place: Any) -> None:
 
 
 def as_plain_text(legend: Legend) -> None:
-    """Labels are users' words: `$` in them is no formula."""
+    """Show labels as they are: a `$` in them is not a formula."""
     for text in legend.get_texts():
         text.set_parse_math(False)
 
 
 def note_gaps(ax: Axes, curves: Sequence[Series]) -> None:
-    """Says that points are missing because they are not finite."""
+    """Write into the panel how many points are missing because they are NaN or infinite."""
     missing = sum(curve.num_not_finite for curve in curves)
     if missing:
         ax.text(

@@ -119,7 +119,7 @@ def short_names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[list[str]]]:
-    """Result, time and speed of each run, and the config values in which they differ."""
+    """Return head and rows of a table: best value, time, speed and the settings in which the runs differ."""
     configs = [flat(read_config(history.run)) for history in histories.values()]
     keys = differing_keys(configs)
     results = names_in(map(results_of, histories.values()))
@@ -141,13 +141,13 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
 
 
 def results_of(history: History) -> dict[str, float]:
-    """The metrics of the end, and of the test."""
+    """Return the final metrics of a run and those of its test."""
     found = dict(history.summary.get("metrics") or {}) | (history.of("test") or [{}])[-1]
     return {name: value for name, value in found.items() if "/" in name and not name.endswith("/seconds")}
 
 
 def differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """Keys whose values are not the same in all configs there are, in their order of appearance."""
+    """Return the settings whose values differ between the configs, in the order in which they appear."""
     configs = [config for config in configs if config]
     keys = [key for key in names_in(configs) if key not in UNEQUAL_ALWAYS]
     return [

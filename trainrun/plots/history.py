@@ -76,7 +76,10 @@ class History:
 
 
 def read_history(run: RunDir) -> History:
-    """Raises DataError if the metrics file is damaged, OSError if there is none of a run that has not failed."""
+    """Read the rows of a run.
+
+    Raise DataError if `metrics.jsonl` is damaged, and OSError if it is missing though the run did not fail.
+    """
     rows: dict[str, list[Row]] = {}
     ended_early = not run.metrics.exists() and read_state(run).get("state") in ("failed", "stopped")
     in_order = [] if ended_early else read_rows(run.metrics)
@@ -93,7 +96,7 @@ def read_history(run: RunDir) -> History:
 
 
 def read_state(run: RunDir) -> dict[str, Any]:
-    """`status.json`; empty if there is none that says a state."""
+    """Return the content of `status.json`; empty if it cannot be read or has no state."""
     with contextlib.suppress(OSError, ValueError):
         status = read_json(run.status)
         if isinstance(status, dict) and isinstance(status.get("state"), str):
@@ -102,7 +105,7 @@ def read_state(run: RunDir) -> dict[str, Any]:
 
 
 def read_config(run: RunDir) -> dict[str, Any]:
-    """Return the config of a run as plain values, references resolved; empty if the folder has none."""
+    """Return the config of a run as plain values; empty if the folder has none."""
     if not run.config.is_file():
         return {}
     import yaml
@@ -118,7 +121,7 @@ def read_config(run: RunDir) -> dict[str, Any]:
 
 
 def read_environment(run: RunDir) -> dict[str, Any]:
-    """`environment.json`; empty if there is none that can be read."""
+    """Return the content of `environment.json`; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         environment = read_json(run.environment)
         return environment if isinstance(environment, dict) else {}
@@ -126,7 +129,7 @@ def read_environment(run: RunDir) -> dict[str, Any]:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` -> `{"a.b": 1}`; lists stay whole."""
+    """Flatten nested dicts: `{"a": {"b": 1}}` becomes `{"a.b": 1}`. Lists stay as they are."""
     if not isinstance(tree, dict) or (prefix and not tree):
         return {prefix: tree}
     out: dict[str, Any] = {}

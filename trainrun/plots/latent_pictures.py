@@ -21,13 +21,13 @@ LEAST_ACTIVITY = 1e-6  # where the axis begins
 
 
 def looks_of(history: History) -> list[Row]:
-    """Those at a code of the size of the last."""
+    """Return the measurements of the latent code that have as many dimensions as the last one."""
     rows = history.of("vae")
     return [row for row in rows if len(row["kl_of_dimensions"]) == len(rows[-1]["kl_of_dimensions"])]
 
 
 def latents_picture(history: History, title: str) -> Figure | None:
-    """The KL of each dimension over time; the KL of the whole code, and beta, on one axis."""
+    """Draw the KL of each dimension over the steps, and below it the KL of the whole code and beta."""
     rows = looks_of(history)
     if not rows:
         return None
@@ -63,7 +63,7 @@ def latents_picture(history: History, title: str) -> Figure | None:
 
 
 def activity_picture(history: History, title: str) -> Figure | None:
-    """The activity of every dimension at the last look, sorted, with the threshold."""
+    """Draw the activity of each dimension in the last measurement, sorted, with the threshold."""
     rows = looks_of(history)
     if not rows:
         return None

@@ -103,7 +103,7 @@ def written(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sample(row: Mapping[str, Any]) -> str:
-    """A prompt with what was written after it; or an original, with its reconstruction below."""
+    """Return a table cell with a prompt and its continuation, or an original above its reconstruction."""
     first, between, second = ("original", "<br>", "rebuilt") if "original" in row else ("prompt", "", "text")
     before, after = (escape(str(row.get(name, ""))) for name in (first, second))
     return f'<td class="text"><b>{before}</b>{between}{after}</td>'

@@ -36,7 +36,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def confusion_picture(history: History) -> Figure | None:
-    """The newest confusion matrix: rows are true classes, colours are shares of a row."""
+    """Draw the newest confusion matrix: a row is a true class, a colour the share of its samples."""
     rows = history.of("confusion")
     if not rows:
         return None
@@ -67,7 +67,7 @@ def confusion_picture(history: History) -> Figure | None:
 
 
 def _write_counts(ax: Axes, counts: Floats, shares: Floats) -> None:
-    """Cells without a sample stay empty: the eye finds the mistakes."""
+    """Write the number of samples into each cell. Cells without samples stay empty, so that mistakes stand out."""
     size = 10 if len(counts) <= 12 else 7
     for target, prediction in np.argwhere(counts > 0):
         color = "white" if shares[target, prediction] > 0.55 else "black"
@@ -76,7 +76,7 @@ def _write_counts(ax: Axes, counts: Floats, shares: Floats) -> None:
 
 
 def predictions_picture(run: RunDir) -> Figure | None:
-    """Up to 5 x 5 samples, each titled `predicted (true)`; wrong ones framed in red."""
+    """Draw up to 5 x 5 samples, each titled `predicted (true)`, the wrong ones framed in red."""
     if not run.samples.is_file():
         return None
     images, target, prediction, names = _read_samples(run)
@@ -89,7 +89,7 @@ def predictions_picture(run: RunDir) -> Figure | None:
 
 
 def task_pictures(run: RunDir) -> dict[str, Figure]:
-    """What the task drew at the newest validation, one grid for each name, by file name."""
+    """Return the pictures that the task drew at the newest validation, by file name."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -109,9 +109,9 @@ def _named_if_damaged(path: Path, *faults: type[Exception]) -> Iterator[None]:
 
 
 def _grid(title: str, pictures: Any, labels: Sequence[str] = (), bad: Sequence[bool] = ()) -> Figure:
-    """Up to GRID columns of pictures, (B, 1 or 3, H, W) in [0, 1], each below its label, the bad ones in red.
+    """Draw pictures (B, 1 or 3, H, W) in [0, 1] in a grid, each below its label, the bad ones in red.
 
-    All of them are one image: 25 images would take ten times as long to draw.
+    They are joined to one image: 25 images would take ten times as long to draw.
     """
     from matplotlib.patches import Rectangle
 
@@ -167,7 +167,7 @@ def _read_samples(run: RunDir) -> tuple[Any, Any, Any, list[str]]:
 
 
 def _tile(image: Any) -> Bytes:
-    """(C, H, W) in [0, 1] -> (H, W, 3) in bytes; gray for one or two channels."""
+    """Convert a picture (C, H, W) in [0, 1] to bytes (H, W, 3); gray for one or two channels."""
     pixels = (255 * np.nan_to_num(np.clip(image.astype(np.float32), 0, 1))).round().astype(np.uint8)
     return np.moveaxis(pixels[:3] if len(pixels) >= 3 else pixels[[0, 0, 0]], 0, 2)
 

@@ -106,7 +106,7 @@ def layer_table(history: History) -> list[str]:
 
 
 def state_banner(history: History) -> str:
-    """The state of the run, and the message of what ended it."""
+    """Return a banner with the state of the run and the message with which it ended."""
     state, message = history.state
     return page.banner(state, message, bad=state == "failed")
 
@@ -164,14 +164,16 @@ def evaluation_table(history: History) -> str:
 
 
 def results(history: History) -> dict[str, Any]:
-    """The newest metrics of every split."""
+    """Return the newest metrics of every split."""
     tests = history.of("test")
     found = {name: tests[-1][name] for name in (tests[-1] if tests else {}) if _is_result(name)}
     return {**(history.summary.get("metrics") or {}), **found}
 
 
 def class_tables(history: History) -> list[str]:
-    """Metrics of single classes (`val/f1/3`): a table for each split, with a row a class and a column a metric."""
+    """Return a table of the metrics of single classes (`val/f1/3`) for each split: a row a class, a column a
+    metric.
+    """
     found: dict[str, dict[str, dict[int, Any]]] = {}
     for name, value in results(history).items():
         if (place := _of_class(name)) is not None:
@@ -196,7 +198,7 @@ def class_tables(history: History) -> list[str]:
 
 
 def _of_class(name: str) -> tuple[str, int] | None:
-    """`val/f1/3` -> `val/f1`, 3."""
+    """Split `val/f1/3` into `val/f1` and 3; None if the name is not of a single class."""
     metric, _, number = name.rpartition("/")
     return (metric, int(number)) if number.isdecimal() and "/" in metric else None
 
@@ -219,7 +221,7 @@ def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def pictures_in_order(run: RunDir) -> list[Path]:
-    """The known ones first, then others in `plots/`, without those that the charts replace."""
+    """Return the pictures of `plots/` that no chart replaces, the known ones first."""
     found = sorted(
         path
         for path in run.plots.glob("*.png")
@@ -230,7 +232,7 @@ def pictures_in_order(run: RunDir) -> list[Path]:
 
 
 def plain(value: Any) -> str:
-    """A config value as one types it."""
+    """Format a config value as it is typed."""
     if isinstance(value, bool) or value is None or isinstance(value, (list, dict)):
         return json.dumps(value)
     return str(value)

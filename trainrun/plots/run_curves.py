@@ -84,7 +84,7 @@ def draw_time(run: RunDir) -> list[Path]:
 
 
 def loss_picture(history: History, window: int) -> Figure | None:
-    """Training and validation loss; the best step marked."""
+    """Draw training and validation loss, and mark the best step."""
     curves = _splits(history, "loss")
     if not any(len(curve) for curve in curves.values()):
         return None
@@ -103,7 +103,7 @@ def loss_picture(history: History, window: int) -> Figure | None:
 
 
 def metrics_picture(history: History, window: int) -> Figure | None:
-    """One panel for every metric besides the loss."""
+    """Draw a panel for every metric but the loss."""
     columns = names_in([*history.of("train"), *history.of("eval"), *history.of("test")])
     names = dict.fromkeys(column.partition("/")[2] for column in columns if _is_metric(column))
     if not names:
@@ -168,7 +168,9 @@ def throughput_picture(history: History, window: int) -> Figure | None:
 
 
 def memory_picture(history: History) -> Figure | None:
-    """Memory and load of the run, its ranks and every GPU; heat, power, throttling; what the disks did."""
+    """Draw memory and load of the run, its ranks and every GPU, with temperature, power, throttling and disk
+    traffic.
+    """
     rows = history.of("hardware")
     found: dict[str, dict[str, Series]] = {}
     every_gpu = any("gpu0_percent" in row for row in rows)
@@ -211,7 +213,9 @@ def _splits(history: History, name: str) -> dict[str, Series]:
 
 
 def _is_metric(column: str) -> bool:
-    """Those of single classes (`val/f1/3`) are a table of the report."""
+    """Return whether a column is a metric of a split; those of single classes (`val/f1/3`) are in a table of the
+    report.
+    """
     split, _, name = column.partition("/")
     above, _, last = name.rpartition("/")
     single = bool(above) and last.isdecimal()
@@ -241,7 +245,7 @@ def _draw_averaged(
     ax: Axes, curve: Series, window: int, color: str, label: str, weights: Floats | None = None,
     log: bool = False,
 ) -> None:  # fmt: skip
-    """The raw values; where they are many and noisy, faint behind the mean of the last ones."""
+    """Draw a curve. If it is long and noisy, draw it faint behind its moving average."""
     mean = smoothed(curve, window, weights, log)
     if mean is None:
         canvas.draw_line(ax, curve, color, label)
@@ -257,6 +261,6 @@ def _finish(ax: Axes, curves: list[Series], history: History) -> None:
 
 
 def _unit_of(values: Floats, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
-    """The largest unit that the biggest of the values reaches."""
+    """Return the largest unit that the largest value reaches."""
     most = max(values[np.isfinite(values)], default=0.0)
     return next((unit for unit in units if most >= unit[0]), units[-1])

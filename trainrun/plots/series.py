@@ -57,11 +57,11 @@ def names_in(rows: Iterable[Row]) -> list[str]:
 
 
 def smoothed(series: Series, window: int, weights: Floats | None = None, log: bool = False) -> Series | None:
-    """Means of the values up to each point, or None where the raw values show more.
+    """Return the moving average of a series; None below MOST_RAW points, or if the values have no noise.
 
-    That is so below MOST_RAW points, and for values without noise, as those of a schedule.
-    weights: of the points, above 0; a speed is weighed by its seconds. log: for a logarithmic axis, where the
-    geometric mean is taken: otherwise a single spike hides all that follows.
+    weights: of the points, above 0; a speed is weighted by its seconds. log: take the geometric mean, for a
+    logarithmic
+    axis, where a single spike would otherwise hide all later values.
     """
     if log:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -73,10 +73,11 @@ def smoothed(series: Series, window: int, weights: Floats | None = None, log: bo
 
 
 def exponential_mean(series: Series, window: int, weights: Floats | None = None) -> Series:
-    """Means over the last `window` points, newer ones weighing more (as with a decay of 1 - 2 / window).
+    """Return means over the last `window` points, in which newer points weigh more (decay 1 - 2 / window).
 
-    At the start they are over fewer points, so there is no bias; nan and inf are left out. Where the value itself is
-    not finite the mean is nan: a mean must not go on where a curve ended.
+    At the start the mean is over fewer points, so it has no bias. Points that are NaN or infinite are left out, and
+    the
+    mean is NaN there: a mean must not continue where a curve ended.
     """
     finite = np.isfinite(series.values)
     weights = np.where(finite, 1.0 if weights is None else weights, 0.0)
@@ -92,7 +93,7 @@ def exponential_mean(series: Series, window: int, weights: Floats | None = None)
 
 
 def is_noisy(series: Series) -> bool:
-    """Whether most values lie off the line through their neighbours; those of a schedule lie on it."""
+    """Return whether most values lie off the line through their neighbours, unlike those of a schedule."""
     values = series.values[np.isfinite(series.values)]
     if len(values) < 3:
         return False
@@ -123,9 +124,9 @@ def join_short_end(speed: Series, seconds: Series) -> tuple[Series, Series]:
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:
-    """At most `most` points: the smallest and the largest of every bin, so that no spike is lost.
+    """Return at most `most` points: the smallest and the largest of every bin, so that no spike is lost.
 
-    Points that are not finite go first; the first and the last of the others stay.
+    Points that are NaN or infinite are left out. The first and the last of the others stay.
     """
     finite = np.isfinite(series.values)
     steps, values = series.steps[finite], series.values[finite]

@@ -27,7 +27,7 @@ COLORS = {
 
 
 def blocks_of(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> Floats:
-    """(block, account) seconds: the differences between rows that follow each other, neighbours joined.
+    """Return seconds as an array (block, account): the differences between neighbouring rows, joined to `most` blocks.
 
     A resume counts from zero again.
     """
@@ -42,7 +42,7 @@ def blocks_of(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> Flo
 
 
 def ledger_picture(history: History, title: str) -> Figure | None:
-    """None if the run kept no ledger."""
+    """Draw where the time of the run went; None if the run recorded no account of time."""
     blocks = blocks_of(history.of("ledger"))
     if not len(blocks):
         return None

@@ -40,7 +40,7 @@ class Sweep:
     working_dir: Path = field(default_factory=Path.cwd)
 
     def add_call(self, words: list[str]) -> None:
-        """Want the jobs that the words make; those that are there already are the same jobs. Raise ConfigError."""
+        """Add the jobs of these settings. Jobs that the sweep has already are not added twice. Raise ConfigError."""
         combinations = combinations_of(words)
         varied = columns_that_vary(combinations)
         known = {tuple(sorted(masked_words(job.words))): job.num for job in self.jobs.values()}
@@ -157,14 +157,14 @@ def seal_of_words(calls: list[list[str]]) -> str:
 
 
 def new_folder(keys: list[str]) -> Path:
-    """A folder that no other sweep has, named after what is varied."""
+    """Return the path of a folder for a new sweep, named after the settings that vary."""
     now = datetime.now()
     name = file_name_of(keys) if keys else "sweep"
     return Path("sweeps") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{name}-{secrets.token_hex(4)}"
 
 
 def file_name_of(words: list[str] | tuple[str, ...]) -> str:
-    """The words as a file name; a long one is cut and ends in a hash of the whole."""
+    """Return settings as a file name. A long name is cut and ends with a hash of the whole."""
     text = re.sub(
         r"[^A-Za-z0-9_.=+-]+", "_", "-".join(word.replace('"', "").replace("'", "") for word in words)
     )

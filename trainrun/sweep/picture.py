@@ -38,9 +38,11 @@ class RepeatedJobs(NamedTuple):
 
 
 def draw_sweep(path: Path, jobs: list[Job], keys: list[str], repeated: Sequence[str] = ()) -> None:
-    """jobs: best first, at least one of them with a value; keys: the settings that were varied.
+    """Draw the result of each job over the settings that vary.
 
-    repeated: those among them that make no other way to train, as the seed.
+    jobs: best first, at least one of them with a value. keys: the settings that vary. repeated: those that do not
+    change
+    the way of training, such as the seed.
     """
     if set(keys) & set(repeated):
         own = [key for key in keys if key not in repeated]
@@ -53,7 +55,7 @@ def draw_sweep(path: Path, jobs: list[Job], keys: list[str], repeated: Sequence[
 
 
 def settings_of(jobs: list[Job], keys: list[str]) -> list[RepeatedJobs]:
-    """Best mean first; keys: those that tell ways to train apart."""
+    """Group jobs that differ only in repeated settings, best mean first. keys: the settings that define a group."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         if job.result.state == "done" and job.result.value is not None:
@@ -70,7 +72,7 @@ def settings_of(jobs: list[Job], keys: list[str]) -> list[RepeatedJobs]:
 
 
 def draw_settings(settings: list[RepeatedJobs], jobs: list[Job], keys: list[str], over: str) -> Figure:
-    """A point for each way to train, with its interval and its single values; over one number, or ranked."""
+    """Draw each group as a point with its interval and its single values: over the number that varies, or ranked."""
     shown = settings[:MAX_BARS]
     on_a_line = bool(keys) and all(one.place is not None for one in shown)
     height = 5.4 if on_a_line else 1.9 + 0.42 * len(shown)
@@ -119,7 +121,7 @@ def number_of(text: str) -> float | None:
 
 
 def value_name(jobs: list[Job]) -> str:
-    """The monitored metric, with the direction that is better."""
+    """Return the name of the monitored metric, with the direction that is better."""
     result = next(job.result for job in jobs if job.result.value is not None)
     better = {"max": " (higher is better)", "min": " (lower is better)"}.get(result.mode, "")
     return f"best {result.monitor}{better}" if result.monitor else "value"
@@ -132,7 +134,7 @@ def title_of(jobs: list[Job]) -> str:
 
 
 def draw_line(jobs: list[Job], key: str) -> Figure:
-    """One number was varied. Jobs without a value stand as crosses on the lower edge."""
+    """Draw the metric over the one number that varies. Jobs without a value are crosses at the lower edge."""
     figure = canvas.new_figure(8.4, 5.4, fitted=True)
     axes = figure.subplots()
     places = {job.num: float(job.settings[key]) for job in jobs}
@@ -159,7 +161,7 @@ def draw_line(jobs: list[Job], key: str) -> Figure:
 
 
 def draw_bars(jobs: list[Job], keys: list[str]) -> Figure:
-    """Names, or several keys, were varied: ranked bars, the best on top."""
+    """Draw ranked bars, the best on top, for names or for several settings that vary."""
     valued = [job for job in jobs if job.result.value is not None]
     shown = valued[:MAX_BARS]
     values = [job.result.value or 0.0 for job in shown]

@@ -60,12 +60,12 @@ class Job:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Also where it is damaged, which its job says then: no run begins again without a word."""
+    """Return whether the job saved a checkpoint, even a damaged one: such a job reports it and does not start anew."""
     return was_saved(RunDir(folder))
 
 
 def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any] | None = None) -> Result:
-    """The end of a job. earlier: its status before this try; the same again means that it wrote none."""
+    """Return how a job ended. earlier: its status before this attempt; if it is unchanged, the job wrote none."""
     status = read_status(RunDir(folder))
     fresh = {} if status == earlier else status
     said = fresh.get("state")
@@ -82,7 +82,9 @@ def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any
 
 
 def explain(folder: Path, status: dict[str, Any], exit_code: int) -> str:
-    """Why a job failed, on one line: its own message, the signal that killed it, or the last it printed."""
+    """Return in one line why a job failed: its message, the signal that killed it, or the last line that it
+    printed.
+    """
     if status.get("state") == "failed" and status.get("message"):
         return str(status["message"])
     if exit_code < 0:

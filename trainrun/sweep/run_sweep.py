@@ -68,7 +68,7 @@ def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
 
 
 def check_words(calls: list[list[str]]) -> None:
-    """Compose every value of every word once. Raise ConfigError for all mistakes."""
+    """Compose every value of every setting once. Raise ConfigError with all mistakes."""
     seen: set[str] = set()
     faults: list[str] = []
     for job in itertools.chain.from_iterable(map(words_to_check, calls)):

@@ -27,13 +27,16 @@ class NotApplicable(Exception):
 
 
 def compared(name: str, difference: float, bound: float, text: str) -> Certificate:
-    """Passes where the difference is a number within the bound."""
+    """Return a certificate that passes if the difference is a number within the bound."""
     state = PASS if difference <= bound else FAIL
     return Certificate(name, state, f"{difference:.1e}", f"{text} (bound {bound:.0e})")
 
 
 def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
-    """Over all tensors: the largest difference by the largest value there. Infinite for other names or shapes."""
+    """Return the largest difference of two sets of tensors, each relative to the largest value of its tensor.
+
+    It is infinite if names or shapes differ.
+    """
     if left.keys() != right.keys():
         return float("inf")
     worst = 0.0
@@ -50,7 +53,7 @@ def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) 
 
 
 def different_leaves(left: Any, right: Any, at: str = "") -> list[str]:
-    """The places where two trees of plain values and tensors do not have the same bits."""
+    """Return the places where two trees of plain values and tensors do not have the same bits."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         same = left.shape == right.shape and left.dtype == right.dtype and _same_bits(left, right)
         return [] if same else [at]

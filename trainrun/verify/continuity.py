@@ -35,9 +35,9 @@ CPU = torch.device("cpu")
 
 
 def resumed(trials: Trials) -> Certificate:
-    """The user's own training stopped at a step drawn from the seed, and resumed; against one never stopped.
+    """Compare the user's training, stopped at a random step and resumed, with a training that was not stopped.
 
-    As many steps as fit into LAP_SECONDS, or the run has. What no checkpoint holds is compared too: it may act later.
+    It has as many steps as fit into LAP_SECONDS, or as the run has. State that no checkpoint holds is compared too.
     """
     most = max(STEPS, min(MOST_STEPS, int(LAP_SECONDS / trials.pilot.step_seconds)))
     straight = trials.pilot if most == STEPS else trials.stopped("a run without a stop", most)
@@ -74,7 +74,9 @@ def repeats(trials: Trials, straight: Outcome, steps: int) -> bool:
 
 
 def lost_attributes(trials: Trials, straight: Outcome, stopped: Outcome, steps: int) -> list[str]:
-    """Those that the resume did not bring back, and that are the same whenever the run is repeated."""
+    """Return the attributes that the resume did not restore. Those that change when the run is repeated do not
+    count.
+    """
     names = differing(straight.attributes, stopped.attributes)
     if not names:
         return []
@@ -93,7 +95,7 @@ ENGINES: Final = {"resident": ("resident", 0), "workers": ("workers", 2), "main 
 
 
 def engines(config: RunConfig) -> Certificate:
-    """The first batches of every engine, and again from the middle."""
+    """Compare the first batches of every engine, read from the start and from the middle."""
     reference: list[Any] = []
     seen: list[str] = []
     refused: list[str] = []
@@ -136,7 +138,7 @@ def _opened(config: RunConfig) -> Batches:
 
 
 def each_once(config: RunConfig, num_samples: int | None) -> Certificate:
-    """The indices of an epoch, on one, two and three ranks, with the user's batch size."""
+    """Check that an epoch holds each sample once, on one, two and three ranks, with the user's batch size."""
     if num_samples is None:
         raise NotApplicable("the number of samples is not known")
     data = config.data
@@ -172,7 +174,7 @@ def each_once(config: RunConfig, num_samples: int | None) -> Certificate:
 
 
 def evaluation(build: Callable[[int], Components]) -> Certificate:
-    """Loss and metrics of every validation set do not depend on how the samples are divided into batches."""
+    """Check that loss and metrics of validation do not depend on the batch size."""
     results: list[dict[str, float]] = []
     for size in (3, 7):
         run = build(size)
@@ -194,7 +196,7 @@ def evaluation(build: Callable[[int], Components]) -> Certificate:
 
 
 def drift(trials: Trials) -> Certificate:
-    """The losses of the first steps in the user's precision, against float32."""
+    """Compare the losses of the first steps in the user's precision with those in float32."""
     mode = trials.config.precision.mode
     mode = "bf16-mixed" if mode == "auto" else mode  # what it may come to
     if mode in ("32-true", "64-true"):

@@ -41,13 +41,13 @@ NO_DOUBLES = "the trial in float64 on a CPU does not run"
 
 
 def accumulation(trials: Trials) -> Certificate:
-    """Two micro-batches of 4 samples, four of 2, or one of 8: the same weights after two steps."""
+    """Check that two micro-batches of 4 samples, four of 2 and one of 8 give the same weights after two steps."""
     text = f"1, 2 and 4 micro-batches a step give the same weights, {MODE}"
     return compared("accumulation", _difference_of_parts(trials, 2), BOUND, text)
 
 
 def partial_window(trials: Trials) -> Certificate:
-    """Epochs that end in the middle of a window: the last, shorter one weighs its samples alike."""
+    """Check that a shorter last window of an epoch weighs its samples like the others."""
     worst = _difference_of_parts(trials, 3, samples=2 * 4 * MICRO + 2 * MICRO)
     text = f"a last window of half the size does not depend on its parts, {MODE}"
     return compared("partial window", worst, BOUND, text)
@@ -62,7 +62,7 @@ def _difference_of_parts(trials: Trials, steps: int, samples: int | None = None)
 
 
 def learning_rates(trials: Trials) -> Certificate:
-    """The schedule moves once a step, not once a micro-batch."""
+    """Check that the schedule advances once per step, not once per micro-batch."""
     traces = [
         [row["lr"] for row in _outcome(trials, f"rates with {k} micro-batches", 3, 4 * MICRO // k, k).rows]
         for k in (1, 4)
@@ -75,7 +75,7 @@ def learning_rates(trials: Trials) -> Certificate:
 
 
 def ranks(trials: Trials) -> Certificate:
-    """Two processes with half of each batch."""
+    """Check that two processes with half of each batch give the weights of one process."""
     if trials.config.data.train and trials.config.parallel.mode not in ("single", "ddp"):
         raise NotApplicable(f"parallel={trials.config.parallel.mode}")
     one = _weights(trials, "one rank", 2, 2 * MICRO, 1)
@@ -110,7 +110,7 @@ def _outcome(
 
 
 def sums(components: Components, batch: Any) -> Certificate:
-    """The task's loss and count over a batch are those over its halves, added; also in training, where it can be."""
+    """Check that loss and count of a batch are the sums over its halves, in training mode too where that can hold."""
     size = _size(batch)
     if size < 2:
         raise NotApplicable("the batch has one sample")
@@ -132,14 +132,14 @@ def sums(components: Components, batch: Any) -> Certificate:
 
 
 def draws(components: Components, batch: Any) -> bool:
-    """Whether a step draws random numbers in evaluation mode too, so that its parts draw others than the whole."""
+    """Return whether a step draws random numbers even in evaluation mode."""
     before = random_state()
     _step(components, batch)
     return bool(different_leaves(before, random_state()))
 
 
 def _is_additive_in_training(components: Components, batch: Any) -> bool:
-    """Whether nothing but the samples decides over the loss there: no random draw, no statistics of the batch."""
+    """Return whether the loss depends on the samples alone in training mode: no random draw, no batch statistics."""
     if any(isinstance(module, BATCH_NORMS) for module in components.model.modules()):
         return False
     before = torch.get_rng_state()
@@ -150,7 +150,7 @@ def _is_additive_in_training(components: Components, batch: Any) -> bool:
 
 
 def padding(components: Components, batch: Any) -> Certificate:
-    """Other values at padding, the same loss."""
+    """Check that other values at padding do not change the loss."""
     mask = batch_fields(batch).get("attention_mask")
     if mask is None:
         raise NotApplicable("the data has no padding")
@@ -199,9 +199,10 @@ def _rows(size: int, rows: slice, leaf: Any) -> Any:
 def every_parameter(
     components: Components, fit: Callable[[Components], None], gradients: Callable[[], dict[str, float]]
 ) -> Certificate:
-    """After a few steps of the user's own training. gradients: asked for where a parameter stays as it is.
+    """Check that a few steps of the user's training change every parameter. gradients: computed if one does not
+    change.
 
-    What has no effect on the loss, as a bias before a batch norm, has gradients of mere rounding, and moves by chance.
+    A parameter without effect on the loss, such as a bias before batch norm, has gradients of rounding errors alone.
     """
     before = {name: p.detach().clone() for name, p in components.model.named_parameters() if p.requires_grad}
     fit(components)
@@ -273,7 +274,7 @@ def _plain_optimizer(optimizer: Optimizer, copies: Mapping[torch.Tensor, nn.Para
 
 
 def gradients(components: Components, batch: Any) -> dict[str, float]:
-    """The largest number in each parameter's gradient, in float64, in training mode."""
+    """Return the largest number in each parameter's gradient, in float64 and training mode."""
     components.wrapped.train()
     with Doubles(), components.precision.autocast():
         components.task.step(components.wrapped, batch).loss_sum.backward()  # type: ignore[no-untyped-call]

@@ -37,9 +37,9 @@ Found = TypeVar("Found")
 
 
 def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Certificate]:
-    """Each as soon as it is known. Nothing is written outside a temporary folder.
+    """Yield each certificate as soon as its check is done. Only a temporary folder is written to.
 
-    Raises what a run of the same words would raise before its first step.
+    Raise what a run of the same settings would raise before its first step.
     """
     quiet(config)  # raises where there is nothing to verify
     with TemporaryDirectory(prefix="trainrun-", ignore_cleanup_errors=True) as name, kept_random_state():
@@ -83,7 +83,9 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         return mathematics.draws(run, first_batch(run))
 
     def cut(check: Check) -> Check:
-        """A check that cuts a batch into parts means nothing where these draw other random numbers than the whole."""
+        """Wrap a check that splits a batch: it does not apply if the parts draw other random numbers than the
+        whole.
+        """
 
         def checked() -> Certificate:
             if draws():
@@ -112,7 +114,7 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
 
 
 def exact_parts(config: RunConfig, folder: Path, val_batch_size: int | None) -> Components:
-    """In float64 on the CPU, as far as the model can."""
+    """Build the run in float64 on the CPU, as far as the model supports that."""
     changed = quiet(config)
     nodes = validation_nodes(changed.data)
     changed = replace(in_doubles(changed, 1, min(16, changed.data.batch_size), 1), loop=None)
@@ -136,7 +138,7 @@ def own_parts(config: RunConfig, folder: Path) -> Components:
 
 
 def own_update(config: RunConfig, folder: Path) -> Certificate:
-    """The user's own optimizer on the user's own weights, in float32 and without clipping."""
+    """Check the user's own optimizer on the user's weights, in float32 and without clipping."""
     plain = {"precision.mode": "32-true", "precision.fp8": False}
     plain |= {"trainer.gradient_clip_val": None, "trainer.ema.enabled": False}
     run = own_parts(with_values(config, plain), folder)

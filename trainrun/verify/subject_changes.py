@@ -61,5 +61,5 @@ class First:
 
 
 def first_samples(node: Any, count: int, split: str) -> dict[str, Any]:
-    """The node of a source with only the first samples of a split."""
+    """Return the config node of a data set that has only the first samples of a split."""
     return {"_target_": f"{__name__}.First", "source": copy.deepcopy(node), "count": count, "split": split}

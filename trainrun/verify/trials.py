@@ -43,7 +43,7 @@ Change = Callable[[RunConfig], RunConfig]
 
 
 def fit_in_evaluation_mode(components: Components, state: TrainState) -> TrainState:
-    """The loop without what makes one batch differ from its parts: dropout, and BatchNorm's own statistics."""
+    """Train in evaluation mode, without dropout and batch statistics, in which a batch differs from its parts."""
     components.wrapped.eval()
     with Doubles() if components.config.precision.mode == "64-true" else contextlib.nullcontext():
         return loop.fit(components, state)
@@ -100,9 +100,9 @@ class Trials:
         self._paths = [path for path in sys.path if path]
 
     def run(self, about: str, change: Change, then: int = 0) -> Outcome:
-        """Raises TrainingError if the trial fails: the user's run would too.
+        """Run a trial. Raise TrainingError if it fails: the user's run would fail too.
 
-        then: steps of a resume, where the trial stops itself before its end.
+        then: steps of a resume, if the trial stops itself before its end.
         """
         self._progress(about)
         config = change(quiet(self.config))
@@ -127,7 +127,7 @@ class Trials:
         return outcome(run)
 
     def stopped(self, about: str, steps: int, then: int = 0) -> Outcome:
-        """The user's own words, stopped after so many steps; see `run`."""
+        """Run the user's settings and stop after some steps; see `run`."""
 
         def change(config: RunConfig) -> RunConfig:
             attributes = str(self.folder / f"{secrets.token_hex(4)}.json")
@@ -142,7 +142,7 @@ class Trials:
 
 
 def session_steps(run: RunDir, then: int) -> int:
-    """Steps of a trial; of its resume, those that it was asked for at most."""
+    """Return the steps of a trial; for a resume, at most those that were asked for."""
     steps = int(read_json(run.status).get("step", 0))
     return steps if then == 0 else min(steps, then)
 
@@ -171,7 +171,7 @@ def outcome(run: RunDir) -> Outcome:
 
 
 def quiet(config: RunConfig) -> RunConfig:
-    """The same training, with nothing on the screen, and one checkpoint at its end."""
+    """Return the same training without screen output, with one checkpoint at its end."""
     for key in ("step", "loop"):
         if getattr(config, key):
             raise ConfigError(f"{key}: is your own, so there is nothing to compare it with; leave it out")
@@ -188,7 +188,7 @@ def quiet(config: RunConfig) -> RunConfig:
 
 
 def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> RunConfig:
-    """Plain gradient descent in float64 on one CPU, in evaluation mode: only rounding may differ."""
+    """Return a config of plain gradient descent in float64 on one CPU, in which only rounding may differ."""
     return with_values(config, {
         "precision.mode": "64-true", "precision.fp8": False,
         "parallel.mode": "single", "parallel.accelerator": "cpu",
@@ -205,7 +205,7 @@ def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) 
 
 
 def following_steps(scheduler: Any) -> Any:
-    """The schedule as far as it follows the steps alone, and not the batch size or a metric."""
+    """Return the part of a schedule that depends on the steps alone, not on the batch size or a metric."""
     if not scheduler or scheduler.get("metric") or scheduler["_target_"].endswith(".ReduceLROnPlateau"):
         return None
     fixed = {**scheduler, "lr_scaling": "none"}
@@ -215,6 +215,6 @@ def following_steps(scheduler: Any) -> Any:
 
 
 def stopping(steps: int, evaluation_mode: bool = False, attributes: str | None = None) -> dict[str, Any]:
-    """The node of `loop` for a run of the user's own length that stops early."""
+    """Return the config node of a `loop` that stops a run of the user's length early."""
     given = {"steps": steps, "evaluation_mode": evaluation_mode, "attributes": attributes}
     return {"_target_": "trainrun.verify.trials.StopAt", **given}

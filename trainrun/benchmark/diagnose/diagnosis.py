@@ -84,7 +84,7 @@ class WhatIf:
         return self.name in (CAUSES_OF[BUCKET][0], "dispatch")
 
     def is_faster(self) -> bool:
-        """Whether the run is surely faster without: beyond the turns, and beyond what two processes may differ by."""
+        """Return whether the run is surely faster without this cost: beyond the spread of turns and of processes."""
         return self.gain.low > 1.0 + PROCESS_SPREAD * self.other_process
 
 
@@ -108,7 +108,10 @@ class Diagnosis:
 def diagnose(
     overrides: Sequence[str], budget: Budget, progress: Callable[[str, float], None], trace: bool = False
 ) -> Diagnosis:
-    """Raises what a run of these overrides would raise before its first step. trace: profile a few steps as well."""
+    """Measure a run with these overrides, and what it would gain without each cost.
+
+    Raise what the run would raise before its first step. trace: also profile a few steps.
+    """
     with WorkerPool() as pool:
         progress("starting the run", budget.left())
         base = pool.start(config_of(overrides))
@@ -140,7 +143,7 @@ class Examination:
         return self._budget.left() - self._reserved
 
     def _is_over(self, grace: float = 0.0) -> bool:
-        """Compiling cannot be interrupted, and after a turn that compiled one shape the next may compile another."""
+        """Return whether the time left is less than the longest compilation, which cannot be interrupted."""
         return self._left() + grace <= self._compiling
 
     def diagnosis(self) -> Diagnosis:
@@ -264,7 +267,7 @@ class Examination:
         self._untried += [title_of(name) for name, pairs in rounds.pairs.items() if not pairs]
 
     def _is_unclear(self, rounds: Rounds) -> bool:
-        """Whether there is no certain cause yet, and something could be one."""
+        """Return whether no cause is certain yet, while some cause is still possible."""
         ratios = self._ratios(rounds).values()
         certain = any(ratio.value >= CLEAR and ratio.low > 1.0 for ratio in ratios)
         return not certain and any(ratio.high > CLEAR for ratio in ratios)
@@ -320,7 +323,9 @@ class Examination:
         return costs
 
     def _logging_cost(self, loop_seconds: float) -> dict[str, float]:
-        """Seconds a step, from as many steps as hold a log point, if turns need not hold one."""
+        """Return the seconds of logging in a step, measured over a whole log interval; empty if the turns contain
+        one.
+        """
         every = self._config.monitor.log_every_n_steps
         if not isinstance(every, int) or not self._steps < every <= LOG_SECONDS / loop_seconds:
             return {}

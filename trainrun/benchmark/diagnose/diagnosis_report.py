@@ -46,7 +46,7 @@ def row(each: WhatIf) -> str:
 
 
 def interval(each: WhatIf) -> str:
-    """`+38 to +49 %`, Student's 95 % of the turns; or what was measured where there are too few of them."""
+    """Return `+38 to +49 %` (Student's 95 % interval over turns), or the measured turns if they are too few."""
     gain = each.gain
     if each.computed:
         return "computed"
@@ -59,12 +59,12 @@ def interval(each: WhatIf) -> str:
 
 
 def percent_faster(ratio: float) -> str:
-    """+38 for 1.38."""
+    """Format a speed ratio as a gain in percent: 1.38 becomes `+38`."""
     return f"{100 * (ratio - 1):+.0f}"
 
 
 def short_time(seconds: float) -> str:
-    """0.71 ms, 12 ms, 1.3 s."""
+    """Format seconds as `0.71 ms`, `12 ms` or `1.3 s`."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.95 else duration(seconds)
 
 

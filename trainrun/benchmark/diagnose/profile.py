@@ -20,7 +20,7 @@ MOST_OPERATIONS: Final = 12
 
 
 def profiled(run: Callable[[int], None], device: torch.device, file: Path) -> Profiled:
-    """Profile STEPS of `run`, after as many that warm up. file: a `.json.gz` for the trace."""
+    """Profile STEPS steps of `run` after as many warm-up steps. file: the trace is written there, as `.json.gz`."""
     run(STEPS)
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu

@@ -58,7 +58,7 @@ class Rounds:
         return total(spent(turn) for turn in self.own)
 
     def seconds_of(self, phases: Sequence[int]) -> float:
-        """Seconds of these phases in an item of the unchanged loop."""
+        """Return the seconds per item that the unchanged loop spends in these phases."""
         return sum(turn.phase(phase) for turn in self.own for phase in phases) / self.base.items
 
     def ratio(self, name: str, without: Sequence[int] = (), fewer: float = 0.0) -> Ratio:

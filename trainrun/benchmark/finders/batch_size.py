@@ -50,7 +50,9 @@ class Tried:
 
 
 def computes_on_cpu(accelerator: str) -> bool:
-    """By the driver: once torch was asked for GPUs, no process forked from this one can use them."""
+    """Return whether the run uses a CPU. It asks the driver, since torch would make GPUs unusable in forked
+    processes.
+    """
     if accelerator != "auto":
         return accelerator == "cpu"
     return not (count_gpus() or torch.version.hip or torch.backends.mps.is_available())
@@ -74,7 +76,7 @@ class Finder:
         return self._pool.start(config_of(replaced(self._words, own)), memory=free if self._on_cpu else None)
 
     def fits(self, size: int) -> bool:
-        """Whether two steps of this size can be done."""
+        """Return whether two steps with this batch size succeed in a process of their own."""
         self._progress(f"batch size {size}", self._budget.left())
         worker = None
         try:
@@ -96,7 +98,7 @@ class Finder:
                 worker.close()
 
     def search(self) -> None:
-        """Twice the size until it does not fit, and then in between. Raises TrainingError where nothing fits."""
+        """Double the batch size until it does not fit, then bisect. Raise TrainingError if no size fits."""
         size = self.config.data.batch_size
         while not self.fits(size):
             if size == 1 or self.tried[-1].why != "out of memory":
@@ -122,7 +124,7 @@ class Finder:
                 too_large = middle
 
     def compared(self) -> Comparison:
-        """Speeds of the typed size and of the largest ones, in turns."""
+        """Compare the speed of the configured batch size with that of the largest ones, in alternating turns."""
         base = (
             self.fitting()[0]
             if self.config.data.batch_size not in self.fitting()
@@ -137,7 +139,7 @@ class Finder:
         return sorted(one.size for one in self.tried if one.peak_bytes is not None)
 
     def _turn(self, size: int) -> Any:
-        """Seconds an item, of a process that is started at its first turn."""
+        """Return a function that measures seconds per item in a process, which starts at its first call."""
         worker: WorkerProcess | None = None
         steps = 1
 
@@ -186,7 +188,7 @@ def main(wish: Namespace, words: list[str], budget: float, write: Any) -> int:
 
 
 def global_batch(finder: Finder, size: int) -> int:
-    """Samples of one step over all ranks."""
+    """Return the number of samples in a step over all ranks."""
     ranks = next(one.world_size for one in finder.tried if one.peak_bytes is not None)
     config = finder.config
     return config.data.global_batch_size or size * config.trainer.accumulate_grad_batches * ranks

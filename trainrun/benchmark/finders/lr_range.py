@@ -54,7 +54,7 @@ class RateSweep:
             )
 
     def step(self, *run_and_window: Any) -> StepReport | None:
-        """Called by the run as its step, and without arguments as its schedule, which has nothing to do."""
+        """Train a step as the run's `step`; called without arguments as its schedule, do nothing."""
         return self._trained(*run_and_window) if run_and_window else None
 
     def end_epoch(self) -> None: ...
@@ -78,7 +78,7 @@ class RateSweep:
 
 
 def mean_loss(run: Components, report: StepReport) -> float:
-    """Over all ranks; waits for the device."""
+    """Return the mean loss over all ranks. The host waits for the device."""
     total, count = run.parallel.sum_over_ranks([sum(map(float, report.losses)), float(report.items)])
     return total / count if count else 0.0
 
@@ -94,7 +94,7 @@ class Suggestion:
 
 
 def suggested(found: RateLosses) -> Suggestion:
-    """Where the averaged loss falls fastest, and at most a quarter of the rate of its minimum."""
+    """Return the learning rate where the smoothed loss falls fastest, at most a quarter of the rate at its minimum."""
     losses, rates = np.array(found.losses), np.array(found.rates)
     good = np.isfinite(losses)
     losses, rates = losses[good], rates[good]

@@ -29,7 +29,7 @@ class WrittenPreset(NamedTuple):
 
 
 def preset_path(name: str, working_dir: Path) -> Path:
-    """Raises ConfigError if a file of that name is somebody's own."""
+    """Return the path of a preset. Raise ConfigError if a file with that name was not written by `autotune`."""
     path = working_dir / "conf" / "preset" / f"{name}.yaml"
     if not re.fullmatch(r"[\w-]+", name):
         raise ConfigError(f"--name {name}: a preset is named with letters, digits, - and _")
@@ -44,7 +44,7 @@ def host_preset() -> str:
 
 
 def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: Path) -> WrittenPreset:
-    """typed: the overrides of the run, without what it chose for itself."""
+    """Write the settings that helped as a preset. typed: the overrides as the user typed them."""
     wanted = composed_anew(replaced(typed, tuning.found))
     use = replaced(typed, [*tuning.found, f"preset={path.stem}"])
     use = [one for one in use if one not in tuning.found]

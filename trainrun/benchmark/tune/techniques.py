@@ -77,7 +77,7 @@ def needs_length(config: RunConfig, info: RunInfo) -> str:
 
 
 def skip_halves(config: RunConfig, info: RunInfo) -> str:
-    """Why a step's samples must not be divided otherwise."""
+    """Return why the samples of a step must not be split into halves; empty if they may."""
     if any("BatchNorm" in layer for layer in info.layers):
         return "batch norm: other micro-batches are another training"
     return "data.batch_size is odd" if config.data.batch_size % 2 else ""
@@ -179,7 +179,7 @@ class TechniqueTable:
 
 
 def measure_table(tuner: Tuner, techniques: Sequence[Technique] = TECHNIQUES) -> TechniqueTable:
-    """Raises what a run of these settings would raise."""
+    """Measure each technique alone, and all together. Raise what a run of these settings would raise."""
     tuner.start_base()
     rows = [planned_row(technique, tuner) for technique in techniques]
     waiting = [number for number, row in enumerate(rows) if not row.trial.reason]

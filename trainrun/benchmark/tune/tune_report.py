@@ -47,7 +47,7 @@ def tuning_lines(tuning: Tuning) -> list[str]:
 
 
 def trial_line(trial: Trial) -> str:
-    """`  data.cache=memory    21.08x  13.92 to 31.19 in 6 turns  used`."""
+    """Return `  data.cache=memory    21.08x  13.92 to 31.19 in 6 turns  used`."""
     turns = "" if trial.ratio is None else trial.ratio.turns()
     used = "used" if trial.used else f"not used: {trial.reason}"
     return f"  {trial.remedy!s:<44} {speed_text(trial):>7}  {turns:<26}  {used}"

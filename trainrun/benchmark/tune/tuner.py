@@ -141,7 +141,7 @@ class Tuner:
         self._start_seconds = 0.0
 
     def run(self) -> Tuning:
-        """Raises what a run of these settings would raise."""
+        """Try the remedies that `diagnose` names until none helps. Raise what a run of these settings would raise."""
         self.start_base()
         texts: list[str] = []
         goes_on = True

@@ -51,7 +51,7 @@ class WorkerFailure(NamedTuple):
 
 
 def failure_or_raise(error: DataError) -> WorkerFailure:
-    """In a worker the fault as a value, because an exception would arrive as a page of text."""
+    """Raise the error; in a worker return it as a value, since torch would deliver an exception as a page of text."""
     if get_worker_info() is None:
         raise error
     return WorkerFailure(str(error), traceback.format_exc())
@@ -103,7 +103,7 @@ class Recipe:
 
 
 def of_whole(sample: Any, error: BaseException) -> str:
-    """What to say where a transform of a picture alone may have got a sample."""
+    """Return a hint for a transform that fails because it gets the whole sample and not the picture alone."""
     if not (isinstance(sample, tuple | list | dict) and isinstance(error, TypeError | AttributeError)):
         return ""
     return (
@@ -189,7 +189,7 @@ class BatchReader:
             return failure_or_raise(error)
 
     def read(self, key: Key) -> Reading:
-        """Raises DataError, which names the sample."""
+        """Read a batch. Raise DataError, which names the sample that cannot be read."""
         if self._plain:
             return Reading(self.dataset.batch(self._rows(key.indices), self.recipe.preparation), *key[1:])
         whole = self._whole_batch(self._rows(key.indices)) if self._whole is not None else None
@@ -234,7 +234,7 @@ class BatchReader:
         return [index % self.number for index in indices]
 
     def _whole_batch(self, indices: list[int]) -> Any:
-        """None if it cannot be made at once: then sample by sample, which finds the one that is to blame."""
+        """Read a batch in one call; None if that fails: then each sample is read alone, which finds the faulty one."""
         assert self._whole is not None
         try:
             batch = self._whole.whole_batch(indices)
@@ -276,7 +276,7 @@ class BatchReader:
         return batch
 
     def _samples(self, epoch: int, indices: list[int]) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
-        """What can be read, each with its index; and the faults of the others, where they may be left out."""
+        """Return the samples that can be read, each with its index, and the faults of those that may be left out."""
         if self._reads_plainly and self._calls.is_idle:
             try:
                 number, dataset = self.number, self.dataset
@@ -297,7 +297,7 @@ class BatchReader:
         return samples, tuple(faults)
 
     def _filler(self, key: Key) -> tuple[int, Any]:
-        """The next sample in the data set that can be read."""
+        """Return the next sample of the data set that can be read."""
         number = self.number
         for step in range(1, min(number, FILLERS_TRIED) + 1):
             index = (key.indices[-1] + step) % number
@@ -334,9 +334,9 @@ class BatchReader:
         return base[place]
 
     def _read_at_once(self, epoch: int, indices: list[int]) -> list[Any] | None:
-        """The samples as `__getitems__` gives them; None if it failed but each can be read by itself.
+        """Return the samples that `__getitems__` gives; None if it failed, but each sample can be read alone.
 
-        If one of them cannot, and may not be left out, this says which.
+        If a sample cannot be read and may not be left out, raise the fault of that sample.
         """
         seed, rows = self.recipe.seed, self._rows(indices)
         try:
@@ -373,7 +373,7 @@ def _listed(indices: list[int]) -> str:
 
 
 def collated(samples: list[Any], recipe: Recipe) -> Any:
-    """One batch from samples. Without a function of the user's, tuples stay tuples, unlike torch's."""
+    """Collate samples into a batch. Tuples stay tuples, unlike with torch's function, unless the user gave one."""
     preparation = recipe.preparation
     try:
         if preparation.max_sequence_length is not None:

@@ -110,7 +110,7 @@ def _reader_of(prepared: PreparedStream) -> BatchReader:
 def open_iterable(
     source: Any, options: StreamOptions, sequences: SequencePlanner
 ) -> tuple[Batches, Collate | None, ReadBy, str]:
-    """The stream of an IterableDataset, how it is collated, who reads it, and a line about that."""
+    """Open an IterableDataset. Return its stream, its collate function, who reads it, and a line about that."""
     number, reason = _workers_for_iterable(source, options)
     parts = options.world_size * max(1, number)
     divided = options.training and parts > 1 and has_parts(source, parts)
@@ -188,7 +188,7 @@ def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:
 
 
 def _most(plan: Plan, length: int | None, options: StreamOptions) -> int | None:
-    """Micro-batches of an IterableDataset that are read, in evaluation samples; None reads to its end."""
+    """Return how many micro-batches (in evaluation: samples) of an IterableDataset are read; None reads to its end."""
     if isinstance(options.limit, float) and options.limit == 1:
         return None
     if length is not None:

@@ -104,7 +104,7 @@ def _by_look(prepared: PreparedStream) -> Choice:
 
 
 def numbers_up_to(largest: int) -> list[int]:
-    """1, 2, 4 and so on, and the largest itself."""
+    """Return 1, 2, 4 and so on, and the largest number itself."""
     numbers = [2**power for power in range(largest.bit_length())]
     return sorted({*numbers, largest})
 
@@ -164,7 +164,7 @@ def describe_workers(number: int) -> str:
 
 
 def most_workers(batch_bytes: int, prefetch_factor: int) -> float:
-    """How many could run here: in a container, shared memory is often too small for their batches."""
+    """Return how many workers can run here. In a container, shared memory is often too small for their batches."""
     free = shared_free_bytes()
     return math.inf if free is None else max(0, (free // max(batch_bytes, 1) - 1) // prefetch_factor)
 
@@ -190,7 +190,7 @@ def fitted(choice: Choice, batch_bytes: int, options: StreamOptions) -> Choice:
 
 
 def shared_free_bytes() -> int | None:
-    """None if there is no such place, as on macOS, or so much that nothing has to be counted."""
+    """Return the free shared memory; None if there is no limit to it, as on macOS, or far more than is needed."""
     try:
         place = os.statvfs(SHARED)
     except OSError:

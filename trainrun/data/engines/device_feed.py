@@ -92,7 +92,9 @@ class DeviceFeed(Around):
         return leaf.to(self._device) if hasattr(leaf, "to") else leaf
 
     def _copy(self, leaf: Any) -> Any:
-        """Others that can be moved have to wait: their memory could not be held for the training's stream."""
+        """Move a leaf to the device. Only tensors are moved without waiting: others cannot be kept for the
+        training's stream.
+        """
         return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "record_stream") else leaf
 
     def _receive(self, item: OnTheWay) -> MicroBatch:
@@ -111,10 +113,7 @@ class DeviceFeed(Around):
 
 
 def pinned(data: Any) -> Any:
-    """The batch in page-locked memory, from which a copy to a GPU does not hold up the host.
-
-    What lies on a GPU already stays there.
-    """
+    """Copy a batch to page-locked memory, from which a copy to a GPU does not block the host. GPU tensors stay."""
 
     def pin(leaf: Any) -> Any:
         there = isinstance(leaf, Tensor) and leaf.is_cuda

@@ -31,7 +31,7 @@ SPLIT: Any = torch.split_with_sizes_copy  # its types know only the form that fi
 
 
 def resident_reason(prepared: PreparedStream) -> str:
-    """Why this engine reads, by the rule; "" if another does."""
+    """Return why the resident engine reads the data; empty if another engine does."""
     options, columns, device = prepared.options, prepared.columns, prepared.options.device
     if options.engine == "resident" and columns is None:
         raise DataError(
@@ -54,7 +54,7 @@ def resident_reason(prepared: PreparedStream) -> str:
 
 
 def gathered_in_place(prepared: PreparedStream) -> bool:
-    """Whether rows are gathered from mapped files, each when it is asked for."""
+    """Return whether rows are gathered from mapped files when they are asked for."""
     return prepared.columns is not None and prepared.options.device.type == "cpu" and prepared.columns.mapped
 
 
@@ -63,14 +63,14 @@ def size_in_memory(prepared: PreparedStream) -> str:
 
 
 def resident_bytes(prepared: PreparedStream) -> int:
-    """Size of the columns in the types and lengths that they will have on the device."""
+    """Return the size of the columns with the types and lengths that they will have on the device."""
     assert prepared.columns is not None
     firsts = [prepared.preparation.column(value[:1]) for value in prepared.columns.values]
     return len(prepared.columns) * sum(first.numel() * first.element_size() for first in firsts)
 
 
 def fits(prepared: PreparedStream) -> bool:
-    """Whether the columns may be resident: in half of the free memory, or where nothing is copied."""
+    """Return whether the columns may be resident: they fit into half of the free memory, or nothing is copied."""
     options, columns = prepared.options, prepared.columns
     assert columns is not None
     if gathered_in_place(prepared) or (columns.in_place and options.device.type == "cpu"):
@@ -80,11 +80,10 @@ def fits(prepared: PreparedStream) -> bool:
 
 
 def roomy_batch_size(columns: Columns, batch_size: int, scaled: bool) -> int:
-    """Twice as many samples in a batch without gradients, and up to 32 times while its inputs stay below 1 MiB.
+    """Return a batch size for evaluation: twice that of training, and up to 32 times if the inputs stay below 1 MiB.
 
-    Integers may be tokens, whose outputs are far larger than they are: those are left alone, unless they are
-    scaled to numbers. So a batch takes less memory and time than a training step, and a signal, which is
-    handled between two batches, does not wait longer.
+    A batch then takes less memory and time than a training step, and a signal does not wait longer. Integers that are
+    not scaled may be tokens, whose outputs are far larger than the inputs: their batch size stays.
     """
     inputs = as_tensor(columns.values[0][:1])
     if not (inputs.is_floating_point() or scaled):
@@ -181,7 +180,7 @@ class ResidentBatches:
 
 
 def listed(row_numbers: Any) -> Any:
-    """Row numbers as a list, where that takes at most 64 MiB: one is found in a tenth of the time."""
+    """Return row numbers as an array if it takes at most 64 MiB: a lookup then takes a tenth of the time."""
     if row_numbers is None or isinstance(row_numbers, np.ndarray) or len(row_numbers) > MOST_LISTED:
         return row_numbers
     found = np.empty(len(row_numbers), np.int64)
@@ -192,7 +191,7 @@ def listed(row_numbers: Any) -> Any:
 
 
 def _sizes_of(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor | None:
-    """(N,) on the host: the items of every sample; None if counting a batch reads no values of it."""
+    """Return the number of items of every sample, (N,) on the host; None if counting does not need their values."""
     found: list[Tensor] = []
     for begin in range(0, len(columns), BLOCK_ROWS):
         blocks = (preparation.column(_block(columns, value, begin, BLOCK_ROWS)) for value in columns.values)
@@ -204,7 +203,7 @@ def _sizes_of(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tenso
 
 
 def _block(columns: Columns, value: Column, begin: int, size: int) -> Column:
-    """A column of these for `size` samples from `begin` on, fewer at the end."""
+    """Return `size` samples of a column from `begin` on; fewer at the end."""
     if columns.row_numbers is None:
         return value[begin : begin + size]
     return columns.samples_of(value, np.arange(begin, min(begin + size, len(columns))))
@@ -213,7 +212,7 @@ def _block(columns: Columns, value: Column, begin: int, size: int) -> Column:
 def _gather(
     columns: Columns, value: Column, preparation: Preparation, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """From rows (on a GPU, samples) to what they have in one column, prepared."""
+    """Return a function from row numbers (on a GPU: sample numbers) to the prepared values of one column."""
     if columns.in_place or is_mapped(value):
         view = tensor_view(value)
         if device.type == "cpu" and view is not None:
@@ -234,7 +233,7 @@ def _widening(columns: Columns, gather: Callable[[Tensor], Tensor]) -> Callable[
 
 
 def _in_blocks(columns: Columns, value: Column, preparation: Preparation, device: torch.device) -> Tensor:
-    """A column on the device without a copy of it as a whole on the host."""
+    """Copy a column to the device block by block, without a copy of the whole column on the host."""
     first = preparation.column(value[:1])
     tensor = torch.empty((len(columns), *first.shape[1:]), dtype=first.dtype, device=device)
     size = max(1, BLOCK_BYTES // max(1, first.numel() * first.element_size()))

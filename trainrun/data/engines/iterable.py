@@ -81,8 +81,11 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     fresh: dict[int, Any] = field(default_factory=dict)
 
     def at(self, epoch: int, start: int, known: Any) -> StreamReader:
-        """The reader of another epoch. known: what `in_turns` kept there; without it opening is O(start): the samples
-        before are read and thrown away."""
+        """Return the reader of another epoch and position.
+
+        known: what `in_turns` stored for that position. Without it the earlier samples are read and dropped, which is
+        O(start).
+        """
         turn, found = known or (0, ())
         begun = {role: (batches, SourcePlace(taken, state)) for role, batches, taken, state in found}
         return replace(self, epoch=self.plan.effective_epoch(epoch), start=start, turn=turn, begun=begun)
@@ -152,7 +155,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             raise behind_the_end(start, all_of_them if most is None else min(most, all_of_them))
 
     def _samples(self, place: SourcePlace, mine: int) -> Iterator[Any]:
-        """From `place` on, which then is where the next sample is found again: with a buffer the begin of its block."""
+        """Yield the samples from `place` on. With a shuffle buffer, `place` is the start of the current block."""
         raw, taken = self._raw(place, mine), place.taken
         if not self.buffer:
             yield from raw
@@ -165,7 +168,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             place.ask(taken)
 
     def _raw(self, place: SourcePlace, mine: int) -> Iterator[Any]:
-        """Every sample in the source's order."""
+        """Yield every sample in the order of the source."""
         seed, epoch, position, parts = self.plan.seed, self.epoch, place.taken, self.parts
         source, end = self.dataset, object()
         try:
@@ -201,7 +204,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             )
 
     def _reading(self, samples: list[Any], indices: list[int], real: bool) -> Reading:
-        """indices: numbers of the samples in the epoch."""
+        """Transform and collate samples into a reading. indices: the sample numbers in the epoch."""
         transform, calls = Transform(self.recipe, self.dataset), SeedGlobals()
         changed = [
             transform(sample, self.epoch, i, calls) for i, sample in zip(indices, samples, strict=True)
@@ -217,9 +220,9 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         return "; each call of its __iter__ must begin anew" if self.epoch else ""
 
     def in_turns(self, items: Iterator[Reading], keep: Keep) -> Iterator[Reading]:
-        """From `start` on: a batch of each reader in its turn, until none has more.
+        """Yield a batch of each reader in turn, from `start` on, until no reader has another one.
 
-        keep: takes, with the number of batches before, what `at` needs to go on there.
+        keep: called with the number of batches so far and with what `at` needs to continue there.
         """
         stands = {role: (role, batches, at.taken, at.state) for role, (batches, at) in self.begun.items()}
         given, spare, over = 0 if self.again else self.start, None, set()
@@ -328,9 +331,9 @@ class InStep(Around):
 
 
 def keeps_place(source: Any) -> bool:
-    """Whether a source can say where it stands, and go on from there.
+    """Return whether a source can report its position and continue from there.
 
-    A stream of `datasets` that shuffles cannot: its state leaves out what is in its buffer, which a resume would lose.
+    A shuffling stream of `datasets` cannot: its state does not hold the samples in its buffer.
     """
     part = getattr(source, "_ex_iterable", None)
     while part is not None and type(part).__name__ != "BufferShuffledExamplesIterable":
@@ -339,7 +342,9 @@ def keeps_place(source: Any) -> bool:
 
 
 def has_parts(source: Any, number: int) -> bool:
-    """Whether so many readers can each have a part; one that has fewer shards, or a length, is read whole."""
+    """Return whether `number` readers can each read a part. A source with fewer shards, or with a length, is read
+    whole.
+    """
     shard, shards = getattr(source, "shard", None), getattr(source, "num_shards", number)
     return (
         takes(shard, "num_shards")
@@ -350,7 +355,7 @@ def has_parts(source: Any, number: int) -> bool:
 
 
 def forget_worker() -> None:
-    """A part is not to be divided again by a source that looks which worker of the DataLoader it is in."""
+    """Hide the loader worker from the source, which could otherwise divide its part again."""
     module: Any = getattr(torch.utils.data._utils, "worker", None)
     if not hasattr(module, "_worker_info"):
         raise DataError(
@@ -360,7 +365,7 @@ def forget_worker() -> None:
 
 
 def with_last(batches: Iterator[Reading]) -> Iterator[Reading]:
-    """Looks one batch ahead, to mark the last."""
+    """Yield batches, one behind, and mark the last of them."""
     waiting = next(batches, None)
     for batch in batches:
         assert waiting is not None

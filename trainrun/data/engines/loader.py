@@ -23,13 +23,15 @@ MOST_NAMED = 32
 
 
 def keys_of(plan: StreamPlan, epoch: int, start: int) -> Iterator[Key]:
-    """Raises DataError at once for a start behind the end, before any worker is asked."""
+    """Yield the key of each batch. Raise DataError before any worker starts if the epoch has fewer than `start`
+    batches.
+    """
     number, shares = plan.effective_epoch(epoch), plan.shares(epoch, start)
     return (Key(number, indices.tolist(), real, last) for indices, real, last in shares)
 
 
 def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]:
-    """The batches of an epoch, with what was left out of them counted."""
+    """Yield the batches of an epoch, and count the samples that were left out."""
     for reading in readings:
         skips.add(len(reading.indices) if reading.real else 0, reading.faults)
         if reading.last:
@@ -39,7 +41,7 @@ def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]
 
 
 def sound(items: Iterator[Any]) -> Iterator[Any]:
-    """What workers have read. DataError: one failed."""
+    """Yield what workers have read. Raise DataError if a worker failed."""
     for item in items:
         if isinstance(item, WorkerFailure):
             raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
@@ -98,7 +100,7 @@ class LoaderBatches:
             raise
 
     def _readings(self, epoch: int, start: int) -> Iterator[Reading]:
-        """The readings of an epoch from `start` on; workers that ended unexpectedly are started again."""
+        """Yield the readings of an epoch from `start` on. Workers that died are started again."""
         place, asked = start, False
         while True:
             asked = False
@@ -121,7 +123,7 @@ class LoaderBatches:
             self._end()
 
     def _open(self, epoch: int, place: int) -> Iterator[Any]:
-        """What the DataLoader yields from batch `place` on; idle workers are asked again."""
+        """Return what the DataLoader yields from batch `place` on. Idle workers are used again."""
         reader: Any = self._reader
         if isinstance(reader, StreamReader):
             self._end()  # its workers hold the epoch
@@ -143,7 +145,7 @@ class LoaderBatches:
         return sound(iter(self._workers))
 
     def _read_here(self, items: Iterator[Any]) -> Iterator[Any]:
-        """In the main process the global generators stay put."""
+        """Read in the main process, and restore the global random state after each batch."""
         end = object()
         while True:
             with kept_random_state():
@@ -153,7 +155,7 @@ class LoaderBatches:
             yield item._replace(data=pinned(item.data)) if self._options.pins else item
 
     def _in_flight(self, epoch: int, place: int) -> str:
-        """The samples that the workers were asked for and did not give: one of them may be the reason."""
+        """Describe the samples that the workers had not delivered yet: one of them may be the cause."""
         if isinstance(self._reader, StreamReader):
             return f"it was reading on from batch {place}"
         number = max(1, self._number * self._options.prefetch_factor)

@@ -132,7 +132,7 @@ class ThreadBatches:
             mine()
 
     def _readings(self, crew: Crew, keys: Iterator[Key]) -> Iterator[Reading]:
-        """In the order of the keys, whichever is done first."""
+        """Yield the readings in the order of the keys, whichever is read first."""
         ahead: deque[Task] = deque()
         capacity = num_ahead(self._number, self._options.prefetch_factor)
         while True:

@@ -60,10 +60,10 @@ class WorkerLate(DataError):
 
 
 def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) -> DataLoader[Any]:
-    """A DataLoader whose items are whole batches. `keys` says which ones; None for iterable readers.
+    """Build a DataLoader whose items are whole batches. keys: the sampler of batches; None for iterable readers.
 
-    Its workers stay until they are shut down, also if each epoch is to have its own: those that ended by
-    themselves at the end of an epoch could not be told from those that died.
+    Its workers stay until they are shut down, even if every epoch needs new ones: workers that end by themselves could
+    not be told from workers that died.
     """
     seed = derive_seed(options.seed)
     with without_advice():
@@ -84,7 +84,9 @@ def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) ->
 
 
 def sendable(key: str, item: Any) -> Any:
-    """What a worker has read, or why it cannot be pickled: torch would print that, and the training would wait."""
+    """Return what a worker has read, or why it cannot be pickled: torch would print that, and the training would
+    wait.
+    """
 
     def check(leaf: Any) -> Any:
         if not isinstance(leaf, PLAIN):
@@ -101,7 +103,7 @@ def sendable(key: str, item: Any) -> Any:
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Torch warns of more workers than cores; where reading waits, they win."""
+    """Suppress torch's warning about more workers than cores: if reading waits for a disk, more workers are faster."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         yield
@@ -119,21 +121,24 @@ def begin_worker(owner: int, worker: int) -> None:
 def shown_unless_cut_off(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """A training that is killed while Python's thread hands it a file descriptor is no news of its worker."""
+    """Print an exception of a thread, but not that a connection broke because the training was killed."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
 
 
 def leave_with(owner: int) -> None:
-    """Torch asks between two batches whether the parent is still the one that it found when it began: a worker that
-    sits in one, or whose training was killed while it began, would stay."""
+    """End the worker when its training has ended.
+
+    Torch looks only between two batches, and compares with the parent at the worker's start: a worker inside a batch,
+    or one whose training was killed during the start, would stay.
+    """
     while os.getppid() == owner:
         time.sleep(OWNER_SECONDS)
     os._exit(1)
 
 
 def ignore_stop_signals() -> None:
-    """A stop request goes to the whole process group, but the batches on the way are still wanted."""
+    """Ignore signals that stop the whole process group: the training still needs the batches on their way."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
@@ -152,7 +157,7 @@ class LoaderWorkers:
         self.close = weakref.finalize(self, shut_down, self._iterator, os.getpid())
 
     def restart_epoch(self) -> bool:
-        """Have idle workers read again, by the keys that the loader's sampler now gives; False if they cannot."""
+        """Start idle workers on the keys that the sampler now gives. Return False if they cannot."""
         with TimeLimit(self._seconds, self._processes) as limit, limit.waiting():
             try:
                 self._iterator = iter(self._loader)
@@ -163,7 +168,7 @@ class LoaderWorkers:
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of an epoch. Raises WorkerDied and WorkerLate."""
+        """Yield the batches of an epoch. Raise WorkerDied or WorkerLate."""
         with TimeLimit(self._seconds, self._processes) as limit:
             while True:
                 with limit.waiting():
@@ -188,7 +193,10 @@ class LoaderWorkers:
                     raise
 
     def _raise_if_dead(self, error: Exception, notice_seconds: float = 0.0) -> None:
-        """notice_seconds: how long to wait for a death; a connection breaks a little before its process has ended."""
+        """Raise WorkerDied if a worker has ended.
+
+        notice_seconds: how long to wait for that; a connection breaks shortly before its process ends.
+        """
         until = time.monotonic() + notice_seconds
         while not (dead := [one for one in self._processes if one.exitcode is not None]):
             if time.monotonic() >= until:
@@ -199,10 +207,11 @@ class LoaderWorkers:
 
 @contextmanager
 def starting(key: str) -> Iterator[None]:
-    """Surround the start of workers: signals wait, so that none hits a worker that cannot ignore it yet.
+    """Block signals while workers start: none may reach a worker that does not ignore it yet.
 
-    The handler of SIGCHLD stays what it was. That of torch, which a DataLoader of the user's has set, goes: it would
-    raise for our workers too, and torch finds dead workers without it when it waits for a batch.
+    Torch's handler of SIGCHLD, set by a DataLoader of the user, is removed: it would raise for these workers too.
+    Torch
+    finds dead workers without it when it waits for a batch.
     """
     deaths: Any = getattr(torch.utils.data._utils, "signal_handling", None)
     if hasattr(deaths, "_SIGCHLD_handler_set"):  # then torch's handler is not even there for a moment
@@ -296,7 +305,7 @@ def shut_down(iterator: Any, owner: int) -> None:
 
 
 def describe_exits(dead: list[BaseProcess]) -> str:
-    """What became of the workers, and what to do."""
+    """Describe how the workers ended, and what to do."""
     codes = {worker.exitcode or 0 for worker in dead}
     each = ", ".join(f"process {worker.pid}: {_exit_of(worker.exitcode or 0)}" for worker in dead)
     if -signal.SIGKILL in codes:  # nobody but the system, or a person, sends it
@@ -320,7 +329,7 @@ def _exit_of(code: int) -> str:
 
 
 def memory_line() -> str:
-    """For a message about a process that died."""
+    """Describe the free memory, for the message about a process that died."""
     import psutil
 
     memory = host_memory()

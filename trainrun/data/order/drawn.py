@@ -59,9 +59,9 @@ class Drawn:
         return int(self.begins[-1])
 
     def samples(self, slots: Tensor, count: int, seed: int, epoch: int) -> Tensor:
-        """The samples at these places of an unshuffled epoch of `count`, both int64 and of one shape.
+        """Return the samples at these positions of an unshuffled epoch of `count`, both int64 and of one shape.
 
-        One that comes again in the epoch has `number` added each time: its augmentation is drawn anew.
+        A sample that is drawn again in the epoch has `number` added each time, so its augmentation differs.
         """
         offset = int((derive_seed(seed, 3) % FINE / FINE + epoch * GOLDEN) % 1 * FINE) / FINE
         spacing = self.ends[-1] / count
@@ -85,7 +85,7 @@ def of_groups(shares: Array, sizes: Array, members: Array | None, told: str) -> 
 
 
 def balanced(source: Any) -> Drawn:
-    """Every class of the training data equally often."""
+    """Draw every class of the training data equally often."""
     labels, way = labels_of(source), "name weights instead: data.sampling=weighted data.weights=..."
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
         why = "has no labels in memory" if labels is None else "has no single class for each sample"
@@ -108,8 +108,12 @@ def balanced(source: Any) -> Drawn:
 
 
 def weighted(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | None = None) -> Drawn:
-    """As often as the weights say. named: the sources, one after the other. given: as `data.weights`. number: of their
-    samples, of which `rows` train; None: all."""
+    """Draw each sample in proportion to its weight.
+
+    named: the sources, one after the other. given: the value of `data.weights`. number: of all samples. rows: those
+    that
+    train; None for all.
+    """
     weights, where = weights_of(named, given)
     if weights.ndim != 1 or weights.dtype.kind not in "iufb":
         shape = list(weights.shape)
@@ -137,7 +141,9 @@ def weighted(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | N
 
 
 def mixed(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
-    """Named sources in these shares, which need not add up to 1. sizes: samples of each, in the order of the data."""
+    """Draw named sources in these shares, which need not add up to 1. sizes: samples of each, in the order of the
+    data.
+    """
     if empty := [name for name, size in sizes.items() if not size]:
         raise DataError(f"data.mix: data.train.{empty[0]} has no samples to take a share of; leave it out")
     number, total = sum(sizes.values()), sum(shares.values())
@@ -165,7 +171,7 @@ class AsInData(Around):
 
 
 def labels_of(source: Any) -> Array | None:
-    """What a data set says of the class of each sample, without reading one."""
+    """Return the class of each sample, (N,), without reading a sample; None if the data set does not hold them."""
     columns = columns_of(source, "data.train")
     found = columns.target() if columns is not None else said(source, "targets")
     if found is None and columns is None:
@@ -174,7 +180,9 @@ def labels_of(source: Any) -> Array | None:
 
 
 def weights_of(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
-    """The weights, and how to call them: a list, a column or attribute of the data, or a file."""
+    """Return the weights, and their name for messages. They are a list, a column or attribute of the data, or a
+    file.
+    """
     if isinstance(given, list):
         return np.asarray(given), f"[{', '.join(map(str, given[:3]))}{', ...' if len(given) > 3 else ''}]"
     found = {name: column_of(source, given) for name, source in named.items()}
@@ -198,7 +206,7 @@ def weights_of(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
 
 
 def column_of(source: Any, name: str) -> Array | None:
-    """What stands there for each sample: a column of its table or arrays, or an attribute; None: there is none."""
+    """Return a column of the table or arrays, or an attribute, with a value for each sample; None if there is none."""
     if type(source) is Subset:
         whole = column_of(source.dataset, name)
         return None if whole is None else whole[np.asarray(source.indices)]

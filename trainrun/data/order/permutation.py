@@ -47,7 +47,7 @@ class KeyedPermutation:
         return self.size
 
     def at(self, positions: Numbers) -> Numbers:
-        """What stands at these positions, in an array of the same shape. positions: int64, 0 to size - 1."""
+        """Return the numbers at these positions of the permutation. positions: int64, 0 to size - 1, of any shape."""
         flat = positions.reshape(-1)
         found = np.empty(len(flat), np.int64)
         for begin in range(0, len(flat), AT_ONCE):
@@ -90,7 +90,7 @@ def scramble(key: Any, mask: Any, numbers: Numbers) -> Numbers:
 
 
 def mixed_words(numbers: Words) -> Words:
-    """As `mixed`, element by element, in another array."""
+    """Return `mixed` of each element, as a new array."""
     out: Words = numbers ^ (numbers >> np.uint64(30))
     out *= np.uint64(FIRST)
     out ^= out >> np.uint64(27)
@@ -100,7 +100,7 @@ def mixed_words(numbers: Words) -> Words:
 
 
 def mixed(number: int) -> int:
-    """The finalizer of splitmix64, on 64 bits."""
+    """Apply the finalizer of splitmix64 to 64 bits."""
     number &= WORD
     number = (number ^ number >> 30) * FIRST & WORD
     number = (number ^ number >> 27) * SECOND & WORD

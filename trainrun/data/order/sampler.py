@@ -65,7 +65,7 @@ Lookup = Callable[[Tensor], Tensor]
 
 
 def order_of(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Lookup:
-    """From positions in an epoch to sample numbers, both int64 on the host and of one shape: a permutation."""
+    """Return a permutation: a function from positions in an epoch to sample numbers, both int64 on the host."""
     if not shuffle:
         return lambda positions: positions
     if num_samples > LISTED:
@@ -79,7 +79,7 @@ def order_of(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Lookup:
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """The whole order as (num_samples,) int64, for those that need every sample of it at once."""
+    """Return the whole order of an epoch, (num_samples,) int64."""
     return order_of(num_samples, seed, epoch, shuffle)(torch.arange(num_samples))
 
 
@@ -91,7 +91,7 @@ def share_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def limited(full: int, limit: float | int) -> int:
-    """How many of `full` a limit leaves: a fraction (float, at least one) or a number (int)."""
+    """Return how many of `full` a limit leaves. limit: a fraction (float; at least one stays) or a number (int)."""
     if isinstance(limit, int):
         return min(full, limit)
     return min(full, max(1, math.floor(full * limit + 1e-9)))  # 0.29 * 100 is 28.999999999999996
@@ -144,7 +144,7 @@ class Plan:
         return epoch if self.training else 0
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
-        """This rank's shares from position `start` on, their indices on `device`."""
+        """Yield this rank's shares from position `start` on, their indices on `device`."""
         if start and start >= self.num_batches:
             raise behind_the_end(start, self.num_batches)
         return self._shares(epoch, start, device)
@@ -164,7 +164,7 @@ class Plan:
             yield Share(indices.to(device), real, True)
 
     def order(self, epoch: int) -> Lookup:
-        """From positions in an epoch to samples."""
+        """Return a function from positions in an epoch to samples."""
         drawn, count = self.drawn, self.num_samples
         if self.training or self.num_seen == count:
             slots = order_of(count, self.seed, self.effective_epoch(epoch), self.shuffle)
@@ -175,7 +175,7 @@ class Plan:
         return lambda positions: part[positions]
 
     def _tail(self, order: Lookup, whole: int) -> list[tuple[Tensor, bool]]:
-        """This rank's part of the last, short micro-batch, where there is one."""
+        """Return this rank's part of the last, short micro-batch; empty without one."""
         if whole == self.num_batches:
             return []
         rest = order(torch.arange(whole * self.global_size, self.num_seen))
@@ -186,7 +186,7 @@ class Plan:
 
 
 def behind_the_end(start: int, num_batches: int) -> DataError:
-    """The fault of a resume whose data has become smaller."""
+    """Return the error of a resume whose data has become smaller."""
     return DataError(
         f"the run stopped at batch {start} of an epoch, but an epoch now has {num_batches} batches: "
         "resume with the data, data.batch_size and number of ranks that the run was started with"
@@ -194,7 +194,7 @@ def behind_the_end(start: int, num_batches: int) -> DataError:
 
 
 def batch_too_large(key: str, num_samples: int, plan: Plan) -> DataError:
-    """The fault of a training batch that the data cannot fill."""
+    """Return the error of a training batch that is larger than the data."""
     ranks = f" for {plan.world_size} ranks" if plan.world_size > 1 else ""
     largest = num_samples // plan.world_size
     allowed = f"at most {largest} is possible" if largest else "use fewer ranks (parallel.devices)"
@@ -210,7 +210,7 @@ def check_split(split: str, allowed: Sequence[str]) -> None:
 
 
 def hold_out(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of the samples that stay and of those held out, each in rising order.
+    """Return the indices of the samples that stay and of those held out, each in rising order.
 
     labels: (N,) integers. fraction: 0 to below 1, of each class, rounded to whole samples.
     """

@@ -58,10 +58,11 @@ def training_set(
 def fold_of(
     source: Any, folds: int, fold: int, stratified: bool, groups: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """The samples that train, those that validate, both by number, and a line about it.
+    """Return the numbers of the samples that train and of those that validate, and a line about them.
 
-    The same parts whatever the seed, so that the runs of a sweep divide the data alike. Sizes differ by one sample at
-    most; stratified, so do those of each class. groups: an attribute of the source; equal values stay together.
+    The parts do not depend on the seed, so all runs of a sweep divide the data alike. Sizes differ by one sample at
+    most;
+    stratified: those of each class too. groups: an attribute of the source; samples with equal values stay together.
     """
     number = sized(source, "data.train", f"data.folds={folds}")
     if folds > number:
@@ -102,7 +103,9 @@ def values_of_groups(source: Any, name: str, number: int) -> np.ndarray[Any, Any
 def fold_of_groups(
     groups: np.ndarray[Any, Any], folds: int, fold: int, stratified: bool
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """As `fold_of`, with all samples of a group in one fold: the largest group goes to the smallest fold."""
+    """Return what `fold_of` does, with all samples of a group in one fold. The largest group goes to the smallest
+    fold.
+    """
     if stratified:
         raise DataError(
             "data.stratified=true: the samples of a group stay in one fold; leave it or data.train.groups out"
@@ -127,7 +130,7 @@ def fold_of_groups(
 
 
 def sized(source: Any, key: str, asked: str) -> int:
-    """The number of samples. DataError: it cannot be known, and `asked` needs it."""
+    """Return the number of samples. Raise DataError if it is unknown, although the setting `asked` needs it."""
     if isinstance(source, IterableDataset):
         raise DataError(
             f"{asked}: {key} is an IterableDataset, whose samples cannot be chosen by number; leave it out"
@@ -137,7 +140,7 @@ def sized(source: Any, key: str, asked: str) -> int:
 
 
 def joined(sources: Mapping[str, Any], key: str) -> Any:
-    """All samples of the sources, one after the other. DataError: their classes differ."""
+    """Join the samples of several sources, one after the other. Raise DataError if their classes differ."""
     for name, source in sources.items():
         sized(source, f"{key}.{name}", f"{key} by name")
     names = {
@@ -161,7 +164,7 @@ def joined(sources: Mapping[str, Any], key: str) -> Any:
 
 
 def taken(source: Any, indices: torch.Tensor, key: str) -> Any:
-    """The samples of these numbers, in their order."""
+    """Return the samples with these numbers, in this order."""
     columns = columns_of(source, key)
     if columns is None or any(is_mapped(value) for value in columns.values):
         whole: Any = source if columns is None else columns
@@ -170,14 +173,16 @@ def taken(source: Any, indices: torch.Tensor, key: str) -> Any:
 
 
 def _packed(source: Any, columns: Columns, values: list[Any]) -> Any:
-    """Other rows in the container of a source."""
+    """Return other rows in the same container as the source."""
     if isinstance(source, Arrays):
         return replace(source, tensors=tuple(values), describe=None, column=None)
     return columns.pack(values)
 
 
 def _form(columns: Columns) -> Any:
-    """What must be alike for rows to stand below one another; of mapped files, which are not copied, nothing is."""
+    """Return what must be equal for rows of several sources to be joined. Mapped files are not joined, but kept
+    apart.
+    """
     if any(is_mapped(value) for value in columns.values):
         return object()
     values = tuple((type(value), tuple(value.shape[1:]), value.dtype) for value in columns.values)
