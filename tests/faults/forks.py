@@ -101,8 +101,9 @@ def _be_child(work: Callable[[], int], output: int, errors: int) -> None:
         os.setpgid(0, 0)
         os.dup2(output, 1)
         os.dup2(errors, 2)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        encoding = os.environ.get("PYTHONIOENCODING")
+        sys.stdout = os.fdopen(1, "w", buffering=1, encoding=encoding, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, encoding=encoding, closefd=False)
         code = work()
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 1
@@ -137,17 +138,30 @@ class ForkedRank:
 
 
 class ForkedCommand(ForkedRank):
-    """The command in a child that is forked: what a test needs of a Popen with pipes. In the working directory."""
+    """The command in a child that is forked: what a test needs of a Popen with pipes.
 
-    def __init__(self, *words: str, env: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115  (read at its end)
+    folder: where it runs (default: the working directory). output: a descriptor that both streams go to, in place of
+    what `communicate` returns.
+    """
+
+    def __init__(
+        self,
+        *words: str,
+        env: Mapping[str, str] = MappingProxyType({}),
+        folder: Path | None = None,
+        output: int | None = None,
+    ) -> None:
+        self._files = [] if output is not None else [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
         self._said: tuple[str, str] | None = None
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
             sys.argv = ["trainrun", *words]
             os.environ.update(env)
-            _be_child(entry, *(file.fileno() for file in self._files))
+            if folder is not None:
+                os.chdir(folder)
+            out, err = [file.fileno() for file in self._files] or (output, output)
+            _be_child(entry, out, err)
         super().__init__(child)
 
     def communicate(self, timeout: float = 300.0) -> tuple[str, str]:
@@ -157,11 +171,12 @@ class ForkedCommand(ForkedRank):
                 raise TimeoutError(f"process {self.pid} did not end within {timeout:g} s")
             time.sleep(0.01)
         if self._said is None:
-            for file in self._files:
-                file.seek(0)
-            self._said = self._files[0].read().decode(), self._files[1].read().decode()
-            for file in self._files:
-                file.close()
+            texts = ["", ""]
+            for number, file in enumerate(self._files):
+                with file:
+                    file.seek(0)
+                    texts[number] = file.read().decode()
+            self._said = texts[0], texts[1]
         return self._said
 
     def kill(self) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults.forks import ForkedCommand
 
 from tests.monitor.test_console import FACTS
 from tests.quiet_runs import QUIET
@@ -66,14 +67,23 @@ def test_fault_in_the_bar_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ZeroDivisionError" in stream.getvalue()
 
 
-def in_terminal(words: list[str], folder: Path, env: dict[str, str]) -> tuple[int, str]:
-    """Run a command in a terminal, of 40 columns if `env` does not say; return its exit code and what it wrote."""
+def in_terminal(
+    words: list[str], folder: Path, env: dict[str, str], is_forked: bool = False
+) -> tuple[int, str]:
+    """Run a command in a terminal, of 40 columns if `env` does not say; return its exit code and what it wrote.
+
+    is_forked: fork this process, which has imported torch; of Python's own variables PYTHONIOENCODING alone is read.
+    """
     leader, follower = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "40", **env}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainrun", *words], stdin=follower, stdout=follower, stderr=follower, cwd=folder,
-        env=environment,
-    )  # fmt: skip
+    env = {"TERM": "xterm", "COLUMNS": "40", **env}
+    process: ForkedCommand | subprocess.Popen[bytes]
+    if is_forked:
+        process = ForkedCommand(*words, env=env, folder=folder, output=follower)
+    else:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainrun", *words], stdin=follower, stdout=follower, stderr=follower, cwd=folder,
+            env=os.environ | env,
+        )  # fmt: skip
     os.close(follower)
     written = b""
     while True:
@@ -92,10 +102,12 @@ def in_terminal(words: list[str], folder: Path, env: dict[str, str]) -> tuple[in
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_run_and_watch_in_a_terminal_of_any_encoding(name: str, tmp_path: Path) -> None:
     words = [word for word in QUIET if "progress_bar" not in word]
-    code, shown = in_terminal([*words, "trainer.max_steps=30", "output_dir=run"], tmp_path, ENCODINGS[name])
+    words += ["trainer.max_steps=30", "output_dir=run"]
+    is_forked = "PYTHONIOENCODING" in ENCODINGS[name]
+    code, shown = in_terminal(words, tmp_path, ENCODINGS[name], is_forked)
     assert code == 0, shown
     assert read_status(RunDir(tmp_path / "run"))["state"] == "done"
     assert "\x1b[?25h" in shown  # the bar was there, and gave the cursor back
-    code, shown = in_terminal(["watch", "run"], tmp_path, ENCODINGS[name])
+    code, shown = in_terminal(["watch", "run"], tmp_path, ENCODINGS[name], is_forked)
     assert code == 0, shown
     assert "val/loss" in shown

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults.forks import ForkedCommand
 
 from tests.monitor.test_encodings import in_terminal
 from tests.quiet_runs import QUIET
@@ -39,7 +40,9 @@ def lines_that_stay(shown: str) -> list[str]:
 @pytest.mark.process
 @pytest.mark.parametrize(("width", "extra"), [(44, {}), (80, {"NO_COLOR": "1"}), (200, {})])
 def test_evaluations_stay_above_the_bar(width: int, extra: dict[str, str], tmp_path: Path) -> None:
-    code, shown = in_terminal(WORDS, tmp_path, {"COLUMNS": str(width), "PYTHONIOENCODING": "utf-8", **extra})
+    code, shown = in_terminal(
+        WORDS, tmp_path, {"COLUMNS": str(width), "PYTHONIOENCODING": "utf-8", **extra}, True
+    )
     assert code == 0, shown
     lines = lines_that_stay(shown)
     rows = [line for line in lines if re.match(r" +[123]/3 ", line)]
@@ -52,19 +55,18 @@ def test_evaluations_stay_above_the_bar(width: int, extra: dict[str, str], tmp_p
 
 @pytest.mark.process
 def test_pipe_has_the_same_lines_as_the_log(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "trainrun", *WORDS], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    process = ForkedCommand(*WORDS, folder=tmp_path)
+    shown, errors = process.communicate()
+    assert process.returncode == 0, errors
     log = (tmp_path / "run" / "run.log").read_text().splitlines()
-    assert "\x1b" not in done.stdout
-    assert [line for line in done.stdout.splitlines() if line not in log] == []
+    assert "\x1b" not in shown
+    assert [line for line in shown.splitlines() if line not in log] == []
 
 
 @pytest.mark.process
 def test_summary_shows_choices_and_layers(tmp_path: Path) -> None:
     words = [*WORDS[:-2], "trainer.max_steps=2", "output_dir=run", "--summary"]
-    code, shown = in_terminal(words, tmp_path, {"COLUMNS": "100"})
+    code, shown = in_terminal(words, tmp_path, {"COLUMNS": "100"}, is_forked=True)
     assert code == 0, shown
     lines = [line.split() for line in lines_that_stay(shown)]
     assert ["layer", "class", "output", "parameters"] in lines

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from faults.forks import ForkedCommand
 
 from trainrun.cli.main import main as cli
 
@@ -29,17 +27,15 @@ def test_every_rank_of_a_finished_run_ends_at_once(
     assert cli(WORDS) == 0
     files = {path: path.stat().st_mtime_ns for path in (workdir / "run").rglob("*") if path.name != ".lock"}
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "LOCAL_RANK": "0"}
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    other = subprocess.Popen(
-        [sys.executable, "-m", "trainrun", *WORDS], env={**os.environ, **env, "RANK": "1", "PYTHONPATH": path}
-    )
+    other = ForkedCommand(*WORDS, env=env | {"RANK": "1"})
     for name, value in (env | {"RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     try:
         assert cli(WORDS) == 0
-        assert other.wait(300) == 0
+        said = other.communicate()
+        assert other.returncode == 0, said
     finally:
         other.kill()
-        other.wait()
+        other.communicate()
     assert "finished already" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in files} == files

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,13 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from faults.forks import ForkedCommand
 
 from trainrun.folder.lock import only_writer
 from trainrun.folder.run_folder import RunDir
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
-ROOT = Path(__file__).parents[2]
 SHARED = Path("/dev/shm")
 CODE = """
 import os, time
@@ -51,15 +50,12 @@ ENGINES = {
 }  # fmt: skip
 
 
-def start(folder: Path, words: list[str]) -> subprocess.Popen[str]:
+def start(folder: Path, words: list[str]) -> ForkedCommand:
     (folder / "slow.py").write_text(CODE)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen([sys.executable, "-m", "trainrun", *WORDS, *words], cwd=folder, text=True,
-                            env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    return ForkedCommand(*WORDS, *words, folder=folder)
 
 
-def wait_for(condition, process: subprocess.Popen[str]) -> None:
+def wait_for(condition, process: ForkedCommand) -> None:
     deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -67,7 +63,7 @@ def wait_for(condition, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def started_by(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def started_by(process: ForkedCommand) -> list[psutil.Process]:
     """The command and whatever it has started: ranks, loader workers, helpers of multiprocessing."""
     command = psutil.Process(process.pid)
     return [command, *command.children(recursive=True)]
@@ -90,9 +86,7 @@ def end(processes: list[psutil.Process]) -> None:
 
 
 @contextmanager
-def in_the_middle_of_an_epoch(
-    folder: Path, words: list[str], least: int = 1
-) -> Iterator[subprocess.Popen[str]]:
+def in_the_middle_of_an_epoch(folder: Path, words: list[str], least: int = 1) -> Iterator[ForkedCommand]:
     """The command once it trains, of `least` processes or more; what it leaves behind is the end of the test."""
     process = start(folder, words)
     running = [psutil.Process(process.pid)]
@@ -127,8 +121,10 @@ def test_an_exception(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["workers, cache", "two ranks with workers"])
 def test_kill_9_of_the_command(name: str, tmp_path: Path) -> None:
     with in_the_middle_of_an_epoch(tmp_path, ENGINES[name]) as process:
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=300)  # whoever is left has the same pipes
+        family = started_by(process)
+        process.kill()
+        process.communicate(timeout=300)
+        assert left_of(family) == []
     with only_writer(RunDir(tmp_path / "run")):  # and the folder is free
         state = json.loads((tmp_path / "run" / "status.json").read_text())["state"]
     assert state == ("stopped" if "ranks" in name else "running")  # ranks save when their launcher is gone

@@ -69,11 +69,7 @@ def test_the_choice_is_told_once_and_a_resume_begins_with_it(workdir: Path) -> N
     loaded = read_checkpoint(resolve(half.files.checkpoints, "last"))
     assert loaded.shared["retry"] == {"pieces": 4}
     assert loaded.shared["train"]["batches"] == 2  # whole ones, whatever they were cut in
-    code = subprocess.run(
-        [sys.executable, "-m", "trainrun", "resume", str(half.folder), "trainer.max_steps=null"],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/runs'}", "OMP_NUM_THREADS": "1"}, check=False,
-    ).returncode  # fmt: skip
-    assert code == 0
+    assert main(["resume", str(half.folder), "trainer.max_steps=null"]) == 0
     notes = [[row["text"] for row in run.metrics if row["kind"] == "note"] for run in (whole, half)]
     for texts in notes:
         (told,) = [text for text in texts if "out of memory" in text]
@@ -118,8 +114,7 @@ def test_where_memory_ends_on_one_rank_the_run_ends_with_what_to_type(workdir: P
         torch.testing.assert_close(value, ends[1]["model"][name], rtol=1e-12, atol=1e-12)
 
 
-REAL = """
-    import resource, sys
+WIDE = """
     import torch
     from torch import nn
 
@@ -132,8 +127,13 @@ REAL = """
             for _ in range(2):
                 x = x.tanh()
             return self.last(x.mean(1))
-
-    sys.modules["wide"] = sys.modules["__main__"]
+"""
+REAL_WORDS = [
+    "model=wide.Wide", "data.batch_size=64", "data.val_batch_size=4", "trainer.max_steps=2", "optimizer=sgd",
+    "trainer.limit_val_batches=1", "monitor.hardware=false", "monitor.plots=false", "checkpoint.enabled=false",
+]  # fmt: skip
+REAL = """
+    import json, resource, sys
     import trainrun
     from trainrun.runs import rank
 
@@ -144,24 +144,27 @@ REAL = """
         resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]) * 2**20, -1))
         return built
     rank.build_components = limited
-    run = trainrun.train("model=wide.Wide", "data.batch_size=64", "data.val_batch_size=4", "trainer.max_steps=2",
-                         "trainer.limit_val_batches=1", "monitor.hardware=false", "monitor.plots=false",
-                         "checkpoint.enabled=false", "optimizer=sgd")
-    print(run.status["state"], [row["text"] for row in run.metrics if row["kind"] == "note"])
-    print([row["train/loss"] for row in run.metrics if row["kind"] == "train"])
+    run = trainrun.train(*sys.argv[2:])
+    notes = [row["text"] for row in run.metrics if row["kind"] == "note"]
+    losses = [row["train/loss"] for row in run.metrics if row["kind"] == "train"]
+    print(json.dumps([notes, losses]))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is limited as on Linux")
 def test_a_real_limit_of_memory(workdir: Path) -> None:
     """64 samples need 200 MB and more; 120 MB are left."""
+    Path("wide.py").write_text(textwrap.dedent(WIDE))
     Path("real.py").write_text(textwrap.dedent(REAL))
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    outputs = [
-        subprocess.run([sys.executable, "real.py", megabytes], env=env, capture_output=True, text=True, timeout=300)
-        for megabytes in ("120", "100000")
-    ]  # fmt: skip
-    assert "out of memory" in outputs[0].stdout.splitlines()[-2], outputs[0].stdout + outputs[0].stderr
-    assert "done []" in outputs[1].stdout
-    losses = [json.loads(output.stdout.splitlines()[-1]) for output in outputs]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    limited = subprocess.run(
+        [sys.executable, "real.py", "120", *REAL_WORDS], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert limited.returncode == 0, limited.stderr
+    notes, losses = json.loads(limited.stdout.splitlines()[-1])
+    assert any("out of memory" in note for note in notes)
+    free = package.train(*REAL_WORDS, "output_dir=free")
+    assert not [row for row in free.metrics if row["kind"] == "note"]
+    assert losses == pytest.approx(
+        [row["train/loss"] for row in free.metrics if row["kind"] == "train"], rel=1e-5
+    )
