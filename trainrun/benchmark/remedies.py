@@ -22,31 +22,39 @@ class Remedy(NamedTuple):
     """Settings against one cause.
 
     effect: EXACT if the training stays the same, NUMERIC if it rounds differently, TRAINING if the training, or what is
-    written about it, changes. changes: what changes, in words.
+    written about it, changes. changes: what changes, in words. start_cost: what it costs before it gains, in words.
     """
 
     overrides: tuple[str, ...]
     effect: str = EXACT
     changes: str = ""
-    starts_slowly: bool = False
+    start_cost: str = ""
 
     @property
     def effect_text(self) -> str:
         """`the same`, `rounds differently`, or `changes: the batch of a step`."""
         return f"changes: {self.changes}" if self.changes else EFFECT_TEXTS[self.effect]
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know before trying it."""
+        return [*([] if self.effect == EXACT else [self.effect_text]), *filter(None, [self.start_cost])]
+
     def __str__(self) -> str:
         return " ".join(self.overrides)
 
 
-CACHE: Final = Remedy(("data.cache=memory",), starts_slowly=True)
+CACHE: Final = Remedy(("data.cache=memory",), start_cost="the first epoch reads all samples into memory")
 WORKERS_BY_RULE: Final = Remedy(("data.engine=workers", "data.num_workers=auto"))
 # Loading that waits, for a disk or a network, is shared by more readers than there are cores.
 FOUR_THREADS: Final = Remedy(("data.engine=threads", "data.num_threads=4"))  # for data that is thread-safe
 FOUR_WORKERS: Final = Remedy(("data.engine=workers", "data.num_workers=4"))
 GRAPHS: Final = Remedy(("trainer.cuda_graphs=true",))
 FUSED: Final = Remedy(("optimizer.fused=null", "optimizer.foreach=null"))  # as the runner chooses
-COMPILED_STEP: Final = Remedy(("trainer.compile.scope=step",), NUMERIC, starts_slowly=True)
+COMPILE_COST: Final = (
+    "compiles 7 s or more at the start, needs a C++ compiler, not every model can be compiled"
+)
+COMPILED_STEP: Final = Remedy(("trainer.compile.scope=step",), NUMERIC, start_cost=COMPILE_COST)
 NUMBER_TYPES: Final = (
     Remedy(("precision.mode=bf16-mixed",), NUMERIC),
     Remedy(("precision.mode=32-true",), NUMERIC),  # where 16 bits are emulated
@@ -54,7 +62,7 @@ NUMBER_TYPES: Final = (
 )
 CHANNELS_LAST: Final = Remedy(("trainer.channels_last=true",))
 BFLOAT16_CHANNELS_LAST: Final = Remedy(("precision.mode=bf16-mixed", "trainer.channels_last=true"), NUMERIC)
-COMPILED: Final = (COMPILED_STEP, Remedy(("trainer.compile.scope=model",), NUMERIC, starts_slowly=True))
+COMPILED: Final = (COMPILED_STEP, Remedy(("trainer.compile.scope=model",), NUMERIC, start_cost=COMPILE_COST))
 ATTENTION_KERNELS: Final = (
     Remedy(("model.attention=plain",), NUMERIC),
     Remedy(("model.attention=flash",), NUMERIC),

@@ -51,7 +51,7 @@ class StateSnapshot:
             self._start = self._copy(tensors)
 
     def put_back(self) -> None:
-        """Weights and averages as the last `restart` left them; state that appeared since then stays."""
+        """Restore weights and averages as of the last `restart`. State that appeared since then stays."""
         if self._start is not None:
             self._put_back(self._start)
 

@@ -71,7 +71,10 @@ class Hardware:
             self._idle.add(values["gpu_percent"], self._seconds())
 
     def facts(self) -> dict[str, Any]:
-        """Means over this session, of memory and celsius the highest; and the line on an idle GPU. After `close`."""
+        """Return means over this session (memory and temperature: the highest value), and a line on an idle GPU.
+
+        Called after `close`.
+        """
         if self._thread.is_alive():
             return {}
         found = {

@@ -90,9 +90,14 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that was measured. speed: items a second of the loop. step_seconds: with its part of validation and
-    checkpoints. load_speed: of loading with nobody to train; load_cores: that it keeps busy. overrides: of the run.
-    untried: what there was no time for."""
+    """All that was measured.
+
+    speed: items per second of the loop. step_seconds: of a step, with its share of validation and checkpoints.
+    load_speed: of
+    loading alone, without training. load_cores: cores that loading keeps busy. overrides: of the run. untried: what
+    there
+    was no time for.
+    """
 
     info: RunInfo
     speed: float

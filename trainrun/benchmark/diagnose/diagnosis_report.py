@@ -11,7 +11,7 @@ import torch
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf
 from trainrun.benchmark.diagnose.profile import STEPS
 from trainrun.benchmark.diagnose.verdict import verdict
-from trainrun.benchmark.remedies import EXACT, Remedy
+from trainrun.benchmark.remedies import Remedy
 from trainrun.folder.run_folder import write_json
 from trainrun.output import duration, masked_words, quantity
 
@@ -24,7 +24,7 @@ def lines_of(found: Diagnosis) -> list[str]:
     lines = [
         f"measured  {quantity(found.speed)} {info.unit}/s ({info.device}, threads: {info.num_threads}{ranks}), "
         f"torch {torch.__version__}; a step with its validation and checkpoints {short_time(found.step_seconds)}",
-        f"loading   {quantity(found.load_speed)} {info.unit}/s with nobody to train",
+        f"loading   {quantity(found.load_speed)} {info.unit}/s alone, without training",
     ]
     lines += ["", f"{'if this were free':<22} {'faster by':>10}   {'95 % of the turns':<24} measured with"]
     lines += [row(each) for each in sorted(found.what_ifs, key=lambda each: -each.gain.value)]
@@ -36,8 +36,8 @@ def lines_of(found: Diagnosis) -> list[str]:
 
 def describe_remedy(remedy: Remedy) -> str:
     """`try: data.padding=bucket (changes: the order of the samples)`."""
-    note = "" if remedy.effect == EXACT else f" ({remedy.effect_text})"
-    return f"try: {remedy}{note}"
+    notes = f" ({'; '.join(remedy.notes)})" if remedy.notes else ""
+    return f"try: {remedy}{notes}"
 
 
 def row(each: WhatIf) -> str:

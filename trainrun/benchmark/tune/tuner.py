@@ -250,7 +250,9 @@ class Tuner:
         """Compare remedies with the best settings so far; return the trials, and the runs that still stand."""
         trials: dict[tuple[str, ...], Trial] = {}
         runs: dict[tuple[str, ...], MeasuredRun] = {}
-        for remedy in sorted(remedies, key=lambda remedy: remedy.starts_slowly):  # they may take all the time
+        for remedy in sorted(
+            remedies, key=lambda remedy: bool(remedy.start_cost)
+        ):  # they may take all the time
             trial = Trial(cause, promised, remedy)
             if ends - self.budget.clock() > self._start_seconds + self._seconds_of_rounds(len(runs) + 1):
                 left = ends - self.budget.clock() - self._seconds_of_rounds(len(runs) + 1)

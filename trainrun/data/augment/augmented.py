@@ -36,7 +36,10 @@ class NamedAugmentation(NamedTuple):
 
 def augmented(batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int, training: bool,
               float_dtype: torch.dtype, number: int | None = None) -> Batches:  # fmt: skip
-    """The stream with what applies to it: all in training, what is not random in evaluation. number: as in `Draws`."""
+    """Return the stream with its augmentations: all in training, those without randomness in evaluation.
+
+    number: as in `Draws`.
+    """
     chosen = [item for item in augmentations if training or not item.random]
     return Augmented(batches, chosen, seed, float_dtype, number) if chosen else batches
 

@@ -42,46 +42,50 @@ class Draws:
     number: int | None = None
 
     def named(self, name: str) -> Draws:
-        """Streams of their own, for instance for one of several augmentations."""
+        """Return draws with random streams of their own, for example for one of several augmentations."""
         return replace(self, stream=f"{self.stream}{name}/")
 
     def of_every_epoch(self) -> Draws:
-        """Streams that are the same in all epochs."""
+        """Return draws whose streams are the same in all epochs."""
         return replace(self, epoch=EVERY_EPOCH)
 
     def numbers(self) -> Tensor:
-        """Which samples they are, (B,) int64 on `device`."""
+        """Return the sample numbers, (B,) int64 on `device`."""
         numbers = self.indices.cpu().numpy()
         return self._moved(numbers if self.number is None else numbers % self.number)
 
     def words(self, name: str, n: int = 1) -> Words:
-        """(B, n), all 64 bits random."""
+        """Draw (B, n) words of 64 random bits."""
         stream = int.from_bytes(f"{self.stream}{name}".encode(), "big")
         keys = np.array(keys_of(self.seed, self.epoch, stream, n), np.uint64)
         x = self.indices.cpu().numpy().astype(np.uint64)[:, None] * np.uint64(STEP) + keys
         return mixed_words(x)
 
     def bits(self, name: str, n: int = 1) -> Tensor:
-        """(B, n) int64, the same on the host."""
+        """Draw (B, n) int64 with 64 random bits each, the same on the host."""
         return torch.from_numpy(self.words(name, n).view(np.int64))
 
     def uniform(self, name: str, n: int = 1) -> Tensor:
-        """(B, n) float32 in [0, 1), multiples of 2^-24."""
+        """Draw (B, n) float32 in [0, 1), multiples of 2^-24."""
         return self._moved((self.words(name, n) >> 40).astype(np.float32) * np.float32(2.0**-24))
 
     def normal(self, name: str, n: int = 1) -> Tensor:
-        """(B, n) of `float_dtype`, mean 0 and variance 1: the inverse distribution at 2^24 places, up to 5.4."""
+        """Draw (B, n) of `float_dtype` with mean 0 and variance 1: the inverse distribution at 2^24 places, up to
+        5.4.
+        """
         places = torch.from_numpy(((self.words(name, n) >> 40).astype(np.float64) + 0.5) * 2.0**-24)
         return self._moved(torch.special.ndtri(places).to(self.float_dtype).numpy())
 
     def integers(self, name: str, low: int, high: int, n: int = 1) -> Tensor:
-        """(B, n) int64 in low..high-1; no value is likelier than another by more than (high - low) / 2^32."""
+        """Draw (B, n) int64 in low..high-1. No value is likelier than another by more than (high - low) / 2^32."""
         assert 0 < high - low <= 2**31, f"integers from {low} below {high}: one to 2^31 values"
         scaled = ((self.words(name, n) >> 32) * np.uint64(high - low)) >> 32
         return self._moved(scaled.astype(np.int64) + low)
 
     def beta(self, name: str, alpha: float, n: int = 1) -> Tensor:
-        """(B, n) float32 in [0, 1], Beta(alpha, alpha): its inverse distribution, linear between 4096 values."""
+        """Draw (B, n) float32 in [0, 1] of Beta(alpha, alpha): the inverse distribution, linear between 4096
+        values.
+        """
         place = self.words(name, n) >> 40  # 12 bits choose two values, 12 bits stand between them
         quantiles = beta_quantiles(alpha)
         cell, between = (place >> 12).astype(np.int64), (place & 4095).astype(np.float32) / np.float32(4096)
@@ -89,7 +93,7 @@ class Draws:
         return self._moved(left + between * (quantiles[cell + 1] - left))
 
     def _moved(self, array: np.ndarray[Any, Any]) -> Tensor:
-        """On the device; the host goes on at once, because the copy starts from pinned memory."""
+        """Copy an array to the device from pinned memory, so that the host does not wait."""
         numbers, device = torch.from_numpy(array), self.device or self.indices.device
         if device.type == "cpu":
             return numbers
@@ -100,16 +104,17 @@ class Draws:
 
 @lru_cache(maxsize=64)
 def keys_of(seed: int, epoch: int, stream: int, n: int) -> tuple[int, ...]:
-    """One for each column; the same throughout an epoch."""
+    """Return a key for each of n columns, the same throughout an epoch."""
     return tuple(derive_seed(seed, epoch, stream, column) for column in range(n))
 
 
 @lru_cache(maxsize=16)
 def beta_quantiles(alpha: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Where Beta(alpha, alpha) has left i/4096 of its mass behind, (4097,) float32, for alpha up to 8.
+    """Return the quantiles i/4096 of Beta(alpha, alpha), (4097,) float32, for alpha up to 8.
 
-    The density of s = (2 x)^alpha on the lower half is (1 - x)^(alpha - 1), up to a factor: bounded, where
-    that of x has a pole for alpha < 1. It is summed up by trapezoids; the upper half mirrors the lower.
+    The density of s = (2 x)^alpha on the lower half is (1 - x)^(alpha - 1), up to a factor. It is bounded, where that
+    of x has
+    a pole for alpha < 1. It is summed up by trapezoids; the upper half mirrors the lower.
     """
     assert 0 < alpha <= 8
     s = np.linspace(0, 1, 2**14 + 1) ** max(1.0, alpha)  # for alpha > 1 the density falls fast at 0

@@ -14,9 +14,9 @@ from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, input_key, target_key
 
 
 def images_of(batch: Any) -> Tensor:
-    """(B, C, H, W): the batch itself, the first element of a tuple or list, or the field of a dict that holds images.
+    """Return the images (B, C, H, W): the batch itself, the first element of a tuple or list, or a field of a dict.
 
-    DataError, without the key: it has none.
+    Raise DataError, without the key, if it has none.
     """
     place = place_of_images(batch)
     inputs = batch if isinstance(batch, Tensor) else None if place is None else batch[place]
@@ -44,7 +44,7 @@ def place_of_images(batch: Any) -> Any:
 
 
 def with_images(batch: Any, images: Tensor) -> Any:
-    """The same containers with other images; the batch itself is not changed."""
+    """Return the batch in the same containers with other images. The batch itself is not changed."""
     return _replaced(batch, place_of_images(batch), images)
 
 
@@ -56,7 +56,7 @@ def place_of_target(batch: Any) -> Any:
 
 
 def target_of(batch: Any) -> Tensor:
-    """DataError, without the key: the batch has none, or several, of which a mixed image would keep one unmixed."""
+    """Return the targets of a batch. Raise DataError, without the key, if it has none or several."""
     if isinstance(batch, Mapping) and len(several := [key for key in TARGET_KEYS if key in batch]) > 1:
         raise DataError(
             f"mixes the target, and this batch has {len(several)} fields that may be it: {', '.join(several)}; "
@@ -73,7 +73,7 @@ def target_of(batch: Any) -> Tensor:
 
 
 def map_of(batch: Any, images: Tensor) -> Tensor | None:
-    """The targets where they are pictures of the same height and width, (B, H, W) or (B, C, H, W): they move along."""
+    """Return targets that are pictures of the same height and width, (B, H, W) or (B, C, H, W); else None."""
     place = place_of_target(batch)
     target = None if place is None else batch[place]
     if not isinstance(target, Tensor) or target.ndim not in (3, 4):
@@ -113,22 +113,24 @@ def is_channels_last(images: Tensor) -> bool:
 
 
 def in_memory_order(images: Tensor) -> Tensor:
-    """A contiguous tensor: (B, C, H, W), or (B, H, W, C) of images that are channels-last."""
+    """Return the images as a contiguous tensor: (B, C, H, W), or (B, H, W, C) if they are channels-last."""
     return images.permute(0, 2, 3, 1) if is_channels_last(images) else images.contiguous()
 
 
 def like(images: Tensor, ordered: Tensor) -> Tensor:
-    """What was made from `in_memory_order(images)`, as (B, C, H, W) again."""
+    """Return what was made from `in_memory_order(images)` as (B, C, H, W) again."""
     return ordered.permute(0, 3, 1, 2) if is_channels_last(images) else ordered
 
 
 def rows_of(images: Tensor, positions: Tensor) -> Tensor:
-    """images[positions], channels-last if they are."""
+    """Return images[positions], channels-last if the images are."""
     return like(images, in_memory_order(images).index_select(0, positions))
 
 
 def box(corners: Tensor, height: int, width: int) -> Tensor:
-    """True inside, (B, 1, H, W). corners: (B, 4) int64, top, bottom, left, right; the second ones are outside."""
+    """Return a mask (B, 1, H, W), True inside the box. corners: (B, 4) int64: top, bottom, left, right; bottom and
+    right are the first outside.
+    """
     y = torch.arange(height, device=corners.device)[:, None]
     x = torch.arange(width, device=corners.device)
     top, bottom, left, right = corners[:, :, None, None, None].unbind(1)

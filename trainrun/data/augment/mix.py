@@ -79,7 +79,7 @@ class CutMix:
         return with_images(self.mixture.mix_targets(batch, weight, draws.float_dtype), mixed)
 
     def _corners(self, images: Tensor, draws: Draws) -> Tensor:
-        """(B, 4) int64: top, bottom, left, right, inside the image."""
+        """Draw boxes (B, 4) int64 inside the image: top, bottom, left, right."""
         side = (1 - self.mixture.weight(draws)).sqrt()
         corners = []
         for name, length in zip(("row", "column"), images.shape[2:], strict=True):
@@ -102,7 +102,7 @@ class Mixture:
         return weight if self.p == 1 else torch.where(draws.uniform("mixed")[:, 0] < self.p, weight, 1.0)
 
     def mix_targets(self, batch: Any, weight: Tensor, dtype: torch.dtype) -> Any:
-        """The batch with mixed targets. weight: (B,), of the image's own target."""
+        """Return the batch with mixed targets. weight: (B,), of the image's own target."""
         target = target_of(batch)
         if not target.is_floating_point():
             target = self._probabilities(target, dtype)
@@ -111,7 +111,7 @@ class Mixture:
         return with_target(batch, torch.lerp(partners, target, own))
 
     def _probabilities(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Class numbers (B,) as (B, num_classes)."""
+        """Return class numbers (B,) as probabilities (B, num_classes)."""
         if self.num_classes is None or target.ndim != 1:
             raise DataError(
                 f"class numbers of shape {tuple(target.shape)} are mixed as probabilities; one number for each image "
@@ -129,5 +129,5 @@ class Mixture:
 
 
 def neighbours(rows: Tensor) -> Tensor:
-    """Positions of the partners, (B,): 1, 0, 3, 2, ...; the last of an odd number is its own."""
+    """Return the position of each sample's partner, (B,): 1, 0, 3, 2, ...; the last of an odd number is its own."""
     return (torch.arange(len(rows), device=rows.device) ^ 1).clamp(max=len(rows) - 1)

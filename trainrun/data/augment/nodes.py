@@ -11,10 +11,10 @@ from trainrun.instantiate import build
 
 
 def build_augmentations(nodes: Mapping[str, Any]) -> tuple[NamedAugmentation, ...]:
-    """In the order of the config; a node set to null is left out.
+    """Build the augmentations in the order of the config. A node set to null is left out.
 
-    PluginError: no augmentation. A ConfigError of a constructor begins with its argument (`padding=-1: ...`)
-    and gets the key before it.
+    Raise PluginError if an object is not an augmentation. A ConfigError of a constructor begins with its argument
+    (`padding=-1: ...`) and gets the key before it.
     """
     return tuple(_named(f"data.augment.{name}", node) for name, node in nodes.items() if node is not None)
 

@@ -43,7 +43,7 @@ class Normalize:
         return with_images(batch, torch.sub(images, mean).mul_(scale))  # uint8 minus a float is a float
 
     def _on(self, device: torch.device, dtype: torch.dtype, whole: bool) -> tuple[Tensor, Tensor]:
-        """Mean in units of the pixels, and 1 / deviation in them; (C, 1, 1), copied to a device once."""
+        """Return mean and 1 / deviation in units of the pixels, (C, 1, 1), copied to a device once."""
         if (device, dtype, whole) not in self._constants:
             unit = 255 if whole else 1
             mean = torch.tensor([unit * value for value in self.mean], dtype=dtype, device=device)

@@ -156,7 +156,7 @@ class Chunks:
         return samples
 
     def _at_once(self, indices: list[int]) -> list[Any]:
-        """Empty if that cannot be, or one of them is at fault: keep the others."""
+        """Read samples in one call; return an empty list if the source cannot, or if one of them fails."""
         at_once = getattr(self.source, "__getitems__", None)
         with suppress(Exception):
             return list(at_once(indices)) if callable(at_once) else []
@@ -240,7 +240,7 @@ def _read_by_workers(source: Chunks, chunks: list[range], num_workers: int, key:
 
 
 def progress_lines(key: str, say: Callable[[str], Any]) -> Callable[[int, int], None]:
-    """Lines about a cache that takes long to fill, each after twice the time of the one before."""
+    """Return a function that prints the progress of a slow cache build, each time after twice the time."""
     started, next_line = time.monotonic(), FIRST_LINE_SECONDS
 
     def tell(done: int, total: int) -> None:
@@ -271,7 +271,7 @@ class Cached:
         return len(self.source)
 
     def __getattr__(self, name: str) -> Any:
-        """Only what a source may say of itself."""
+        """Return the attributes of the source that describe its samples."""
         if name in PASSED_ON:
             return getattr(self.source, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -298,7 +298,7 @@ class Cached:
         return samples
 
     def as_columns(self) -> Columns | None:
-        """Everything at once, mapped and not copied; None if a sample is missing, or shapes differ."""
+        """Return all samples as mapped columns; None if one is missing or shapes differ."""
         return self.store.columns() if self.store.layout.num_slots == len(self) else None
 
     @property
@@ -311,7 +311,7 @@ class Cached:
         return type(self.source).__name__
 
     def num_kept(self) -> int:
-        """How many samples need not be read again."""
+        """Return how many samples are in the cache."""
         return self.store.num_kept()
 
     def _position(self, index: int) -> int:

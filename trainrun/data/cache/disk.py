@@ -42,10 +42,11 @@ TRIES = 5  # another process may remove a cache that nobody has opened yet
 
 def open_or_build(folder: Path, key: str, layout: Layout, expected_bytes: int, where: str,
                   fill: Callable[[Store], None], source: str, say: Say) -> tuple[Store, str]:  # fmt: skip
-    """The finished cache, and whether it was there or why it was built.
+    """Return the finished cache, and whether it existed or why it was built.
 
-    One process builds, others that want the same file wait for it. `fill` writes the samples. source: what they are of,
-    for `trainrun cache`. say: takes lines about caches that made room.
+    One process builds; others that need the same file wait for it. fill: writes the samples. source: whose samples
+    they
+    are, for `trainrun cache`. say: takes lines about caches that were removed to make room.
     """
     path = folder / f"{key}.cache"
     for _ in range(TRIES):
@@ -100,7 +101,7 @@ def _no_room(folder: Path, needed: int, why: str, where: str) -> DataError:
 
 @contextmanager
 def draft_of(path: Path) -> Iterator[tuple[int, Path]]:
-    """The unfinished file, locked by this process until its end: what a killed builder left is taken over."""
+    """Yield the unfinished file, locked by this process. The file of a killed process is continued."""
     draft = path.with_name(f".{path.name}.unfinished")
     while True:
         fd = os.open(draft, os.O_RDWR | os.O_CREAT, 0o666)
@@ -139,7 +140,7 @@ def _finish(draft: Store, path: Path, key: str, source: str) -> None:
 
 
 def _problem(path: Path, key: str) -> str | None:
-    """None for a sound cache; otherwise what is wrong with it, as a part of the note; empty without a file."""
+    """Return what is wrong with a cache, as a part of the note; empty if there is none, None if it is valid."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

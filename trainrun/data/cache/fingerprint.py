@@ -42,7 +42,8 @@ def content_key(source: Any, own: str, samples: str) -> str:
 
 
 def own_fingerprint(source: Any, cache: Path | None = None, say: Callable[[str], None] = LOG.warning) -> str:
-    """To be taken before a sample is read: reading may leave traces in the attributes.
+    """Return a text that changes with the samples of a source. Call it before a sample is read, which may change
+    attributes.
 
     cache: the folder of caches, which is left out. say: takes a line about a folder whose files are not looked at.
     """
@@ -81,8 +82,10 @@ class _Parts(pickle.Pickler):
         self.digest.update(data)
 
     def persistent_id(self, value: Any) -> Any:
-        """Asked about every object. What is not None is taken in its place; bytes are made new for each, as pickle
-        tells one object from two that are equal."""
+        """Return a stand-in for an object, or None to let pickle look into it.
+
+        Bytes are new for each object, as pickle tells one object from two equal ones.
+        """
         if isinstance(value, str | Path):
             path = isinstance(value, Path) or "." in value or os.sep in value
             stamp = self._stamp(str(value)) if path else ""
@@ -100,7 +103,7 @@ class _Parts(pickle.Pickler):
         return None
 
     def _stamp(self, text: str) -> str:
-        """Size and time of change of what a text is the path of, and of the files below it; "" if it is none."""
+        """Return size and time of change of a path and of the files below it; empty if the text is not a path."""
         if not text.strip("./"):
             return ""
         try:
@@ -143,7 +146,7 @@ class _Parts(pickle.Pickler):
         return self._known[place]
 
     def reducer_override(self, value: Any) -> Any:
-        """What cannot be sent to another process, such as a lock, counts by its class and name alone."""
+        """Use class and name alone for an object that cannot be pickled, such as a lock."""
         reduce = copyreg.dispatch_table.get(type(value))
         try:
             return reduce(value) if reduce else value.__reduce_ex__(4)
@@ -161,7 +164,7 @@ def _code_of(value: Any) -> Any:
 
 
 def _code(code: types.CodeType) -> list[Any]:
-    """What a function does, without where it stands."""
+    """Return what a function does, without its place in a file."""
     constants = [_code(part) if isinstance(part, types.CodeType) else part for part in code.co_consts]
     return [code.co_code, list(code.co_names), constants]
 
@@ -175,7 +178,7 @@ def _written(found: os.stat_result) -> str:
 
 
 def _array(value: Any) -> list[Any] | None:
-    """None if it holds objects, which pickle goes through."""
+    """Return type, shape and digest of an array; None if it holds objects, which pickle looks at."""
     try:
         raw = take_apart(value.detach().cpu() if isinstance(value, Tensor) else value)[2][0]
     except NotKept:

@@ -46,7 +46,7 @@ class Probe(NamedTuple):
     seconds: float = 0.0
 
     def lay_out(self, num_slots: int) -> tuple[Layout, int]:
-        """Where so many samples lie, and the bytes that they are expected to take."""
+        """Return where `num_slots` samples lie in the cache, and how many bytes they are expected to take."""
         end, starts = HEADER_BYTES + 8 * num_slots, []
         for leaf in self.leaves if self.alike else ():
             starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
@@ -96,7 +96,7 @@ def look_at(source: Any, where: str) -> Probe:
 
 
 def _look(sample: Any) -> SampleDigest:
-    """The buffers are let go: a source may use them again for its next sample."""
+    """Return the digest of a sample, without keeping its buffers: a source may reuse them for its next sample."""
     form, leaves, buffers = take_apart(sample)
     record = record_of(leaves, buffers)
     digest = hashlib.blake2b(repr((form, leaves)).encode(), digest_size=16)
@@ -105,7 +105,7 @@ def _look(sample: Any) -> SampleDigest:
 
 
 def _refuse_generators(source: Any, where: str) -> None:
-    """Behind a cache a reader would not see that a source draws."""
+    """Raise DataError if a source takes generators or epochs: behind a cache no reader would see that it draws."""
     methods = {"__getitem__": "generator", "__getitems__": "generators"}
     for part, (method, name) in product(parts_of(source), methods.items()):
         if takes(getattr(part, method, None), name):
@@ -117,9 +117,9 @@ def _refuse_generators(source: Any, where: str) -> None:
 
 
 def random_because(read: Callable[[], Any], row: int, look: SampleDigest | None = None) -> str:
-    """Why a sample is random: another read must give the same, and draw from no global generator; "" if it does.
+    """Return why a sample is random; empty if a second read gives the same and draws from no global generator.
 
-    The first, whose look this is, may draw: to prepare something once, or because it seeds the generators itself.
+    The first read, which made `look`, may draw: to prepare something once, or because it seeds the generators itself.
     """
     look = _look(read()) if look is None else look
     before = marks()

@@ -43,7 +43,7 @@ class DiskCache(NamedTuple):
         return not _with_lock(self.path, lambda: None)
 
     def remove(self) -> bool:
-        """Whether it could be removed: not while a living process reads it."""
+        """Remove the cache unless a living process reads it. Return whether it was removed."""
         return _with_lock(self.path, lambda: _delete(self.path))
 
 

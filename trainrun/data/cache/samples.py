@@ -55,7 +55,7 @@ class Leaf(NamedTuple):
 
 
 def take_apart(sample: Any) -> tuple[SampleForm, tuple[Leaf, ...], list[Buffer]]:
-    """A leaf and a buffer for each value; the buffers may share memory with the sample. Raises NotKept."""
+    """Flatten a sample into (form, leaves, buffers). Buffers may share memory with the sample. Raise NotKept."""
     found: list[tuple[Leaf, Buffer]] = []
     form = _form(sample, found)
     return form, tuple(leaf for leaf, _ in found), [buffer for _, buffer in found]
@@ -100,14 +100,14 @@ def _leaf(value: Any) -> tuple[Leaf, Buffer]:
 
 
 def put_together(form: SampleForm, leaves: Iterator[Leaf], buffers: Iterator[Buffer]) -> Any:
-    """The sample, which takes the buffers over: nothing else may write to them."""
+    """Build a sample from its form, leaves and buffers. It owns the buffers: nothing else may write to them."""
     if form.container is None:
         return _value(next(leaves), next(buffers))
     return packed(form, [put_together(part, leaves, buffers) for part in form.parts])
 
 
 def packed(form: SampleForm, values: list[Any]) -> Any:
-    """The values in the outermost container of a form; a bare leaf as it is."""
+    """Return values in the outermost container of a form; a leaf without container as it is."""
     if form.container is None:
         return values[0]
     if form.container is dict:
@@ -128,7 +128,7 @@ def _value(leaf: Leaf, buffer: Buffer) -> Any:
 
 
 def column(buffer: Buffer, leaf: Leaf) -> Any:
-    """The numbers of one or of many such leaves, one after the other, in the memory of the buffer."""
+    """Return the numbers of one leaf, or of many such leaves in a row, as a view of the buffer."""
     if leaf.kind != "tensor":
         return buffer.view(leaf.dtype)
     return torch.from_numpy(buffer).view(leaf.dtype) if len(buffer) else torch.empty(0, dtype=leaf.dtype)

@@ -84,7 +84,7 @@ class Store:
         return in_memory, (self.layout, self.where, self.limit, self.address())
 
     def address(self) -> tuple[Any, ...]:
-        """What other processes of this machine find a store in memory by."""
+        """Return what another process on this machine needs to open this store in memory."""
         return os.getpid(), self.fd, *_identity(self.fd)
 
     def has(self, slot: int) -> bool:
@@ -94,7 +94,7 @@ class Store:
         return int(np.count_nonzero(self.words[FIRST:]))
 
     def read(self, slot: int) -> Any:
-        """A fresh copy of the sample, or MISSING."""
+        """Return a new copy of the sample, or MISSING."""
         if not self.has(slot):
             return MISSING
         layout, leaves, position = self.layout, self.layout.leaves, int(self.words[FIRST + slot])
@@ -109,7 +109,7 @@ class Store:
         return put_together(layout.form, iter(leaves), buffers)
 
     def write(self, slot: int, sample: Any) -> bool:
-        """False if the sample is of another kind than the first, or there is no room for it."""
+        """Store a sample. Return False if it is of another kind than the first, or there is no room for it."""
         layout, word = self.layout, IN_COLUMNS
         try:
             form, leaves, buffers = take_apart(sample)
@@ -131,7 +131,7 @@ class Store:
         return True
 
     def columns(self) -> Columns | None:
-        """All samples at once, mapped without a copy; None while one is missing or does not lie in the columns.
+        """Return all samples as mapped columns; None if one is missing or the layout has no columns.
 
         Writing to them changes a private copy.
         """
@@ -164,10 +164,9 @@ class Store:
 
 
 def in_memory(layout: Layout, where: str, limit: int | None = None, address: Any = None) -> Store:
-    """The store of another process of this machine if it is still there and may be opened, else an empty one.
+    """Open the store of another process on this machine, or make an empty one if that cannot be opened.
 
-    It takes no room until it is written, and ends with its last user. Unlike what lies in /dev/shm it knows no limit
-    but the memory's.
+    It takes memory only as it is written, and ends with its last user. Unlike /dev/shm it has no limit of its own.
     """
     fd = None if address is None else _opened(address)
     if fd is None:
@@ -183,9 +182,10 @@ def _in_memory(layout: Layout, where: str, fd: int, limit: int | None) -> Store:
 
 def shared_store(own: Store, samples: str, fill: Callable[[Store], None],
                  gather: Callable[[Any], list[Any]]) -> tuple[Store, int]:  # fmt: skip
-    """That of the first rank with the same samples that can be reached, filled by it; and how many ranks have it.
+    """Return the store of the first rank with the same samples, filled by that rank, and how many ranks share it.
 
-    The others wait for a lock of the file, which ends with its owner, and not in a collective call, which has a limit.
+    The others wait for a lock of the file, which ends with its owner, and not in a collective call, which has a time
+    limit.
     """
     fcntl.flock(own.fd, fcntl.LOCK_EX)
     offers = gather((samples, own.address()))
@@ -205,7 +205,7 @@ def shared_store(own: Store, samples: str, fill: Callable[[Store], None],
 
 
 def on_disk(layout: Layout, where: str, path: Path) -> Store:
-    """A finished cache, which is only read, in another process than the one that opened it first."""
+    """Open a finished cache to read it in another process than the one that opened it first."""
     store = on_disk_if_there(layout, where, path)
     if store is None:
         raise DataError(f"{where}: the cache {path.name} is gone or damaged; start again")
@@ -213,7 +213,7 @@ def on_disk(layout: Layout, where: str, path: Path) -> Store:
 
 
 def on_disk_if_there(layout: Layout, where: str, path: Path) -> Store | None:
-    """A finished cache, held so that nobody removes it; None if it is not there (any more)."""
+    """Open a finished cache so that nobody removes it; None if it does not exist (any more)."""
     try:
         fd = hold(path)
         if fd is None:
@@ -247,14 +247,14 @@ def _identity(fd: int) -> tuple[str, int, int]:
 
 
 def _columns_of(store: Store) -> Columns:
-    """In another process, of a store that is full."""
+    """Return the columns of a full store, in another process."""
     columns = store.columns()
     assert columns is not None
     return columns
 
 
 def kind_of(form: SampleForm, leaves: tuple[Leaf, ...]) -> Any:
-    """What two samples share that differ in nothing but the lengths of their dimensions."""
+    """Return what two samples share that differ only in the lengths of their dimensions."""
     return form, [(leaf.kind, leaf.dtype, len(leaf.shape)) for leaf in leaves]
 
 
@@ -264,14 +264,14 @@ def record_of(leaves: tuple[Leaf, ...], buffers: list[Buffer]) -> Buffer:
 
 
 def read(fd: int, num_bytes: int, position: int) -> Buffer:
-    """Fresh memory with so many bytes; EOFError if there are fewer."""
+    """Return `num_bytes` bytes in new memory. Raise EOFError if the file has fewer."""
     buffer: Buffer = np.empty(num_bytes, np.uint8)
     _all(lambda view, at: os.preadv(fd, [view], at), buffer, position)
     return buffer
 
 
 def write(fd: int, data: Any, position: int) -> None:
-    """All of it, or an OSError."""
+    """Write all of the data. Raise OSError if that fails."""
     _all(lambda view, at: os.pwrite(fd, view, at), data, position)
 
 

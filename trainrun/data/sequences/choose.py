@@ -52,12 +52,12 @@ class SequencePlan:
 
 
 def sequence_plan(source: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
-    """None if the data has no sequences, or if nothing has to be done but the cut of `Preparation`.
+    """Return the plan of sequences; None if the data has none, or if they only have to be cut.
 
-    source: samples as the model is to see them: cached and transformed. base: the plan that would be
-    used otherwise (unchecked: its batch may be larger than the data). Reads samples only where lengths
-    have to be known and the source has no `lengths`. In evaluation samples keep their order, because predictions are
-    rows in the order of the data.
+    source: samples as the model sees them, cached and transformed. base: the plan for other data; its batch may be
+    larger
+    than the data. Samples are read only if lengths are needed and the source has no `lengths`. In evaluation samples
+    keep their order, because predictions are rows in the order of the data.
     """
     if not options.training and options.padding in COMPOSED:
         options = replace(options, padding="longest", max_tokens=None)
@@ -78,7 +78,7 @@ def sequence_plan(source: Any, base: Plan, options: StreamOptions) -> SequencePl
 
 
 def check(options: StreamOptions) -> None:
-    """DataError: options that do not go together."""
+    """Raise DataError if options contradict each other."""
     needy = {"padding": ("pack", "token_budget"), "truncate": ("drop", "split")}
     for name, values in needy.items():
         if options.transform is not None and getattr(options, name) in values:
@@ -119,7 +119,7 @@ def _refuse_without_sequences(options: StreamOptions) -> None:
 
 
 def _of_iterable(source: Any, base: Plan, options: StreamOptions) -> SequencePlan:
-    """Lengths are not known beforehand, so each batch is padded by itself."""
+    """Return a plan that pads each batch by itself, since lengths are not known beforehand."""
     size = options.max_sequence_length
     if options.padding in COMPOSED or options.truncate in ("drop", "split"):
         name = "padding" if options.padding in COMPOSED else "truncate"
@@ -135,7 +135,7 @@ def _of_iterable(source: Any, base: Plan, options: StreamOptions) -> SequencePla
 
 
 def _of_columns(columns: Columns, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan | None:
-    """Rows of one length: cut once, and often nothing is left to be padded."""
+    """Return the plan of rows of one length, which are cut once; None if nothing has to be padded."""
     assert found.lengths is not None
     size, length = options.max_sequence_length, int(found.lengths[0])
     named = [*zip(fields_of(columns[0]), columns.values, strict=True)]
@@ -156,7 +156,7 @@ def _of_columns(columns: Columns, found: Measured, base: Plan, options: StreamOp
 
 
 def _refuse_generators(source: Any, key: str) -> None:
-    """Two pieces of one sample would be of two draws."""
+    """Raise DataError if samples are drawn anew at each read: the pieces of a sample would not belong together."""
     for part in parts_of(source):
         if takes(getattr(part, "__getitem__", None), "generator") or takes(
             getattr(part, "__getitems__", None), "generators"
@@ -257,7 +257,7 @@ def _padding(found: Measured, options: StreamOptions, widest: int | None) -> Col
 
 
 def _check_alike(source: Any, found: Measured, base: Plan, options: StreamOptions) -> None:
-    """What pack and split ask of the fields of a sample."""
+    """Raise DataError if the fields of a sample cannot be packed or split."""
     for key, value in (("data.padding", options.padding), ("data.truncate", options.truncate)):
         if value in ("pack", "split") and not found.aligned:
             raise DataError(

@@ -53,7 +53,7 @@ PLAIN_PARTS = frozenset((Tensor, int, float, bool, str))
 
 
 def rounded(length: int, multiple: int | None) -> int:
-    """Up to a multiple, and at least one position, which kernels want."""
+    """Round a length up to a multiple, and to at least one position, which kernels need."""
     length = max(length, 1)
     return length if multiple is None else -(-length // multiple) * multiple
 
@@ -191,7 +191,7 @@ def like_samples(samples: list[Any], columns: Fields, beside: Fields) -> Any:
 
 
 def next_fit(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
-    """Row and first position of each sequence: the next row begins where one no longer fits."""
+    """Return row and first position of each sequence. A new row begins if a sequence does not fit into the last."""
     places, row, used = [], 0, 0
     for length in lengths:
         if used + length > width:
@@ -202,14 +202,14 @@ def next_fit(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
 
 
 def scattered(values: Tensor, where: Tensor, shape: tuple[int, int], fill: float) -> Tensor:
-    """(rows, columns, ...) of `fill`, with values (n, ...) at the flat places `where` (n,)."""
+    """Return a tensor of this shape full of `fill`, with values (n, ...) at the flat positions `where` (n,)."""
     out = values.new_full((shape[0] * shape[1], *values.shape[1:]), fill)
     out[where] = values
     return out.view(*shape, *values.shape[1:])
 
 
 def filler(name: str, values: Sequence[Tensor], padding_value: float) -> tuple[float, list[Tensor]]:
-    """What fills a field up, and its values in one type; integer targets are widened where they could not hold it."""
+    """Return the value that pads a field, and its tensors in one type that can hold the padding."""
     values = one_type(values)
     first = values[0]
     if first.is_floating_point() or first.is_complex():
@@ -221,7 +221,9 @@ def filler(name: str, values: Sequence[Tensor], padding_value: float) -> tuple[f
 
 
 def of_the_mask(fields: Fields, names: tuple[str, ...]) -> str:
-    """The sequence that attention_mask is made from: the inputs, else the first that is no target."""
+    """Return the field that `attention_mask` is made from: the inputs, else the first sequence that is not a
+    target.
+    """
     forms = forms_of(fields)
     called = [name for key in INPUT_KEYS for name in fields if last_key(name) == key]
     called += [name for name in fields if name.startswith(f"{INPUTS}.")]
@@ -231,13 +233,13 @@ def of_the_mask(fields: Fields, names: tuple[str, ...]) -> str:
 
 
 def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
-    """The target that is a sequence of floats, where there is one."""
+    """Return the target that is a sequence of floats; None without one."""
     found = (name for name in names if is_target(name) and fields[name].is_floating_point())
     return next(found, None)
 
 
 def as_they_are(samples: list[Any]) -> Any:
-    """Samples of one shape in the user's containers; tuples stay tuples, unlike torch's own collate."""
+    """Collate samples of one shape in the user's containers. Tuples stay tuples, unlike with torch's collate."""
     columns = plain_columns(samples)
     if columns:
         return tuple([joined(column) for column in columns])
@@ -273,7 +275,7 @@ def with_tuples(sample: Any, batch: Any) -> Any:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """As torch's `default_collate`, but of tensors of several number types, which loader workers cast to the first."""
+    """Collate like torch's `default_collate`, but tensors of several number types get the widest of these types."""
     return collate(values, collate_fn_map=COLLATE_BY_TYPE)
 
 
@@ -282,7 +284,7 @@ def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any) -> Any:
 
 
 def one_type(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, all of the narrowest number type that holds those of each."""
+    """Convert tensors to the narrowest number type that holds all of them."""
     types = dict.fromkeys(map(DTYPE, tensors))
     wide = reduce(torch.promote_types, types)
     return [tensor.to(wide) for tensor in tensors] if len(types) > 1 else list(tensors)

@@ -64,7 +64,7 @@ def last_key(name: str) -> str:
 
 
 def is_target(name: str) -> bool:
-    """Whether a leaf belongs to the targets: it, or what it lies in, has the name of one."""
+    """Return whether a field, or a container of it, has the name of a target."""
     return any(key in TARGET_KEYS for key in name.split("."))
 
 
@@ -91,9 +91,10 @@ def forms_of(fields: Fields) -> dict[str, FieldForm]:
 
 
 def sequence_names(samples: Iterable[Mapping[str, FieldForm]]) -> tuple[tuple[str, ...], bool]:
-    """The fields that are sequences, and whether their lengths differ between these samples.
+    """Return the fields that are sequences, and whether their lengths differ between these samples.
 
-    Those whose lengths differ; where none does, the tokens that are as long as the first tokens.
+    Fields whose lengths differ are sequences. If none differ, they are the tokens that are as long as the first
+    tokens.
     """
     first, *others = [*samples] or [{}]
     names = [name for name in first if all(name in other for other in others)]
@@ -166,7 +167,7 @@ class Pieces:
         return read_cut(row, cut) if callable(read_cut) else map_fields(self._source[number], cut)
 
     def describe(self, index: int) -> str:
-        """Where the piece comes from, for messages."""
+        """Describe for messages which sample a piece comes from."""
         number = int(self.sample[index])
         place = f"positions {int(self.begin[index])} and on of sample {number}"
         describe = getattr(self._source, "describe", None)

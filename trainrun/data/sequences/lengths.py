@@ -82,7 +82,7 @@ def real_targets(fields: Fields) -> tuple[str, ...]:
 
 
 def said_lengths(source: Any) -> np.ndarray[Any, Any] | None:
-    """What a source knows of itself without decoding; None if it does not."""
+    """Return the lengths that a source reports without decoding samples; None if it reports none."""
     if type(source) is Subset:
         whole = said_lengths(source.dataset)
         return None if whole is None else whole[np.asarray(source.indices)]
@@ -94,7 +94,7 @@ def said_lengths(source: Any) -> np.ndarray[Any, Any] | None:
 
 
 def lengths_of_columns(columns: Columns) -> Measured:
-    """Rows of one array are equally long."""
+    """Return the lengths of rows of arrays, which are all equal."""
     forms = forms_of(fields_of(columns[0]))
     names, _ = sequence_names([forms])
     if not names:
@@ -104,7 +104,7 @@ def lengths_of_columns(columns: Columns) -> Measured:
 
 
 def _promising(source: Any, key: str, seed: int) -> bool:
-    """Whether sample 0 may be a sequence: a picture is none."""
+    """Return whether sample 0 may be a sequence; a picture is not."""
     try:
         fields = fields_of(_read(source, 0, key, seed))
     except DataError:  # it is read again in the run, and fails there by its own name
@@ -113,7 +113,7 @@ def _promising(source: Any, key: str, seed: int) -> bool:
 
 
 def _estimated(source: Any, key: str, seed: int, spread: list[int]) -> Measured:
-    """From some samples: which fields are sequences from fixed ones, `seen` from as many as time allows."""
+    """Find the sequence fields from some samples, and measure the lengths of as many as the time limit allows."""
     names, varies = sequence_names(_readable(source, spread, key, seed).values())
     if not varies:
         return Measured(names)
@@ -127,7 +127,7 @@ def _estimated(source: Any, key: str, seed: int, spread: list[int]) -> Measured:
 
 
 def _readable(source: Any, indices: list[int], key: str, seed: int) -> dict[int, Forms]:
-    """What can be read; all else fails again in the run, where data.on_error decides."""
+    """Return the samples that can be read. The others fail again in the run, where `data.on_error` decides."""
     found = {}
     for index in indices:
         with suppress(DataError):
@@ -172,7 +172,7 @@ def _all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:
 
 
 def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | None = None) -> Any:
-    """One sample, or the list of those with these indices, drawn as in epoch 0."""
+    """Read a sample, or those with the given indices, with the random draws of epoch 0."""
     seed_globals(seed, 0, index)
     try:
         return source[index] if indices is None else source.__getitems__(indices)

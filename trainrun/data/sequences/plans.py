@@ -50,7 +50,7 @@ class Groups:
 
 
 def by_length(lengths: Array, seed: int, shuffle: bool, descending: bool = False) -> Array:
-    """The samples in the order of their lengths; equal lengths in an order drawn from the seed."""
+    """Return the samples sorted by length. Samples of equal length are in an order drawn from the seed."""
     order = np.arange(len(lengths))
     if shuffle:
         generator = torch.Generator().manual_seed(derive_seed(seed, 0, 2))
@@ -61,10 +61,11 @@ def by_length(lengths: Array, seed: int, shuffle: bool, descending: bool = False
 
 
 def pack_rows(lengths: Array, width: int, seed: int, shuffle: bool) -> Groups:
-    """Rows of at most `width` positions: best fit, longest sequence first.
+    """Pack sequences into rows of at most `width` positions: best fit, longest first.
 
-    A row is opened only by a sequence that fits into no row opened before, so `collate.next_fit` over the samples
-    of any rows in the order of their numbers gives the same rows. O(n) steps on a bit set of free spaces.
+    A row is opened only for a sequence that fits into no earlier row. So `collate.next_fit` over the samples of any
+    rows, in
+    the order of their numbers, gives the same rows. O(n) steps on a bit set of free spaces.
     """
     rows: list[list[int]] = []
     with_space: list[list[int]] = [[] for _ in range(width + 1)]  # rows by the space that is left in them
@@ -89,9 +90,9 @@ def pack_rows(lengths: Array, width: int, seed: int, shuffle: bool) -> Groups:
 
 
 def budget_batches(lengths: Array, widths: Array, budget: int, seed: int, shuffle: bool) -> Groups:
-    """Batches of like lengths whose samples times the width of the widest is at most `budget`.
+    """Form batches of similar lengths whose number of samples times their largest width is at most `budget`.
 
-    widths: (n,) int64, of each sample when it is alone in a batch, none above `budget`.
+    widths: (n,) int64, of each sample alone in a batch, none above `budget`.
     """
     order = by_length(lengths, seed, shuffle)
     wide = widths[order]
@@ -106,7 +107,7 @@ def budget_batches(lengths: Array, widths: Array, budget: int, seed: int, shuffl
 
 
 def share_of(group: Tensor, base: Plan, device: torch.device | None, last: bool) -> Share:
-    """This rank's part of a global micro-batch of training; without one a filler."""
+    """Return this rank's part of a global training micro-batch; a filler if its part is empty."""
     begin, end = share_bounds(len(group), base.rank, base.world_size)
     if begin < end:
         return Share(group[begin:end].to(device), True, last)
@@ -241,7 +242,7 @@ class BudgetPlan(Derived):
 
 
 def seen(groups: Groups, number: int, shuffled: bool) -> int:
-    """Samples in `number` of the groups: the first ones, or as many as there are on average."""
+    """Return the samples in `number` of the groups: in the first ones, or on average if they are shuffled."""
     if number == len(groups) or not shuffled:
         return int(groups.bounds[number])
     return round(len(groups.samples) * number / len(groups))
@@ -270,7 +271,10 @@ class Epoch(NamedTuple):
 
 
 def epoch_of(lengths: Array, base: Plan, width: int, multiple: int | None, max_tokens: int | None) -> Epoch:
-    """lengths: (n,) int64, of the samples after the cut. width: of rows that are all padded to one width."""
+    """Estimate the padding of an epoch for each mode of padding.
+
+    lengths: (n,) int64, of the samples after the cut. width: of rows that are all padded to one width.
+    """
     lengths = lengths[:: -(-len(lengths) // MOST_SAMPLES)]
     one = replace(base, num_samples=len(lengths), rank=0, world_size=1, drop_last=False, limit=1.0,
                   drawn=None)  # fmt: skip
@@ -303,7 +307,7 @@ def batches_of(groups: Groups) -> list[Array]:
 
 
 def widths_of(lengths: Array, multiple: int | None) -> Array:
-    """(n,) int64: what `rounded` gives for each length."""
+    """Return what `rounded` gives for each length, (n,) int64."""
     step = multiple or 1
     widths: Array = -(-np.maximum(lengths, 1) // step) * step
     return widths
@@ -311,7 +315,7 @@ def widths_of(lengths: Array, multiple: int | None) -> Array:
 
 def verdict(before: Array, shares: dict[str, float], chosen: str, size: int | None, truncate: str,
             how: str) -> str:  # fmt: skip
-    """`lengths: 12 to 812, median 98; padding longest 61 %, bucket 4 %, pack 1 %; 0.3 % truncated`.
+    """Return `lengths: 12 to 812, median 98; padding longest 61 %, bucket 4 %, pack 1 %; 0.3 % truncated`.
 
     before: (n,) int64, the lengths before the cut. size: max_sequence_length.
     """
