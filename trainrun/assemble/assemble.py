@@ -1,4 +1,4 @@
-"""From config to `Components`, on each rank: the only place that instantiates."""
+"""Build the `Components` of one rank from its config. `build_components` lists the stages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from trainrun.assemble.backends import set_backends, set_threads
 from trainrun.assemble.data_pipeline import (
     TrainingNames,
-    applied,
     build_sources,
-    check_alike,
     check_labels_fit,
+    check_same_inputs,
     describe_sources,
+    describe_transforms,
     options_of_splits,
     split_key,
 )
@@ -64,7 +64,7 @@ from trainrun.assemble.step_function import (
     checked_step,
 )
 from trainrun.assemble.unread_settings import check_nodes_are_read
-from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
+from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.config.saved_values import public
 from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain_values, validation_nodes
 from trainrun.data.facts import describe_classes, facts_of_all
@@ -118,7 +118,7 @@ LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
 
 @dataclass(frozen=True)
 class RunContext:
-    """Where a run is built: its folder, its ranks, who may stop it, and who listens on rank 0.
+    """The surroundings that a run is built in: its folder, its ranks, what stops it, and the monitors of rank 0.
 
     chosen: what the run began with, and after the build what was chosen for it. measures: whether by a clock.
     is_new: nothing of the run has been trained before, so its task is checked. trains: false to evaluate alone.
@@ -180,108 +180,115 @@ def check_targets(config: RunConfig) -> None:
 
 
 def _one_or_named(key: str, node: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The node with its key, or each of several by name with its own."""
+    """Return (key, node) of a single node, or of each of several named nodes."""
     return [(f"{key}.{name}", one) for name, one in named_nodes(node).items()] or [(key, node or {})]
 
 
-def build_components(config: RunConfig, site: RunContext) -> tuple[Components, RunFacts]:
-    """Everything of one rank, and the facts for the first lines on the screen."""
-    parallel, device = site.parallel, site.parallel.device
-    notes, advice = set_backends(config, parallel), list[str]()
+@dataclass(frozen=True)
+class Notes:
+    """Lines for the start of a run. choices: what was decided. advice: what a user should know, or may change."""
+
+    choices: list[str]
+    advice: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The data sets by split. drawn: how often training samples come. splits: how each split is read."""
+
+    sources: dict[str, Any]
+    drawn: Drawn | None
+    splits: dict[str, StreamOptions]
+    facts: DataFacts
+
+
+@dataclass(frozen=True)
+class DataParts:
+    """The batches of each split. tokens: counts those of training. places: states of the sources of training."""
+
+    train: Batches
+    validation: dict[str, Batches]
+    test: Batches | None
+    tokens: TokenCounter
+    places: SourceStates
+
+
+@dataclass(frozen=True)
+class UpdateParts:
+    """What changes the weights. wrapped: the model as the backend calls it. optimizers: several by name, else empty."""
+
+    wrapped: nn.Module
+    optimizer: Optimizer
+    schedule: Schedule | JoinedSchedules
+    precision: Precision
+    optimizers: dict[str, NamedOptimizer]
+    average: Ema | OwnAverage | None
+
+
+def build_components(config: RunConfig, context: RunContext) -> tuple[Components, RunFacts]:
+    """Build everything of one rank, stage by stage. Return it with the facts for the first lines on the screen."""
+    notes = Notes(choices=set_backends(config, context.parallel))
     check_targets(config)
-    config = with_text(with_accumulation(config, parallel.world_size), site, notes)
-    sources, drawn = build_sources(config, advice, site.trained)
-    splits = look_at_splits(config, site, sources, drawn)
-    facts = with_trained_classes(facts_of_all(sources, splits["train"]), site.trained)
-    notes += filter(None, [describe_classes(facts)])
-    advice += describe_sources(config, facts, sources, splits, site.is_new)
-    task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
-    streams: dict[str, Any] = open_streams(config, site, sources, splits, task, tally, notes, places)
-    train, test = streams.pop("train"), streams.pop("test", None)
-    validation = streams
-    check_labels_fit(config, facts, sources)
-    lengths = lengths_of(config, train, sources["train"], task, parallel.world_size)
-    rhythm = build_rhythm(config, lengths, task, bool(validation), parallel.rank)
-    config = with_warmup_in_steps(config, lengths, task)
-    warmup_steps(config, rhythm)
-    model, frozen, base = build_changed(config, facts, parallel, site.init_from, notes, advice)
-    if config.trainer.compile.scope == "auto":
-        config = with_scope(
-            config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, device, notes
-        )
-    set_threads(config, model, device, notes)
-    prepare_task(config, site, task, model, sources["train"], rhythm, notes)
-    apply_built_in(config, model, device, notes)
-    num_batches = math.inf if rhythm.total_steps is None else rhythm.total_steps * rhythm.accumulate
-    config = decide_numbers(
-        config, model, task, train, parallel, site.chosen, site.measures, num_batches, notes
+    config = resolve_data_settings(config, context, notes)
+    samples = load_samples(config, context, notes)
+    task = build_task(config, samples.facts)
+    data = open_data(config, context, samples, task, notes)
+    config, rhythm = plan_steps(config, context, samples, data, task)
+    model, unfreeze, base = build_changed(
+        config, samples.facts, context.parallel, context.init_from, notes.choices, notes.advice
     )
-    limit_outputs(task, model, parallel, site.chosen)
-    guarded, more = build_precision(precision_options(config), model, device, site.phases, parallel)
-    notes += more
-    wrapped = parallel.wrap(model)
-    optimizer, schedule, precision, optimizers = build_updates(config, site, model, guarded, rhythm, notes)
-    ema = build_average(config, model, optimizer)
-    monitors = build_monitors(config, site, schedule, rhythm, task, tally, model, ema, validation)
-    default_metric = default_monitor(task, list(validation))
-    advice += told_of_validation(config, site.trains, default_metric, list(validation))
-    trainer, keep = config.trainer, keep_options(config, default_metric, lengths, task)
-    watched = {keep.monitor, trainer.early_stopping.monitor} - {None}
-    if not all(str(name).endswith(("/loss", "/acc")) for name in watched):
-        advice += filter(None, [taken_as_larger(config, default_metric)])
-    checkpoints = build_checkpoints(config, site, keep, monitors.note, sources["train"], drawn)
-    retry = OomRetry(
-        trainer.out_of_memory, model, task, parallel, monitors.note, mends=trainer.nan_policy == "skip"
-    )
-    triggers = Triggers(
-        build_limits(config, lengths, task), rhythm,
-        build_watch(config, default_metric), best_watch(config, default_metric), schedule.on_validation,
-        site.stop, precision.failure, checkpoints.time_request,
-        build_on_bad(config, site, precision, retry, monitors.note),
-    )  # fmt: skip
-    place = Place(config.seed or 0, parallel.rank, device)
-    calls = TaskCalls(task, model, place, None if parallel.rank else site.run.pictures)
-    counting = build_counting(config, model, task, parallel, site.phases)
-    compile_log = build_log(config, monitors, site.phases)
-    step, own_step = build_step(config, task, calls, device, compile_log)
+    config = prepare_model_and_numbers(config, context, samples, data, task, model, rhythm, notes)
+    update = build_update(config, context, model, rhythm, notes)
+    monitors = build_monitors(config, context, data, task, model, update, rhythm)
+    checkpoints = build_checkpoints(config, context, samples, data, task, rhythm, monitors, notes)
+    retry = build_retry(config, context, task, model, monitors)
+    triggers = build_triggers(config, context, data, task, update, rhythm, checkpoints, monitors, retry)
+    calls = build_task_calls(config, context, task, model)
+    counting = build_counting(config, model, task, context.parallel, context.phases)
+    compile_log = build_log(config, monitors, context.phases)
+    step, own_step = build_step(config, task, calls, context.parallel.device, compile_log)
     step = add_layer_table(config, step)
-    step = checked_step(step, trainer.check_task and site.is_new, task, model)
-    hooks = build_hooks(config, site, frozen)
-    check_nodes_are_read(site.typed, config, sources)
+    step = checked_step(step, config.trainer.check_task and context.is_new, task, model)
+    hooks = build_hooks(config, context, unfreeze)
+    check_nodes_are_read(context.typed, config, samples.sources)
     run = Components(
-        config=config, model=model, wrapped=wrapped, task=task, task_calls=calls,
-        optimizer=optimizer, schedule=schedule, precision=precision, parallel=parallel, ema=ema, retry=retry,
-        train=train, validation=validation, test=test, triggers=triggers, checkpoints=checkpoints, monitors=monitors,
-        data_facts=facts, phases=site.phases, step=step, accumulate=build_accumulate(retry, counting),
-        compile_log=compile_log, counting=counting, hooks=hooks, positions=tally.planned, optimizers=optimizers,
-        own_step=own_step, trained=TrainedParameters(model, optimizer), places=places,
-        order=order_facts(config, parallel.world_size, drawn), base=base,
+        config=config, model=model, wrapped=update.wrapped, task=task, task_calls=calls, optimizer=update.optimizer,
+        schedule=update.schedule, precision=update.precision, parallel=context.parallel, ema=update.average,
+        retry=retry, train=data.train, validation=data.validation, test=data.test, triggers=triggers,
+        checkpoints=checkpoints, monitors=monitors, data_facts=samples.facts, phases=context.phases, step=step,
+        accumulate=build_accumulate(retry, counting), compile_log=compile_log, counting=counting, hooks=hooks,
+        positions=data.tokens.planned, optimizers=update.optimizers, own_step=own_step,
+        trained=TrainedParameters(model, update.optimizer), places=data.places,
+        order=order_facts(config, context.parallel.world_size, samples.drawn), base=base,
     )  # fmt: skip
     calls.after_user_code = run.after_user_code
-    for one in optimizers.values():
-        one.show = run.show_gradients
-    return run, run_facts(run, site, rhythm, notes, advice)
+    for optimizer in update.optimizers.values():
+        optimizer.show = run.show_gradients
+    return run, run_facts(run, context, rhythm, notes)
 
 
-def told_of_validation(config: RunConfig, trains: bool, default: str | None, names: list[str]) -> list[str]:
-    if trains and not names and config.trainer.limit_val_batches == 0:
-        return ["trainer.limit_val_batches=0: nothing is validated, so there is no best"]
-    if trains and not names:
-        return ["no validation data, so no best; use data.val._target_=... or data.folds=5 data.fold=0"]
-    best = config.checkpoint.monitor or f"{default} (the default, as of early stopping)"
-    return [f"validation: {', '.join(names)}; best is by {best}"] if len(names) > 1 else []
+def resolve_data_settings(config: RunConfig, context: RunContext, notes: Notes) -> RunConfig:
+    """Return the config with the micro-batches of a step, and with the tokenizer that is trained for the run."""
+    config = with_accumulation(config, context.parallel.world_size)
+    if "bpe:" not in str(config.data.train):
+        return config
+    from trainrun.sampling.run_tokenizer import with_tokenizer
+
+    return with_tokenizer(config, context.run, context.parallel, notes.choices)
 
 
-def prepare_task(
-    config: RunConfig, site: RunContext, task: Any, model: nn.Module, source: Any, rhythm: Intervals, notes: list[str]
-) -> None:  # fmt: skip
-    """What a task does once its model is there: look at it, and find its teacher."""
-    if isinstance(task, ChecksModel):
-        task.check_model(model)
-    if site.trains and config.task.get("_target_") == DISTILLATION:
-        from trainrun.assemble.resumption import teach
-
-        notes.append(teach(config, site.parallel, task, model, source, rhythm))
+def load_samples(config: RunConfig, context: RunContext, notes: Notes) -> Samples:
+    """Load the data sets, and look at one sample of each. Refuse splits whose inputs are of different kinds."""
+    sources, drawn = build_sources(config, notes.advice, context.trained)
+    report = report_to([monitor.on_note for monitor in context.monitors])
+    splits = options_of_splits(config, context.parallel, sources, report, drawn)
+    if not context.trains:  # new samples to predict may be fewer than a batch of the training had
+        splits["train"] = replace(splits["train"], may_shrink=True)
+    check_same_inputs(config, sources, splits)
+    facts = with_trained_classes(facts_of_all(sources, splits["train"]), context.trained)
+    notes.choices.extend(filter(None, [describe_classes(facts)]))
+    notes.advice.extend(describe_sources(config, facts, sources, splits, context.is_new))
+    return Samples(sources, drawn, splits, facts)
 
 
 def with_trained_classes(facts: DataFacts, trained: TrainingNames | None) -> DataFacts:
@@ -292,65 +299,98 @@ def with_trained_classes(facts: DataFacts, trained: TrainingNames | None) -> Dat
     return replace(facts, class_names=tuple(trained.classes), num_classes=number)
 
 
-def look_at_splits(
-    config: RunConfig, site: RunContext, sources: dict[str, Any], drawn: Drawn | None
-) -> dict[str, StreamOptions]:
-    """Return how each split is read, with a look at its samples; refuse inputs of unlike kinds."""
-    report = report_to([monitor.on_note for monitor in site.monitors])
-    splits = options_of_splits(config, site.parallel, sources, report, drawn)
-    if not site.trains:  # new samples to predict may be fewer than a batch of the training had
-        splits["train"] = replace(splits["train"], may_shrink=True)
-    check_alike(config, sources, splits)
-    return splits
-
-
-def open_streams(
-    config: RunConfig, site: RunContext, sources: dict[str, Any], splits: dict[str, StreamOptions], task: Any,
-    tally: TokenCounter, notes: list[str], places: SourceStates,
-) -> dict[str, Batches]:  # fmt: skip
-    """The batches of every split that has data."""
-    copying = None if site.parallel.device.type == "cpu" else partial(site.phases.on, COPY)
+def open_data(config: RunConfig, context: RunContext, samples: Samples, task: Any, notes: Notes) -> DataParts:
+    """Open the batches of every split that has data."""
+    tokens, places = TokenCounter(), SourceStates()
+    copying = None if context.parallel.device.type == "cpu" else partial(context.phases.on, COPY)
     sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
-    train = replace(splits["train"], tally=tally, copying=copying, sizes=sizes, places=places)
-    opened, note = open_batches(sources["train"], train)
-    streams: dict[str, Batches] = {"train": opened}
-    notes += note.splitlines()
-    for name, options in splits.items():
+    options = replace(samples.splits["train"], tally=tokens, copying=copying, sizes=sizes, places=places)
+    train, note = open_batches(samples.sources["train"], options)
+    notes.choices.extend(note.splitlines())
+    others: dict[str, Batches] = {}
+    for name, split_options in samples.splits.items():
         if name != "train":
-            options = replace(options, sizes=sizes, beside=opened.read_by)
-            streams[name], note = open_batches(sources[name], options)
-            notes += note.splitlines()
-    notes += filter(None, [applied(config, sources)])
-    return streams
+            options = replace(split_options, sizes=sizes, beside=train.read_by)
+            others[name], note = open_batches(samples.sources[name], options)
+            notes.choices.extend(note.splitlines())
+    notes.choices.extend(filter(None, [describe_transforms(config, samples.sources)]))
+    test = others.pop("test", None)
+    check_labels_fit(config, samples.facts, samples.sources)
+    return DataParts(train, others, test, tokens, places)
 
 
-def build_updates(
-    config: RunConfig, site: RunContext, model: nn.Module, guarded: Update, rhythm: Intervals, notes: list[str]
-) -> tuple[Optimizer, Schedule | JoinedSchedules, Precision, dict[str, NamedOptimizer]]:  # fmt: skip
-    """The optimizer with its schedule and guarded update; of several by name all together, and each."""
-    if named_nodes(config.optimizer):
-        named = build_named(
-            config, model, rhythm, notes,
-            lambda params: build_precision(precision_options(config), params, site.parallel.device, site.phases)[0],
-        )  # fmt: skip
-        together = not (config.step or config.loop)
-        joined = JoinedOptimizers(named), JoinedSchedules(named, together)
-        return *joined, guarded if together else JoinedPrecision(named, guarded), named
-    optimizer = build_optimizer_of(config, model, site.parallel.world_size, notes)
-    return optimizer, build_schedule_of(config, optimizer, rhythm), guarded, {}
+def plan_steps(
+    config: RunConfig, context: RunContext, samples: Samples, data: DataParts, task: Any
+) -> tuple[RunConfig, Intervals]:
+    """Return the config with its warm-up in steps, and the intervals of the run in steps of its data."""
+    parallel = context.parallel
+    lengths = lengths_of(config, data.train, samples.sources["train"], task, parallel.world_size)
+    rhythm = build_rhythm(config, lengths, task, bool(data.validation), parallel.rank)
+    config = with_warmup_in_steps(config, lengths, task)
+    warmup_steps(config, rhythm)
+    return config, rhythm
 
 
-def with_text(config: RunConfig, site: RunContext, notes: list[str]) -> RunConfig:
-    """The config with the tokenizer of this run, where one is trained for it."""
-    if "bpe:" not in str(config.data.train):
-        return config
-    from trainrun.sampling.run_tokenizer import with_tokenizer
+def prepare_model_and_numbers(
+    config: RunConfig, context: RunContext, samples: Samples, data: DataParts, task: Any, model: nn.Module,
+    rhythm: Intervals, notes: Notes,
+) -> RunConfig:  # fmt: skip
+    """Apply the built-in techniques to the model in place. Return the config with every `auto` decided."""
+    parallel, device, total_steps = context.parallel, context.parallel.device, rhythm.total_steps
+    if config.trainer.compile.scope == "auto":
+        num_weights = sum(parameter.numel() for parameter in model.parameters())
+        config = with_scope(config, num_weights, total_steps, device, notes.choices)
+    set_threads(config, model, device, notes.choices)
+    if isinstance(task, ChecksModel):
+        task.check_model(model)
+    if context.trains and config.task.get("_target_") == DISTILLATION:
+        from trainrun.assemble.resumption import teach
 
-    return with_tokenizer(config, site.run, site.parallel, notes)
+        notes.choices.append(teach(config, parallel, task, model, samples.sources["train"], rhythm))
+    apply_built_in(config, model, device, notes.choices)
+    num_batches = math.inf if total_steps is None else total_steps * rhythm.accumulate
+    config = decide_numbers(
+        config,
+        model,
+        task,
+        data.train,
+        parallel,
+        context.chosen,
+        context.measures,
+        num_batches,
+        notes.choices,
+    )
+    limit_outputs(task, model, parallel, context.chosen)
+    return config
+
+
+def build_update(
+    config: RunConfig, context: RunContext, model: nn.Module, rhythm: Intervals, notes: Notes
+) -> UpdateParts:
+    """Build the guarded update with its optimizer and schedule, one or several by name, and the averaged weights."""
+    parallel, options = context.parallel, precision_options(config)
+    guarded, lines = build_precision(options, model, parallel.device, context.phases, parallel)
+    notes.choices.extend(lines)
+    wrapped = parallel.wrap(model)
+    if not named_nodes(config.optimizer):
+        optimizer = build_optimizer_of(config, model, parallel.world_size, notes.choices)
+        schedule = build_schedule_of(config, optimizer, rhythm)
+        average = build_average(config, model, optimizer)
+        return UpdateParts(wrapped, optimizer, schedule, guarded, {}, average)
+
+    def build_guard(params: nn.Module) -> Update:
+        return build_precision(options, params, parallel.device, context.phases)[0]
+
+    named = build_named(config, model, rhythm, notes.choices, build_guard)
+    step_together = not (config.step or config.loop)
+    joined = JoinedOptimizers(named)
+    precision = guarded if step_together else JoinedPrecision(named, guarded)
+    average = build_average(config, model, joined)
+    return UpdateParts(wrapped, joined, JoinedSchedules(named, step_together), precision, named, average)
 
 
 def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Ema | OwnAverage | None:
-    """The averaged weights that are evaluated: those of `trainer.ema`, else those of an optimizer that keeps some."""
+    """Return the averaged weights that are evaluated: of `trainer.ema`, else of an optimizer that averages itself."""
     switching, wanted = switching_optimizers(optimizer), config.trainer.ema
     for one in switching:
         one.train()
@@ -363,55 +403,84 @@ def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> 
     return OwnAverage(model, switching)
 
 
-def build_hooks(config: RunConfig, site: RunContext, frozen: Unfreeze | None) -> Hooks:
-    hooks = {f"hook.{name}": build(node, f"hook.{name}") for name, node in config.hook.items()}
-    if frozen is not None:
-        hooks["model.freeze"] = frozen
-    if config.monitor.samples_every is not None:
-        from trainrun.sampling.epoch_samples import EpochSamples
-
-        hooks["monitor.samples_every"] = EpochSamples(config, site.run)
-    if every := config.monitor.histograms_every_n_steps:
-        from trainrun.hook.histograms import Histograms
-
-        hooks["monitor.histograms_every_n_steps"] = Histograms(every)
-    return Hooks(hooks)
-
-
 def build_monitors(
-    config: RunConfig, site: RunContext, schedule: Schedule | JoinedSchedules, rhythm: Intervals, task: Any,
-    tally: TokenCounter, model: nn.Module, ema: Ema | OwnAverage | None, validation: dict[str, Batches],
+    config: RunConfig, context: RunContext, data: DataParts, task: Any, model: nn.Module, update: UpdateParts,
+    rhythm: Intervals,
 ) -> MetricLogger:  # fmt: skip
-    def why_nan() -> str:
+    """Build the logger of metrics, which hands its rows to the monitors of rank 0."""
+
+    def find_nan_cause() -> str:
         from trainrun.training.recovery.nonfinite import likely_cause
 
-        with nullcontext() if ema is None else ema.in_model():
-            return likely_cause(model, next(iter(validation.values())))
+        average = update.average
+        with nullcontext() if average is None else average.in_model():
+            return likely_cause(model, next(iter(data.validation.values())))
 
-    between = config.trainer.python_gc == "between_steps"
+    tidy = Tidy() if config.trainer.python_gc == "between_steps" else None
     return MetricLogger(
-        site.parallel, site.monitors, lambda: schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
-        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), Tidy() if between else None, tally,
-        site.phases, task, why_nan if validation else None, site.write,
+        context.parallel, context.monitors, lambda: update.schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
+        rhythm.log_every is not None, context.on_position, context.on_log, unit_of(task), tidy, data.tokens,
+        context.phases, task, find_nan_cause if data.validation else None, context.write,
         config.monitor.plot_every_n_steps, rhythm.log_due,
     )  # fmt: skip
 
 
 def build_checkpoints(
-    config: RunConfig, site: RunContext, keep: KeepOptions, note: Callable[[str], None], source: Any,
-    drawn: Drawn | None,
+    config: RunConfig, context: RunContext, samples: Samples, data: DataParts, task: Any, rhythm: Intervals,
+    monitors: MetricLogger, notes: Notes,
 ) -> CheckpointManager:  # fmt: skip
+    """Build what saves and restores the run. Add advice on the metric that chooses the best checkpoint."""
+    default_metric = default_monitor(task, list(data.validation))
+    notes.advice.extend(describe_validation(config, context.trains, default_metric, list(data.validation)))
+    keep = keep_options(config, default_metric, rhythm.lengths, task)
+    metrics = {keep.monitor, config.trainer.early_stopping.monitor} - {None}
+    if not all(str(name).endswith(("/loss", "/acc")) for name in metrics):
+        notes.advice.extend(filter(None, [taken_as_larger(config, default_metric)]))
+    fingerprint = build_fingerprint(config, context.parallel, samples.sources["train"], samples.drawn)
     return CheckpointManager(
-        site.run.checkpoints, site.run_id, keep, site.parallel,
-        build_fingerprint(config, site.parallel, source, drawn), note, lambda: host_memory().free,
-        before_commit=site.before_commit,
+        context.run.checkpoints, context.run_id, keep, context.parallel, fingerprint, monitors.note,
+        lambda: host_memory().free, before_commit=context.before_commit,
+    )  # fmt: skip
+
+
+def describe_validation(
+    config: RunConfig, trains: bool, default_metric: str | None, names: list[str]
+) -> list[str]:
+    """Return what a user should know of the validation: that there is none, or which metric is the best."""
+    if trains and not names and config.trainer.limit_val_batches == 0:
+        return ["trainer.limit_val_batches=0: nothing is validated, so there is no best"]
+    if trains and not names:
+        return ["no validation data, so no best; use data.val._target_=... or data.folds=5 data.fold=0"]
+    best = config.checkpoint.monitor or f"{default_metric} (the default, as of early stopping)"
+    return [f"validation: {', '.join(names)}; best is by {best}"] if len(names) > 1 else []
+
+
+def build_retry(
+    config: RunConfig, context: RunContext, task: Any, model: nn.Module, monitors: MetricLogger
+) -> OomRetry:
+    """Build what repeats a step in smaller micro-batches when memory runs out."""
+    trainer = config.trainer
+    mends = trainer.nan_policy == "skip"
+    return OomRetry(trainer.out_of_memory, model, task, context.parallel, monitors.note, mends=mends)
+
+
+def build_triggers(
+    config: RunConfig, context: RunContext, data: DataParts, task: Any, update: UpdateParts, rhythm: Intervals,
+    checkpoints: CheckpointManager, monitors: MetricLogger, retry: OomRetry,
+) -> Triggers:  # fmt: skip
+    """Build what decides, step by step, whether to log, validate, save or stop."""
+    default_metric = default_monitor(task, list(data.validation))
+    return Triggers(
+        build_limits(config, rhythm.lengths, task), rhythm, build_watch(config, default_metric),
+        best_watch(config, default_metric), update.schedule.on_validation, context.stop, update.precision.failure,
+        checkpoints.time_request, build_on_bad(config, context, update.precision, retry, monitors.note),
     )  # fmt: skip
 
 
 def build_on_bad(
-    config: RunConfig, site: RunContext, precision: Precision, retry: OomRetry, note: Callable[[str], None]
+    config: RunConfig, context: RunContext, precision: Precision, retry: OomRetry, note: Callable[[str], None]
 ) -> Callable[[TrainState, str], None]:
-    """What is done about a step that was not finite."""
+    """Return what handles a step whose loss or gradients are not finite."""
     trainer = config.trainer
     most_rollbacks = trainer.max_rollbacks if trainer.nan_policy == "rollback" else 0
 
@@ -419,16 +488,37 @@ def build_on_bad(
     def bad_steps() -> BadSteps:
         from trainrun.training.recovery.nonfinite import BadSteps
 
-        folder = site.run.nonfinite
-        return BadSteps(trainer.nan_policy, most_rollbacks, folder, site.parallel, precision, retry, note)
+        folder = context.run.nonfinite
+        return BadSteps(trainer.nan_policy, most_rollbacks, folder, context.parallel, precision, retry, note)
 
     return lambda state, failure: bad_steps()(state, failure)
 
 
+def build_task_calls(config: RunConfig, context: RunContext, task: Any, model: nn.Module) -> TaskCalls:
+    """Build what calls the methods of the task. Rank 0 writes its pictures."""
+    parallel = context.parallel
+    place = Place(config.seed or 0, parallel.rank, parallel.device)
+    return TaskCalls(task, model, place, None if parallel.rank else context.run.pictures)
+
+
+def build_hooks(config: RunConfig, context: RunContext, unfreeze: Unfreeze | None) -> Hooks:
+    """Build the hooks of the config, and those that settings stand for."""
+    hooks = {f"hook.{name}": build(node, f"hook.{name}") for name, node in config.hook.items()}
+    if unfreeze is not None:
+        hooks["model.freeze"] = unfreeze
+    if config.monitor.samples_every is not None:
+        from trainrun.sampling.epoch_samples import EpochSamples
+
+        hooks["monitor.samples_every"] = EpochSamples(config, context.run)
+    if every := config.monitor.histograms_every_n_steps:
+        from trainrun.hook.histograms import Histograms
+
+        hooks["monitor.histograms_every_n_steps"] = Histograms(every)
+    return Hooks(hooks)
+
+
 def build_task(config: RunConfig, facts: DataFacts) -> Any:
-    """One that takes `bytes_per_token`, and is given none, gets it from the data, where they say it; and the weights of
-    `task.class_weights=balanced`.
-    """
+    """Build the task. The data fills in `bytes_per_token` and balanced `class_weights`."""
     node = dict(config.task)
     takes = "bytes_per_token" in node or node.get("_target_") == LANGUAGE_MODELING
     if takes and node.get("bytes_per_token") is None:
@@ -445,7 +535,7 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
 
 
 def unit_of(task: Any) -> str:
-    """What the task counts: `tokens` or `pixels` where it says so, in its attribute `unit`."""
+    """Return what the task counts: its attribute `unit` (samples, tokens or pixels), else samples."""
     unit = getattr(task, "unit", "samples")
     if unit not in ("samples", "tokens", "pixels"):
         raise PluginError(
@@ -455,6 +545,7 @@ def unit_of(task: Any) -> str:
 
 
 def precision_options(config: RunConfig) -> PrecisionOptions:
+    """Return the settings of the number type and of the guarded update."""
     trainer = config.trainer
     clip_algorithm = "norm" if trainer.gradient_clip_val is None else trainer.gradient_clip_algorithm
     return PrecisionOptions(
@@ -464,21 +555,20 @@ def precision_options(config: RunConfig) -> PrecisionOptions:
 
 
 def sum_of_known(numbers: Sequence[int | None]) -> int | None:
-    """Their sum; None without any, or if one is not known."""
+    """Return the sum; None if there are no numbers, or if one of them is not known."""
     known = [number for number in numbers if number is not None]
     return sum(known) if numbers and len(known) == len(numbers) else None
 
 
-def run_facts(
-    run: Components, site: RunContext, rhythm: Intervals, notes: list[str], advice: list[str]
-) -> RunFacts:
+def run_facts(run: Components, context: RunContext, rhythm: Intervals, notes: Notes) -> RunFacts:
+    """Return the facts of a run that its monitors receive at the start."""
     config, parameters = run.config, list(run.model.parameters())
     cut = planned_beyond(config, run.triggers.max_seconds, rhythm)
     return RunFacts(
         name=config.run_name or "run",
-        folder=str(site.run.root),
-        device=str(site.parallel.device),
-        world_size=site.parallel.world_size,
+        folder=str(context.run.root),
+        device=str(context.parallel.device),
+        world_size=context.parallel.world_size,
         batch_size=config.data.batch_size,
         accumulate=rhythm.accumulate,
         num_train=run.train.num_samples,
@@ -491,9 +581,9 @@ def run_facts(
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         sample_every=rhythm.sample_every,
         max_seconds=run.triggers.max_seconds,
-        choices=tuple(notes),
-        advice=(*advice, *filter(None, [cut])),
+        choices=tuple(notes.choices),
+        advice=(*notes.advice, *filter(None, [cut])),
         update=describe_update(config, run.schedule),
-        run_id=site.run_id,
+        run_id=context.run_id,
         config=plain_values(public(config)[0]),
     )

@@ -224,8 +224,8 @@ def build_transform(config: RunConfig, split: str) -> Any:
     return build(getattr(config.data, key.removeprefix("data.")), key) if key else None
 
 
-def applied(config: RunConfig, sources: Mapping[str, Any]) -> str:
-    """What changes the samples of each split, in the order of its doing; "" if nothing does."""
+def describe_transforms(config: RunConfig, sources: Mapping[str, Any]) -> str:
+    """Return a line on the transforms of each split, in the order in which they act; "" if there are none."""
     splits = {"training": "train", "validation": "val", "test": "test"}
     changes = {}
     for name, split in splits.items():
@@ -241,7 +241,7 @@ def applied(config: RunConfig, sources: Mapping[str, Any]) -> str:
     )
 
 
-def check_alike(config: RunConfig, sources: dict[str, Any], splits: dict[str, StreamOptions]) -> None:
+def check_same_inputs(config: RunConfig, sources: dict[str, Any], splits: dict[str, StreamOptions]) -> None:
     """Refuse inputs that become floats in training alone: a conversion there belongs to validation as well."""
     for split, options in splits.items():
         kind = split_kind(split)
