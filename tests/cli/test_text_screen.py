@@ -9,9 +9,10 @@ import pytest
 
 from tests.monitor.test_encodings import in_terminal
 from trainrun.cli.commands import COMMANDS
+from trainrun.cli.long_text import rendered, wrap_columns
 from trainrun.cli.manual_pages import topics
 from trainrun.config.argv import conf_dir
-from trainrun.config.help_text import help_text, rendered, wrap_columns
+from trainrun.config.help_text import help_text
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TOPICS = ((), ("trainer",), ("data",), ("monitor",), ("model=gpt",), ("all",))

@@ -116,8 +116,9 @@ def run_command(module: str, name: str, words: list[str]) -> int:
 
 
 def show_help(words: list[str]) -> int:
+    from trainrun.cli.long_text import show_text
     from trainrun.config.argv import conf_dir, split_command_line, user_conf_dirs
-    from trainrun.config.help_text import help_text, show_text
+    from trainrun.config.help_text import help_text
 
     asked = split_command_line(words)
     folders = [*user_conf_dirs(asked.config_dirs, Path.cwd()), conf_dir()]
@@ -126,7 +127,7 @@ def show_help(words: list[str]) -> int:
 
 
 def run_completion(words: list[str]) -> int:
-    from trainrun.config.help_text import completion_command
+    from trainrun.cli.completion import completion_command
 
     return completion_command(words, list(COMMANDS))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.commands import COMMANDS, FINE_TUNE, MEANT, command_of, read_as
+from trainrun.cli.completion import SCRIPTS, all_names, completion_script
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir
-from trainrun.config.help_text import SCRIPTS, all_names, completion_script
 from trainrun.errors import ConfigError
 
 NAMES = all_names(list(COMMANDS), [conf_dir()])

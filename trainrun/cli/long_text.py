@@ -1,0 +1,146 @@
+"""Long texts on a terminal: hanging indents, rendered Markdown, and a pager if a text is longer than the screen.
+
+In a pipe or a file a text stays as it is, a setting a line, so that other programs can search it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+from trainrun.output import encodable, plain, print_plain, say
+
+NARROW_COLUMN = 24  # of the second column where the window is narrow
+COMMAND_STARTS = ("trainrun ", "python ", "torchrun ", "pip ")
+UNQUOTED_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
+WIDEST_PROSE = 100  # columns; longer lines of prose are hard to read
+COLUMNS = re.compile(r"( *)(\S.*?)(?: {2,}(\S.*))?$")
+
+
+def show_text(text: str) -> None:
+    """Show a help text, a part of which may be Markdown: all from its first heading on."""
+    if not sys.stdout.isatty():
+        say(text)
+        return
+    size = shutil.get_terminal_size()
+    lists, heading, pages = text.partition("\n# " if text.startswith("# ") else "\n## ")
+    if text.startswith("#"):
+        lists, heading, pages = "", "", text
+    parts = [wrap_columns(plain(lists), size.columns)] if lists else []
+    if pages:
+        parts.append(rendered(heading.lstrip("\n") + pages, size.columns))
+    show_in_pager("\n".join(parts), size.lines)
+
+
+def wrap_columns(text: str, width: int) -> str:
+    """Return the lines of a list, at most `width` wide; the second column of a line is wrapped below itself."""
+    lines = text.splitlines()
+    too_wide = {second_column(line) for line in lines if len(line) > width}
+    return "\n".join(part for line in lines for part in wrapped_line(line, width, too_wide))
+
+
+def second_column(line: str) -> int:
+    """Return where the second column of a line begins; -1 without one."""
+    match = COLUMNS.fullmatch(line.rstrip())
+    return -1 if match is None else match.start(3)
+
+
+def wrapped_line(line: str, width: int, too_wide: set[int]) -> list[str]:
+    """Return one line as several. Words that are longer than the window stay whole.
+
+    too_wide: the second columns of lists with a line that does not fit; the whole list gets a narrower first column.
+    """
+    match = COLUMNS.fullmatch(line.rstrip())
+    if match is None:
+        return [line.rstrip()]
+    indent, head, body = match[1], match[2], match[3]
+    if body is None:
+        return filled(head, indent, indent + "    ", width)
+    column = match.start(3)
+    if column in too_wide and column > 0.45 * width:
+        column = min(NARROW_COLUMN, width // 3)
+    first = indent + head
+    if len(first) + 2 > column:
+        return [
+            *filled(head, indent, indent + "    ", width),
+            *filled(body, " " * column, " " * column, width),
+        ]
+    return filled(body, first.ljust(column), " " * column, width)
+
+
+def filled(text: str, first: str, others: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        text, max(width, len(others) + 10), initial_indent=first, subsequent_indent=others,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def wrap_command(line: str, width: int) -> list[str]:
+    """Return a command as lines that a shell joins again, with a backslash at each end; other code as it is."""
+    if len(line) <= width or not line.startswith(COMMAND_STARTS):
+        return [line]
+    command, separator, comment = line.partition(" # ")
+    if separator:
+        return [f"# {comment.strip()}", *wrap_command(command.rstrip(), width)]
+    words = UNQUOTED_WORD.findall(line)
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(f"{lines[-1]} {word} \\") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"  {word}")
+    return [f"{part} \\" for part in lines[:-1]] + lines[-1:]
+
+
+def rendered(markdown: str, width: int) -> str:
+    """Return Markdown as a terminal shows it, without colours if NO_COLOR is set."""
+    from rich.console import Console
+    from rich.markdown import Markdown, MarkdownElement
+    from rich.text import Text
+    from rich.theme import Theme
+
+    class WholeLines(MarkdownElement):
+        """A block of code: a command can be copied, and other lines are not broken."""
+
+        new_line = True
+
+        def on_text(self, context: Any, text: Any) -> None:
+            self.text = str(text)
+
+        def __rich_console__(self, console: Any, options: Any) -> Any:
+            indent = "    "
+            code = self.text.rstrip().splitlines()
+            lines = [part for line in code for part in wrap_command(line, options.max_width - len(indent))]
+            text = "\n".join(indent + line for line in lines)
+            yield Text(text, no_wrap=True, overflow="ignore")
+
+    class Page(Markdown):
+        elements = {**Markdown.elements, "fence": WholeLines, "code_block": WholeLines}
+
+    theme = Theme({"markdown.code": "bold", "markdown.h1": "bold", "markdown.h2": "bold underline"})
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=min(width, WIDEST_PROSE), theme=theme, highlight=False
+    )
+    with console.capture() as capture:
+        console.print(Page(markdown, hyperlinks=False), crop=False)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def show_in_pager(text: str, screen_lines: int) -> None:
+    """Print a text that fits the screen; give a longer one to `$PAGER`, or to `less` if it is installed."""
+    command = shlex.split(os.environ.get("PAGER", "less"))
+    if text.count("\n") + 2 > screen_lines and command and shutil.which(command[0]):
+        environment = {"LESS": "-FRX", **os.environ}
+        with contextlib.suppress(BrokenPipeError):  # the pager was left before the end
+            shown = encodable(text, sys.stdout.encoding or "utf-8")
+            subprocess.run(command, input=shown, text=True, env=environment, errors="replace", check=False)
+        return
+    print_plain(text)
