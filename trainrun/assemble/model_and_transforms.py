@@ -144,7 +144,7 @@ def in_form(model: nn.Module, config: RunConfig) -> nn.Module:
 def apply_transforms(
     config: RunConfig, model: nn.Module, device: torch.device, notes: list[str] | None = None
 ) -> nn.Module:
-    """What stands in `transform`, one after the other; a run that is loaded goes through the same."""
+    """Apply the nodes of `transform` in their order, in training and when a run is loaded."""
     for name, node in config.transform.items():
         key = f"transform.{name}"
         changed = checked(build(node, key, model), f"{key}._target_={node['_target_']}", "; return the model")
@@ -248,7 +248,7 @@ def offload_parameters(model: nn.Module, device: torch.device) -> str:
 
 
 def checkpoint_gradients(model: nn.Module, config: RunConfig) -> str:
-    """By itself (`auto`) not in steps that are recorded."""
+    """Wrap blocks in activation checkpointing, and return a line on it. `auto` leaves recorded steps alone."""
     from trainrun.transform.gradient_checkpointing import gradient_checkpointing
 
     trainer, key = config.trainer, "trainer.gradient_checkpointing"

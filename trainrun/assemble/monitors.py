@@ -109,7 +109,7 @@ class Listeners:
         return self._components.triggers.best.metric or "", self._state.best_step
 
     def _activity(self) -> str:
-        """What the run does that is no training, by its account of time; from any thread."""
+        """Return what the run does besides training, by its account of time. Any thread may call it."""
         account = self._phases.account
         if account != VALIDATION or self._components is None:
             return {CHECKPOINT: "saving", PLOTS: "drawing", COMPILE: "compiling", MEASURING: "measuring"}.get(
@@ -143,7 +143,7 @@ class Listeners:
         self.bus.sync()
 
     def faults(self) -> dict[str, int]:
-        """How many calls of each tracker failed; those without a fault are left out."""
+        """Return the number of failed calls of each tracker that had any."""
         return self.bus.faults()
 
     def prepare_end(self) -> None:
@@ -152,7 +152,7 @@ class Listeners:
             threading.Thread(target=_import_plots, name="trainrun-plots", daemon=True).start()
 
     def end_hardware(self) -> dict[str, Any]:
-        """What the machine did, for the summary."""
+        """Return the load of the machine for the summary."""
         if self._hardware is None:
             return {}
         self._hardware.close()

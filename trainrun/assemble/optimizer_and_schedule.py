@@ -76,14 +76,14 @@ def optimizer_of_node(
 
 
 def scaling(config: RunConfig, scheduler: Any, world_size: int) -> Callable[[float], tuple[float, str]]:
-    """What `lr_scaling` makes of a rate, with a note."""
+    """Return a function that scales a learning rate by `lr_scaling`, and gives a note."""
     batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
     rule, base = scheduler["lr_scaling"], scheduler.get("base_batch_size", 256)
     return lambda lr: scaled_lr(lr, rule, batch, base)
 
 
 def group_rules(node: dict[str, Any], key: str) -> GroupRules | None:
-    """What a node says of parameter groups; None if it says nothing."""
+    """Return the rules of parameter groups in a node; None if it has none."""
     groups, no_decay, layer_decay = (node.get(name) for name in GROUP_KEYS)
     if not groups and no_decay in (None, "none") and layer_decay is None:
         return None
@@ -93,7 +93,7 @@ def group_rules(node: dict[str, Any], key: str) -> GroupRules | None:
 
 
 def warmup_steps(config: RunConfig, rhythm: Intervals, node: Any = None) -> int:
-    """Raises ConfigError if it does not fit the length of the run, for which no model is needed."""
+    """Return the warm-up in steps. Raise ConfigError if it does not fit the length of the run."""
     node = node or config.scheduler or {}
     if not any(node.get(name) for name in WARMUPS):
         return 0
@@ -211,7 +211,7 @@ def planned_beyond(config: RunConfig, max_seconds: float | None, rhythm: Interva
 
 
 def is_planned(node: Mapping[str, Any]) -> bool:
-    """Whether a schedule is told how long the run is."""
+    """Return whether a schedule is told how long the run is."""
     names = inspect.signature(locate(node["_target_"], "scheduler")).parameters
     return any(name in names and node.get(name) is None for name in LENGTHS)
 

@@ -136,7 +136,7 @@ def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
 
 
 def begin_anew(run_dir: RunDir, rank: int) -> None:
-    """Raises CheckpointError if there were checkpoints; but a folder that was taken away was so on purpose."""
+    """Raise CheckpointError if checkpoints were lost. A folder that is gone was removed on purpose."""
     if not says_saved(run_dir):
         return
     if run_dir.checkpoints.exists():
@@ -149,7 +149,7 @@ def begin_anew(run_dir: RunDir, rank: int) -> None:
 
 
 def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
-    """Where the run goes on, what is done again, and what else is another than it was. Raises CheckpointError."""
+    """Note where the run goes on, the steps that are repeated, and what has changed. Raise CheckpointError."""
     step = loaded.manifest.step
     then, now = loaded.manifest.fingerprint, run.checkpoints.fingerprint()
     changed, strict = environment_changes(then, now), run.config.checkpoint.strict

@@ -60,7 +60,7 @@ def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def lengths_of(config: RunConfig, train: Batches, source: Any, task: Any, world_size: int) -> Lengths:
-    """What durations of this run are counted in. source: of the training data."""
+    """Return the lengths in which durations of this run are counted. source: the training data."""
     data, accumulate = config.data, config.trainer.accumulate_grad_batches
     uneven = data.padding in ("pack", "token_budget") or train.num_samples is None
     each = None  # tokens of a sample
@@ -178,7 +178,7 @@ def build_limits(config: RunConfig, lengths: Lengths, task: Any) -> RunLimits:
 
 
 def default_monitor(task: Any, splits: Sequence[str]) -> str | None:
-    """What `best` means if nobody says: the metric that the task names, else the loss, of the first validation set."""
+    """Return the default metric of the best checkpoint: the task's, else the loss, of the first validation set."""
     if not splits:
         return None
     return f"{splits[0]}/{getattr(task, 'monitor', 'loss')}"  # a task may name one; most do not
@@ -227,7 +227,7 @@ def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
 
 
 def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str, Any]:
-    """What decides which training sample comes when in an epoch, by the keys as they are typed."""
+    """Return the settings that decide the order of training samples, by their keys as they are typed."""
     data, train = config.data, config.data.train or {}
     names = ["shuffle", "shuffle_buffer", "sampling", "mix", "folds", "fold", "stratified", "fold_groups"]
     if data.padding in LENGTHS_DECIDE or data.truncate in ("drop", "split"):
@@ -245,7 +245,7 @@ def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str,
 def build_fingerprint(
     config: RunConfig, parallel: Parallel, source: Any, drawn: Drawn | None = None
 ) -> Callable[[], dict[str, Any]]:
-    """What the bits of a run depend on besides its config. The data is looked at here, the rest whenever asked.
+    """Return a function that gives what the bits of a run depend on besides its config. The data is read here.
 
     source: the training samples, which may name their files; of others the files at data.train.path stand for them.
     """

@@ -35,7 +35,7 @@ def chosen_before(identity: dict[str, Any], training: bool = False) -> Chosen:
 
 
 def autotune(lines: list[str]) -> ModuleType | None:
-    """What measures, if it is installed; lines: takes what is said otherwise."""
+    """Return the module that measures; None if it is not installed, and then a line says so in `lines`."""
     return satellite("autotune.start", WITHOUT, lines.append)
 
 

@@ -65,7 +65,7 @@ def build_accumulate(retry: OomRetry, counting: Counting) -> Accumulate:
 def build_step(
     config: RunConfig, task: Any, calls: TaskCalls, device: torch.device, log: CompileLog | None
 ) -> tuple[Step, Any]:
-    """What makes a step; and the object of the user's that does, None without one."""
+    """Return the function that makes a step, and the user's own step object or None."""
     if config.step:
         from trainrun.training.own_step import OwnStep, build_own_step
 

@@ -166,5 +166,5 @@ def file_faults(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None
 
 
 def free_disk_bytes(folder: Path) -> int:
-    """What can still be written to the file system of a folder."""
+    """Return the bytes that can still be written to the file system of a folder."""
     return shutil.disk_usage(folder if folder.exists() else folder.parent).free

@@ -56,7 +56,7 @@ class Initial(NamedTuple):
     lines: list[str]
 
     def base(self, model: nn.Module, notes: list[str]) -> FrozenBase:
-        """What checkpoints leave out of that, once the model is as it is trained. Raises ConfigError."""
+        """Return the weights that checkpoints leave out, for the model as it is trained. Raise ConfigError."""
         return FrozenBase(model, self, notes)
 
 
@@ -64,7 +64,7 @@ class FrozenBase:
     """What checkpoints leave out: frozen parameters as `init_from` has them."""
 
     def __init__(self, model: nn.Module, initial: Initial, notes: list[str]) -> None:
-        """Raises ConfigError where there are none."""
+        """Raise ConfigError if there are no weights to leave out."""
         source = initial.source
         taken = {id(param) for param in initial.params}
         every = dict(model.named_parameters(remove_duplicate=False))
@@ -103,7 +103,7 @@ class FrozenBase:
         return shared | {"model": model, "ema": ema, BASE: self._told}
 
     def check(self, place: str, shared: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where a whole checkpoint has others, which the next ones would not save."""
+        """Raise CheckpointError if a whole checkpoint has other base weights: later checkpoints would not save them."""
         weights = shared["model"]
         if BASE not in shared and self._told["sha256"] != digest_tensors(
             {name: weights[name] for name in self._params if name in weights}
@@ -115,7 +115,7 @@ class FrozenBase:
 
 
 def place_of_base(init_from: str | None, loaded: Loaded) -> str | None:
-    """Where the weights are that a checkpoint leaves out: as the config says, else where they were in the training."""
+    """Return the path of the weights that a checkpoint leaves out: the config's, else that of the training."""
     told = loaded.shared.get(BASE) if isinstance(loaded.shared, dict) else None
     there = init_from is not None and Path(init_from).expanduser().exists()
     return None if told is None else init_from if there else str(told["from"])
@@ -252,7 +252,7 @@ def _made_in_a_forward(model: nn.Module) -> set[str]:
 
 
 def _is_of_torch(name: str, module: nn.Module) -> bool:
-    """Whether a class of torch names the buffer where it begins."""
+    """Return whether a class of torch names the buffer where it begins."""
     begins = [
         vars(kind).get("__init__") for kind in type(module).__mro__ if kind.__module__.startswith("torch.")
     ]
@@ -260,7 +260,7 @@ def _is_of_torch(name: str, module: nn.Module) -> bool:
 
 
 def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind], strict: bool) -> str:
-    """What to write where names differ by their beginning, or only some tensors fit."""
+    """Return what to write if names differ by their beginning, or if only some tensors fit."""
     if any(name.endswith(".lora_a") for name in found.keys() - expected.keys()):
         return "its layers have LoRA; trainrun export RUN_DIR --to safetensors --merge makes them plain ones"
     here = next((name for name in expected if name not in found), "")
@@ -320,7 +320,7 @@ def _fill_tied(here: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
 
 
 def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]:
-    """What to call the source, its weights, and what else is said of it. Rank 0 chooses the checkpoint for all."""
+    """Return the name of the source, its weights, and notes on it. Rank 0 chooses the checkpoint for all."""
     name, why = on_rank_zero(parallel, lambda: _choice(path))
     if name:
         loaded = load_together(Path(name), parallel, None)
@@ -432,7 +432,7 @@ def check_tensors(
     place: str, owner: str, expected: Mapping[str, Kind], found: Mapping[str, Kind], shown: int = SHOWN,
     way_out: str = SAME_MODEL,
 ) -> None:  # fmt: skip
-    """Raises CheckpointError with the first differences, in the order of the model.
+    """Raise CheckpointError with the first differences, in the order of the model.
 
     place: the checkpoint; owner: what the tensors are for, as typed (`model=cnn`).
     expected: of the model; found: of the checkpoint; shown: differences that are named at most; way_out: what to do.

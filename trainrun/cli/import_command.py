@@ -94,13 +94,13 @@ def write_safetensors(source: Path, dest: Path, keys: list[str]) -> dict[str, An
 
 
 def all_finite(tensor: Any) -> bool:
-    """Whether all its numbers are; those of one byte have no such function."""
+    """Return whether all numbers are finite; types of one byte have no function for it."""
     narrow = tensor.is_floating_point() and tensor.element_size() == 1
     return bool((tensor.float() if narrow else tensor).isfinite().all())
 
 
 def read_torch_file(source: Path) -> Any:
-    """What torch's reader of plain values and tensors makes of the file; it runs nothing of it."""
+    """Read a file by torch's reader of plain values and tensors, which runs no code."""
     import torch
 
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < TORCH_NEEDED:

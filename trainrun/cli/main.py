@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_surroundings(words: list[str]) -> None:
-    """Raises ConfigError if the working directory is gone, and for words that are no text."""
+    """Raise ConfigError if the working directory is gone, and for words that are no text."""
     try:
         os.getcwd()
     except OSError as error:

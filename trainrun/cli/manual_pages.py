@@ -49,7 +49,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 def manual_text(topic: str) -> str:
-    """Raises ConfigError that names the nearest topic."""
+    """Return the text of a topic. Raise ConfigError with the nearest one if there is none."""
     known = topics()
     if not topic:
         return "\n".join(

@@ -119,8 +119,10 @@ def names_fit(numbers: list[Any], class_names: Sequence[str]) -> bool:
 def with_all_samples(
     run_dir: RunDir, which: str, split: str, words: list[str], trust: bool, is_held_out: bool = False
 ) -> tuple[Components, Path]:
-    """As `parts_of`, with every sample: a limit is of the run's validations. It stays where it is typed here, and where
-    the data says no length, for it may have no end. is_held_out: see `parts_of`."""
+    """Return the parts of a run with every sample: a limit belongs to its validations.
+
+    A limit stays if it is typed here, or if the length of the data is not known. is_held_out: see `load_parts`.
+    """
     asked = split.partition("/")[0]
     limits = [limit for limit in ("limit_val_batches", "limit_test_batches") if asked in limit.split("_")]
     lifted = [f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words)]

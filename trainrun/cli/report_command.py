@@ -98,7 +98,7 @@ def checked_runs(words: Namespace) -> list[RunDir]:
 
 @contextmanager
 def check_writable() -> Iterator[None]:
-    """What cannot be written is the user's to mend."""
+    """Raise ConfigError for a path that cannot be written."""
     try:
         yield
     except BrokenPipeError:  # of who reads what is printed

@@ -79,7 +79,7 @@ def others_dismissed() -> Iterator[None]:
 
 
 def follows_others() -> bool:
-    """Whether this process is a rank above 0 that torchrun or Slurm started."""
+    """Return whether this process is a rank above 0 that torchrun or Slurm started."""
     return external_ranks() and os.environ["RANK"] != "0"
 
 

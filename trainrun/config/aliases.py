@@ -182,7 +182,7 @@ OF_RATE = "{of optimizer.lr}"
 
 @cache
 def answers() -> dict[str, str]:
-    """What to write in place of a name of another trainer that has no single setting here.
+    """Return what to write for names of other trainers that have no single setting here.
 
     `{0.1}` stands for the value that was typed, or 0.1; `{of optimizer.lr}` for that value as a part of optimizer.lr.
     """

@@ -172,7 +172,7 @@ def _without_cases(words: CommandLine) -> Iterator[tuple[str, str, bool]]:
 
 
 def _takes_a_target(key: str) -> bool:
-    """Whether `key=my_file.MyClass` names what stands at an open node, or what a node calls, as `task.loss`."""
+    """Return whether `key=my_file.MyClass` names a target: of an open node, or of an argument such as `task.loss`."""
     section, _, name = key.rpartition(".")
     known, above = settings().get(key), settings().get(section)
     if known is not None:
@@ -333,7 +333,7 @@ def setting_of_flag(word: str, rest: list[str], groups: list[str]) -> tuple[str,
 
 
 def _is_known(name: str, groups: list[str]) -> bool:
-    """Whether it is a setting, a group, or a name of another trainer; all names with dots are meant as settings."""
+    """Return whether a name is a setting, a group, or a name of another trainer. Names with dots are settings."""
     if "." in name or name in settings() or name in aliases() or name in CASES or name in groups:
         return True
     return name in answers() or any(key.endswith(f".{name}") for key in settings())
@@ -355,7 +355,7 @@ def _switch_words(name: str) -> set[str]:
 
 
 def _flag_fault(word: str, flag: str, value: str, groups: list[str]) -> str:
-    """What is wrong with a word that begins with a dash; empty if nothing is."""
+    """Return what is wrong with a word that begins with a dash; "" if nothing is."""
     if flag not in FLAGS + FLAGS_WITH_VALUE:
         bare = word.lstrip("-")
         is_setting = "=" in word or "." in bare or bare in aliases()
@@ -417,7 +417,7 @@ def as_path(value: str, may_vary: bool) -> str:
 
 
 def names_a_file(value: str) -> bool:
-    """Whether it names a file or folder, or some by a pattern."""
+    """Return whether a text names a file or folder, or a pattern that matches some."""
     try:
         return Path(value).expanduser().exists() or (glob.has_magic(value) and bool(glob.glob(value)))
     except (OSError, ValueError, RuntimeError):  # too long, or nobody knows of a home

@@ -171,7 +171,7 @@ def _named(option: str, node: Any) -> str:
 
 
 def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
-    """What was typed for a section that is off, as the patience of no early stopping; off by its own word is fine."""
+    """Return a fault for each typed setting of a section that is off, unless the section was switched off by name."""
     typed = {word.lstrip("+").partition("=")[0] for word in overrides}
     faults: dict[str, str] = {}
     for section, found in settings().items():
@@ -193,7 +193,7 @@ def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
 
 
 def untold(more: dict[str, str], faults: list[str]) -> list[str]:
-    """Those of further faults, by key, whose key no fault names."""
+    """Return the further faults whose key no fault names."""
     told = {fault.partition("=")[0] for fault in faults}
     return [fault for key, fault in more.items() if key not in told]
 

@@ -82,12 +82,12 @@ def _group(group: str, folders: list[Path]) -> str:
 
 
 def _option_files(group: str, folders: list[Path]) -> dict[str, Path]:
-    """Those of an earlier folder hide those of a later one."""
+    """Return the files of a group by option. A file of an earlier folder hides one of a later folder."""
     return {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
 
 
 def first_comment(path: Path) -> str:
-    """What an option file says of itself."""
+    """Return the first comment of an option file."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("#") and not line.startswith("# @package"):
             return line.lstrip("# ")
@@ -125,7 +125,7 @@ def option_lines(group: str, option: str, folders: list[Path]) -> list[str]:
 
 
 def _sections() -> dict[str, list[str]]:
-    """By name the lines of every section, `trainer` and `trainer.compile`."""
+    """Return the lines of every section by its name, as `trainer` and `trainer.compile`."""
     return {key: _lines(f"{key}.") for key, found in settings().items() if found.section is not None}
 
 
@@ -144,7 +144,7 @@ def setting_rows(schema: type = RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _allowed(found: Setting) -> str:
-    """What a number or a name may be; the other types show in the default."""
+    """Return the allowed values of a number or a name; the default shows the other types."""
     text = re.sub(r"^(one of|a whole number|a number)(, )?|, or null$", "", describe_kind(found.kind)).strip()
     limited = (
         choices_of(found.kind) or " or more" in text or "than" in text or "below" in text or "at most" in text

@@ -71,7 +71,7 @@ def _choosing(file: str, words: list[str]) -> str | None:
 
 
 def _explain_file(file: str, text: str, key: str, folders: list[Path]) -> str:
-    """What does not fit the schema in an option of the user's own."""
+    """Return what does not fit the schema in an option file of the user."""
     if "not in" not in text:
         return f"{file}.yaml: {key}: {_rule(text)}"
     if key == file.partition("/")[0]:
@@ -143,7 +143,7 @@ def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: 
 
 
 def _rule(text: str) -> str:
-    """What a value must be, from what OmegaConf says of it."""
+    """Return what a value must be, from OmegaConf's message."""
     kinds = (
         word for kind, word in KINDS.items() if f"converted to {kind}" in text or f"valid {kind}" in text
     )
@@ -235,7 +235,7 @@ def first_line_of_error(error: BaseException) -> str:
 
 
 def configs(paths: Iterable[Path]) -> list[Path]:
-    """Those that can be configs: no hidden file, as the lock of an editor, and no link to nothing."""
+    """Return the paths that can be configs: neither hidden files nor dangling links."""
     return [path for path in paths if path.is_file() and not path.name.startswith(".")]
 
 
@@ -263,7 +263,7 @@ def limit_fault(path: Path) -> str:
 
 
 def base_60_faults(files: list[Path], folders: list[Path], words: list[str]) -> list[str]:
-    """What is wrong so in those files that Hydra reads for these words, once it has composed them."""
+    """Return the numbers with colons in the files that Hydra read for these overrides: YAML reads them in base 60."""
     odd = {path: fault for path in configs(files) if (fault := _base_60_fault(path))}
     if not odd:
         return []

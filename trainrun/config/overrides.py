@@ -52,7 +52,7 @@ _user_dirs: list[Path] = []
 
 
 def override_fault(word: str) -> str:
-    """What is wrong with one override as typed, before its value is turned into another type; empty if nothing is."""
+    """Return what is wrong with one override as typed, before its value is converted; "" if nothing is."""
     key, equals, value = word.lstrip("+").partition("=")
     if not equals or set(value) & set("{(,$"):  # a reference, or several values of a sweep
         return ""
@@ -178,7 +178,7 @@ def raise_trackers(cfg: DictConfig) -> None:
 
 
 def tracker_nodes() -> dict[str, dict[str, Any]]:
-    """What `monitor.tracker` names."""
+    """Return the nodes that `monitor.tracker` can name."""
     nodes: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("trackers.yaml").read_bytes())
     return nodes
 
@@ -237,14 +237,14 @@ def _parser() -> OverridesParser:
 
 
 def _is_choice(override: Override, known: list[str]) -> bool:
-    """Whether Hydra takes it for the choice of an option."""
+    """Return whether Hydra reads an override as the choice of an option."""
     key = override.key_or_group
     is_group = key in known or "/" in key or override.package is not None
     return is_group and not isinstance(override.value(), dict)
 
 
 def _no_option(override: Override, folders: list[Path]) -> str:
-    """What is wrong with a choice; empty if Hydra will find its files, or is to say what it does not like."""
+    """Return what is wrong with a choice; "" if Hydra finds its files, or reports the fault itself."""
     group, option = override.key_or_group, override.value()
     wanted, known = option if isinstance(option, list) else [option], options(group, folders)
     if override.is_delete() or (known and (option is None or set(map(str, wanted)) <= {*known})):
@@ -299,7 +299,7 @@ def put(cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, fold
 
 
 def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: list[Path]) -> str:
-    """What is wrong with the place of a key; empty if nothing is."""
+    """Return what is wrong with the place of a key; "" if nothing is."""
     node: Any = cfg
     parts = key.split(".")
     for place, part in enumerate(parts):

@@ -97,7 +97,7 @@ PATH_KEY = re.compile(r"(path|root|dir|folder|file|from|teacher|tokenizer)$")
 
 
 def may_be_path(key: str, value: str) -> bool:
-    """Whether a text may name a file or folder, by its setting or its form."""
+    """Return whether a text may name a file or folder, by its setting or its form."""
     return bool(PATH_KEY.search(key) or os.sep in value or Path(value).suffix)
 
 

@@ -44,12 +44,12 @@ class FromEnvironment(str):
         return found
 
     def __repr__(self) -> str:
-        """What messages show of it."""
+        """Return the reference, which messages show in place of the value."""
         return repr(self.reference)
 
 
 def is_environment(text: Any) -> bool:
-    """Whether all references in it are to the environment."""
+    """Return whether a text has references, and all of them are to the environment."""
     return isinstance(text, str) and ENVIRONMENT in text and text.count("${") == text.count(ENVIRONMENT)
 
 
@@ -156,7 +156,7 @@ def resolved(config: Any_) -> Any_:
 
 
 def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
-    """What may be saved, and the secrets of it by key."""
+    """Return a config without secrets, and the secrets by key."""
     secrets: dict[str, Any] = {}
 
     def shown(key: str, value: Any) -> Any:

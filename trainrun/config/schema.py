@@ -526,7 +526,7 @@ def _recording_reader(section: type, prefix: str) -> Callable[[Any, str], Any]:
 
 
 def is_tracker(key: str) -> bool:
-    """Whether it is `monitor.mine`, or below it: any name in `monitor` that is no setting."""
+    """Return whether a key is `monitor.mine` or below it: a name in `monitor` that is no setting."""
     parts = key.split(".")
     return parts[0] == "monitor" and len(parts) > 1 and f"monitor.{parts[1]}" not in settings()
 

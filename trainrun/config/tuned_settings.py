@@ -20,7 +20,7 @@ _CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(.+)$", re.MULTILINE)
 
 
 def fingerprint(config: RunConfig, working_dir: Path) -> dict[str, str]:
-    """By what a person would call it: `machine`, `torch`, `model`, `shapes`."""
+    """Return what a measured preset depends on, by name: `machine`, `torch`, `model`, `shapes`."""
     from importlib import metadata  # 10 ms, and most runs have no preset that was measured
 
     return {
@@ -47,7 +47,7 @@ def _gpu_name(path: Path) -> str:
 
 
 def shapes(config: RunConfig) -> str:
-    """What a step sees: a sample's shape, and the samples of all ranks and micro-batches together."""
+    """Return the shape of a sample and the number of samples in a step, of all ranks and micro-batches."""
     data, parallel = config.data, config.parallel
     world = 1 if parallel.mode == "single" else parallel.devices
     world = len(world) if isinstance(world, list) else world

@@ -144,7 +144,7 @@ def _node_fault(setting: Setting, value: Any) -> str:
 
 
 def target_argument_faults(config: RunConfig) -> dict[str, str]:
-    """By key one line for each wrong argument of the optimizer, schedule, task, network, data, hooks, transforms."""
+    """Return a line by key for each wrong argument of optimizer, schedule, task, model, data, hooks, transforms."""
     faults: dict[str, str] = {}
     sets = (f"data.{split.replace('/', '.')}" for split in validation_nodes(config.data))
     for group in (*GROUPS, "hook", "transform", "data.augment", *sets):
@@ -247,7 +247,7 @@ def format_value(value: Any) -> str:
 
 
 def describe_kind(kind: Any) -> str:
-    """What a value of that kind is, as a message says it: `a whole number, 1 or more, or auto`."""
+    """Return a kind in words for a message: `a whole number, 1 or more, or auto`."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         last = {NoneType: "null"}
@@ -294,7 +294,7 @@ SOURCES = {  # what an argument is by default
 
 
 def no_node(setting: Setting, key: str, value: Any) -> str:
-    """What stands at an open node and names no class or function."""
+    """Return the fault of a value at an open node that names no class or function."""
     if isinstance(value, dict):
         name, inner = next(iter(value.items()))
         choice = {"transform.lora": "transform=lora", "scheduler": "scheduler=constant"}
@@ -310,7 +310,7 @@ def no_node(setting: Setting, key: str, value: Any) -> str:
 
 
 def beside_fault(setting: Setting, several: dict[str, Any], value: dict[str, Any]) -> str:
-    """What stands beside nodes by name, is no such node, and would belong to none of them."""
+    """Return the fault of a value beside named nodes that belongs to none of them."""
     for name, inner in value.items():
         if name in several or inner is None or inner == USUAL_BESIDE.get(name):
             continue

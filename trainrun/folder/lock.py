@@ -69,7 +69,7 @@ def only_writer(
 
 
 def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: bool) -> bool:
-    """Whether there is a lock to be had at all; then it is ours."""
+    """Take the lock. Return whether that was possible."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -150,7 +150,7 @@ def _is_gone(owner: dict[str, object]) -> bool:
 
 
 def _release(descriptor: int) -> None:
-    """Also where a child that is just being started (a compiler's) has a copy of the open file for a moment."""
+    """Release the lock, also if a child that is just starting has a copy of the open file."""
     with suppress(OSError):  # no locks here
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 

@@ -105,7 +105,7 @@ class RunDir:
         return self.root / f"rank{rank}.log"
 
     def stacks(self, rank: int) -> Path:
-        """Where every thread of a rank stood when it made no progress."""
+        """Return the path of the stacks of a rank that made no progress."""
         return self.root / f"stacks-rank{rank}.txt"
 
     def rank_error(self, rank: int) -> Path:
@@ -128,12 +128,12 @@ class RunDir:
 
 
 def is_there(run: RunDir) -> bool:
-    """Whether this is still the folder that a run made."""
+    """Return whether this is still the folder of a run."""
     return os.path.lexists(run.identity) or os.path.lexists(run.identity_copy)
 
 
 def check_there(run: RunDir) -> None:
-    """Raises SaveError if the folder went away while the run was going on: it is not made again half empty."""
+    """Raise SaveError if the folder was removed during the run: it is not made again half empty."""
     if not is_there(run):
         raise SaveError(
             f"{run.root}: the folder of this run is gone (removed, moved or unmounted), so nothing is saved any more; "
@@ -142,20 +142,20 @@ def check_there(run: RunDir) -> None:
 
 
 def was_saved(run: RunDir) -> bool:
-    """Whether a checkpoint was ever committed here, also where none that is sound is left."""
+    """Return whether a checkpoint was ever committed here, even if no sound one is left."""
     traces = any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
     return traces or says_saved(run)
 
 
 def says_saved(run: RunDir) -> bool:
-    """Whether RUN.json says so, which stays where the folder of the checkpoints is emptied, or not mounted."""
+    """Return whether RUN.json records a checkpoint. It stays if the folder of checkpoints is empty or unmounted."""
     with contextlib.suppress(ConfigError):
         return read_identity(run).get(SAVED) is True
     return False
 
 
 def note_saved(run: RunDir, saved: bool = True) -> None:
-    """Has RUN.json say whether a checkpoint was ever committed; nothing where it does already."""
+    """Record in RUN.json whether a checkpoint was ever committed, if that has changed."""
     if says_saved(run) != saved:
         write_identity(run, read_identity(run) | {SAVED: saved})
 
@@ -219,7 +219,7 @@ def strict(value: Any) -> Any:
 
 
 def sync_path(path: Path) -> None:
-    """What a file holds, or which names a folder has, outlives a power loss."""
+    """Sync the content of a file, or the names in a folder, so that it survives a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -233,7 +233,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError, for a text that is nested too deep as well."""
+    """Return the value of a JSON text. Raise ValueError, also for a text that is nested too deep."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -252,7 +252,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_identity(run: RunDir) -> dict[str, Any]:
-    """What RUN.json holds, or its copy where that is damaged. Raises ConfigError if the folder is not whole."""
+    """Read RUN.json, or its copy if that is damaged. Raise ConfigError if both are."""
     for path in (run.identity, run.identity_copy):
         if told := sound_identity(path):
             return told
@@ -272,7 +272,7 @@ def read_origin(run: RunDir) -> tuple[Path, Path] | None:
 
 
 def sound_identity(path: Path) -> dict[str, Any]:
-    """What such a file holds; empty if it is missing, damaged, or holds what no run writes."""
+    """Read RUN.json or its copy. Return {} if it is missing or damaged, or holds what no run writes."""
     with contextlib.suppress(OSError, ValueError):
         told = read_json(path)
         digest = told.pop(DIGEST, None) if isinstance(told, dict) else None

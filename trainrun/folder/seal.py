@@ -144,7 +144,7 @@ def unsealed_parts(run: RunDir) -> tuple[list[str], str]:
 
 
 def is_sealed(run: RunDir) -> bool:
-    """Whether this user has sealed all that the folder holds."""
+    """Return whether this user has sealed all that the folder holds."""
     return not unsealed_parts(run)[0]
 
 

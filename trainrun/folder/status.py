@@ -30,7 +30,7 @@ def read_status(run: RunDir) -> dict[str, Any]:
 
 
 def is_valid_status(status: dict[str, Any]) -> bool:
-    """Whether it holds only what a run writes."""
+    """Return whether a status holds only what a run writes."""
     held = [(status[name], kinds) for name, kinds in KINDS.items() if name in status]
     return (
         status.get("state") in STATES

@@ -148,7 +148,7 @@ class Ddp:
 
     @property
     def _learns_buckets(self) -> bool:
-        """Whether torch learns from the backward pass what is exchanged."""
+        """Return whether torch learns the buckets of the exchange from the backward pass."""
         return bool(self._options["find_unused_parameters"] or self._options["static_graph"])
 
     def exchange(self) -> None:

@@ -27,7 +27,7 @@ def count_gpus() -> int:
 
 
 def num_visible(installed: int, visible: str | None) -> int:
-    """How many of the installed GPUs `CUDA_VISIBLE_DEVICES` leaves; CUDA stops at the first wrong entry."""
+    """Return the number of GPUs that `CUDA_VISIBLE_DEVICES` leaves. CUDA stops at the first wrong entry."""
     if visible is None or installed == 0:
         return installed
     count = slices = 0
@@ -119,7 +119,7 @@ def choose_device(
 
 
 def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
-    """Whether this process is one of several ranks that are not ours; the rank is then in `RANK`.
+    """Return whether another launcher started this process as one of several ranks. The rank is in `RANK`.
 
     Slurm's variables are translated into torchrun's on the way.
     """
@@ -133,7 +133,7 @@ def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def check_listed(listed: list[int], num_gpus: int) -> None:
-    """Raises ConfigError for numbers that are no GPUs of this machine."""
+    """Raise ConfigError for numbers that are not GPUs of this machine."""
     if not num_gpus:
         raise ConfigError(
             f"parallel.devices={listed}: names GPUs by their numbers, and this run computes on none; say how many, as "
@@ -200,7 +200,7 @@ def address_of(node: str) -> str:
 
 
 def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None = None) -> tuple[int, str]:
-    """How many ranks, and why. devices: `auto`, a number, or the GPUs by theirs; num_gpus: counted here if None."""
+    """Return the number of ranks and the reason. devices: `auto`, a number, or a list of GPUs."""
     listed = list(devices) if isinstance(devices, list | tuple) else None
     if listed is not None:
         devices = len(listed)

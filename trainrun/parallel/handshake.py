@@ -49,7 +49,7 @@ class Meeting:
             self.server.join()
 
     def say_heard(self, fault: str = "") -> None:
-        """By every rank but 0, which waits for it in `hear_all`: it may be the one that keeps the store."""
+        """Confirm to rank 0 that this rank has read the payload. Rank 0 waits for it in `hear_all`."""
         self.store.set(f"heard/{os.environ['RANK']}", fault)
 
     def hear_all(self) -> list[str]:

@@ -184,7 +184,7 @@ def release_terminal() -> None:
 
 
 def rank_environment(env: Mapping[str, str], rank: int, world_size: int, store: Path) -> dict[str, str]:
-    """What a rank reads to find its place; OpenMP threads share the cores unless the user said how many."""
+    """Return the environment variables of a rank. OpenMP threads share the cores unless the user set a number."""
     own = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -334,7 +334,7 @@ def end(ranks: list[Rank]) -> None:
 
 
 def failure_of(rank: int, code: int, run_dir: RunDir, died: float) -> Failure | None:
-    """What a dead rank wrote down, else what its exit code tells; None if it ended well."""
+    """Return the error that a rank wrote, else the meaning of its exit code; None if it ended well."""
     if code in CLEAN_CODES:
         return None
     path = run_dir.rank_error(rank)

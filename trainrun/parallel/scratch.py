@@ -48,7 +48,7 @@ def sweep(place: Path) -> None:
 
 
 def lock(descriptor: int) -> bool:
-    """Whether the file is locked by us now; False if another process has it."""
+    """Return whether the file is locked by us now; False if another process has it."""
     with contextlib.suppress(OSError, ImportError):
         import fcntl  # not on Windows
 

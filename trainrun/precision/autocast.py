@@ -114,7 +114,7 @@ DOUBLE_PRECISION_GPUS = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 
 
 def check_model_type(mode: str, model: nn.Module, device: torch.device) -> None:
-    """Raises ConfigError for a model that cannot be trained so, here."""
+    """Raise ConfigError for a model that cannot be trained in this mode on this device."""
     if mode == "16-mixed" and any(param.is_complex() for param in model.parameters()):
         raise ConfigError(
             "precision=16-mixed: torch scales no gradients of complex parameters; use precision=bf16-mixed or 32-true"
@@ -138,8 +138,11 @@ def check_model_type(mode: str, model: nn.Module, device: torch.device) -> None:
 
 @cache
 def computes_lstm(dtype: torch.dtype) -> bool:
-    """Whether torch trains an LSTM under the autocast to `dtype` on this CPU: oneDNN needs AVX512-FP16 or AMX for
-    float16, and AVX-512 for bfloat16 (torch 2.13: "could not create a primitive descriptor")."""
+    """Return whether torch trains an LSTM under the autocast to `dtype` on this CPU.
+
+    oneDNN needs AVX512-FP16 or AMX for float16, and AVX-512 for bfloat16 (torch 2.13: "could not create a primitive
+    descriptor").
+    """
     lstm = nn.LSTM(1, 1, device="meta", dtype=torch.float32).to_empty(device="cpu")  # draws no random numbers
     try:
         with torch.enable_grad(), torch.autocast("cpu", dtype):
@@ -184,7 +187,7 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def matmul_note(matmul: str, mode: str, capability: tuple[int, int]) -> str:
-    """What a float32 run gives up on a GPU with TF32 (compute capability 8.0 and later); "" elsewhere."""
+    """Return a note on what float32 costs on a GPU with TF32 (compute capability 8.0 and later); "" elsewhere."""
     if matmul != "highest" or mode != "32-true" or capability < (8, 0):
         return ""
     return (
@@ -194,7 +197,7 @@ def matmul_note(matmul: str, mode: str, capability: tuple[int, int]) -> str:
 
 
 def type_notes(mode: str, device: torch.device) -> list[str]:
-    """What this device makes of the mode, where it is not what one would expect of it."""
+    """Return notes on a mode that this device computes in an unexpected way."""
     if mode == "64-true" and device.type == "mps":
         raise ConfigError(
             "precision=64-true: the device mps has no float64; "
@@ -229,12 +232,12 @@ def is_x86() -> bool:
 
 
 def emulates_bfloat16(device: torch.device) -> bool:
-    """Whether the device is known to compute matrix products in bfloat16 without hardware for it."""
+    """Return whether the device is known to compute matrix products in bfloat16 without hardware for it."""
     return (device.type == "cuda" or (device.type == "cpu" and is_x86())) and not has_bfloat16(device)
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a CPU or a GPU has arithmetic for matrix products in bfloat16."""
+    """Return whether a CPU or a GPU has arithmetic for matrix products in bfloat16."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -242,7 +245,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def cpu_has(*features: str) -> bool:
-    """Whether the CPU has one of them; torch 2.8 has a probe for some, later versions one table for all."""
+    """Return whether the CPU has one of the features. torch 2.8 probes some; later versions have one table."""
     table: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     probes = [getattr(torch.cpu, f"_is_{feature}_supported", bool) for feature in features]
     return any(table.get(feature) for feature in features) or any(probe() for probe in probes)
@@ -263,7 +266,7 @@ def _cuda_note(mode: str, device: torch.device) -> str:
 
 
 def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
-    """What `precision=auto` means, where `trainrun.autotune` does not time both, and why. tiny: as of `is_tiny`."""
+    """Return the mode of `precision=auto` if `trainrun.autotune` does not time both, and why. tiny: see `is_tiny`."""
     native = device.type in ("cpu", "cuda") and has_bfloat16(device)
     if not native:
         return FULL, f"this {device.type} has no bfloat16 arithmetic for matrix products"

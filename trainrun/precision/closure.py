@@ -29,7 +29,7 @@ class NotFinite(Exception):
 def step_with_closure(
     precision: Precision, optimizer: Optimizer, closure: Callable[[], Tensor], parallel: Parallel
 ) -> GradReport:
-    """Raises PluginError where the precision cannot check several evaluations."""
+    """Make an update with a closure. Raise PluginError if the precision cannot check several evaluations."""
     if not isinstance(precision, Update) or precision.scales:
         raise PluginError(
             "step: an update with a closure computes several gradients, which the loss scale of float16 and optimizers "

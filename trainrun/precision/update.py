@@ -206,7 +206,7 @@ class Update:
             optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def _is_usable(self, optimizer: Optimizer, groups: Groups, norm: Tensor | None) -> bool:
-        """Whether to call `optimizer.step()`. True also where the optimizer finds out on the device."""
+        """Return whether to call `optimizer.step()`. True also if the optimizer checks on the device."""
         if self._scaler is not None:
             return not (groups and self._overflowed(self._scaler, optimizer, self._any_rank))
         if not self._checks:
@@ -237,7 +237,7 @@ class Update:
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled, as float16 wants it."""
+        """Return whether the loss is scaled, as float16 wants it."""
         return self._scaler is not None
 
     def failure(self, wait: bool) -> str:
@@ -283,7 +283,7 @@ def _no_step() -> None:
 
 
 def takes_flag(optimizer: Optimizer) -> bool:
-    """Whether its `step` reads `found_inf` on the device, as torch's own fused optimizers do, and Muon here."""
+    """Return whether its `step` reads `found_inf` on the device, as torch's own fused optimizers do, and Muon here."""
     own = type(optimizer).__module__.startswith(("torch.optim.", "trainrun.optimizer."))
     return own and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -298,7 +298,7 @@ def build_scaler(device: torch.device) -> torch.amp.GradScaler:
 def overflowed(
     scaler: torch.amp.GradScaler, optimizer: Optimizer, any_rank: Callable[[Tensor], Tensor]
 ) -> bool:
-    """Whether `unscale_` saw a value that is not finite. The host waits for the device.
+    """Return whether `unscale_` saw a value that is not finite. The host waits for the device.
 
     Asked before the step, so that `optimizer.step()` is not called at all: GradScaler.step would call a
     fused one, and SGD would then start from an uninitialised momentum.

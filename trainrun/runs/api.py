@@ -226,14 +226,14 @@ PLACES = {"model": "model", "data": "data.train", "val": "data.val", "test": "da
 
 
 def config_place(name: str) -> str:
-    """Where it stands in the config: `data.val.day` of `val.day`."""
+    """Return the key in the config: `data.val.day` for `val.day`."""
     head, dot, rest = name.partition(".")
     return PLACES[head] + dot + rest
 
 
 @contextmanager
 def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Inside, a config finds these objects. Gives what the run works with: copies of some."""
+    """Make these objects available to configs inside. Yield those that the run uses, some of them copies."""
     if GIVEN and objects:
         raise ConfigError("trainrun.train: a run of objects is trained in this process already")
     used: dict[str, Any] = {}
@@ -316,7 +316,7 @@ def quoted(text: str) -> str:
 
 
 def about_of(found: Any) -> str:
-    """What an object is, in a line: its class, and the shapes of its tensors."""
+    """Describe an object in a line: its class, and the shapes of its tensors."""
     kind = f"{type(found).__module__}.{type(found).__qualname__}"
     if hasattr(found, "shape") and hasattr(found, "dtype"):
         return f"{tuple(found.shape)} {found.dtype}"

@@ -80,7 +80,7 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
 
 
 def explain_os_error(run: RunDir, error: Exception) -> Exception:
-    """What to do about a disk that is full, or a place that cannot be used; other errors as they are."""
+    """Return what to do about a full disk or an unusable path; other errors unchanged."""
     if isinstance(error, OSError | SaveError):
         try:
             check_there(run)
@@ -175,7 +175,7 @@ def end_hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, 
 
 
 def deadline(run: RunDir, config: RunConfig) -> AbstractContextManager[None]:
-    """Inside, a stop that takes too long, or is asked for twice, ends the process."""
+    """End the process if a stop inside takes too long, or is requested twice."""
     return stop_deadline(
         config.trainer.stop_grace_seconds, lambda number, twice: give_up(run, config, number, twice)
     )

@@ -25,7 +25,7 @@ FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scal
 
 
 def explained(run: Components, state: TrainState, error: Exception) -> TrainrunError | None:
-    """What to do about it; None if nothing is known."""
+    """Return what to do about an error; None if that is not known."""
     task = type(run.task).__name__
     if isinstance(error, AttributeError):
         if error.name not in ("loss_sum", "sums", "count"):
@@ -86,7 +86,7 @@ def explained(run: Components, state: TrainState, error: Exception) -> TrainrunE
 
 
 def advice(run: Components, text: str) -> str:
-    """What to do where memory ended. text: what the allocator said, and why the window did not run again."""
+    """Return what to do when memory ran out. text: what the allocator said, and why the window did not run again."""
     batch = run.config.data.batch_size
     accumulate = run.config.trainer.accumulate_grad_batches
     if run.retry.refusal:

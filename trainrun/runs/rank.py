@@ -72,7 +72,7 @@ def train_rank(
     flag: StopFlag,
     phases: PhaseTimer,
 ) -> int:
-    """What every rank does; after a step that sends the run back to a checkpoint, as a resume would do it."""
+    """Train on one rank. After a step that sends the run back to a checkpoint, start again as a resume does."""
     back: RollBack | None = None
     while True:
         try:
@@ -87,7 +87,7 @@ def train_once(
     run_dir: RunDir, config: RunConfig, order: LaunchSpec, parallel: Parallel, flag: StopFlag, phases: PhaseTimer,
     back: RollBack | None,
 ) -> int:  # fmt: skip
-    """Raises TrainrunError for what a user can mend."""
+    """Build the parts and train until the end or a rollback. Raise TrainrunError for what a user can mend."""
     assert config.seed is not None
     leader, resume = parallel.rank == 0, order.resume or back is not None
     with contextlib.ExitStack() as closing:
@@ -207,7 +207,7 @@ def end_save(run: Components, kind: type[BaseException] | None) -> bool:
 
 
 def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
-    """What was chosen by a clock, for a resume; what the data said of itself, for `load_model`, which builds without
+    """Record in RUN.json what was measured, for a resume, and facts of the data, for `load_model`, which builds without
     it."""
     facts = run.data_facts
     told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
@@ -275,7 +275,7 @@ def note_commit(run_dir: RunDir) -> None:
 
 
 def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:
-    """How the training ended, as it stands in the last row, in `status.json` and on the screen."""
+    """Return the end of the training for the last row, `status.json` and the screen."""
     return {
         "reason": state.stop_reason,
         "monitor": run.triggers.best.metric,

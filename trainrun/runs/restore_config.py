@@ -164,7 +164,7 @@ def saved_names(loaded: Loaded) -> TrainingNames:
 
 
 def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:
-    """What the task kept, and where it stood: its loss may depend on the step."""
+    """Restore the state of the task, and the step: its loss may depend on it."""
     calls.start(TrainState(loaded.manifest.step, loaded.manifest.epoch))
     if isinstance(kept := loaded.shared.get("task"), dict):
         for lost in (one for one in kept.get("anew", ()) if one.startswith("model: ")):

@@ -57,7 +57,7 @@ class Difference(NamedTuple):
 
 
 def trusted_config(run: RunDir, overrides: list[str], trust: bool, measured: str = "") -> RunConfig:
-    """As `load_config`, of a folder that may be anybody's: the user has sealed it, or trusts it now."""
+    """Load the config of a folder that this user has sealed or trusts now. Raise ConfigError for others."""
     found = readable_config(run)
     check_sealed(run, trust)
     return with_overrides(found, run.config_that_holds, overrides, measured)
@@ -105,7 +105,7 @@ def _where_it_began(run: RunDir) -> str:
 
 
 def check_ours(run: RunDir) -> None:
-    """Raises ConfigError if files lie in the place of a run's and no run made them: they are not ours to replace."""
+    """Raise ConfigError if files of other origin lie where a run writes its own: they are not replaced."""
     places = (
         run.config, run.overrides, run.environment, run.metrics, run.samples, run.pictures, run.tokenizer,
         run.status, run.log, run.report, *run.plots.glob("*.png"),
@@ -124,7 +124,7 @@ def check_ours(run: RunDir) -> None:
 
 
 def check_reachable(run: RunDir) -> None:
-    """Raises ConfigError if the checkpoints are linked to a place that is not there: no run starts over for that."""
+    """Raise ConfigError if the checkpoints are a dangling link: the run does not start over for that."""
     place = run.checkpoints
     if place.is_symlink() and not place.is_dir():
         raise ConfigError(
@@ -168,7 +168,7 @@ def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
 
 
 def check_same_network(run: RunDir, config: RunConfig) -> None:
-    """Raises ConfigError for words that change the network on the way, or how it began: what was learned stays."""
+    """Raise ConfigError for overrides that change the network, or the weights that it began with."""
     before = with_overrides(plain_config(run.config_that_holds), run.config_that_holds, [])
     changed = differences(before, config)
     faults = [
@@ -199,7 +199,7 @@ def differences(before: RunConfig, config: RunConfig) -> list[Difference]:
 
 
 def flat_values(config: RunConfig) -> dict[str, object]:
-    """By the keys that can be typed; a list is one value."""
+    """Return the values by the keys that can be typed; a list is one value."""
 
     def flat(value: Any, key: str) -> Iterator[tuple[str, object]]:
         if not isinstance(value, dict):
@@ -212,7 +212,7 @@ def flat_values(config: RunConfig) -> dict[str, object]:
 
 
 def word(value: object) -> str:
-    """As it would be typed."""
+    """Return a value as it would be typed."""
     if value is ABSENT:
         return "nothing"
     text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
@@ -226,13 +226,13 @@ def restore_config(run: RunDir) -> None:
 
 
 def has_trained(run: RunDir) -> bool:
-    """Whether its rows or its status tell of a step."""
+    """Return whether the rows or the status of a run record a step."""
     rows = sound_rows(run.metrics)[0] if run.metrics.is_file() else []
     return read_status(run).get("step", 0) > 0 or any('"kind": "train"' in row for row in rows)
 
 
 def forget_failure(run: RunDir) -> bool:
-    """Whether the run here failed or was stopped before it saved anything; what it wrote is taken away, then."""
+    """Remove the files of a run that ended before it saved anything. Return whether it did."""
     state = read_status(run).get("state") if run.status.exists() else "stopped"  # before it could say so
     if state not in ("failed", "stopped") or was_saved(run):
         return False
@@ -248,7 +248,7 @@ def forget_failure(run: RunDir) -> bool:
 
 
 def finished(run: RunDir, config: RunConfig) -> str:
-    """What to say of a run that has come to its end and, with this config, would end there again; else nothing."""
+    """Return the message for a run that has ended and would end again with this config; else ""."""
     status = read_status(run)
     if status.get("state") != "done":
         return ""

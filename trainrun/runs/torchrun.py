@@ -92,7 +92,7 @@ def _digest(run: RunDir) -> str:
 
 
 def _is_shared(run: RunDir, digest: str) -> bool:
-    """Whether rank 0's config is seen here; a network's folder may show it late, and an own one an older run's."""
+    """Return whether this rank reads rank 0's config. A network folder may show it late; a local one an old run's."""
     until = time.monotonic() + FOLDER_SECONDS
     while True:
         with contextlib.suppress(OSError):

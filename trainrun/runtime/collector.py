@@ -36,7 +36,7 @@ def nothing_to_collect() -> None:
 
 @contextmanager
 def kept_collector() -> Iterator[None]:
-    """What `collect_between_steps` and `collect_as_usual` change is as before at the end."""
+    """Restore at the end what `collect_between_steps` and `collect_as_usual` change."""
     global _has_frozen
     thresholds, had_frozen = gc.get_threshold(), _has_frozen
     try:
@@ -64,7 +64,7 @@ def collect_between_steps() -> None:
 
 
 def freeze_more() -> None:
-    """What was built after `collect_between_steps`, as a compiler with all its modules, is frozen too."""
+    """Freeze what was built after `collect_between_steps`, as a compiler with all its modules."""
     if _has_frozen:
         gc.collect()
         gc.freeze()

@@ -136,7 +136,7 @@ def watchdog_limit(seconds: float) -> float:
 
 @contextmanager
 def stop_deadline(seconds: float, expire: Expire) -> Iterator[None]:
-    """Where a stop takes longer than `seconds` inside, or is asked for twice, `expire` is called in a thread.
+    """Call `expire` in a thread if a stop inside takes longer than `seconds`, or is requested twice.
 
     Python runs signal handlers between two of its own instructions: 11 s late in a gloo exchange with a timeout of
     10 s. The bytes of `signal.set_wakeup_fd` come at once, and a thread of their own reads them.

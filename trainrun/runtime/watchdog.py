@@ -118,7 +118,7 @@ class Watchdog:
 
 
 def in_debugger() -> bool:
-    """Whether the main thread waits for a person at a breakpoint."""
+    """Return whether the main thread waits at a breakpoint."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] in DEBUGGERS:
