@@ -230,7 +230,7 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
     notes = Notes(choices=set_backends(config, context.parallel))
     check_targets(config)
     config = resolve_data_settings(config, context, notes)
-    samples = load_samples(config, context, notes)
+    samples = load_data(config, context, notes)
     task = build_task(config, samples.facts)
     data = open_data(config, context, samples, task, notes)
     config, rhythm = plan_steps(config, context, samples, data, task)
@@ -277,7 +277,7 @@ def resolve_data_settings(config: RunConfig, context: RunContext, notes: Notes) 
     return with_tokenizer(config, context.run, context.parallel, notes.choices)
 
 
-def load_samples(config: RunConfig, context: RunContext, notes: Notes) -> Samples:
+def load_data(config: RunConfig, context: RunContext, notes: Notes) -> Samples:
     """Load the data sets, and look at one sample of each. Refuse splits whose inputs are of different kinds."""
     sources, drawn = build_sources(config, notes.advice, context.trained)
     report = report_to([monitor.on_note for monitor in context.monitors])
