@@ -163,16 +163,18 @@ def check_targets(config: RunConfig) -> None:
     for key, node in _one_or_named("optimizer", config.optimizer):
         faults += optimizer_faults(key, node)
     for key, node in _one_or_named("scheduler", config.scheduler):
-        own = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
-        if own.get("_target_") and own != CONSTANT:
-            filled = tuple(f"{key}.{name}: {own['_target_']} needs it" for name in LENGTHS)  # in, by the run
-            found = bind_faults(own, key, ["optimizer"], SCHEDULE_KEYS)
-            if any(".optimizer: torch." in fault for fault in found):
-                found = [
+        arguments = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
+        if arguments.get("_target_") and arguments != CONSTANT:
+            filled = tuple(
+                f"{key}.{name}: {arguments['_target_']} needs it" for name in LENGTHS
+            )  # in, by the run
+            target_faults = bind_faults(arguments, key, ["optimizer"], SCHEDULE_KEYS)
+            if any(".optimizer: torch." in fault for fault in target_faults):
+                target_faults = [
                     f"{key}: a schedule of schedules is built by a function (optimizer) of your own; name it, as "
                     f"{key}._target_=my_file.my_schedule"
                 ]
-            faults += [fault for fault in found if not fault.startswith(filled)]
+            faults += [fault for fault in target_faults if not fault.startswith(filled)]
     for name, node in config.transform.items():
         faults += bind_faults(node, f"transform.{name}", ["model"])
     if faults:
@@ -181,7 +183,9 @@ def check_targets(config: RunConfig) -> None:
 
 def _one_or_named(key: str, node: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return (key, node) of a single node, or of each of several named nodes."""
-    return [(f"{key}.{name}", one) for name, one in named_nodes(node).items()] or [(key, node or {})]
+    return [(f"{key}.{name}", inner_node) for name, inner_node in named_nodes(node).items()] or [
+        (key, node or {})
+    ]
 
 
 @dataclass(frozen=True)
@@ -392,8 +396,8 @@ def build_update(
 def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Ema | OwnAverage | None:
     """Return the averaged weights that are evaluated: of `trainer.ema`, else of an optimizer that averages itself."""
     switching, wanted = switching_optimizers(optimizer), config.trainer.ema
-    for one in switching:
-        one.train()
+    for switching_optimizer in switching:
+        switching_optimizer.train()
     if wanted.enabled:
         return Ema(model, wanted.decay, wanted.update_every_n_steps)
     if not switching:
@@ -556,8 +560,8 @@ def precision_options(config: RunConfig) -> PrecisionOptions:
 
 def sum_of_known(numbers: Sequence[int | None]) -> int | None:
     """Return the sum; None if there are no numbers, or if one of them is not known."""
-    known = [number for number in numbers if number is not None]
-    return sum(known) if numbers and len(known) == len(numbers) else None
+    known_numbers = [number for number in numbers if number is not None]
+    return sum(known_numbers) if numbers and len(known_numbers) == len(numbers) else None
 
 
 def run_facts(run: Components, context: RunContext, rhythm: Intervals, notes: Notes) -> RunFacts:

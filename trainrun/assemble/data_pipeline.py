@@ -68,16 +68,16 @@ def build_sources(
             arguments["inputs"] = list(trained.inputs)
         sources[name] = builder.build(node, split_key(name), split_kind(name), **arguments) if node else None
     sources = with_training_names(sources, trained)
-    told = {split_key(name): getattr(source, "notice", "") for name, source in sources.items()}
-    notes += [f"{key}: {notice}" for key, notice in told.items() if notice and isinstance(notice, str)]
+    notices = {split_key(name): getattr(source, "notice", "") for name, source in sources.items()}
+    notes += [f"{key}: {notice}" for key, notice in notices.items() if notice and isinstance(notice, str)]
     if "train" in named and data.folds is None and data.sampling == "none":
         return sources, None
     from trainrun.data.order.training_set import Asked, training_set
 
-    asked = Asked(
+    request = Asked(
         data.sampling, data.weights, data.mix, data.folds, data.fold, data.stratified, fold_groups(data)
     )
-    parts, drawn = training_set({name[6:]: sources.pop(name) for name in named}, asked, notes)
+    parts, drawn = training_set({name[6:]: sources.pop(name) for name in named}, request, notes)
     return {**parts, **sources}, drawn
 
 
@@ -110,16 +110,16 @@ def describe_sources(
 
 def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) -> dict[str, Any]:
     """The sources with the class numbers of the training data. DataError: classes or input columns are others."""
-    own = {name: class_names_of(source) for name, source in sources.items() if source is not None}
-    trains = next((names for name, names in own.items() if split_kind(name) == "train" and names), ())
+    class_names = {name: class_names_of(source) for name, source in sources.items() if source is not None}
+    trains = next((names for name, names in class_names.items() if split_kind(name) == "train" and names), ())
     classes = tuple(trained.classes) if trained is not None and trained.classes else trains
     inputs = {} if trained is None else trained.inputs
-    if not inputs and not any(names and names != classes for names in own.values()):
+    if not inputs and not any(names and names != classes for names in class_names.values()):
         return sources
     from trainrun.data.readers.class_numbers import check_input_columns, with_training_classes
 
     changed = dict(sources)
-    for name in own:
+    for name in class_names:
         check_input_columns(sources[name], inputs, split_key(name))
         changed[name] = with_training_classes(sources[name], classes, split_key(name))
     return changed
@@ -158,13 +158,15 @@ def options_of_splits(
     config: RunConfig, parallel: Parallel, sources: dict[str, Any], report: Report, drawn: Drawn | None
 ) -> dict[str, StreamOptions]:
     """Return how each split that has data is read, with a look at its samples."""
-    found = {}
+    options_by_split = {}
     for name, source in sources.items():
         if source is not None and split_limit(config, name) != 0:
             options = stream_options(config, parallel, name, report, drawn)
             check_options(options)
-            found[name] = options if isinstance(source, IterableDataset) else with_look(source, options)
-    return found
+            options_by_split[name] = (
+                options if isinstance(source, IterableDataset) else with_look(source, options)
+            )
+    return options_by_split
 
 
 def stream_options(
@@ -230,9 +232,9 @@ def describe_transforms(config: RunConfig, sources: Mapping[str, Any]) -> str:
     changes = {}
     for name, split in splits.items():
         if any(source is not None and split_kind(key) == split for key, source in sources.items()):
-            one = transform_key(config, split)
-            more = [a.key for a in augmentations_of(config) if split == "train" or not a.random]
-            changes[name] = ", ".join([*([one] if one else []), *more])
+            transform = transform_key(config, split)
+            augmentations = [a.key for a in augmentations_of(config) if split == "train" or not a.random]
+            changes[name] = ", ".join([*([transform] if transform else []), *augmentations])
     if not any(changes.values()):
         return ""
     way = "validation" in changes and config.data.transform and config.data.val_transform is None
@@ -272,15 +274,15 @@ def check_labels_fit(config: RunConfig, facts: DataFacts, sources: dict[str, Any
     if is_classifier(config):
         check_targets_are_classes(sources["train"], "data.train", is_table(config))
     model, task = config.model or {}, config.task or {}
-    asked = model.get("num_classes") or config.data.num_classes
-    key = "data.num_classes" if asked == config.data.num_classes else "model.num_classes"
+    wanted_classes = model.get("num_classes") or config.data.num_classes
+    key = "data.num_classes" if wanted_classes == config.data.num_classes else "model.num_classes"
     real = task.get("_target_") in (REGRESSION, "trainrun.task.multilabel.MultiLabel")
     is_ours = str(task.get("_target_")).startswith(OUR_TASKS) and not real
     ignored = (IGNORED, *([task["ignore_index"]] if isinstance(task.get("ignore_index"), int) else []))
-    if isinstance(asked, int) and real:
+    if isinstance(wanted_classes, int) and real:
         return
-    if isinstance(asked, int):
-        labels = Labels(asked, key, ignored)
+    if isinstance(wanted_classes, int):
+        labels = Labels(wanted_classes, key, ignored)
     elif facts.num_classes and any(name in model and model[name] is None for name in ASK_FOR_CLASSES):
         if facts.num_classes > PLAUSIBLE_CLASSES:
             from trainrun.data.wrong_labels import check_number_of_classes

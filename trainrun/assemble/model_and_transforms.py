@@ -45,10 +45,10 @@ def build_model(
     config: RunConfig, facts: DataFacts, materialize: Callable[[Callable[[], nn.Module]], nn.Module]
 ) -> nn.Module:
     """A model that asks for `in_shape`, `num_classes` or `vocab_size` with null gets them from the data."""
-    node, said = split_words(config.model)
+    node, words = split_words(config.model)
     classes = facts.num_classes
-    known = {"in_shape": facts.shape and list(facts.shape), "num_classes": classes, "vocab_size": classes}
-    for name, value in known.items():
+    from_data = {"in_shape": facts.shape and list(facts.shape), "num_classes": classes, "vocab_size": classes}
+    for name, value in from_data.items():
         if name in node and node[name] is None:
             if value is None:
                 raise DataError(f"model.{name}: cannot be told from the data; say it, as {EXAMPLES[name]}")
@@ -62,8 +62,8 @@ def build_model(
             with told_of_a_setting(ValueError):
                 give_sizes(model, facts.shape)
         make_dense(model)
-        if "init" in said:
-            initialize(model, said["init"])
+        if "init" in words:
+            initialize(model, words["init"])
         return model
 
     return in_form(materialize(new_model), config)
@@ -81,11 +81,11 @@ def build_changed(
         initial = load_initial(model, init_from, parallel, config.init)
         advice += initial.lines
     model = apply_transforms(config, model, parallel.device, notes)
-    for name, kept in model.state_dict().items():
-        if getattr(kept, "layout", None) is not torch.strided:
+    for name, tensor in model.state_dict().items():
+        if getattr(tensor, "layout", None) is not torch.strided:
             from trainrun.checkpoint.weights import not_held
 
-            raise PluginError(not_held(name, kept))
+            raise PluginError(not_held(name, tensor))
     if not all(layer.training for layer in model.modules()):
         begin_training(model, advice)
     frozen = build_frozen(config, model, notes)
@@ -97,32 +97,34 @@ def split_words(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The node of a model without our words, and those; an argument of its class by such a name is the class's."""
     if not (names := WORDS.keys() & node):
         return dict(node), {}
-    own = {item.name for item in parameters_of(locate(node[TARGET], "model")) or ()}
-    said = {name: node[name] for name in WORDS if name in names - own}
-    return {name: value for name, value in node.items() if name not in said}, said
+    argument_names = {item.name for item in parameters_of(locate(node[TARGET], "model")) or ()}
+    words = {name: node[name] for name in WORDS if name in names - argument_names}
+    return {name: value for name, value in node.items() if name not in words}, words
 
 
 def faults_of_words(config: RunConfig) -> list[str]:
     """A line for each of them that is wrong; the target must be there."""
-    said = split_words(config.model)[1]
-    faults = [f"model.{n}={fault}" for n, value in said.items() if (fault := fault_of_value(value, WORDS[n]))]
-    if said.get("freeze") == "":
+    words = split_words(config.model)[1]
+    faults = [
+        f"model.{n}={fault}" for n, value in words.items() if (fault := fault_of_value(value, WORDS[n]))
+    ]
+    if words.get("freeze") == "":
         faults.append("model.freeze=: has no value; give one, or leave it out")
-    if said.get("freeze_norm") or said.get("unfreeze_at") is not None:
-        faults += faults_of_unfreezing(said)
+    if words.get("freeze_norm") or words.get("unfreeze_at") is not None:
+        faults += faults_of_unfreezing(words)
     return faults
 
 
 def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfreeze | None:
     """Freeze what `model.freeze` names, and return the hook that trains it later."""
-    said = split_words(config.model)[1]
-    if not said.get("freeze"):
+    words = split_words(config.model)[1]
+    if not words.get("freeze"):
         return None
     from trainrun.transform.freeze import Frozen
 
     with told_of_a_setting(ValueError):
-        frozen = Frozen(model, said["freeze"], said.get("freeze_norm", False))
-    until = said.get("unfreeze_at")
+        frozen = Frozen(model, words["freeze"], words.get("freeze_norm", False))
+    until = words.get("unfreeze_at")
     notes.append(describe_unfreezing(frozen, until))
     return build_unfreezing(frozen, until, model)
 
@@ -226,8 +228,12 @@ def with_scope(
     config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device, notes: list[str]
 ) -> RunConfig:
     """The config with `auto` decided."""
-    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    problem = gpu_compiler_problem(found) if found and config.trainer.compile.backend == "inductor" else ""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    problem = (
+        gpu_compiler_problem(capability)
+        if capability and config.trainer.compile.backend == "inductor"
+        else ""
+    )
     scope, note = chosen_scope(config, num_weights, total_steps, device, problem)
     notes.append(note)
     return with_values(config, {"trainer.compile.scope": scope})
@@ -258,8 +264,10 @@ def checkpoint_gradients(model: nn.Module, config: RunConfig) -> str:
     number = gradient_checkpointing(model, "full" if is_auto else mode)
     if not number and not is_auto:
         raise ConfigError(f"{key}={mode}: {NO_BLOCKS}; use {key}=none")
-    what = f"{number} blocks are computed again in the backward" if number else "off, the model has no blocks"
-    return f"{key}: {what}" + (" (auto)" if is_auto else "")
+    result = (
+        f"{number} blocks are computed again in the backward" if number else "off, the model has no blocks"
+    )
+    return f"{key}: {result}" + (" (auto)" if is_auto else "")
 
 
 def use_compiler(model: nn.Module, config: RunConfig, device: torch.device) -> None:

@@ -37,11 +37,11 @@ GROUP_KEYS = ("groups", "no_decay", "layer_decay")
 def optimizer_faults(key: str, node: dict[str, Any]) -> list[str]:
     """Bind a node, and then each of its groups, to the signature of the target; a line for each fault."""
     left_out = GROUP_KEYS if key == "optimizer" else (*GROUP_KEYS, "params")
-    own = {name: value for name, value in node.items() if name not in left_out}
-    faults = bind_faults(own, key, ["params"], GROUP_KEYS)
+    arguments = {name: value for name, value in node.items() if name not in left_out}
+    faults = bind_faults(arguments, key, ["params"], GROUP_KEYS)
     for number, group in enumerate([] if faults else node.get("groups") or []):
         options = {name: value for name, value in group.items() if name != "params"}
-        faults += bind_faults(own | options, f"{key}.groups[{number}]", ["params"])
+        faults += bind_faults(arguments | options, f"{key}.groups[{number}]", ["params"])
     return faults
 
 
@@ -116,7 +116,7 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
         for name in peaks:
             value = keywords[name]
             keywords[name] = (
-                [scaled(one)[0] for one in value] if isinstance(value, list) else scaled(value)[0]
+                [scaled(rate)[0] for rate in value] if isinstance(value, list) else scaled(value)[0]
             )
     if len(optimizer.param_groups) > 1 and str(node["_target_"]).startswith("torch."):
         from trainrun.optimizer.groups import peaks_of_groups
@@ -144,20 +144,20 @@ def build_named(
     guard: the guarded update of some parameters. Raises ConfigError for parameters that none of them has, or two.
     """
     nodes = named_nodes(config.optimizer)
-    known = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
     faults, owners, built = [], dict[nn.Parameter, str](), {}
     for name, node in nodes.items():
         try:
-            names = matching(known, node["params"], f"optimizer.{name}.params")
+            names = matching(parameters, node["params"], f"optimizer.{name}.params")
         except ValueError as error:
             faults.append(str(error))
             continue
-        if twice := [one for one in names if known[one] in owners]:
+        if twice := [param_name for param_name in names if parameters[param_name] in owners]:
             faults.append(
-                f"optimizer.{name}.params: {twice[0]} is in optimizer.{owners[known[twice[0]]]} already"
+                f"optimizer.{name}.params: {twice[0]} is in optimizer.{owners[parameters[twice[0]]]} already"
             )
-        owners |= dict.fromkeys((known[one] for one in names), name)
-    left = [name for name, param in known.items() if param.requires_grad and param not in owners]
+        owners |= dict.fromkeys((parameters[param_name] for param_name in names), name)
+    left = [name for name, param in parameters.items() if param.requires_grad and param not in owners]
     if left and not faults:
         faults.append(
             f"optimizer.{next(iter(nodes))}.params: {counted(len(left), 'parameter')} of the model would never be "
@@ -177,8 +177,8 @@ def build_named(
 def schedule_node(config: RunConfig, name: str) -> dict[str, Any]:
     """The schedule of a named optimizer: its own, else the one for all, else a constant rate."""
     node = config.scheduler or {}
-    own = named_nodes(node)
-    return dict(own.get(name, CONSTANT)) if own else node or CONSTANT
+    named_schedules = named_nodes(node)
+    return dict(named_schedules.get(name, CONSTANT)) if named_schedules else node or CONSTANT
 
 
 def describe_update(config: RunConfig, schedule: Schedule | JoinedSchedules) -> str:

@@ -76,9 +76,10 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
 def network_of(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
     """The network of a run, in evaluation mode, on the CPU. which: best, last, or a checkpoint's name."""
     loaded = read_checkpoint(resolve(run_dir.checkpoints, which))
-    told = read_identity(run_dir).get("data", {})
+    saved_facts = read_identity(run_dir).get("data", {})
     facts = DataFacts(
-        shape=tuple(told["shape"]) if told.get("shape") else None, num_classes=told.get("num_classes")
+        shape=tuple(saved_facts["shape"]) if saved_facts.get("shape") else None,
+        num_classes=saved_facts.get("num_classes"),
     )
     device = torch.device("cpu")
     model = build_model(config, facts, Single(device).materialize)
@@ -182,8 +183,8 @@ def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
 def has_changed_data(config: RunConfig, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return whether formats of ours read other training files than at the checkpoint."""
     train = config.data.train or {}
-    sets = [train] if "_target_" in train else [one for one in train.values() if isinstance(one, Mapping)]
-    are_ours = all(str(one.get("_target_")).startswith("trainrun.data.") for one in sets)
+    sets = [train] if "_target_" in train else [node for node in train.values() if isinstance(node, Mapping)]
+    are_ours = all(str(node.get("_target_")).startswith("trainrun.data.") for node in sets)
     return are_ours and DATA in then and then[DATA] != now.get(DATA)
 
 
@@ -201,8 +202,8 @@ def last_step(metrics: Path) -> int:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
             lines = file.read().split(b"\n")
-        whole = [json.loads(line) for line in lines[int(size > TAIL_BYTES) : -1]]
-        steps = [row["step"] for row in whole if isinstance(row, dict) and "step" in row]
+        rows = [json.loads(line) for line in lines[int(size > TAIL_BYTES) : -1]]
+        steps = [row["step"] for row in rows if isinstance(row, dict) and "step" in row]
     except (OSError, ValueError):
         return -1  # the function that cuts the rows says what is wrong with them
     return max(steps, default=-1)

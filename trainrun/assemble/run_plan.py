@@ -34,6 +34,7 @@ from trainrun.limits import (
 )
 from trainrun.output import counted
 from trainrun.task.metrics.directions import asked_direction
+from trainrun.train_state import TrainState
 from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker, RunLimits
 
 if TYPE_CHECKING:
@@ -48,15 +49,16 @@ SAMPLED_STEPS = 5  # of those between two rows
 
 def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
     """`data.global_batch_size` divided among ranks and micro-batches; it must come out even."""
-    wanted, one = config.data.global_batch_size, config.data.batch_size * world_size
+    wanted, batch_of_ranks = config.data.global_batch_size, config.data.batch_size * world_size
     if wanted is None:
         return config
-    if wanted % one:
-        near = max(one, round(wanted / one) * one)
+    if wanted % batch_of_ranks:
+        near = max(batch_of_ranks, round(wanted / batch_of_ranks) * batch_of_ranks)
         raise ConfigError(
-            f"data.global_batch_size={wanted}: must be a multiple of batch_size x ranks = {one}; the nearest is {near}"
+            f"data.global_batch_size={wanted}: must be a multiple of batch_size x ranks = {batch_of_ranks}; "
+            f"the nearest is {near}"
         )
-    return with_values(config, {"trainer.accumulate_grad_batches": wanted // one})
+    return with_values(config, {"trainer.accumulate_grad_batches": wanted // batch_of_ranks})
 
 
 def lengths_of(config: RunConfig, train: Batches, source: Any, task: Any, world_size: int) -> Lengths:
@@ -115,11 +117,11 @@ def build_rhythm(config: RunConfig, lengths: Lengths, task: Any, has_val: bool, 
     totals = [trainer.max_steps]
     if trainer.max_epochs is not None and per_epoch is not None:
         totals.append(trainer.max_epochs * per_epoch)
-    whole = parse_whole(trainer.max_duration)
-    uneven = whole is not None and whole.unit == "token" and lengths.tokens_per_sample is None
-    if whole is not None and whole.unit != "second" and not uneven and per_epoch is not None:
-        totals.append(in_steps(f"trainer.max_duration={trainer.max_duration}", whole, lengths, task))
-    known = [total for total in totals if total is not None]
+    max_duration = parse_whole(trainer.max_duration)
+    uneven = max_duration is not None and max_duration.unit == "token" and lengths.tokens_per_sample is None
+    if max_duration is not None and max_duration.unit != "second" and not uneven and per_epoch is not None:
+        totals.append(in_steps(f"trainer.max_duration={trainer.max_duration}", max_duration, lengths, task))
+    known_totals = [total for total in totals if total is not None]
     key, interval = f"trainer.val_check_interval={trainer.val_check_interval}", None
     if has_val:
         interval = parse_interval(trainer.val_check_interval)
@@ -131,7 +133,7 @@ def build_rhythm(config: RunConfig, lengths: Lengths, task: Any, has_val: bool, 
     return Intervals(
         lengths, every(key, interval, lengths, task) if interval and not by_time else None,
         trainer.check_val_every_n_epoch, log_every,
-        min(known) if known and not uneven else None,
+        min(known_totals) if known_totals and not uneven else None,
         interval.amount if interval and by_time and rank == 0 else None, has_val,
         sample_distance(log_every, per_epoch),
     )  # fmt: skip
@@ -151,7 +153,9 @@ def with_warmup_in_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunC
     """A warmup that was given as a duration."""
 
     def in_numbers(key: str, node: dict[str, Any]) -> dict[str, Any]:
-        node = node | {name: in_numbers(f"{key}.{name}", one) for name, one in named_nodes(node).items()}
+        node = node | {
+            name: in_numbers(f"{key}.{name}", inner_node) for name, inner_node in named_nodes(node).items()
+        }
         warmup = node.get("warmup_steps")
         if not isinstance(warmup, str):
             return node
@@ -167,14 +171,16 @@ def with_warmup_in_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunC
 
 def build_limits(config: RunConfig, lengths: Lengths, task: Any) -> RunLimits:
     trainer = config.trainer
-    whole, said = parse_whole(trainer.max_duration), f"trainer.max_duration={trainer.max_duration}"
+    max_duration, typed = parse_whole(trainer.max_duration), f"trainer.max_duration={trainer.max_duration}"
     seconds = parse_seconds(trainer.max_time)
-    if whole is None or (whole.unit == "second" and (seconds or math.inf) < whole.amount):
+    if max_duration is None or (
+        max_duration.unit == "second" and (seconds or math.inf) < max_duration.amount
+    ):
         return RunLimits(trainer.max_steps, trainer.max_epochs, seconds)
-    if whole.unit == "second":
-        return RunLimits(trainer.max_steps, trainer.max_epochs, whole.amount, None, said)
-    whole_run = every(said, whole, lengths, task)
-    return RunLimits(trainer.max_steps, trainer.max_epochs, seconds, whole_run, said)
+    if max_duration.unit == "second":
+        return RunLimits(trainer.max_steps, trainer.max_epochs, max_duration.amount, None, typed)
+    whole_run = every(typed, max_duration, lengths, task)
+    return RunLimits(trainer.max_steps, trainer.max_epochs, seconds, whole_run, typed)
 
 
 def default_monitor(task: Any, splits: Sequence[str]) -> str | None:
@@ -194,18 +200,22 @@ def direction(key: str, metric: str | None, wanted: CheckpointConfig | EarlyStop
 def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task: Any) -> KeepOptions:
     keep = config.checkpoint
     key = f"checkpoint.every_n_train_steps={keep.every_n_train_steps}"
-    found = [parse_saving(keep.every_n_train_steps)]
+    durations = [parse_saving(keep.every_n_train_steps)]
     if keep.every_n_epochs is not None:
-        found.append(Duration(keep.every_n_epochs, EPOCH))
-    distances = [every(key, one, lengths, task) for one in found if one]
+        durations.append(Duration(keep.every_n_epochs, EPOCH))
+    distances = [every(key, duration, lengths, task) for duration in durations if duration]
     metric = keep.monitor or default
     if keep.monitor is not None and default is None:
         raise ConfigError(
             f"checkpoint.monitor={keep.monitor}: there is no validation data (data.val, trainer.limit_val_batches)"
         )
+
+    def is_due(state: TrainState) -> bool:
+        return any(distance.passed(state) for distance in distances)
+
     return KeepOptions(
         keep.enabled, metric, direction("checkpoint", metric, keep), keep.save_top_k,
-        keep.save_last, keep.keep_last, lambda state: bool(distances) and any(one.passed(state) for one in distances),
+        keep.save_last, keep.keep_last, is_due,
         parse_seconds(keep.train_time_interval), keep.async_save, keep.monitor is not None,
     )  # fmt: skip
 
@@ -232,14 +242,14 @@ def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str,
     names = ["shuffle", "shuffle_buffer", "sampling", "mix", "folds", "fold", "stratified", "fold_groups"]
     if data.padding in LENGTHS_DECIDE or data.truncate in ("drop", "split"):
         names += ["padding", "max_tokens", "truncate", "max_sequence_length", "pad_multiple"]
-    found = {"seed": config.seed, **{f"data.{name}": getattr(data, name) for name in names}}
+    facts = {"seed": config.seed, **{f"data.{name}": getattr(data, name) for name in names}}
     of_training = ("seed", "val_fraction", "split", "groups", "val_by")
-    found |= {f"data.train.{name}": train[name] for name in of_training if name in train}
+    facts |= {f"data.train.{name}": train[name] for name in of_training if name in train}
     if data.padding == "bucket":
-        found["batch_size x ranks"] = data.batch_size * ranks
+        facts["batch_size x ranks"] = data.batch_size * ranks
     if data.padding == "token_budget":
-        found["ranks"] = ranks
-    return found | ({} if drawn is None else {DRAWN: drawn.mark})
+        facts["ranks"] = ranks
+    return facts | ({} if drawn is None else {DRAWN: drawn.mark})
 
 
 def build_fingerprint(
@@ -249,10 +259,10 @@ def build_fingerprint(
 
     source: the training samples, which may name their files; of others the files at data.train.path stand for them.
     """
-    named = [files for one in parts_of(source) if (files := getattr(one, "files", None))]
-    found = describe_files(chain.from_iterable(named)) if named else ""
+    named = [files for part in parts_of(source) if (files := getattr(part, "files", None))]
+    description = describe_files(chain.from_iterable(named)) if named else ""
     beside = "" if named else data_at((config.data.train or {}).get("path"))
-    data = ({DATA: found} if found else {}) | ({PLACE: beside} if beside else {})
+    data = ({DATA: description} if description else {}) | ({PLACE: beside} if beside else {})
     data |= {} if drawn is None else {DRAWN: drawn.mark}
     return lambda: {
         **versions_and_chips(parallel.device),
@@ -269,10 +279,10 @@ def data_at(path: Any) -> str:
     if not isinstance(path, str):
         return ""
     place = Path(path).expanduser()
-    found = (
+    paths = (
         place.iterdir() if place.is_dir() else [place] if place.is_file() else map(Path, iglob(str(place)))
     )
-    return describe_files(file for file in found if not file.name.startswith("."))
+    return describe_files(file for file in paths if not file.name.startswith("."))
 
 
 def describe_files(paths: Iterable[Path]) -> str:

@@ -69,8 +69,8 @@ def build_step(
     if config.step:
         from trainrun.training.own_step import OwnStep, build_own_step
 
-        own = build_own_step(config.step)
-        return OwnStep(own), own
+        own_step = build_own_step(config.step)
+        return OwnStep(own_step), own_step
     if config.trainer.compile.scope != "step" and not config.trainer.cuda_graphs:
         return train_step, None
     from trainrun.step.whole import build_whole_step

@@ -28,10 +28,10 @@ def check_settings_are_read(typed: Iterable[str], config: RunConfig, parallel: P
     Settings of a section whose switch was typed too, as in a sweep, may be idle.
     """
     read = set().union(*parallel.gather(sorted(READ)))
-    known, typed_keys = settings(), set(typed)
+    all_settings, typed_keys = settings(), set(typed)
     faults = []
-    for key in sorted(typed_keys & known.keys() - read):
-        setting, section = known[key], known.get(key.rpartition(".")[0])
+    for key in sorted(typed_keys & all_settings.keys() - read):
+        setting, section = all_settings[key], all_settings.get(key.rpartition(".")[0])
         waits = section is not None and f"{section.key}.{section.short}" in typed_keys
         is_plain = setting.section is None and not setting.opens and not setting.read_by
         if is_plain and not waits and value_of(config, key) != setting.default:
@@ -89,10 +89,10 @@ def unused_reason(key: str, config: RunConfig, unused: Mapping[str, Mapping[str,
     if not value or value == "auto":  # it asks for nothing
         return ""
     if f"{above}." == TRAINING:
-        takers = [one for one in unused if name in node_of(one, config)]
+        takers = [taker for taker in unused if name in node_of(taker, config)]
     else:
-        takers = [one for one in unused if one == above]
-    reasons = [unused[one].get(name, "") for one in takers]
+        takers = [taker for taker in unused if taker == above]
+    reasons = [unused[taker].get(name, "") for taker in takers]
     return reasons[0] if reasons and all(reasons) else ""
 
 

@@ -318,10 +318,10 @@ def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> L
             for name in rank_files(other):
                 _check_file(folder / name, manifest.files[name])
     first = _read_part(folder, manifest, 0)
-    own: dict[str, Any] = {"rank": None}
+    rank_state: dict[str, Any] = {"rank": None}
     if rank < manifest.world_size:
-        own = first if rank == 0 else _read_part(folder, manifest, rank)
-    return Loaded(folder, manifest, first["shared"], own["rank"])
+        rank_state = first if rank == 0 else _read_part(folder, manifest, rank)
+    return Loaded(folder, manifest, first["shared"], rank_state["rank"])
 
 
 def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:

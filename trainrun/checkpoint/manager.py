@@ -500,8 +500,8 @@ class CheckpointManager:
             with file_faults(f"cannot write {BEST} in {self.folder}", self.folder):
                 self._write_best(best)
         num_newest = max(self.options.keep_last, 1) if self.options.save_last else 1
-        kept = {*steps[-num_newest:], *self._best_by_other_metrics, *(entry.step for entry in best)}
-        self._delete([step for step in steps if step not in kept], note)
+        kept_steps = {*steps[-num_newest:], *self._best_by_other_metrics, *(entry.step for entry in best)}
+        self._delete([step for step in steps if step not in kept_steps], note)
 
     def _write_best(self, best: list[Entry]) -> None:
         """Replace `best.json` as a whole. It is for people and tools; the manifests have the same facts."""

@@ -66,10 +66,12 @@ class FrozenBase:
     def __init__(self, model: nn.Module, initial: Initial, notes: list[str]) -> None:
         """Raise ConfigError if there are no weights to leave out."""
         source = initial.source
-        taken = {id(param) for param in initial.params}
+        initial_ids = {id(param) for param in initial.params}
         every = dict(model.named_parameters(remove_duplicate=False))
         self._params = {
-            name: param for name, param in every.items() if not param.requires_grad and id(param) in taken
+            name: param
+            for name, param in every.items()
+            if not param.requires_grad and id(param) in initial_ids
         }
         if not self._params:
             raise ConfigError(
@@ -116,9 +118,9 @@ class FrozenBase:
 
 def place_of_base(init_from: str | None, loaded: Loaded) -> str | None:
     """Return the path of the weights that a checkpoint leaves out: the config's, else that of the training."""
-    told = loaded.shared.get(BASE) if isinstance(loaded.shared, dict) else None
+    base_facts = loaded.shared.get(BASE) if isinstance(loaded.shared, dict) else None
     there = init_from is not None and Path(init_from).expanduser().exists()
-    return None if told is None else init_from if there else str(told["from"])
+    return None if base_facts is None else init_from if there else str(base_facts["from"])
 
 
 def with_left_out(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -126,12 +128,12 @@ def with_left_out(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]
     if BASE not in shared:
         return shared
     base = {name: tensor for name, tensor in live.items() if name not in shared["model"]}
-    ema, told, here = shared["ema"], shared[BASE], digest_tensors(base)
-    if here != told["sha256"]:
+    ema, base_facts, here = shared["ema"], shared[BASE], digest_tensors(base)
+    if here != base_facts["sha256"]:
         raise CheckpointError(
-            f"checkpoint {place}: holds an adapter of init_from={told['from']} (frozen weights with SHA-256 "
-            f"{told['sha256'][:SHOWN_DIGITS]}), and here they are others ({here[:SHOWN_DIGITS]}); bring that file or "
-            f"run back as it was, with {ADAPTER_ONLY}"
+            f"checkpoint {place}: holds an adapter of init_from={base_facts['from']} (frozen weights with SHA-256 "
+            f"{base_facts['sha256'][:SHOWN_DIGITS]}), and here they are others ({here[:SHOWN_DIGITS]}); bring that "
+            f"file or run back as it was, with {ADAPTER_ONLY}"
         )
     return shared | {
         "model": base | shared["model"],
@@ -141,12 +143,12 @@ def with_left_out(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, types, shapes and bytes."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def evaluated_weights(
@@ -187,14 +189,14 @@ def load_initial(
     """
     try:
         place, there, about = _found(Path(init_from).expanduser().absolute(), parallel)
-        taken, lines = _selected(model, there, chosen or InitConfig(), place)
+        selected, lines = _selected(model, there, chosen or InitConfig(), place)
     except CheckpointError as error:
         raise CheckpointError(f"{KEY}={init_from}: {error}") from error
     here = model.state_dict()
-    model.load_state_dict(parallel.load_state_dict(here | taken, here))
-    own = dict(model.named_parameters(remove_duplicate=False))
-    params = [own[name] for name in taken if name in own]
-    return Initial(init_from, params, [f"weights: {len(taken)} tensors of {init_from}{about}", *lines])
+    model.load_state_dict(parallel.load_state_dict(here | selected, here))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    params = [parameters[name] for name in selected if name in parameters]
+    return Initial(init_from, params, [f"weights: {len(selected)} tensors of {init_from}{about}", *lines])
 
 
 def _selected(
@@ -212,28 +214,30 @@ def _selected(
     fit_buffers(model, {name: tensor for name, tensor in there.items() if name in made}, device)
     here = model.state_dict()
     expected = {name: tensor_kind(tensor) for name, tensor in here.items() if name not in skipped}
-    found = {name: _as_here(tensor, here.get(name)) for name, tensor in there.items() if name not in skipped}
-    _fill_tied({name: here[name] for name in expected}, found)
-    kinds = tensor_kinds(found)
-    taken = {name: found[name] for name in expected if expected[name] == kinds.get(name)}
-    if chosen.strict or not taken:
+    converted = {
+        name: _as_here(tensor, here.get(name)) for name, tensor in there.items() if name not in skipped
+    }
+    _fill_tied({name: here[name] for name in expected}, converted)
+    kinds = tensor_kinds(converted)
+    selected = {name: converted[name] for name in expected if expected[name] == kinds.get(name)}
+    if chosen.strict or not selected:
         check_tensors(
             place, "this model", expected, kinds, MOST_SHOWN, _way_out(expected, kinds, chosen.strict)
         )
-    if not taken:
+    if not selected:
         raise CheckpointError(f"{place}: nothing is left to take; init.skip leaves all of it out")
     reasons = {
-        "nothing here before, as it is there": [name for name in taken if name in made],
+        "nothing here before, as it is there": [name for name in selected if name in made],
         "skipped (init.skip)": skipped,
-        "not there, as the model began": [name for name in expected if name not in found],
-        "only there": [name for name in found if name not in expected],
+        "not there, as the model began": [name for name in expected if name not in converted],
+        "only there": [name for name in converted if name not in expected],
         "does not fit, as the model began": [
             _difference(name, expected[name], kinds[name])
             for name in expected
-            if name in found and name not in taken
+            if name in converted and name not in selected
         ],
     }
-    return taken, [
+    return selected, [
         f"weights: {reason}: {', '.join(names[:MOST_SHOWN])}"
         + (f", and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else "")
         for reason, names in reasons.items()
@@ -424,8 +428,8 @@ def not_held(name: str, value: object) -> str:
 
 
 def is_longer(there: Tensor, here: Tensor) -> bool:
-    more = there.dim() == here.dim() and all(map(ge, there.shape, here.shape))
-    return more and there.shape != here.shape and there.dtype == here.dtype
+    is_larger = there.dim() == here.dim() and all(map(ge, there.shape, here.shape))
+    return is_larger and there.shape != here.shape and there.dtype == here.dtype
 
 
 def check_tensors(
@@ -442,10 +446,10 @@ def check_tensors(
         fault for name in names if (fault := _difference(name[:200], expected.get(name), found.get(name)))
     ]
     if faults:
-        more = f", and {len(faults) - shown} more" if len(faults) > shown else ""
+        rest = f", and {len(faults) - shown} more" if len(faults) > shown else ""
         raise CheckpointError(
             f"checkpoint {place} does not fit {owner}: {len(faults)} of {len(names)} tensors differ: "
-            f"{', '.join(faults[:shown])}{more}; {way_out}"
+            f"{', '.join(faults[:shown])}{rest}; {way_out}"
         )
 
 

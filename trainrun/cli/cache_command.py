@@ -47,10 +47,10 @@ def show(caches: list[DiskCache]) -> None:
         )
         say(f"{quantity(cache.num_bytes):>7}B  {used:21}  {cache.path}  {cache.source}")
     total = sum(cache.num_bytes for cache in caches)
-    told = f"{counted(len(caches), 'cache')}, {quantity(total)}B"
+    summary = f"{counted(len(caches), 'cache')}, {quantity(total)}B"
     if caches:
-        told += f" of at most {quantity(limit_on(caches[0].path.parent))}B on a disk ({LIMIT})"
-    say(told)
+        summary += f" of at most {quantity(limit_on(caches[0].path.parent))}B on a disk ({LIMIT})"
+    say(summary)
 
 
 def clear(caches: list[DiskCache], folders: list[Path]) -> None:
@@ -58,5 +58,5 @@ def clear(caches: list[DiskCache], folders: list[Path]) -> None:
     for folder in folders:
         remove_unfinished(folder)
     freed, left = sum(cache.num_bytes for cache in removed), len(caches) - len(removed)
-    kept = f"; {counted(left, 'cache')} in use stay" if left else ""
-    say(f"removed {counted(len(removed), 'cache')}, {quantity(freed)}B{kept}")
+    in_use = f"; {counted(left, 'cache')} in use stay" if left else ""
+    say(f"removed {counted(len(removed), 'cache')}, {quantity(freed)}B{in_use}")

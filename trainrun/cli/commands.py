@@ -120,9 +120,9 @@ def show_help(words: list[str]) -> int:
     from trainrun.config.argv import conf_dir, split_command_line, user_conf_dirs
     from trainrun.config.help_text import help_text
 
-    asked = split_command_line(words)
-    folders = [*user_conf_dirs(asked.config_dirs, Path.cwd()), conf_dir()]
-    show_text(help_text(asked.overrides, COMMANDS, folders))
+    command_line = split_command_line(words)
+    folders = [*user_conf_dirs(command_line.config_dirs, Path.cwd()), conf_dir()]
+    show_text(help_text(command_line.overrides, COMMANDS, folders))
     return EXIT_DONE
 
 

@@ -111,13 +111,13 @@ def all_names(commands: Sequence[str], folders: list[Path]) -> Names:
     """Return the names of all commands, groups with their options, and settings with the values that are closed."""
     known_groups = groups(folders)
     values = [f"{group}={option}" for group in known_groups for option in options(group, folders)]
-    own = [
+    option_keys = [
         line.strip().partition("=")[0]
         for group in WITH_OWN_KEYS
         for option in options(group, folders)
         for line in option_lines(group, option, folders)[1:]
     ]
-    keys = [*dict.fromkeys([*(name for name, _, _ in setting_rows()), *own])]
+    keys = [*dict.fromkeys([*(name for name, _, _ in setting_rows()), *option_keys])]
     sections = {name.partition(".")[0] for name in keys if "." in name}
     for key, setting in settings().items():
         choices = ("true", "false") if setting.kind is bool else choices_of(setting.kind)
@@ -131,7 +131,7 @@ def completion_script(shell: str, names: Names) -> str:
     """Return the script of a shell, with all names in it."""
     lists = {**names._asdict(), "flags": FLAGS}
     lists["with_run"] = [name for name in names.commands if name not in NO_RUN]
-    texts = {name: shlex.quote(" ".join(found)) for name, found in lists.items()}
-    texts |= {f"{name}_list": shlex.join(found) for name, found in lists.items()}
+    texts = {name: shlex.quote(" ".join(names_of_kind)) for name, names_of_kind in lists.items()}
+    texts |= {f"{name}_list": shlex.join(names_of_kind) for name, names_of_kind in lists.items()}
     fish_flags = "\n".join(f"complete -c trainrun -l {flag.removeprefix('--')}" for flag in FLAGS)
     return SCRIPTS[shell].format(**texts, fish_flags=fish_flags)

@@ -27,9 +27,9 @@ def main(argv: list[str]) -> int:
     from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
 
     with progress_line() as progress:
-        found = diagnose(typed, budget, progress, wish.trace)
-    say("\n".join(lines_of(found)))
-    write_report(found, typed, folder)
+        diagnosis = diagnose(typed, budget, progress, wish.trace)
+    say("\n".join(lines_of(diagnosis)))
+    write_report(diagnosis, typed, folder)
     say(f"in {budget.spent:.0f} s; details: {shown(folder / 'diagnosis.json')}")
     return EXIT_DONE
 

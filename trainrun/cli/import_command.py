@@ -41,10 +41,12 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{dest}: is there already; name another")
     if not dest.absolute().parent.is_dir():
         raise ConfigError(f"{dest}: the folder {dest.parent} does not exist")
-    found = write_safetensors(source, dest.absolute(), words.key)
-    say(f"{dest}: {found['tensors']:,} tensors, {dest.stat().st_size / 1e6:,.1f} MB")
-    if found["num_not_finite"]:
-        say(f"warning: {found['num_not_finite']} tensors hold nan or inf: {', '.join(found['not_finite'])}")
+    contents = write_safetensors(source, dest.absolute(), words.key)
+    say(f"{dest}: {contents['tensors']:,} tensors, {dest.stat().st_size / 1e6:,.1f} MB")
+    if contents["num_not_finite"]:
+        say(
+            f"warning: {contents['num_not_finite']} tensors hold nan or inf: {', '.join(contents['not_finite'])}"
+        )
     say(f"begin a run with it: trainrun init_from={shlex.quote(str(dest))} model=...")
     return EXIT_DONE
 
@@ -118,8 +120,8 @@ def read_torch_file(source: Path) -> Any:
             return torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         name = str(error).partition("GLOBAL ")[2].partition(" ")[0][:100]
-        what = f"holds more than tensors and plain values{f' ({name})' if name else ''}, or no torch file"
-        raise CheckpointError(f"{what}; nothing of it was run: ask for its state_dict alone") from error
+        content = f"holds more than tensors and plain values{f' ({name})' if name else ''}, or no torch file"
+        raise CheckpointError(f"{content}; nothing of it was run: ask for its state_dict alone") from error
     except Exception as error:  # torch has a dozen kinds for damaged files
         raise CheckpointError(f"cannot be read ({type(error).__name__}: {first_line_of(error)})") from error
 

@@ -50,31 +50,31 @@ def sections(text: str) -> dict[str, str]:
 
 def manual_text(topic: str) -> str:
     """Return the text of a topic. Raise ConfigError with the nearest one if there is none."""
-    known = topics()
+    pages = topics()
     if not topic:
         return "\n".join(
-            [*_overview(known), "", "trainrun help TOPIC prints one; trainrun --help lists the settings."]
+            [*_overview(pages), "", "trainrun help TOPIC prints one; trainrun --help lists the settings."]
         )
     wanted = slug(topic)
-    if wanted in known:
-        return _shown(known[wanted])
-    found = {
+    if wanted in pages:
+        return _shown(pages[wanted])
+    matches = {
         name: part
-        for page, text in known.items()
+        for page, text in pages.items()
         if page != "settings"
         for name, part in sections(text).items()
     }
-    if wanted in found and wanted not in groups([conf_dir()]):
-        return _shown(found[wanted])
+    if wanted in matches and wanted not in groups([conf_dir()]):
+        return _shown(matches[wanted])
     try:  # a group, a section of settings, one setting or a command
-        told = help_text([topic], COMMANDS, [*user_conf_dirs([], Path.cwd()), conf_dir()])
-        more = _mentioned(topic, known) if topic in COMMANDS else ""
-        return f"{told}\n\n{more}" if more else told
+        help_of_topic = help_text([topic], COMMANDS, [*user_conf_dirs([], Path.cwd()), conf_dir()])
+        mentions = _mentioned(topic, pages) if topic in COMMANDS else ""
+        return f"{help_of_topic}\n\n{mentions}" if mentions else help_of_topic
     except ConfigError:
-        if told := _mentioned(topic, known):
-            return told
-        near = nearest(wanted, [*known, *found, *COMMANDS])
-        raise ConfigError(f"help {topic}: no such topic.{near} Topics: {', '.join(known)}") from None
+        if help_of_topic := _mentioned(topic, pages):
+            return help_of_topic
+        near = nearest(wanted, [*pages, *matches, *COMMANDS])
+        raise ConfigError(f"help {topic}: no such topic.{near} Topics: {', '.join(pages)}") from None
 
 
 def _mentioned(topic: str, known: dict[str, str]) -> str:
@@ -83,12 +83,12 @@ def _mentioned(topic: str, known: dict[str, str]) -> str:
     pages = [text for page, text in known.items() if page != "settings"]
     parts = {name: part for text in pages for name, part in sections(text).items() if word.search(part)}
     headed = {name: part for name, part in parts.items() if word.search(part.partition("\n")[0])}
-    found = headed or parts
-    if len(found) <= MOST_SECTIONS:
-        return "\n\n".join(map(_shown, found.values()))
+    matches = headed or parts
+    if len(matches) <= MOST_SECTIONS:
+        return "\n\n".join(map(_shown, matches.values()))
     lines = [f"{topic} is in these sections:"]
-    for name in sorted(found, key=lambda name: -len(word.findall(found[name])))[:MOST_NAMES]:
-        line = next(line for line in found[name].splitlines() if word.search(line))
+    for name in sorted(matches, key=lambda name: -len(word.findall(matches[name])))[:MOST_NAMES]:
+        line = next(line for line in matches[name].splitlines() if word.search(line))
         lines.append(f"  trainrun help {name:<28} {_shown(line).strip(' #|')}")
     return "\n".join(lines)
 

@@ -123,8 +123,8 @@ def with_all_samples(
 
     A limit stays if it is typed here, or if the length of the data is not known. is_held_out: see `load_parts`.
     """
-    asked = split.partition("/")[0]
-    limits = [limit for limit in ("limit_val_batches", "limit_test_batches") if asked in limit.split("_")]
+    kind = split.partition("/")[0]
+    limits = [limit for limit in ("limit_val_batches", "limit_test_batches") if kind in limit.split("_")]
     lifted = [f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words)]
     run, folder = load_parts(run_dir, which, [*words, *lifted], trust, split, is_held_out)
     sets = [stream for name, stream in run.splits().items() if split in (name, name.partition("/")[0])]
@@ -138,13 +138,13 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
     import torch
 
     batches = run.splits()[split].epoch(0)
-    found = predict_batches(run.model, run.task, batches, run.precision.autocast)
-    index = found.get("index")
+    predicted = predict_batches(run.model, run.task, batches, run.precision.autocast)
+    index = predicted.get("index")
     # a number twice: of data.truncate=split, in the order of the data
     if index is not None and bool((index.diff() == 0).any()):
         piece = torch.arange(len(index)) - torch.searchsorted(index, index)
-        found = {"index": index, "piece": piece, **found}
-    return found
+        predicted = {"index": index, "piece": piece, **predicted}
+    return predicted
 
 
 def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
@@ -179,8 +179,8 @@ def evaluate_command(argv: list[str]) -> int:
     splits = [name for name in run.splits() if name == words.split or name.startswith(f"{words.split}/")]
     if not splits:
         raise no_split(run.splits(), words.split)
-    found = {name: value for split in splits for name, value in evaluation.evaluate(run, split).items()}
-    metrics = {name: value for name, value in found.items() if not name.endswith("/seconds")}
+    results = {name: value for split in splits for name, value in evaluation.evaluate(run, split).items()}
+    metrics = {name: value for name, value in results.items() if not name.endswith("/seconds")}
     number = sum(run.splits()[split].num_samples or 0 for split in splits)
     of_samples = f"  ({counted(number, 'sample')})" if number else ""
     values = "  ".join(f"{name} {value:.5g}" for name, value in metrics.items())

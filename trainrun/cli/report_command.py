@@ -121,16 +121,16 @@ def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
     from trainrun.trackers.sender import send_all
 
     check_sealed(run, trust)
-    config, known = read_config(run), tracker_nodes()
-    own = {name: node for name, node in config.get("monitor", {}).items() if isinstance(node, dict)}
-    if wrong := [name for name in names if name not in known | own]:
-        raise ConfigError(f"--to {wrong[0]}: no such tracker; there are {', '.join(known | own)}")
+    config, tracker_options = read_config(run), tracker_nodes()
+    nodes = {name: node for name, node in config.get("monitor", {}).items() if isinstance(node, dict)}
+    if wrong := [name for name in names if name not in tracker_options | nodes]:
+        raise ConfigError(f"--to {wrong[0]}: no such tracker; there are {', '.join(tracker_options | nodes)}")
     rows = read_rows(run.metrics)
     facts = {"name": config.get("run_name") or run.root.name, "run_id": read_identity(run)["run_id"]}
     facts |= {"folder": str(run.root), "config": config}
     for name in names:
         with only_writer(run):
-            count = send_all(run, name, (known | own)[name], facts, rows)
+            count = send_all(run, name, (tracker_options | nodes)[name], facts, rows)
         say(f"{name}: {counted(count, 'row')} sent")
 
 
@@ -144,9 +144,9 @@ def find_run(word: str) -> RunDir:
             f"{word}: this run has logged nothing (no {run.metrics.name}); there is nothing to draw. "
             "Runs write it with monitor.metrics_file=true"
         )
-    what = "no run is in this folder" if run.root.is_dir() else "no such folder"
+    reason = "no run is in this folder" if run.root.is_dir() else "no such folder"
     if run.root.is_file():
-        what = "is a file"
+        reason = "is a file"
     raise ConfigError(
-        f"{word}: {what} (no {run.metrics.name}); give the folder that a run has named as its own"
+        f"{word}: {reason} (no {run.metrics.name}); give the folder that a run has named as its own"
     )

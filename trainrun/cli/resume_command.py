@@ -57,7 +57,7 @@ def again(argv: list[str]) -> int:
     earlier, folder = open_run(words.run_dir), "hydra.run.dir"
     keys = {word: setting_meant(word.partition("=")[0], lambda _: False) for word in words.overrides}
     places = [word.partition("=")[2] for word, key in keys.items() if key == folder]
-    own = {folder: places[-1]} if places else {}
+    own_settings = {folder: places[-1]} if places else {}
     overrides = [word for word, key in keys.items() if key != folder]
     with contextlib.ExitStack() as held:
         with others_dismissed():
@@ -70,7 +70,7 @@ def again(argv: list[str]) -> int:
             )
             say(f"note: the settings of {earlier.root}{changed}", file=sys.stderr)
             typed = ["again", str(earlier.root), *words.overrides]
-            composition = in_earlier_folder(Composition(config, {}, overrides, own))
+            composition = in_earlier_folder(Composition(config, {}, overrides, own_settings))
             run, config, goes_on = held.enter_context(begun(composition, typed))
         to_read = () if goes_on else typed_settings(translated(overrides).overrides)
         order = LaunchSpec(goes_on, add_import_paths(words.config_dir), typed=to_read)

@@ -71,8 +71,8 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
     problem = f"--split {split}: this run has no {name}."
     if split not in SPLITS and (suggestion := nearest(split, [*there, *SPLITS])):
         return ConfigError(f"{problem}{suggestion}")
-    choices = " or ".join(f"--split {one}" for one in there)
-    if any(one.startswith(f"{split}/") for one in there):
+    choices = " or ".join(f"--split {set_name}" for set_name in there)
+    if any(set_name.startswith(f"{split}/") for set_name in there):
         return ConfigError(f"{problem} Use {choices}")
     way = f"Use {choices}, or name" if there else "Name"
     return ConfigError(f"{problem} {way} the data: {name}._target_=...")
@@ -80,14 +80,14 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
 
 def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own flags, and the words of a run; of its flags only the folder of configs means something here."""
-    own = own_flags(parser)
-    found, words = parser.parse_known_args(flags_as_settings(argv, own))
+    flags = own_flags(parser)
+    options, words = parser.parse_known_args(flags_as_settings(argv, flags))
     for word in words:
         flag = word.partition("=")[0]
         if flag.startswith("-") and flag not in FOLDER_FLAGS:
-            near = nearest(flag, own)
+            near = nearest(flag, flags)
             raise ConfigError(f"{word}: no flag of {parser.prog}.{near} See {parser.prog} --help")
-    return found, words
+    return options, words
 
 
 def parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
@@ -101,12 +101,12 @@ def own_flags(parser: Parser) -> list[str]:
 
 def flags_as_settings(argv: list[str], own: list[str]) -> list[str]:
     """The words of a command with `--batch-size 64` as `batch_size=64`; its own flags stay, and beginnings of them."""
-    words, rest, known = [], list(argv), groups([conf_dir()])
+    words, rest, known_groups = [], list(argv), groups([conf_dir()])
     while rest:
         word = rest.pop(0)
         flag = word.partition("=")[0]
         is_own = any(name.startswith(flag) for name in own)
-        setting = "" if is_own else setting_of_flag(word, rest, known)[0]
+        setting = "" if is_own else setting_of_flag(word, rest, known_groups)[0]
         words.append(setting or word)
     return words
 
@@ -123,12 +123,12 @@ def take_seconds(argv: list[str], default: float, command: str) -> tuple[list[st
             continue
         text = value if equals else next(words, "")
         try:
-            found = parse_seconds(float(text) if text.replace(".", "", 1).isdigit() else text or None)
+            duration = parse_seconds(float(text) if text.replace(".", "", 1).isdigit() else text or None)
         except ValueError:
-            found = None
-        if found is None or found < LEAST_SECONDS:
+            duration = None
+        if duration is None or duration < LEAST_SECONDS:
             raise ConfigError(
                 f"{command}: --budget {text}: must be {LEAST_SECONDS:g} seconds or more, as 60 or 2m"
             )
-        seconds = found
+        seconds = duration
     return rest, seconds

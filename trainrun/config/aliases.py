@@ -119,20 +119,20 @@ OPTIONS = {
 @cache
 def aliases(schema: type = RunConfig) -> dict[str, str]:
     """Every other name of a setting or section, and the key it stands for."""
-    return KEYS | {name: key for key, found in settings(schema).items() for name in found.aliases}
+    return KEYS | {name: key for key, setting in settings(schema).items() for name in setting.aliases}
 
 
 def setting_meant(key: str, is_group: Callable[[str], bool], schema: type = RunConfig) -> str:
     """The key that another name stands for; a section's other name stands for its settings too."""
     if key in settings(schema):
         return key
-    known, key = aliases(schema), bare_name(key)
-    if key in known:
-        return known[key]
+    names, key = aliases(schema), bare_name(key)
+    if key in names:
+        return names[key]
     if key.startswith("monitor.listeners."):  # the field that holds what is typed, and saved, above it
         return key.replace(".listeners", "", 1)
     head, dot, tail = key.partition(".")
-    return known[head] + dot + tail if head in known and dot and not is_group(head) else key
+    return names[head] + dot + tail if head in names and dot and not is_group(head) else key
 
 
 def bare_name(key: str) -> str:
@@ -150,25 +150,25 @@ def stands_for(word: str) -> list[str]:
         return [word]
     cases = CASES.get(bare_name(key), {})
     is_number = re.fullmatch(r"\d*\.?\d+(e-?\d+)?", value) is not None and float(value) > 0
-    found = cases.get(value.lower()) or (cases.get(NUMBER) if is_number else None)
-    return [part.format(value) for part in found] if found else [word]
+    template = cases.get(value.lower()) or (cases.get(NUMBER) if is_number else None)
+    return [part.format(value) for part in template] if template else [word]
 
 
 def value_meant(key: str, value: str, schema: type = RunConfig) -> str:
     """The value that another word, or `3.0` where a whole number is wanted, stands for; any other value as it is."""
-    found = settings(schema).get(key)
+    setting = settings(schema).get(key)
     with_unit = re.fullmatch(r"(\d+(?:e\d+)?)\s*(step|epoch)s?", value)
     if (
-        found is not None
+        setting is not None
         and with_unit
         and with_unit[2] in key
-        and fits_kind(int(float(with_unit[1])), found.kind)
+        and fits_kind(int(float(with_unit[1])), setting.kind)
     ):
         return str(int(float(with_unit[1])))  # `trainer.max_steps=500step`
-    if found is not None and re.fullmatch(r"\d+\.0+", value) and not fits_kind(float(value), found.kind):
-        whole = value.partition(".")[0]
-        return whole if fits_kind(int(whole), found.kind) else value
-    return found.words.get(value.lower(), value) if found is not None else value
+    if setting is not None and re.fullmatch(r"\d+\.0+", value) and not fits_kind(float(value), setting.kind):
+        integer_part = value.partition(".")[0]
+        return integer_part if fits_kind(int(integer_part), setting.kind) else value
+    return setting.words.get(value.lower(), value) if setting is not None else value
 
 
 @cache
@@ -188,8 +188,8 @@ def answers() -> dict[str, str]:
     """
     import yaml  # --help needs none
 
-    found = yaml.safe_load(Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"))
-    return {name: answer for names, answer in found.items() for name in names.split()}
+    texts = yaml.safe_load(Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"))
+    return {name: answer for names, answer in texts.items() for name in names.split()}
 
 
 NUMBER_TEXT = re.compile(r"[\d.]+(e-?\d+)?")

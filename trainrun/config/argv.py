@@ -81,8 +81,8 @@ def split_command_line(argv: list[str]) -> CommandLine:
     """Flags, overrides, and what is meant for the runner itself, wherever they stand."""
     words = CommandLine()
     if any(word[:1] in ("-", "=") or word[-1:] == "=" for word in argv):
-        found = without_flags(argv, groups([conf_dir()]))
-        argv, words.flags, words.config_dirs, words.typed = found
+        parts = without_flags(argv, groups([conf_dir()]))
+        argv, words.flags, words.config_dirs, words.typed = parts
     for word in argv:
         key, _, value = word.partition("=")
         if key not in OWN_KEYS:
@@ -107,13 +107,13 @@ def translate(
         sign = word[: len(word) - len(bare)]
         typed_key, equals, value = bare.partition("=")
         key = typed_key if SHARE_OF_ALL.fullmatch(bare) else setting_meant(typed_key, is_group)
-        known = settings().get(key)
+        setting = settings().get(key)
         if key == "data" and not is_option(key, value) and names_a_file(value):
             meant = [f"data.path={as_path(value, may_vary)}"]
         elif is_group(key) and equals:
             meant = [sign + part for part in _chosen(key, value, is_option)]
-        elif known is not None and known.short and equals and not set(value) & set("{(,$"):
-            key = f"{key}.{known.short}"
+        elif setting is not None and setting.short and equals and not set(value) & set("{(,$"):
+            key = f"{key}.{setting.short}"
             meant = [f"{key}={value_meant(key, value)}"]
         elif _takes_a_target(key) and DOTTED.fullmatch(value) and not os.path.exists(value):
             meant = [f"+{key}._target_={value}"]
@@ -174,9 +174,9 @@ def _without_cases(words: CommandLine) -> Iterator[tuple[str, str, bool]]:
 def _takes_a_target(key: str) -> bool:
     """Return whether `key=my_file.MyClass` names a target: of an open node, or of an argument such as `task.loss`."""
     section, _, name = key.rpartition(".")
-    known, above = settings().get(key), settings().get(section)
-    if known is not None:
-        return known.opens in (NODE, NAMED)
+    setting, above = settings().get(key), settings().get(section)
+    if setting is not None:
+        return setting.opens in (NODE, NAMED)
     if name in CALLED and any(f"{section}.".startswith(f"{node}.") for node in open_nodes()):
         return True
     return (above is not None and above.opens == NODES) or (is_tracker(key) and key.count(".") == 1)
@@ -215,8 +215,8 @@ def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -
     for word in overrides:
         key = word.lstrip("+").partition("=")[0]
         group = key.partition(".")[0]
-        own = key == f"{group}._target_" or re.fullmatch(r"data\.train\.(\w+\.)?_target_", key)
-        if own and is_group(group) and group not in chosen:
+        is_own_target = key == f"{group}._target_" or re.fullmatch(r"data\.train\.(\w+\.)?_target_", key)
+        if is_own_target and is_group(group) and group not in chosen:
             added.append(f"{group}={CUSTOM}")
             chosen.add(group)
     return added + overrides
@@ -341,15 +341,15 @@ def _is_known(name: str, groups: list[str]) -> bool:
 
 def _switch_words(name: str) -> set[str]:
     """The values of what is switched on by its name alone; empty where a value must follow."""
-    cases, found = CASES.get(name, {}), settings().get(setting_meant(name, lambda _: False))
-    if found is not None and found.short:
-        found = settings()[f"{found.key}.{found.short}"]
+    cases, setting = CASES.get(name, {}), settings().get(setting_meant(name, lambda _: False))
+    if setting is not None and setting.short:
+        setting = settings()[f"{setting.key}.{setting.short}"]
     words = {"true", "false", *cases}
-    if found is None:
+    if setting is None:
         return words if "true" in cases else set()
     return (
-        words | {*found.words, *choices_of(found.kind)}
-        if found.kind is bool or "true" in found.words
+        words | {*setting.words, *choices_of(setting.kind)}
+        if setting.kind is bool or "true" in setting.words
         else set()
     )
 

@@ -55,14 +55,16 @@ def prepare_command_line(argv: list[str], working_dir: Path) -> tuple[CommandLin
     """The command line ready for Hydra, and every folder of configs, the user's first."""
     words = split_command_line(argv)
     folders = [*user_conf_dirs(words.config_dirs, working_dir), conf_dir()]
-    known = groups(folders)
-    translate(words, lambda group, option: option in options(group, folders), lambda name: name in known)
+    known_groups = groups(folders)
+    translate(
+        words, lambda group, option: option in options(group, folders), lambda name: name in known_groups
+    )
     choose_data_option(words, folders)
     faults = [
-        f"{key}={own}: {'${...} is not filled in here; name a folder' if own else 'names no folder; give one'}, or "
+        f"{key}={value}: {'${...} is not filled in here; name a folder' if value else 'names no folder; give one'}, or "
         "leave it out"
-        for key, own in words.own.items()
-        if not own or "${" in own
+        for key, value in words.own.items()
+        if not value or "${" in value
     ]
     if faults:
         raise ConfigError(*map(words.as_typed, faults))
@@ -110,8 +112,8 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
         return _composition(words, folders, working_dir or Path.cwd())
     except ConfigError as error:
         # A word may stand for several settings.
-        told = dict.fromkeys(map(words.as_typed, error.faults))
-        raise ConfigError(*told) from error
+        faults = dict.fromkeys(map(words.as_typed, error.faults))
+        raise ConfigError(*faults) from error
 
 
 def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
@@ -174,9 +176,9 @@ def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
     """Return a fault for each typed setting of a section that is off, unless the section was switched off by name."""
     typed = {word.lstrip("+").partition("=")[0] for word in overrides}
     faults: dict[str, str] = {}
-    for section, found in settings().items():
-        switch = f"{section}.{found.short}"
-        if not found.short or switch in typed or (off := value_of(config, switch)) not in (False, "off"):
+    for section, setting in settings().items():
+        switch = f"{section}.{setting.short}"
+        if not setting.short or switch in typed or (off := value_of(config, switch)) not in (False, "off"):
             continue
         way = f"add {section}={'true' if off is False else 'model'}, or leave it out"
         faults |= {
@@ -194,8 +196,8 @@ def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
 
 def untold(more: dict[str, str], faults: list[str]) -> list[str]:
     """Return the further faults whose key no fault names."""
-    told = {fault.partition("=")[0] for fault in faults}
-    return [fault for key, fault in more.items() if key not in told]
+    keys_with_fault = {fault.partition("=")[0] for fault in faults}
+    return [fault for key, fault in more.items() if key not in keys_with_fault]
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
@@ -203,10 +205,10 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
     if faults := lower_trackers(cfg):
         raise ConfigError(*faults)
     try:
-        found = with_values_meant(
+        config = with_values_meant(
             RunConfig(**{item.name: _plain(cfg[item.name]) for item in setting_fields(RunConfig)})
         )
-        return remember(cfg, with_home_folder(found))
+        return remember(cfg, with_home_folder(config))
     except MissingMandatoryValue as error:
         missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
         raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error
@@ -216,10 +218,10 @@ def with_values_meant(config: RunConfig) -> RunConfig:
     """The config with other words for values, and sources of data that have moved, as they are named today."""
     sets = {  # `hook.x=null` takes an entry away
         key: {name: node for name, node in value_of(config, key).items() if node is not None}
-        for key, found in settings().items()
-        if found.opens == NODES and isinstance(value_of(config, key), dict)
+        for key, setting in settings().items()
+        if setting.opens == NODES and isinstance(value_of(config, key), dict)
     }
-    spoken = [key for key, found in settings().items() if found.words]
+    spoken = [key for key, setting in settings().items() if setting.words]
     words = {key: value_meant(key, str(value_of(config, key))) for key in spoken}
     return with_values(
         config, sets | {key: word for key, word in words.items() if word in choices_of(settings()[key].kind)}

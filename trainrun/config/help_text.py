@@ -43,26 +43,26 @@ def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) 
     if equals and option in _option_files(group, folders):
         return "\n".join(option_lines(group, option, folders))
     if topic in known_groups or topic in sections:
-        found = [_group(topic, folders)] if topic in known_groups else []
-        return "\n\n".join([*found, *(["\n".join(sections[topic])] if topic in sections else [])])
+        parts = [_group(topic, folders)] if topic in known_groups else []
+        return "\n\n".join([*parts, *(["\n".join(sections[topic])] if topic in sections else [])])
     if topic == "all":
-        own = [
+        option_texts = [
             "\n".join(option_lines(group, name, folders))
             for group in WITH_OWN_KEYS
             for name in sorted(_option_files(group, folders))
         ]
-        return "\n".join([*keys, "", *own])
-    if found := [line for line in keys if line.partition("=")[0] == topic]:
-        return found[0]
+        return "\n".join([*keys, "", *option_texts])
+    if parts := [line for line in keys if line.partition("=")[0] == topic]:
+        return parts[0]
     if topic in commands:
         return f"trainrun {topic}: {commands[topic]}; see trainrun {topic} --help"
     if topic:
-        known = [*known_groups, *(name for name in sections if name not in known_groups), "all"]
-        near = nearest(topic, [*known, *(line.partition("=")[0] for line in keys)])
+        topic_names = [*known_groups, *(name for name in sections if name not in known_groups), "all"]
+        near = nearest(topic, [*topic_names, *(line.partition("=")[0] for line in keys)])
         if equals and group in known_groups:
-            known = [f"{group}={name}" for name in sorted(_option_files(group, folders))]
-            near = nearest(topic, known)
-        raise ConfigError(f"--help {topic}: no such topic.{near} Choose from: {', '.join(known)}")
+            topic_names = [f"{group}={name}" for name in sorted(_option_files(group, folders))]
+            near = nearest(topic, topic_names)
+        raise ConfigError(f"--help {topic}: no such topic.{near} Choose from: {', '.join(topic_names)}")
     lines = [EXAMPLES, "groups (the default comes first):"]
     defaults = _defaults(conf_dir())
     for group in known_groups:
@@ -126,7 +126,7 @@ def option_lines(group: str, option: str, folders: list[Path]) -> list[str]:
 
 def _sections() -> dict[str, list[str]]:
     """Return the lines of every section by its name, as `trainer` and `trainer.compile`."""
-    return {key: _lines(f"{key}.") for key, found in settings().items() if found.section is not None}
+    return {key: _lines(f"{key}.") for key, setting in settings().items() if setting.section is not None}
 
 
 def _lines(prefix: str = "") -> list[str]:
@@ -135,12 +135,12 @@ def _lines(prefix: str = "") -> list[str]:
 
 def setting_rows(schema: type = RunConfig) -> Iterator[tuple[str, str, str]]:
     """Name, default and meaning with what is allowed, for every setting of the config."""
-    for key, found in settings(schema).items():
-        if found.section is None:
+    for key, setting in settings(schema).items():
+        if setting.section is None:
             default = {"None": "null", "True": "true", "False": "false"}.get(
-                str(found.default), str(found.default)
+                str(setting.default), str(setting.default)
             )
-            yield f"{found.typed}.NAME" if found.typed else key, default, found.help + _allowed(found)
+            yield f"{setting.typed}.NAME" if setting.typed else key, default, setting.help + _allowed(setting)
 
 
 def _allowed(found: Setting) -> str:

@@ -47,13 +47,17 @@ def explain_composition(error: Exception, words: list[str], folders: list[Path])
         fault = no_option(group, option, [name for name in error.options if "/" not in name])
         culprit = next((word for word in words if word.partition("=")[0].lstrip("+~") == group), None)
         return fault, culprit
-    if found := _NO_SECTION.match(text):
-        section = next(one for one in settings().values() if one.section and one.section.__name__ == found[2])
-        inner = f"{{{section.short or 'NAME'}: {found[3].lower()}}}"
+    if match := _NO_SECTION.match(text):
+        section = next(
+            setting
+            for setting in settings().values()
+            if setting.section and setting.section.__name__ == match[2]
+        )
+        inner = f"{{{section.short or 'NAME'}: {match[3].lower()}}}"
         way = f"is a section; write {section.key.rpartition('.')[2]}: {inner}"
-        return f"{found[1]}.yaml: {section.key}: {way}", _choosing(found[1], words)
-    if found := _FILE_FAULT.match(text):
-        return _explain_file(found[1], found[2], found[3], folders), _choosing(found[1], words)
+        return f"{match[1]}.yaml: {section.key}: {way}", _choosing(match[1], words)
+    if match := _FILE_FAULT.match(text):
+        return _explain_file(match[1], match[2], match[3], folders), _choosing(match[1], words)
     for word in words:
         name = word.partition("=")[0].lstrip("+~")
         if word.startswith("~") and f"'{word[1:]}'" in text:
@@ -123,18 +127,18 @@ def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: 
     if "is not a subclass of" in text:
         return f"{key}={value}: is a section, not a single value; see trainrun --help all | grep '^{key}[.]'"
     if "to Dict[" in text:
-        ours = (
+        expected = (
             f", or choose {', '.join(CASES[key])}, as {key}={next(iter(CASES[key]))}" if key in CASES else ""
         )
-        return f"{key}={value}: holds things by name, as {key}.mine._target_=my_file.MyClass{ours}"
+        return f"{key}={value}: holds things by name, as {key}.mine._target_=my_file.MyClass{expected}"
     if "not in" in text or "is not in struct" in text:
         above = full_key.rpartition(".")[0]
         rate = learning_rate_of(error.parent_node)
         return unknown_key(full_key, f"{key}={value}", above, known_names(error.parent_node), rate)
     if "is not a ListConfig" in text:
         return f"{key}={value}: must be a list, as [1,28,28]"
-    known = settings().get(key) if not place else None
-    allowed = f"must be {describe_kind(known.kind)}" if known and known.kind is not Any else _rule(text)
+    setting = settings().get(key) if not place else None
+    allowed = f"must be {describe_kind(setting.kind)}" if setting and setting.kind is not Any else _rule(text)
     if key in ("trainer.max_epochs", "trainer.max_steps"):
         with suppress(ValueError):
             parse_duration(value)
@@ -184,7 +188,7 @@ def unknown_key(key: str, word: str, above: str, names: list[str], learning_rate
     sections = [item.name for item in setting_fields(RunConfig)]
     last = key.rpartition(".")[2]
     elsewhere = [
-        name for name, found in settings().items() if not found.section and name.endswith(f".{last}")
+        name for name, setting in settings().items() if not setting.section and name.endswith(f".{last}")
     ]
     if last in answers():
         return f"{word}: {kind}; {answer_to(last, word.partition('=')[2], learning_rate)}"
@@ -194,12 +198,12 @@ def unknown_key(key: str, word: str, above: str, names: list[str], learning_rate
         return f"{word}: {kind}. Did you mean {meant}?"
     if not below and 0 < len(elsewhere) <= 2:
         return f"{word}: {kind}. Did you mean {' or '.join(elsewhere)}?"
-    known = sections if below and not head else [*names, *(WORDS if above == "model" else ())]
-    if near := closest(part, known):
+    candidates = sections if below and not head else [*names, *(WORDS if above == "model" else ())]
+    if near := closest(part, candidates):
         return f"{word}: {kind}. Did you mean {head}{near}{dot}{below}?"
-    if not known and above in open_nodes():
+    if not candidates and above in open_nodes():
         return f"{word}: {kind}. Known there: names of your own, as {head}{part}._target_=my_file.MyClass"
-    return f"{word}: {kind}.{_listed(known, above)}"
+    return f"{word}: {kind}.{_listed(candidates, above)}"
 
 
 def _listed(names: list[str], above: str) -> str:
@@ -215,8 +219,8 @@ def _listed(names: list[str], above: str) -> str:
 def learning_rate_of(node: Any) -> Any:
     """Return `optimizer.lr` of the config that a node is of; None if there is none, or a reference."""
     config = node._get_root() if isinstance(node, DictConfig) else None
-    found = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else None
-    optimizer = found.get("optimizer") if isinstance(found, dict) else None
+    values = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else None
+    optimizer = values.get("optimizer") if isinstance(values, dict) else None
     return optimizer.get("lr") if isinstance(optimizer, dict) else None
 
 
@@ -242,12 +246,12 @@ def configs(paths: Iterable[Path]) -> list[Path]:
 def unread_files(paths: list[Path]) -> list[str]:
     """A note for each file beside the folders of options that none of their files names."""
     options = configs(paths[0].parent.glob("*/*.yaml"))
-    said = "".join(file.read_text("utf-8", "replace") for file in options)
+    option_texts = "".join(file.read_text("utf-8", "replace") for file in options)
     return [
         f"{path.parent.name}/{path.name} is not read; move what it sets to {path.parent.name}/experiment/{path.name}, "
         f"with `# @package _global_` as first line, and add experiment={path.stem}"
         for path in configs(paths)
-        if not re.search(rf"[-/ ]{re.escape(path.stem)}\b", said)
+        if not re.search(rf"[-/ ]{re.escape(path.stem)}\b", option_texts)
     ]
 
 
@@ -270,7 +274,7 @@ def base_60_faults(files: list[Path], folders: list[Path], words: list[str]) -> 
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name="trainrun"):
         loader = GlobalHydra.instance().config_loader()
         chosen = loader.compute_defaults_list("trainrun", words, RunMode.RUN).defaults
-    places = {folder / f"{one.config_path}.yaml" for one in chosen for folder in folders}
+    places = {folder / f"{choice.config_path}.yaml" for choice in chosen for folder in folders}
     return [fault for path, fault in odd.items() if path in places]
 
 

@@ -77,10 +77,10 @@ class TrainrunSearchPath(SearchPathPlugin):
 
 def schema_node() -> DictConfig:
     """The schema as OmegaConf merges into it: it would keep frozen dataclasses read-only."""
-    found: DictConfig = OmegaConf.structured(RunConfig)
-    _unlock(found)
-    found.monitor._set_flag("struct", False)  # trackers have names of their own
-    return found
+    schema: DictConfig = OmegaConf.structured(RunConfig)
+    _unlock(schema)
+    schema.monitor._set_flag("struct", False)  # trackers have names of their own
+    return schema
 
 
 def _unlock(section: DictConfig) -> None:
@@ -113,10 +113,10 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
         faults += broken
         return None
     read = [override for word in opened(words, folders) if (override := read_override(word, faults))]
-    known = groups(folders)
+    known_groups = groups(folders)
     choices, settings = [], []
     for override in read:
-        if not _is_choice(override, known):
+        if not _is_choice(override, known_groups):
             settings.append(override)
         elif fault := _no_option(override, folders):
             faults.append(fault)
@@ -161,11 +161,11 @@ def references_to(train: dict[str, Any]) -> dict[str, Any]:
 
 def _fill_epochs(cfg: DictConfig) -> None:
     """The default number of epochs, unless another limit says how long the run is, and not by the clock."""
-    found = OmegaConf.to_container(cfg.trainer, resolve=False)
-    if OmegaConf.is_missing(cfg.trainer, "max_epochs") and isinstance(found, dict):
-        lifted = found["max_steps"] is not None
+    trainer = OmegaConf.to_container(cfg.trainer, resolve=False)
+    if OmegaConf.is_missing(cfg.trainer, "max_epochs") and isinstance(trainer, dict):
+        lifted = trainer["max_steps"] is not None
         try:
-            parse_seconds(found["max_duration"])
+            parse_seconds(trainer["max_duration"])
         except ValueError:  # of another unit
             lifted = True
         cfg.trainer.max_epochs = None if lifted else settings()["trainer.max_epochs"].default
@@ -186,8 +186,8 @@ def tracker_nodes() -> dict[str, dict[str, Any]]:
 def add_trackers(cfg: DictConfig, names: Any) -> None:
     """The nodes of `monitor.tracker` in place of those named before, or of all if it is null; faults are told later."""
     wanted, before = (
-        found if isinstance(found, list | ListConfig) else [found] * (found is not None)
-        for found in (names, cfg.monitor.tracker)
+        value if isinstance(value, list | ListConfig) else [value] * (value is not None)
+        for value in (names, cfg.monitor.tracker)
     )
     for name, node in tracker_nodes().items():
         if name in wanted and name not in cfg.monitor:
@@ -198,15 +198,15 @@ def add_trackers(cfg: DictConfig, names: Any) -> None:
 
 def lower_trackers(cfg: DictConfig) -> list[str]:
     """The keys of `monitor` that are no settings go into the field that holds the trackers; others are faults."""
-    known = [item.name for item in fields(MonitorConfig)]
+    setting_names = [item.name for item in fields(MonitorConfig)]
     faults: list[str] = []
-    for name in [name for name in cfg.monitor if name not in known]:
+    for name in [name for name in cfg.monitor if name not in setting_names]:
         node = cfg.monitor.pop(name)
         if node is None or isinstance(node, DictConfig):
             cfg.monitor.listeners[name] = node
         else:
             key = f"monitor.{name}"
-            faults.append(messages.unknown_key(key, f"{key}={node}", "monitor", known))
+            faults.append(messages.unknown_key(key, f"{key}={node}", "monitor", setting_names))
     return faults
 
 
@@ -216,11 +216,13 @@ def read_override(word: str, faults: list[str], if_several: str = SWEEP) -> Over
     with contextlib.suppress(HydraException):
         override = _parser().parse_override(word)
     key = override.key_or_group if override is not None else ""
-    own = key == "hydra" or key.startswith(("hydra.", "hydra/"))
-    if override is not None and key and not own and not override.is_sweep_override():
+    is_hydra_key = key == "hydra" or key.startswith(("hydra.", "hydra/"))
+    if override is not None and key and not is_hydra_key and not override.is_sweep_override():
         return override
     several = f"{typed}: {if_several}"
-    faults.append((messages.unread(typed) if own else several) if key else messages.explain_unreadable(typed))
+    faults.append(
+        (messages.unread(typed) if is_hydra_key else several) if key else messages.explain_unreadable(typed)
+    )
     return None
 
 
@@ -246,12 +248,14 @@ def _is_choice(override: Override, known: list[str]) -> bool:
 def _no_option(override: Override, folders: list[Path]) -> str:
     """Return what is wrong with a choice; "" if Hydra finds its files, or reports the fault itself."""
     group, option = override.key_or_group, override.value()
-    wanted, known = option if isinstance(option, list) else [option], options(group, folders)
-    if override.is_delete() or (known and (option is None or set(map(str, wanted)) <= {*known})):
+    wanted, known_options = option if isinstance(option, list) else [option], options(group, folders)
+    if override.is_delete() or (
+        known_options and (option is None or set(map(str, wanted)) <= {*known_options})
+    ):
         return ""
     if any((folder / group / f"{option}.yaml").is_file() for folder in folders):
         return ""
-    return messages.no_option(group, option, known)
+    return messages.no_option(group, option, known_options)
 
 
 def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
@@ -340,7 +344,7 @@ def opened(overrides: list[str], folders: list[Path]) -> list[str]:
     chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     targets = [key.removesuffix("._target_") for key in chosen if key.endswith("._target_")]
     named = [key for key in targets if any(f"{key}.".startswith(f"{node}.") for node in open_nodes())]
-    own, user_dirs = groups([conf_dir()]), folders[:-1]
+    own_groups, user_dirs = groups([conf_dir()]), folders[:-1]
 
     def is_open(key: str) -> bool:
         group = key.partition(".")[0]
@@ -362,7 +366,7 @@ def opened(overrides: list[str], folders: list[Path]) -> list[str]:
             return f"++{bare}"
         if not key:
             return word
-        of_the_user = key not in own and (key in groups(user_dirs) or "/" in key)
+        of_the_user = key not in own_groups and (key in groups(user_dirs) or "/" in key)
         return word if of_the_user or key.startswith(tuple(f"{node}." for node in open_nodes())) else bare
 
     return [word if word[:1] == "~" else with_plus(word) for word in overrides]

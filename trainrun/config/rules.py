@@ -95,8 +95,8 @@ def mix_of(config: RunConfig) -> str:
 
 def draws_by(config: RunConfig) -> str:
     """Return the setting that says how often samples come; empty without one."""
-    asked = f"data.sampling={config.data.sampling}" if config.data.sampling != "none" else ""
-    return mix_of(config) or asked
+    typed = f"data.sampling={config.data.sampling}" if config.data.sampling != "none" else ""
+    return mix_of(config) or typed
 
 
 def _interval(config: RunConfig) -> Duration:
@@ -353,9 +353,9 @@ def _held_out_parts(config: RunConfig) -> Iterator[Fault]:
 
 def unread_path(config: RunConfig) -> list[str]:
     """A fault where no node has the path: the run would train on other data than its words name."""
-    path, found = config.data.path, plain_values(config)
-    del found["data"]["path"]
-    if path is None or any(value == path for _, value in config_leaves(found)):
+    path, values = config.data.path, plain_values(config)
+    del values["data"]["path"]
+    if path is None or any(value == path for _, value in config_leaves(values)):
         return []
     readers = " or ".join(f"data={option}" for option in data_options(path))
     return [
@@ -376,8 +376,8 @@ def _optimizers_by_name(config: RunConfig) -> Iterator[Fault]:
             )
     for name in named_nodes(config.scheduler):
         if name not in named:
-            known = ", ".join(named) or "none by name"
-            yield Fault(f"scheduler.{name}", "", f"no optimizer has this name; there are {known}")
+            names = ", ".join(named) or "none by name"
+            yield Fault(f"scheduler.{name}", "", f"no optimizer has this name; there are {names}")
     if not named:
         return
     first = f"optimizer.{next(iter(named))}"

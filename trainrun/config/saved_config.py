@@ -61,10 +61,10 @@ KEYS_OF_ANY_CLASS = {  # in a node: what the runner itself reads, and the learni
 
 def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:
     """Return the word that leaves the choice of a device to a run of several ranks that goes on as a single one."""
-    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
+    typed = dict(word.lstrip("+").partition("=")[::2] for word in words)
     devices = OmegaConf.select(saved, "parallel.devices")
     number = len(devices) if isinstance(devices, ListConfig) else devices
-    is_single = given.get("parallel.mode") == "single" and "parallel.devices" not in given
+    is_single = typed.get("parallel.mode") == "single" and "parallel.devices" not in typed
     has_several = isinstance(number, int) and number > 1
     return ["parallel.devices=auto"] if is_single and has_several else []
 
@@ -76,16 +76,16 @@ def unreached(data: DataConfig, given: set[str], measured: str) -> Iterator[str]
     command that trains, to whose user it is only told.
     """
     for split, node in {**validation_nodes(data), "test": data.test}.items():
-        asked, key = measured or "val", f"data.{split.replace('/', '.')}"
-        if (split.partition("/")[0] != asked and split != asked) or not isinstance(node, dict):
+        wanted_split, key = measured or "val", f"data.{split.replace('/', '.')}"
+        if (split.partition("/")[0] != wanted_split and split != wanted_split) or not isinstance(node, dict):
             continue
         name = f"{split.partition('/')[0]}_path"
-        own = node.get(name)
-        source = f"data.train.{name}" if own == (data.train or {}).get(name) else f"{key}.{name}"
+        own_path = node.get(name)
+        source = f"data.train.{name}" if own_path == (data.train or {}).get(name) else f"{key}.{name}"
         line = ""
-        if own not in (None, data.path) and source not in given and not measured:
-            line = f"{key} reads {source}={own}; for other samples there set {source}={data.path}"
-        elif own is None and measured and all(value != data.path for _, value in config_leaves(node)):
+        if own_path not in (None, data.path) and source not in given and not measured:
+            line = f"{key} reads {source}={own_path}; for other samples there set {source}={data.path}"
+        elif own_path is None and measured and all(value != data.path for _, value in config_leaves(node)):
             line = f"{key} reads other data; name its samples by what {key}.{TARGET} takes"
         if line and not measured:
             say_once(f"data.path={data.path}: of training; {line}")
@@ -143,14 +143,14 @@ def plain_config(path: Path) -> dict[str, Any]:
     """The plain values of a config that a run has saved; raises ConfigError. Nothing in it is looked up or run."""
     text = read_yaml_text(path)
     try:
-        found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        container = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: not a config of a run ({_first_line(error)})") from error
     except AssertionError:  # OmegaConf's answer to a single number
-        found = None
-    if not isinstance(found, dict) or not found.get("model"):
+        container = None
+    if not isinstance(container, dict) or not container.get("model"):
         raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
-    values = {str(name): value for name, value in found.items()}
+    values = {str(name): value for name, value in container.items()}
     try:
         resolve_references(values)
     except ValueError as error:
@@ -179,10 +179,10 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     for place in places:
         found = placed(found, place)
     try:
-        kept: Any = None
+        secrets: Any = None
         with contextlib.suppress(OSError, ValueError):
-            kept = read_json(RunDir(path.parent).secrets)
-        saved = OmegaConf.create(with_secrets(found, kept))
+            secrets = read_json(RunDir(path.parent).secrets)
+        saved = OmegaConf.create(with_secrets(found, secrets))
         cfg = OmegaConf.merge(schema_node(), saved)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
@@ -275,9 +275,10 @@ def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None
 
 def with_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
     """Saved values with their secrets, as far as they are known."""
-    known = secrets if isinstance(secrets, dict) else {}
+    secret_values = secrets if isinstance(secrets, dict) else {}
     filled: dict[str, Any] = map_config(
-        found, lambda key, value: known.get(key, value) if value == HIDDEN and hides(key, value) else value
+        found,
+        lambda key, value: secret_values.get(key, value) if value == HIDDEN and hides(key, value) else value,
     )
     return filled
 

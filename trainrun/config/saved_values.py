@@ -39,9 +39,9 @@ class FromEnvironment(str):
 
     @classmethod
     def of(cls, value: str, reference: str) -> FromEnvironment:
-        found = cls(value)
-        found.reference = reference
-        return found
+        text = cls(value)
+        text.reference = reference
+        return text
 
     def __repr__(self) -> str:
         """Return the reference, which messages show in place of the value."""
@@ -96,10 +96,10 @@ def _escape(_: str, value: Any) -> Any:
 
 def value_at(values: dict[str, Any], key: str) -> Any:
     """Return the value at a dotted key of nested dicts. Raise LookupError or TypeError if there is none."""
-    found: Any = values
+    value: Any = values
     for name in key.split("."):
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
@@ -116,20 +116,20 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
             return value
         try:
             value_at(values, key)
-            found = value
+            target = value
             for _ in range(MAX_DEPTH):
-                if not (isinstance(found, str) and REFERENCE.fullmatch(found)):
+                if not (isinstance(target, str) and REFERENCE.fullmatch(target)):
                     break
-                found = value_at(values, found[2:-1])
+                target = value_at(values, target[2:-1])
             else:
                 raise LookupError
         except (LookupError, TypeError):
             raise ValueError(f"{key}={value[:80]}: refers to no value") from None
-        num_values += len(found) if isinstance(found, list) else 1
-        is_whole = not isinstance(found, dict) and "${" not in str(found).replace(ENVIRONMENT, "")
+        num_values += len(target) if isinstance(target, list) else 1
+        is_whole = not isinstance(target, dict) and "${" not in str(target).replace(ENVIRONMENT, "")
         if not is_whole or num_values > MAX_VALUES:
             raise ValueError(f"{key}={value[:80]}: not a reference that a run saves")
-        return found
+        return target
 
     resolved_values: dict[str, Any] = map_config(values, resolve)
     return resolved_values
@@ -141,8 +141,8 @@ def with_home_folder(config: Any_) -> Any_:
     def expanded(_: str, value: Any) -> Any:
         return os.path.expanduser(value) if isinstance(value, str) and HOME_FOLDER.match(value) else value
 
-    found: Any_ = map_config(config, expanded)
-    return found
+    result: Any_ = map_config(config, expanded)
+    return result
 
 
 def _target_text(texts: dict[str, str], reference: re.Match[str]) -> str:

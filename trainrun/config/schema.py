@@ -469,7 +469,7 @@ def setting_fields(schema: type) -> list[dataclasses.Field[Any]]:
 @cache
 def settings(schema: type = RunConfig, prefix: str = "") -> dict[str, Setting]:
     """Every setting and section below a dataclass, by its key."""
-    found: dict[str, Setting] = {}
+    by_key: dict[str, Setting] = {}
     hints = get_type_hints(schema)
     for item in setting_fields(schema):
         key, kind, about = f"{prefix}{item.name}", hints[item.name], dict(item.metadata)
@@ -477,10 +477,10 @@ def settings(schema: type = RunConfig, prefix: str = "") -> dict[str, Setting]:
         kind = about.pop("kind", None) or _limited(kind, limits)
         inner = kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
         default = item.default if item.default is not dataclasses.MISSING else {} if inner is None else None
-        found[key] = Setting(key=key, default=default, kind=kind, section=inner, **about)
+        by_key[key] = Setting(key=key, default=default, kind=kind, section=inner, **about)
         if inner is not None:
-            found |= settings(inner, f"{key}.")
-    return found
+            by_key |= settings(inner, f"{key}.")
+    return by_key
 
 
 def _limited(kind: Any, limits: Limits | None) -> Any:
@@ -511,7 +511,9 @@ def stop_recording() -> None:
 
 def _sections() -> dict[str, type]:
     """Every section by what the keys of its settings begin with."""
-    return {"": RunConfig} | {f"{key}.": one.section for key, one in settings().items() if one.section}
+    return {"": RunConfig} | {
+        f"{key}.": found_section.section for key, found_section in settings().items() if found_section.section
+    }
 
 
 def _recording_reader(section: type, prefix: str) -> Callable[[Any, str], Any]:
@@ -533,9 +535,9 @@ def is_tracker(key: str) -> bool:
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
     """The values as they are typed and saved: the trackers are keys of `monitor`."""
-    found: dict[str, Any] = _plain_copy(config)
-    found["monitor"] |= found["monitor"].pop("listeners")
-    return found
+    values: dict[str, Any] = _plain_copy(config)
+    values["monitor"] |= values["monitor"].pop("listeners")
+    return values
 
 
 def _plain_copy(value: Any) -> Any:
@@ -548,15 +550,15 @@ def _plain_copy(value: Any) -> Any:
 
 def open_nodes(schema: type = RunConfig) -> tuple[str, ...]:
     """The keys below which a user's own may stand."""
-    return tuple(key for key, found in settings(schema).items() if found.opens)
+    return tuple(key for key, found_setting in settings(schema).items() if found_setting.opens)
 
 
 def value_of(config: Any, key: str) -> Any:
     """The value at a dotted key, of which the last parts may lie in an open node. Raises KeyError."""
-    found = config
+    value = config
     for name in key.split("."):
-        found = found[name] if isinstance(found, dict) else getattr(found, name)
-    return found
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -590,6 +592,6 @@ def map_config(value: Any, change: Callable[[str, Any], Any], key: str = "") -> 
 
 def config_leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """The values that hold no others, with their keys."""
-    found: list[tuple[str, Any]] = []
-    map_config(value, lambda key, leaf: found.append((key, leaf)))
-    return iter(found)
+    leaves: list[tuple[str, Any]] = []
+    map_config(value, lambda key, leaf: leaves.append((key, leaf)))
+    return iter(leaves)

@@ -34,16 +34,16 @@ def fingerprint(config: RunConfig, working_dir: Path) -> dict[str, str]:
 def machine() -> str:
     """`AMD EPYC, 2 cores`, and the NVIDIA GPUs that the driver names."""
     info = Path("/proc/cpuinfo")
-    found = _CPU_NAME.search(info.read_text(errors="replace")) if info.is_file() else None
-    name = found[1].strip() if found else platform.processor() or platform.machine()
+    match = _CPU_NAME.search(info.read_text(errors="replace")) if info.is_file() else None
+    name = match[1].strip() if match else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpus = [_gpu_name(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     return ", ".join([name, f"{cores} cores", *gpus])
 
 
 def _gpu_name(path: Path) -> str:
-    found = re.search(r"Model:\s*(.+)", path.read_text(errors="replace"))
-    return found[1].strip() if found else "a GPU"
+    match = re.search(r"Model:\s*(.+)", path.read_text(errors="replace"))
+    return match[1].strip() if match else "a GPU"
 
 
 def shapes(config: RunConfig) -> str:
@@ -70,8 +70,8 @@ def _code_of(node: Any, working_dir: Path) -> bytes:
 
 
 def _hashed(node: Any, code: bytes) -> str:
-    told = json.dumps(node, sort_keys=True, default=str).encode()
-    return hashlib.sha256(told + code).hexdigest()[:12]
+    text = json.dumps(node, sort_keys=True, default=str).encode()
+    return hashlib.sha256(text + code).hexdigest()[:12]
 
 
 def fingerprint_line(config: RunConfig, working_dir: Path) -> str:

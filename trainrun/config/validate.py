@@ -133,7 +133,9 @@ def _node_fault(setting: Setting, value: Any) -> str:
     if setting.opens in (NODES, NAMED) and isinstance(value, dict):
         # Null takes one out.
         wrong = [
-            name for name, one in value.items() if one is not None and not (is_node(one) and one[TARGET])
+            name
+            for name, inner_node in value.items()
+            if inner_node is not None and not (is_node(inner_node) and inner_node[TARGET])
         ]
         if not wrong:
             return ""
@@ -151,7 +153,7 @@ def target_argument_faults(config: RunConfig) -> dict[str, str]:
         node = value_of(config, group)
         if not isinstance(node, dict):
             continue
-        named = {f"{group}.{name}": one for name, one in named_nodes(node).items()}
+        named = {f"{group}.{name}": inner_node for name, inner_node in named_nodes(node).items()}
         for place, inner in {group: node, **named}.items():
             kinds = {**SHARED.get(group, {}), **kinds_of(str(inner.get(TARGET)))}
             for name, kind in kinds.items():
@@ -185,12 +187,12 @@ def kinds_of(target: str) -> dict[str, Any]:
 
 def _kinds(function: ast.FunctionDef | None) -> dict[str, Any]:
     """The first function of a class is its `__init__`."""
-    given = function.args.args if function is not None else []
-    defaults = len(given) - len(function.args.defaults) if function is not None else 0
-    found = {item.arg: (_kind(item.annotation), number < defaults) for number, item in enumerate(given)}
+    arguments = function.args.args if function is not None else []
+    defaults = len(arguments) - len(function.args.defaults) if function is not None else 0
+    kinds = {item.arg: (_kind(item.annotation), number < defaults) for number, item in enumerate(arguments)}
     return {
         name: kind | None if required else kind
-        for name, (kind, required) in found.items()
+        for name, (kind, required) in kinds.items()
         if kind is not None
     }
 
@@ -218,9 +220,9 @@ _LOOKS_OTHER = re.compile(r"[+-]?\.?\d|(?i:true|false|null|none)\Z")
 def closest(word: str, known: Iterable[object]) -> str:
     """The name that was probably meant, in small or large letters, or by its beginning; empty if none is near."""
     names = {str(name).lower(): str(name) for name in known}
-    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.55)
+    matches = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.55)
     begun = [name for name in names if len(word) > 1 and name.startswith(word.lower())]
-    return names[[*found, *begun][0]] if found or begun else ""
+    return names[[*matches, *begun][0]] if matches or begun else ""
 
 
 def nearest(word: str, known: Iterable[object]) -> str:
@@ -278,8 +280,8 @@ def _limit(limit: Any) -> str:
         return f"as {', '.join(f'2{unit}' for unit in limit.units)}"
     if not isinstance(limit, Limits):
         return str(limit)
-    found = ((text, getattr(limit, name)) for name, text in RANGES.items())
-    return " and ".join(text.format(value) for text, value in found if value is not None)
+    limits_in_words = ((text, getattr(limit, name)) for name, text in RANGES.items())
+    return " and ".join(text.format(value) for text, value in limits_in_words if value is not None)
 
 
 EXAMPLE = "my_file.MyClass"
@@ -317,7 +319,7 @@ def beside_fault(setting: Setting, several: dict[str, Any], value: dict[str, Any
         key = f"{setting.key}.{name}"
         if isinstance(inner, dict) or setting.key == "data.val":
             return f"{key}={inner}: must name a class or function, as {key}.{TARGET}={EXAMPLE}"
-        ways = " or ".join(f"{setting.key}.{one}.{name}={inner}" for one in several)
+        ways = " or ".join(f"{setting.key}.{name_of_node}.{name}={inner}" for name_of_node in several)
         return f"{key}={inner}: stands beside {', '.join(several)} and would be for none of them; say {ways}"
     return ""
 

@@ -57,15 +57,15 @@ def surroundings(working_dir: Path) -> dict[str, Any]:
 
 def distributions() -> dict[str, str]:
     """All that is installed, with its version, by the names of folders: to read their files takes 50 times as long."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for place in sys.path:
         with suppress(OSError):
             for entry in os.listdir(place or "."):
                 stem, _, kind = entry.rpartition(".")
                 name, _, version = stem.partition("-")
                 if kind in ("dist-info", "egg-info") and version:
-                    found.setdefault(name.lower().replace("_", "-"), version)
-    return dict(sorted(found.items()))
+                    versions.setdefault(name.lower().replace("_", "-"), version)
+    return dict(sorted(versions.items()))
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
@@ -97,19 +97,19 @@ def uncommitted(working_dir: Path) -> str:
             late = Timer(DIFF_SECONDS, process.kill)
             late.start()
             assert process.stdout is not None
-            found = process.stdout.read(MOST_DIFF_BYTES + 1)
+            diff = process.stdout.read(MOST_DIFF_BYTES + 1)
             process.kill()
             late.cancel()
     except OSError:
         return ""
-    text = found[:MOST_DIFF_BYTES].decode("utf-8", "replace")
-    return text if len(found) <= MOST_DIFF_BYTES else f"{text}\n[cut: more than {MOST_DIFF_BYTES:,} bytes]\n"
+    text = diff[:MOST_DIFF_BYTES].decode("utf-8", "replace")
+    return text if len(diff) <= MOST_DIFF_BYTES else f"{text}\n[cut: more than {MOST_DIFF_BYTES:,} bytes]\n"
 
 
 def version_line() -> str:
     """`trainrun 0.1.0 (torch 2.13.0, Python 3.11.7)`, without importing torch; the folder where it is not installed."""
-    own = _version("trainrun") or f"from {Path(__file__).parents[1]}"
-    return f"trainrun {own} (torch {_version('torch')}, Python {platform.python_version()})"
+    version = _version("trainrun") or f"from {Path(__file__).parents[1]}"
+    return f"trainrun {version} (torch {_version('torch')}, Python {platform.python_version()})"
 
 
 def _version(package: str) -> str | None:

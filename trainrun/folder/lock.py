@@ -98,7 +98,7 @@ def taken_later(
     descriptor: int, run: RunDir, error: OSError, note: Callable[[str], None], patient: bool
 ) -> bool:
     """Wait for what is left of a process that is gone. Whether there is a lock to be had at all; then it is ours."""
-    until, told = time.monotonic() + WAIT_SECONDS, False
+    until, has_warned = time.monotonic() + WAIT_SECONDS, False
     while True:
         if error.errno in NO_LOCKS:
             note(f"{run.root}: this file system has no locks; see to it that no other process trains there")
@@ -110,8 +110,8 @@ def taken_later(
             raise RunBusy(
                 f"{run.root}: {_named(owner)} trains there; wait until it has ended, or name another folder"
             )
-        if not told:
-            told = True
+        if not has_warned:
+            has_warned = True
             note(f"{run.root}: what is left of {_named(owner)} still saves; waiting for it")
         time.sleep(POLL_SECONDS)
         try:
@@ -123,10 +123,10 @@ def taken_later(
 
 def _owner(descriptor: int) -> dict[str, object]:
     try:
-        told = json.loads(os.pread(descriptor, 1000, 0))
+        owner = json.loads(os.pread(descriptor, 1000, 0))
     except ValueError:  # it has the lock and has not said who it is yet
         return {}
-    return told if isinstance(told, dict) else {}
+    return owner if isinstance(owner, dict) else {}
 
 
 def _named(owner: dict[str, object]) -> str:

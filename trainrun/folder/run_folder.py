@@ -254,8 +254,8 @@ def read_bytes(path: Path, limit: int) -> bytes:
 def read_identity(run: RunDir) -> dict[str, Any]:
     """Read RUN.json, or its copy if that is damaged. Raise ConfigError if both are."""
     for path in (run.identity, run.identity_copy):
-        if told := sound_identity(path):
-            return told
+        if identity := sound_identity(path):
+            return identity
     raise ConfigError(
         f"{run.identity}: {'damaged' if os.path.lexists(run.identity) else 'missing'}, so this is no whole run folder; "
         f"start the run anew ({shlex.quote(f'ckpt_path={run.root}')} takes over a checkpoint)"
@@ -274,10 +274,14 @@ def read_origin(run: RunDir) -> tuple[Path, Path] | None:
 def sound_identity(path: Path) -> dict[str, Any]:
     """Read RUN.json or its copy. Return {} if it is missing or damaged, or holds what no run writes."""
     with contextlib.suppress(OSError, ValueError):
-        told = read_json(path)
-        digest = told.pop(DIGEST, None) if isinstance(told, dict) else None
-        if isinstance(told, dict) and (digest is None or digest == _digest(told)) and _is_identity(told):
-            return told
+        identity = read_json(path)
+        digest = identity.pop(DIGEST, None) if isinstance(identity, dict) else None
+        if (
+            isinstance(identity, dict)
+            and (digest is None or digest == _digest(identity))
+            and _is_identity(identity)
+        ):
+            return identity
     return {}
 
 

@@ -89,8 +89,8 @@ class ProgressBar:
         """Return epoch, phase, steps, share, `elapsed < left` and the time of a step, as far as they are known."""
         total, elapsed = self._facts.total_steps, self._clock() - self._started
         left, each = self._time_left(step, total)
-        known = math.isfinite(left) or total
-        time_text = clock(elapsed) + (f" < {clock(left)}" if known else "")
+        has_length = math.isfinite(left) or total
+        time_text = clock(elapsed) + (f" < {clock(left)}" if has_length else "")
         texts = {EPOCH: self._epoch(step), PHASE: self._activity() or "training"}
         texts[STEPS] = f"{step:,}/{total:,}" if total else f"step {step:,}"
         texts[SHARE] = f"{100 * step // total}%" if total else ""
@@ -143,8 +143,8 @@ PHASE, TIME, STEPS, SHARE, GRAPHIC, EPOCH, STEP_TIME = range(7)
 
 def joined(fields: Sequence[BarField], width: int) -> Text:
     """Return the fields that fit, side by side."""
-    kept = fitting([len(field.text) for field in fields], [field.rank for field in fields], width, len(GAP))
-    return Text(GAP).join(fields[number].text for number in kept)
+    shown = fitting([len(field.text) for field in fields], [field.rank for field in fields], width, len(GAP))
+    return Text(GAP).join(fields[number].text for number in shown)
 
 
 def live_bar(

@@ -54,8 +54,8 @@ class Bus:
         self._step = step
         for monitor in self._listeners:
             monitor.on_start(facts, step)
-        told = {item.name: getattr(facts, item.name) for item in fields(facts)}
-        self._publish("start", facts={name: told[name] for name in told if name not in NOT_IN_ROWS})
+        row = {item.name: getattr(facts, item.name) for item in fields(facts)}
+        self._publish("start", facts={name: row[name] for name in row if name not in NOT_IN_ROWS})
         self.write_phases()
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:

@@ -93,11 +93,11 @@ class Console:
                 self._html = NotebookBar(bar, facts.total_steps, self._values, self._table)
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        if (found := speed_in(row)) is not None:
+        if (speed := speed_in(row)) is not None:
             seconds = row["step_seconds"] * (step - self._window_began)
             if seconds > 0:
-                self._windows.append((found[0] * seconds, seconds))
-            self._unit = found[1]
+                self._windows.append((speed[0] * seconds, seconds))
+            self._unit = speed[1]
         self._window_began = step
         train = {name: value for name, value in row.items() if name.startswith("train/")}
         self._latest |= train

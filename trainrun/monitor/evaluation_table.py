@@ -69,8 +69,8 @@ class EvaluationTable:
             return names
         by_importance = [self.monitored, "epoch", "val/loss", "train/loss", "step", *names]
         ranks = [by_importance.index(name) for name in names]
-        kept = fitting([self._width(name) for name in names], ranks, width, len(GAP))
-        return [names[number] for number in kept]
+        shown = fitting([self._width(name) for name in names], ranks, width, len(GAP))
+        return [names[number] for number in shown]
 
     def _place(self, name: str) -> tuple[bool, bool, bool]:
         """Sort losses first, those of training before others, and the monitored metric before other metrics."""

@@ -77,7 +77,7 @@ class Hardware:
         """
         if self._thread.is_alive():
             return {}
-        found = {
+        hardware_facts = {
             name: highest
             if name.endswith(("memory_bytes", "peak_bytes", "celsius"))
             else round(total / number, 3)
@@ -85,7 +85,7 @@ class Hardware:
             if name != "memory_available_bytes"
         }
         idle = self._idle.line() if self._idle is not None else ""
-        return {"hardware": found} | ({"idle": idle} if idle else {})
+        return {"hardware": hardware_facts} | ({"idle": idle} if idle else {})
 
     def close(self) -> None:
         """End the thread after a last sample; may be called twice."""
@@ -223,22 +223,22 @@ class Gpus:
             LOG.info("NVML is not read: %s", error)
 
     def read(self) -> dict[str, float]:
-        asked: dict[str, Callable[[], float]] = {
+        readers: dict[str, Callable[[], float]] = {
             "gpu_allocated_peak_bytes": lambda: torch.cuda.max_memory_allocated(self._device),
             "gpu_percent": lambda: torch.cuda.utilization(self._device),  # knows CUDA_VISIBLE_DEVICES
             "gpu_memory_bytes": lambda: torch.cuda.device_memory_used(self._device),
         }
         for number, handle in enumerate(self._handles):
             for name, sensor in SENSORS.items():
-                asked[f"gpu{number}_{name}"] = partial(sensor, self._nvml, handle)
+                readers[f"gpu{number}_{name}"] = partial(sensor, self._nvml, handle)
         row: dict[str, float] = {}
-        for name in asked.keys() - self._deaf:
+        for name in readers.keys() - self._deaf:
             try:
-                row[name] = asked[name]()
+                row[name] = readers[name]()
             except Exception as error:  # no access, or no such counter (MIG)
                 self._deaf.add(name)
                 LOG.info("%s is not sampled: %s", name, error)
-        return {name: row[name] for name in asked if name in row}
+        return {name: row[name] for name in readers if name in row}
 
 
 def throttled(nvml: Any, gpu: Any) -> int:

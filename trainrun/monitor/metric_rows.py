@@ -36,25 +36,25 @@ def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
     validated: whether the validation of that very step is part of what the run goes on from; else it is done again.
     """
     last = step if validated else step - 1
-    kept = [
+    lines_before = [
         line if row.get("step", 0) <= step else json.dumps(row | {"step": step})
         for line, row in _numbered_rows(path)
         if row.get("kind") not in OF_THE_END
         and (row.get("kind") == "note" or row.get("step", 0) <= (last if row.get("kind") == "eval" else step))
     ]
-    write_text(path, "".join(f"{line}\n" for line in kept), durable=True)
+    write_text(path, "".join(f"{line}\n" for line in lines_before), durable=True)
 
 
 def sound_rows(path: Path) -> tuple[list[str], int]:
     """Return the valid lines, unchanged, and the number of damaged lines."""
     lines: list[str] = []
-    whole = path.read_bytes().split(b"\n")[:-1]
-    for line in whole:
+    whole_lines = path.read_bytes().split(b"\n")[:-1]
+    for line in whole_lines:
         try:
             lines.append(_text_and_row(line)[0])
         except ValueError:
             continue
-    return lines, len(whole) - len(lines)
+    return lines, len(whole_lines) - len(lines)
 
 
 def parse_row(line: bytes) -> Row:
@@ -106,8 +106,8 @@ def with_numbers(row: Row) -> Row:
         if name in ("summary", "metrics") and isinstance(value, dict):
             out[name] = with_numbers(value)
         else:
-            known = isinstance(value, str) and name not in NO_NUMBERS
-            out[name] = NOT_FINITE.get(value, value) if known else value
+            is_number = isinstance(value, str) and name not in NO_NUMBERS
+            out[name] = NOT_FINITE.get(value, value) if is_number else value
     return out
 
 
@@ -130,12 +130,12 @@ def _fits(value: Any, shape: Any) -> bool:
     mapping; or a mapping with the shape of each named value, which may be None.
     """
     if isinstance(shape, list):
-        return isinstance(value, list) and all(_fits(one, shape[0]) for one in value)
+        return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
     if isinstance(shape, tuple):
-        return isinstance(value, dict) and all(_fits(one, shape[0]) for one in value.values())
+        return isinstance(value, dict) and all(_fits(item, shape[0]) for item in value.values())
     if isinstance(shape, dict):
         return isinstance(value, dict) and all(
-            value.get(name) is None or _fits(value[name], one) for name, one in shape.items()
+            value.get(name) is None or _fits(value[name], item) for name, item in shape.items()
         )
     return isinstance(value, shape) if isinstance(shape, type) else bool(shape(value))
 

@@ -74,7 +74,10 @@ def layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     heads = ("layer", "class", "output", "parameters")
     rows = [
         heads,
-        *((str(one["layer"]), one["class"], one["output"], f"{one['parameters']:,}") for one in layers),
+        *(
+            (str(layer["layer"]), layer["class"], layer["output"], f"{layer['parameters']:,}")
+            for layer in layers
+        ),
     ]
     widths = [max(len(row[number]) for row in rows) for number in range(len(heads))]
     return ["  " + "  ".join([*map(str.ljust, row[:3], widths[:3]), row[3].rjust(widths[3])]) for row in rows]
@@ -131,7 +134,7 @@ def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
         if longer := longer_limit(summary, facts.config.get("trainer") or {}):
             commands.append(f"{COMMAND} resume {folder} {longer}")
         counted_or_endless = facts.num_val, (facts.config.get("data") or {}).get("val")
-        if any(found is not None for found in counted_or_endless):
+        if any(number is not None for number in counted_or_endless):
             commands.append(f"{COMMAND} evaluate {folder}")
     if run.metrics.is_file():
         commands.append(f"{COMMAND} report {folder}")
@@ -190,9 +193,11 @@ def devices_line(row: Mapping[str, float]) -> str:
     number = 0
     while any(name.startswith(f"gpu{number}_") for name in row):
         units = {"percent": "%", "celsius": "C", "watts": "W"}
-        found = [f"{row[f'gpu{number}_{n}']:.0f} {u}" for n, u in units.items() if f"gpu{number}_{n}" in row]
+        readings = [
+            f"{row[f'gpu{number}_{n}']:.0f} {u}" for n, u in units.items() if f"gpu{number}_{n}" in row
+        ]
         if f"gpu{number}_memory_bytes" in row:
-            found.insert(1, f"{row[f'gpu{number}_memory_bytes'] / 2**30:.1f} GiB")
-        words.append(f"GPU {number} " + " ".join(found))
+            readings.insert(1, f"{row[f'gpu{number}_memory_bytes'] / 2**30:.1f} GiB")
+        words.append(f"GPU {number} " + " ".join(readings))
         number += 1
     return "devices: " + ", ".join(words)

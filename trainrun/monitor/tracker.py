@@ -28,8 +28,8 @@ class Tracker:
     ) -> None:
         self.key, self.faults = key, 0
         self._name, self._stops, self._tell = name or type(target).__name__, stops, tell
-        found = {name: getattr(target, name, None) for name in METHODS}
-        self._calls = {name: method for name, method in found.items() if callable(method)}
+        methods = {name: getattr(target, name, None) for name in METHODS}
+        self._calls = {name: method for name, method in methods.items() if callable(method)}
         if not self._calls:
             raise PluginError(
                 f"{key}: {self._name} has none of the methods of a monitor: {', '.join(METHODS)}; "
@@ -45,12 +45,12 @@ class Tracker:
         except ANY_FAULT as error:  # of the user's code, which only listens
             self.faults += 1
             stops = self._stops and name != "close"
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            told = f"{self.key}: {name} of {self._name} failed: {what}{line_of(error)}"
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            message = f"{self.key}: {name} of {self._name} failed: {reason}{line_of(error)}"
             if self.faults == 1:
-                self._tell(told + ("" if stops else "; the run goes on (monitor.on_error=raise ends it)"))
+                self._tell(message + ("" if stops else "; the run goes on (monitor.on_error=raise ends it)"))
             if stops and isinstance(error, SystemExit):
-                raise PluginError(told) from error
+                raise PluginError(message) from error
             if stops:
                 raise
         return None
@@ -75,5 +75,5 @@ class Tracker:
 
     def close(self) -> None:
         """Close the tracker, and print the text that it returns."""
-        if (told := self._call("close")) and isinstance(told, str):
-            self._tell(told)
+        if (message := self._call("close")) and isinstance(message, str):
+            self._tell(message)

@@ -162,10 +162,10 @@ class Ddp:
             self._spread_buffers()
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
-        own = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        summands = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(summands) for _ in range(self.world_size)]
         with contact():
-            dist.all_gather(rows, own, group=self._host)
+            dist.all_gather(rows, summands, group=self._host)
         # added in the order of ranks, whatever route the numbers took
         return [sum(column) for column in zip(*[row.tolist() for row in rows], strict=True)]
 

@@ -191,11 +191,11 @@ def address_of(node: str) -> str:
         socket.getaddrinfo(node, None)
     except OSError:
         if shutil.which("scontrol"):
-            asked = subprocess.run(
+            process = subprocess.run(
                 ["scontrol", "show", "node", node], capture_output=True, text=True, check=False
             )
-            if found := re.search(r"\bNodeAddr=(\S+)", asked.stdout):
-                return found.group(1)
+            if match := re.search(r"\bNodeAddr=(\S+)", process.stdout):
+                return match.group(1)
     return node
 
 

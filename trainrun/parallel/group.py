@@ -127,7 +127,7 @@ def exchange_failure(error: RuntimeError) -> TrainrunError:
 def own_addresses() -> dict[str, list[str]]:
     families = (socket.AF_INET, socket.AF_INET6)
     return {
-        name: [found.address.partition("%")[0] for found in entries if found.family in families]
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
         for name, entries in psutil.net_if_addrs().items()
     }
 
@@ -136,9 +136,9 @@ def address_towards(host: str) -> str:
     """This machine's address on the route to a host; "" without one."""
     try:
         for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as asked:
-                asked.connect(place)  # of UDP: looks the route up, sends nothing
-                return str(asked.getsockname()[0])
+            with socket.socket(family, kind) as connection:
+                connection.connect(place)  # of UDP: looks the route up, sends nothing
+                return str(connection.getsockname()[0])
     except OSError:
         pass
     return ""
@@ -157,7 +157,14 @@ def interface_for(
     Ranks that are all on one machine take the loopback interface.
     """
     if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
-        return next((name for name, own in addresses.items() if any(map(is_loopback, own))), "")
+        return next(
+            (
+                name
+                for name, addresses_of_interface in addresses.items()
+                if any(map(is_loopback, addresses_of_interface))
+            ),
+            "",
+        )
     wish = env.get("NCCL_SOCKET_IFNAME", "")
     if wish and not wish.startswith("^"):
         starts = tuple(wish.removeprefix("=").split(","))  # NCCL's words are beginnings of names
@@ -167,4 +174,11 @@ def interface_for(
     address = towards(env["MASTER_ADDR"])
     if not address or is_loopback(address):  # rank 0's own machine
         address = towards(FAR)
-    return next((name for name, own in addresses.items() if address in own and not is_loopback(address)), "")
+    return next(
+        (
+            name
+            for name, addresses_of_interface in addresses.items()
+            if address in addresses_of_interface and not is_loopback(address)
+        ),
+        "",
+    )

@@ -166,8 +166,8 @@ def run_attempt(
         store = folder / "store"
         try:
             for rank in range(world_size):
-                own = env | rank_environment(env, rank, world_size, store)
-                ranks.append(start_rank(command, rank, run_dir, own))
+                rank_env = env | rank_environment(env, rank, world_size, store)
+                ranks.append(start_rank(command, rank, run_dir, rank_env))
             return watch(ranks, run_dir, received, grace_seconds, alone_seconds, store)
         except BaseException:
             end(ranks)
@@ -185,7 +185,7 @@ def release_terminal() -> None:
 
 def rank_environment(env: Mapping[str, str], rank: int, world_size: int, store: Path) -> dict[str, str]:
     """Return the environment variables of a rank. OpenMP threads share the cores unless the user set a number."""
-    own = {
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -196,8 +196,8 @@ def rank_environment(env: Mapping[str, str], rank: int, world_size: int, store: 
         "PYTHONUNBUFFERED": env.get("PYTHONUNBUFFERED") or "1",  # the log of a killed rank is complete
     }
     if Path("/sys/class/net/lo").exists():  # the sockets between our ranks are nobody else's business
-        own["GLOO_SOCKET_IFNAME"] = env.get("GLOO_SOCKET_IFNAME") or "lo"
-    return own
+        variables["GLOO_SOCKET_IFNAME"] = env.get("GLOO_SOCKET_IFNAME") or "lo"
+    return variables
 
 
 def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str, str]) -> Rank:
@@ -368,4 +368,4 @@ def never_ended(rank: int, seconds: float, run_dir: RunDir) -> RankFailed:
 
 
 def signal_name(number: int) -> str:
-    return {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")
+    return {entry.value: entry.name for entry in signal.Signals}.get(number, f"signal {number}")

@@ -277,9 +277,11 @@ def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
 
 def half_notes(model: nn.Module) -> list[str]:
     """On weights of 16 bits that the model itself makes; there is one."""
-    found = [param.dtype for param in model.parameters() if param.requires_grad and param.dtype.itemsize == 2]
-    kind = str(found[0]).removeprefix("torch.")
+    half_types = [
+        param.dtype for param in model.parameters() if param.requires_grad and param.dtype.itemsize == 2
+    ]
+    kind = str(half_types[0]).removeprefix("torch.")
     return [
-        f"precision={FULL}: the model makes {counted(len(found), f'{kind} parameter')}, trained as they are; "
+        f"precision={FULL}: the model makes {counted(len(half_types), f'{kind} parameter')}, trained as they are; "
         "precision=bf16-mixed with .float() in the model keeps small updates"
     ]

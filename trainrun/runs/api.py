@@ -89,12 +89,12 @@ class Run:
         this is another process; it is left as it is. merge: a plain network, with what LoRA learned in its weights.
         """
         with holding(dict(self.objects) | ({} if model is None else {"model": model})):
-            found = load_network(self.files, choose_checkpoint(self.files.checkpoints, which), self.trust)
+            network = load_network(self.files, choose_checkpoint(self.files.checkpoints, which), self.trust)
         if merge:
-            if not any(isinstance(layer, LoraLinear) for layer in found.modules()):
+            if not any(isinstance(layer, LoraLinear) for layer in network.modules()):
                 raise ConfigError(f"{self.folder}: merge=True: its network has no LoRA layers; leave it out")
-            return merge_lora(found)
-        return found
+            return merge_lora(network)
+        return network
 
     def predict(
         self, samples: Any, which: str | None = None, num_classes_shown: int = 3
@@ -190,7 +190,7 @@ def train(
                 f"trainrun.train(val=...): {wrong[0]!r} is no name of a set; use letters, digits and _"
             )
         named |= {"val": None, **{f"val.{name}": part for name, part in val.items()}}
-    objects = {name: found for name, found in named.items() if found is not None}
+    objects = {name: value for name, value in named.items() if value is not None}
     all_words = [*settings_of_objects(objects, list(words)), *words]
     composition = compose_run(all_words)
     if objects and composition.config.parallel.mode != "single":
@@ -237,7 +237,7 @@ def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if GIVEN and objects:
         raise ConfigError("trainrun.train: a run of objects is trained in this process already")
     used: dict[str, Any] = {}
-    GIVEN.update({name: (found, used) for name, found in objects.items()})
+    GIVEN.update({name: (value, used) for name, value in objects.items()})
     try:
         yield used
     finally:
@@ -257,15 +257,15 @@ def given(name: str, about: str) -> Any:
             f"trainrun.train(..., {name.partition('.')[0]}=...)"
             + (" or load_model(run_dir, model=...)" if name == "model" else "")
         )
-    found, used = GIVEN[name]
-    if about_of(found) != about:
-        raise ConfigError(f"{config_place(name)}: this run was given {about}, and now {about_of(found)}")
+    value, used = GIVEN[name]
+    if about_of(value) != about:
+        raise ConfigError(f"{config_place(name)}: this run was given {about}, and now {about_of(value)}")
     if name == "model":
-        found = copy.deepcopy(found)
+        value = copy.deepcopy(value)
     elif name == "task":
-        found = copy.copy(found)
-    used[name] = found
-    return found
+        value = copy.copy(value)
+    used[name] = value
+    return value
 
 
 def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[str]:
@@ -275,38 +275,38 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
 
     if not objects:
         return []
-    said = {word.lstrip("+~").partition("=")[0] for word in words}
+    typed_keys = {word.lstrip("+~").partition("=")[0] for word in words}
     out = []
-    for name, found in objects.items():
+    for name, entry in objects.items():
         place = config_place(name)
-        if twice := said & {place.partition(".")[0], place, f"{place}._target_"}:
+        if twice := typed_keys & {place.partition(".")[0], place, f"{place}._target_"}:
             raise ConfigError(
                 f"trainrun.train({name}=...): {twice.pop()}= says it too; leave one of them out"
             )
-        if isinstance(found, type):
+        if isinstance(entry, type):
             raise ConfigError(
-                f"trainrun.train({name}={found.__name__}): is a class; give an object, as {name}={found.__name__}(...)"
+                f"trainrun.train({name}={entry.__name__}): is a class; give an object, as {name}={entry.__name__}(...)"
             )
-        if isinstance(found, str):
+        if isinstance(entry, str):
             raise ConfigError(
-                f"trainrun.train({name}={found!r}): a name is a word, as trainrun.train('{place}={found}')"
+                f"trainrun.train({name}={entry!r}): a name is a word, as trainrun.train('{place}={entry}')"
             )
-        if isinstance(found, tuple) and found and all(isinstance(part, list) for part in found):
+        if isinstance(entry, tuple) and entry and all(isinstance(part, list) for part in entry):
             raise ConfigError(
                 f"trainrun.train({name}=...): lists; give tensors or arrays, as (torch.tensor(x), ...)"
             )
-        if name == "model" and not isinstance(found, nn.Module):
-            raise ConfigError(f"trainrun.train(model=...): a {type(found).__name__} is no torch.nn.Module")
-        if isinstance(found, DataLoader):
+        if name == "model" and not isinstance(entry, nn.Module):
+            raise ConfigError(f"trainrun.train(model=...): a {type(entry).__name__} is no torch.nn.Module")
+        if isinstance(entry, DataLoader):
             raise ConfigError(
                 f"trainrun.train({name}=...): give the loader's data set, as {name}=loader.dataset, and "
-                f"'data.batch_size={found.batch_size}'; the order, the workers and the resume are the run's own"
+                f"'data.batch_size={entry.batch_size}'; the order, the workers and the resume are the run's own"
             )
         if name != "data" and place.startswith("data.") and "data" not in objects:
             raise ConfigError(f"trainrun.train({name}=...): give data=... too")
-        node = {"_target_": f"{__name__}.given", "name": name, "about": quoted(about_of(found))}
+        node = {"_target_": f"{__name__}.given", "name": name, "about": quoted(about_of(entry))}
         out += [f"+{place}.{key}={value}" for key, value in node.items()]
-    if "model" in objects and "run_name" not in said:
+    if "model" in objects and "run_name" not in typed_keys:
         out.append(f"run_name={type(objects['model']).__name__}")
     return [*(f"{group}=custom" for group in ("model", "task", "data") if group in objects), *out]
 
@@ -335,9 +335,9 @@ def about_of(found: Any) -> str:
 
 def take_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Give the caller's network the weights of the copy that was trained; a note where it has other names."""
-    own = model.state_dict()
-    if state.keys() == own.keys() and all(
-        is_lazy(v) or v.shape == state[name].shape for name, v in own.items()
+    weights = model.state_dict()
+    if state.keys() == weights.keys() and all(
+        is_lazy(v) or v.shape == state[name].shape for name, v in weights.items()
     ):
         model.load_state_dict(state)
     else:

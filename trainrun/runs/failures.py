@@ -184,12 +184,12 @@ def deadline(run: RunDir, config: RunConfig) -> AbstractContextManager[None]:
 def give_up(run: RunDir, config: RunConfig, number: int, twice: bool) -> None:
     """A stop that took too long, or was asked for twice: the process ends here, with what is committed."""
     seconds = config.trainer.stop_grace_seconds
-    what = (
+    cause = (
         "came twice" if twice else f"was not followed by a save within trainer.stop_grace_seconds={seconds:g}"
     )
     saved = any(run.checkpoints.glob("step-*"))
     left = "the last checkpoint stands" if saved else "nothing was saved yet"
-    leave_now(run, config, "stopped", 128 + number, f"{signal.Signals(number).name} {what}; {left}")
+    leave_now(run, config, "stopped", 128 + number, f"{signal.Signals(number).name} {cause}; {left}")
 
 
 def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:

@@ -34,13 +34,13 @@ def explained(run: Components, state: TrainState, error: Exception) -> TrainrunE
             f"task: {task}.step() gave a {type(error.obj).__name__}; it must return "
             "trainrun.interfaces.StepOutput(loss_sum, {...})"
         )
-    if told := no_memory(error):
-        return TrainingError(advice(run, told))
+    if text := no_memory(error):
+        return TrainingError(advice(run, text))
     if "file too short" in str(error):
         from trainrun.transform.compile import broken_library
 
-        if told := broken_library(error):
-            return TrainingError(told)
+        if text := broken_library(error):
+            return TrainingError(text)
     if ASSERTED in str(error):
         return TrainingError(
             f"at step {state.step + 1} or just before: an index was out of range on the GPU, as a label or a "

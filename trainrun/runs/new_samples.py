@@ -141,9 +141,9 @@ def predict_new(
 
 def saved_facts(run: RunDir, names: TrainingNames) -> DataFacts:
     """Return what the run knew about its training data, from its folder."""
-    told = read_identity(run).get("data", {})
-    shape = tuple(told["shape"]) if told.get("shape") else None
-    return DataFacts(shape, told.get("num_classes"), tuple(names.classes))
+    data_facts = read_identity(run).get("data", {})
+    shape = tuple(data_facts["shape"]) if data_facts.get("shape") else None
+    return DataFacts(shape, data_facts.get("num_classes"), tuple(names.classes))
 
 
 def without_class_weights(config: RunConfig) -> RunConfig:
@@ -177,7 +177,7 @@ def open_samples(input_format: InputFormat, samples: Any) -> NewSamples:
     if isinstance(samples, str | Path):
         samples = [samples]
     if isinstance(samples, list | tuple):
-        num_paths = sum(isinstance(one, str | Path) for one in samples)
+        num_paths = sum(isinstance(sample, str | Path) for sample in samples)
         if not samples:
             raise DataError("predict: no samples were given")
         if num_paths == len(samples):
@@ -191,7 +191,7 @@ def open_samples(input_format: InputFormat, samples: Any) -> NewSamples:
     if input_format.reader == IMAGE_FOLDER and not is_batch(samples):
         pictures = samples if isinstance(samples, list | tuple) else [samples]
         return pictures_as_samples(
-            input_format, [png_of(one) for one in pictures], number_names(len(pictures))
+            input_format, [png_of(sample) for sample in pictures], number_names(len(pictures))
         )
     return arrays_as_samples(samples)
 
@@ -216,17 +216,17 @@ def expand_paths(words: Sequence[str | Path], endings: Sequence[str]) -> list[Pa
         if path.is_file():
             if not path.name.lower().endswith(tuple(endings)):
                 raise ConfigError(f"predict {word}: must end in {listed(endings)} for this run")
-            found = [path]
+            expanded = [path]
         elif path.is_dir():
-            found = [one for one in sorted(path.rglob("*")) if is_readable(one, endings)]
+            expanded = [file for file in sorted(path.rglob("*")) if is_readable(file, endings)]
         else:
             root = Path(path.anchor or ".")
             pattern = str(path.relative_to(path.anchor)) if path.anchor else str(path)
-            found = [one for one in sorted(root.glob(pattern)) if is_readable(one, endings)]
-        if not found:
-            what = "holds no file" if path.is_dir() else "no such file or folder"
-            raise ConfigError(f"predict {word}: {what} ({', '.join(endings)})")
-        files += found
+            expanded = [file for file in sorted(root.glob(pattern)) if is_readable(file, endings)]
+        if not expanded:
+            reason = "holds no file" if path.is_dir() else "no such file or folder"
+            raise ConfigError(f"predict {word}: {reason} ({', '.join(endings)})")
+        files += expanded
     return list(dict.fromkeys(files))
 
 
@@ -250,9 +250,9 @@ def pictures_as_samples(
 
 
 def decode_picture(pictures: Sequence[Path | bytes], form: Form, index: int) -> Tensor:
-    one = pictures[index]
-    content = one if isinstance(one, bytes) else content_of(str(one))
-    return decoded(content, form, lambda: f"picture {index}" if isinstance(one, bytes) else str(one))
+    picture = pictures[index]
+    content = picture if isinstance(picture, bytes) else content_of(str(picture))
+    return decoded(content, form, lambda: f"picture {index}" if isinstance(picture, bytes) else str(picture))
 
 
 def is_batch(samples: Any) -> bool:
@@ -342,9 +342,9 @@ def read_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSam
         columns = csv_files.columns_in(file, csv_files.Dialect(delimiter, node.get("header", True)))
     inputs = list(input_format.names.inputs or node.get("inputs") or ())
     check_columns(columns, inputs, node, shown or str(file))
-    taken = signature(load).parameters.keys() & {"shape", "dtype", "fill", "fit", "draft", "categories", "header",
+    parameters = signature(load).parameters.keys() & {"shape", "dtype", "fill", "fit", "draft", "categories", "header",
                                                   "delimiter"}  # fmt: skip
-    arguments = {name: node[name] for name in taken if name in node}
+    arguments = {name: node[name] for name in parameters if name in node}
     try:
         splits = load(str(file), inputs=inputs or None, target="none", val_fraction=0.0, **arguments)
         built = splits["train"]
@@ -382,8 +382,8 @@ def check_columns(columns: Sequence[str], inputs: Sequence[str], node: Mapping[s
             f"{shown}: has no column {', '.join(missing)}, which the training had{guess} It has {listed(columns)}"
         )
     target = node.get("target") or ()
-    known = {*needed, *([target] if isinstance(target, str) else target), node.get("groups")}
-    new = [name for name in columns if name not in known] if inputs else []
+    known_columns = {*needed, *([target] if isinstance(target, str) else target), node.get("groups")}
+    new = [name for name in columns if name not in known_columns] if inputs else []
     if new:
         say(f"note: {shown}: not used, for they are no inputs of the run: {listed(new)}")
 

@@ -210,9 +210,9 @@ def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
     """Record in RUN.json what was measured, for a resume, and facts of the data, for `load_model`, which builds without
     it."""
     facts = run.data_facts
-    told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
+    data_facts = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
     threads = {"num_threads": torch.get_num_threads()} if run.config.trainer.num_threads == "auto" else {}
-    write_identity(run_dir, read_identity(run_dir) | {"data": told} | chosen | threads)
+    write_identity(run_dir, read_identity(run_dir) | {"data": data_facts} | chosen | threads)
 
 
 def run_loop(run: Components, state: TrainState) -> TrainState:
@@ -220,18 +220,18 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
     fit: Callable[[Components, TrainState], TrainState] = loop.fit
     node = run.config.loop
     if node:
-        found = build(node, "loop") if len(node) > 1 else locate(node["_target_"], "loop")
-        if not callable(found):
+        own_loop = build(node, "loop") if len(node) > 1 else locate(node["_target_"], "loop")
+        if not callable(own_loop):
             raise PluginError(
                 f"loop._target_={node['_target_']}: must be a function (Components, TrainState) -> TrainState"
             )
-        fit = found
+        fit = own_loop
     run.phases.open(OTHER)  # ours books at once; one that does not is no start-up
     try:
         return fit(run, state)
     except (MemoryError, RuntimeError, AttributeError, TypeError, ValueError) as error:
-        if (told := explained(run, state, error)) is not None:
-            raise told from error
+        if (message := explained(run, state, error)) is not None:
+            raise message from error
         raise
 
 

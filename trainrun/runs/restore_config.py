@@ -126,7 +126,7 @@ def names_samples(config: RunConfig, typed: set[str], split: str) -> bool:
     """
     node, key = config.data.train, f"{split}_path"
     others = {f"data.train.{name}" for name in (key, *HOLDS_OUT)}
-    is_said = bool(typed & others) or any(one.startswith(f"data.{split}.") for one in typed)
+    is_said = bool(typed & others) or any(key_typed.startswith(f"data.{split}.") for key_typed in typed)
     return "data.path" in typed and not is_said and is_node(node) and key in node
 
 
@@ -146,8 +146,8 @@ def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) ->
 def reading_whole_path(config: RunConfig, split: str) -> RunConfig:
     """Return the config with all samples of `data.path` in a split, or those that are called like it there."""
     data, key = config.data, f"{split}_path"
-    own = getattr(data, split)
-    node = own if is_node(own) else data.train or {}
+    split_node = getattr(data, split)
+    node = split_node if is_node(split_node) else data.train or {}
     changes: dict[str, Any] = {
         "data.train": {**(data.train or {}), key: data.path},
         f"data.{split}": {**node, "path": data.path, key: data.path},
@@ -166,12 +166,14 @@ def saved_names(loaded: Loaded) -> TrainingNames:
 def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:
     """Restore the state of the task, and the step: its loss may depend on it."""
     calls.start(TrainState(loaded.manifest.step, loaded.manifest.epoch))
-    if isinstance(kept := loaded.shared.get("task"), dict):
-        for lost in (one for one in kept.get("anew", ()) if one.startswith("model: ")):
+    if isinstance(task_state := loaded.shared.get("task"), dict):
+        for lost in (
+            lost_name for lost_name in task_state.get("anew", ()) if lost_name.startswith("model: ")
+        ):
             tell(
                 f"{loaded.folder.name} does not hold what changed in {lost}: it is as the model makes it at first"
             )
-        load_task_state(loaded.folder.name, task, kept, device)
+        load_task_state(loaded.folder.name, task, task_state, device)
 
 
 def without_gpu(config: RunConfig) -> RunConfig:

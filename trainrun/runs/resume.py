@@ -58,9 +58,9 @@ class Difference(NamedTuple):
 
 def trusted_config(run: RunDir, overrides: list[str], trust: bool, measured: str = "") -> RunConfig:
     """Load the config of a folder that this user has sealed or trusts now. Raise ConfigError for others."""
-    found = readable_config(run)
+    values = readable_config(run)
     check_sealed(run, trust)
-    return with_overrides(found, run.config_that_holds, overrides, measured)
+    return with_overrides(values, run.config_that_holds, overrides, measured)
 
 
 def readable_config(run: RunDir) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def _where_it_began(run: RunDir) -> str:
         environment = read_json(run.environment)
         began, command = environment["working_dir"], environment["command"]
         has_folder = any(argument.startswith(("--config-dir", "-cd")) for argument in command)
-        more = " with the same --config-dir" if has_folder else f", or PYTHONPATH={began}"
-        return f"; the run began in {began}: call this from there{more}"
+        remedy = " with the same --config-dir" if has_folder else f", or PYTHONPATH={began}"
+        return f"; the run began in {began}: call this from there{remedy}"
     return ""
 
 
@@ -110,15 +110,15 @@ def check_ours(run: RunDir) -> None:
         run.config, run.overrides, run.environment, run.metrics, run.samples, run.pictures, run.tokenizer,
         run.status, run.log, run.report, *run.plots.glob("*.png"),
     )  # fmt: skip
-    taken = [str(path.relative_to(run.root)) for path in places if path.exists()]
+    present = [str(path.relative_to(run.root)) for path in places if path.exists()]
     if was_saved(run):  # the newest stay, and the first ones of a new run would be the oldest
-        taken.append(run.checkpoints.name)
-    if taken and not is_there(run):
+        present.append(run.checkpoints.name)
+    if present and not is_there(run):
         remedy = "name another folder, or take them away"
         if was_saved(run):
             remedy += f" (ckpt_path={run.root} takes over a checkpoint)"
         raise ConfigError(
-            f"output_dir={run.root}: holds {', '.join(taken)} and no {run.identity.name}, so no run made it; "
+            f"output_dir={run.root}: holds {', '.join(present)} and no {run.identity.name}, so no run made it; "
             + remedy
         )
 
@@ -149,16 +149,16 @@ def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
     before = with_overrides(readable_config(run), run.config_that_holds, [])
     if config.seed is None and read_identity(run).get(SEED_DRAWN, True):
         config = replace(config, seed=before.seed)
-    if found := differences(placed(before, Path.cwd()), placed(config, Path.cwd())):
+    if changes := differences(placed(before, Path.cwd()), placed(config, Path.cwd())):
         there, here = (flat_values(public(item)[0]) for item in (before, config))  # without secrets
-        changed = [Difference(key, there.get(key, ABSENT), here.get(key, ABSENT)) for key, _, _ in found]
+        changed = [Difference(key, there.get(key, ABSENT), here.get(key, ABSENT)) for key, _, _ in changes]
         shown = ", ".join(f"{key}={word(old)} (here {word(new)})" for key, old, new in changed[:SHOWN])
-        more = f" and {len(changed) - SHOWN} other values" if len(changed) > SHOWN else ""
+        rest = f" and {len(changed) - SHOWN} other values" if len(changed) > SHOWN else ""
         way = f"{resume} (key=value after it, for what can change on the way)"
         if "trainrun.runs.api.given" in run.config.read_text():  # its objects are in no other process
             way = f"trainrun.train(..., 'ckpt_path={run.root}')"
         raise ConfigError(
-            f"output_dir={run.root}: holds a run already, which has {shown}{more}; name another folder, or go on with "
+            f"output_dir={run.root}: holds a run already, which has {shown}{rest}; name another folder, or go on with "
             f"that run: {way}"
         )
     if forget_failure(run):
@@ -252,7 +252,7 @@ def finished(run: RunDir, config: RunConfig) -> str:
     status = read_status(run)
     if status.get("state") != "done":
         return ""
-    before, config = (placed(one, Path.cwd()) for one in (load_config(run.config, []), config))
+    before, config = (placed(run_config, Path.cwd()) for run_config in (load_config(run.config, []), config))
     limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps", "max_duration")}
     same = replace(before, trainer=replace(before.trainer, **limits)) == config
     reached = [
@@ -261,7 +261,7 @@ def finished(run: RunDir, config: RunConfig) -> str:
     ]
     if not same or (before != config and not any(reached)):
         return ""
-    reason, more = str(status.get("reason")), "trainer.max_epochs=... (or null, with trainer.max_steps=...)"
+    reason, remedy = str(status.get("reason")), "trainer.max_epochs=... (or null, with trainer.max_steps=...)"
     command = f"trainrun resume {shlex.quote(str(run.root))}"
     for name, unit in (("max_epochs", "epoch"), ("max_steps", "step")):
         position, limit = status.get(unit, 0), limits[name]
@@ -276,10 +276,10 @@ def finished(run: RunDir, config: RunConfig) -> str:
         ("trainer.max_time", "trainer.max_time=..."),
         ("early stopping", "trainer.early_stopping=false (or trainer.early_stopping.patience=...)"),
     ):
-        more = way if reason.startswith(key) else more
+        remedy = way if reason.startswith(key) else remedy
     return (
-        f"{run.root}: finished already ({reason}). To train more: {command} {more}. To draw its plots again: trainrun "
-        f"report {shlex.quote(str(run.root))}"
+        f"{run.root}: finished already ({reason}). To train more: {command} {remedy}. To draw its plots again: "
+        f"trainrun report {shlex.quote(str(run.root))}"
     )
 
 
@@ -308,12 +308,12 @@ def repair(run: RunDir, note: Callable[[str], None] = tell) -> None:
 
 def _files(run: RunDir) -> list[Path]:
     """The plain files of a run; those of single ranks by their names."""
-    known = (
+    single_files = (
         run.status, run.overrides, run.environment, run.identity, run.identity_copy, run.metrics, run.log, run.samples,
         run.report, run.job, run.config_before, run.best,
     )  # fmt: skip
     patterns = ("rank*.log", "stacks-rank*.txt", ".error-rank*.json")
-    return [*known, *(path for pattern in patterns for path in sorted(run.root.glob(pattern)))]
+    return [*single_files, *(path for pattern in patterns for path in sorted(run.root.glob(pattern)))]
 
 
 def _is_plain(path: Path) -> bool:
@@ -336,14 +336,14 @@ def _repair_identity(run: RunDir, note: Callable[[str], None]) -> None:
     for path in (run.identity, run.identity_copy):
         if not sound_identity(path):
             try:
-                told = read_identity(run)
+                identity = read_identity(run)
             except ConfigError:
                 return  # said where it is needed
             if path.exists():
                 _set_aside(path, "is damaged", note)
             elif path == run.identity:
                 note(f"{path}: missing; written again from its copy")
-            write_identity(run, told)
+            write_identity(run, identity)
 
 
 def _repair_status(run: RunDir, note: Callable[[str], None]) -> None:

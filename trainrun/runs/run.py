@@ -57,15 +57,15 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
     """
     run, config = RunDir(_folder_of(composition)), composition.config
     with unless_refused(run), only_writer(run):
-        found = None
+        earlier_config = None
         if any(path != run.lock for path in run.root.iterdir()):
-            found = resume.found_config(run, config)
-            if found is not None and not run.overrides.exists():  # damaged, and set aside
+            earlier_config = resume.found_config(run, config)
+            if earlier_config is not None and not run.overrides.exists():  # damaged, and set aside
                 write_words(run, words)
-        if found is None:
+        if earlier_config is None:
             config = config if config.seed is not None else replace(config, seed=secrets.randbelow(2**32))
             new_run(replace(composition, config=config), words, run, composition.config.seed is None)
-        yield run, found or config, found is not None
+        yield run, earlier_config or config, earlier_config is not None
 
 
 @contextmanager
@@ -118,8 +118,8 @@ def new_run(
         # the first: a folder without it is not one that a run made
         write_identity(run, identity)
         write_words(run, words)
-        write_json(run.environment, found := surroundings(Path.cwd()) | {"folder": str(run.root)})
-        if (found["git"] or {}).get("changed") and (diff := uncommitted(Path.cwd())):
+        write_json(run.environment, environment := surroundings(Path.cwd()) | {"folder": str(run.root)})
+        if (environment["git"] or {}).get("changed") and (diff := uncommitted(Path.cwd())):
             write_text(run.changes, diff)
         write_config(run, config)
     except OSError as error:
@@ -151,9 +151,9 @@ def write_words(run: RunDir, words: list[str]) -> None:
 
 
 def _folder_of(composition: Composition) -> Path:
-    own = composition.own.get("hydra.run.dir")
-    if own:
-        return named_folder(own)
+    named = composition.own.get("hydra.run.dir")
+    if named:
+        return named_folder(named)
     now = datetime.now()
     called = str(composition.config.run_name).replace("/", "-")
     name = f"{now:%H-%M-%S}-{called}-{secrets.token_hex(4)}"
@@ -246,8 +246,8 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     resume.restore_config(run)
-    if told := resume.finished(run, config):
-        return stay_finished(told)
+    if message := resume.finished(run, config):
+        return stay_finished(message)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
         typed = typed_settings(translated(overrides).overrides)

@@ -68,14 +68,14 @@ def dismiss(code: int = EXIT_DONE) -> None:
 def follow_run() -> int:
     """Every other rank: no Hydra, no words of its own."""
     meeting = follow()
-    told = meeting.payload
-    if told["folder"] is None:
+    payload = meeting.payload
+    if payload["folder"] is None:
         with contact():
             meeting.say_heard()
-        return int(told["code"])
-    sys.path += [path for path in told["paths"] if path not in sys.path]
-    run = RunDir(Path(told["folder"]))
-    fault = "" if _is_shared(run, told["config"]) else (
+        return int(payload["code"])
+    sys.path += [path for path in payload["paths"] if path not in sys.path]
+    run = RunDir(Path(payload["folder"]))
+    fault = "" if _is_shared(run, payload["config"]) else (
         f"output_dir={run.root}: rank {os.environ['RANK']} on {socket.gethostname()} does not find the run folder of "
         "rank 0 there; ranks on several machines need a folder that all of them share"
     )  # fmt: skip
@@ -83,7 +83,7 @@ def follow_run() -> int:
         meeting.say_heard(fault)
     if fault:
         raise ConfigError(fault)
-    order = LaunchSpec(told["resume"], told["paths"], typed=tuple(told["typed"]))
+    order = LaunchSpec(payload["resume"], payload["paths"], typed=tuple(payload["typed"]))
     return _work(run, load_config(run.config, []), order, meeting)
 
 
@@ -128,11 +128,9 @@ def _work(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -
 
     code = run_as_rank(run, config.parallel, work, store=meeting.store, deadline=deadline(run, config))
     if code != EXIT_DONE and run.rank_error(rank).exists():
-        told = read_json(run.rank_error(rank))
-        say(
-            f"trainrun: rank {rank}: {told['traceback'] if told['kind'] == 'bug' else told['message']}",
-            file=sys.stderr,
-        )
+        rank_error = read_json(run.rank_error(rank))
+        text = rank_error["traceback"] if rank_error["kind"] == "bug" else rank_error["message"]
+        say(f"trainrun: rank {rank}: {text}", file=sys.stderr)
         if rank == 0:
-            write_status(run, config.run_name, state="failed", exit_code=code, message=told["message"])
+            write_status(run, config.run_name, state="failed", exit_code=code, message=rank_error["message"])
     return code

@@ -231,10 +231,10 @@ def _mode_of(descriptor: int) -> int:
 def _open_again(descriptor: int, mode: int) -> None:
     """Put the same file, at the same place, behind a descriptor, with a position that no other process moves."""
     position = os.lseek(descriptor, 0, os.SEEK_CUR)
-    own = os.open(OPEN_FILES / str(descriptor), mode & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
-    os.lseek(own, position, os.SEEK_SET)
-    os.dup2(own, descriptor, inheritable=False)
-    os.close(own)
+    opened = os.open(OPEN_FILES / str(descriptor), mode & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
+    os.lseek(opened, position, os.SEEK_SET)
+    os.dup2(opened, descriptor, inheritable=False)
+    os.close(opened)
 
 
 def _is_file(descriptor: int) -> bool:

@@ -62,7 +62,7 @@ def has_layout_of(tensor: Tensor, other: Tensor) -> bool:
     if tensor.stride() == other.stride():
         return True
     strides = zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
-    return all(size == 1 or one == two for one, two, size in strides)
+    return all(size == 1 or first == second for first, second, size in strides)
 
 
 def in_layout_of(tensor: Tensor, other: Tensor) -> Tensor:
@@ -98,7 +98,11 @@ def make_dense(model: nn.Module) -> None:
                 "optimizer can update it; keep the small tensor as the parameter and expand it in the forward, or use "
                 "nn.Parameter(tensor.expand(...).clone()) for values of their own"
             )
-        sharing = [other for other, one in tensors.items() if other != name and _share_memory(one, tensor)]
+        sharing = [
+            other
+            for other, other_tensor in tensors.items()
+            if other != name and _share_memory(other_tensor, tensor)
+        ]
         if sharing:
             raise PluginError(
                 f"model: several values of the buffer {name} share one place in memory (as after expand), which "

@@ -84,15 +84,15 @@ class Watchdog:
             # a process that was stopped itself has not hung
             passed, looked = min(time.monotonic() - looked, 2 * tick), time.monotonic()
             run = self._components
-            found: tuple[int, int, int] | None = None
+            last_seen: tuple[int, int, int] | None = None
             if run is not None:
-                found = (run.monitors.step, run.triggers.looks, self._phases.account)
-            if found is None or found != before or found[2] == COMPILE or in_debugger():
-                before, idle = found, 0.0
+                last_seen = (run.monitors.step, run.triggers.looks, self._phases.account)
+            if last_seen is None or last_seen != before or last_seen[2] == COMPILE or in_debugger():
+                before, idle = last_seen, 0.0
                 continue
             idle += passed
             if idle >= self._seconds:
-                self._bark(found[0], found[2])
+                self._bark(last_seen[0], last_seen[2])
                 return
 
     def _bark(self, step: int, account: int) -> None:
