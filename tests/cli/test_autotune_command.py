@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from approved import approve_error
 
+from trainrun.benchmark import autotune_command
 from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
-from trainrun.cli import autotune_command
 from trainrun.cli.main import main as cli
 from trainrun.config.schema import RunConfig
 

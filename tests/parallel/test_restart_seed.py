@@ -8,6 +8,7 @@ import pytest
 
 from trainrun.cli import train_command
 from trainrun.cli.main import main
+from trainrun.config.compose import prepare_command_line
 from trainrun.config.saved_config import load_config
 from trainrun.folder.run_folder import RunDir, read_json, write_json
 from trainrun.runs import run as runner
@@ -32,7 +33,7 @@ def test_a_seed_that_was_drawn_is_kept(workdir: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         runner, "execute", lambda run, config, order: seen.append((run, config.seed, order.resume)) or 0
     )
-    assert train_command.train_one(words, []) == 0
+    assert train_command.train_one(words, [], *prepare_command_line(words, workdir)) == 0
     assert seen == [(run, drawn, True)]
 
 

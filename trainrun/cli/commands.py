@@ -42,6 +42,8 @@ MODULES = {  # where the file, or the function, has another name
     "help": "cli.manual_pages",
     "again": "cli.resume_command:again",
     "compare": "cli.report_command:compare_command",
+    "diagnose": "benchmark.diagnose_command",
+    "autotune": "benchmark.autotune_command",
     "sample": "sampling.sample_command",
     "export": "export.export_command",
     "embed": "embedding.embed_command",

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainrun.cli.commands import add_import_paths
-from trainrun.config.compose import Composition, compose_run, prepare_command_line, write_yaml
+from trainrun.config.argv import CommandLine
+from trainrun.config.compose import Composition, compose_prepared, prepare_command_line, write_yaml
 from trainrun.config.saved_values import public
 from trainrun.config.schema import plain_values
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
@@ -30,12 +31,13 @@ def main(words: list[str]) -> int:
         return int(torchrun_ranks().follow_run())
     sweep_options = [word for word in words if SWEEP_OPTION.match(word)]
     words = [word for word in words if word not in sweep_options]
-    prepared, _ = prepare_command_line(words, Path.cwd())
+    prepared, folders = prepare_command_line(words, Path.cwd())
     if prepared.twice:
         raise ConfigError(*prepared.twice)
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
     if len(prepared.flags) > len(sweeps):  # --cfg job
-        say(write_yaml(plain_values(public(compose_run(words).config)[0])), end="")
+        config = compose_prepared(prepared, folders, Path.cwd()).config
+        say(write_yaml(plain_values(public(config)[0])), end="")
         return EXIT_DONE
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
     if sweeps:
@@ -52,12 +54,13 @@ def main(words: list[str]) -> int:
         raise ConfigError(
             "hydra.sweep.dir: is the folder of a sweep (--multirun); one run has output_dir=..."
         )
-    return train_one(words, paths)
+    return train_one(words, paths, prepared, folders)
 
 
-def train_one(words: list[str], paths: list[str]) -> int:
+def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders: list[Path]) -> int:
+    """Train the run of a command line. Return its exit code. prepared: the same words, translated."""
     with others_dismissed():
-        composition = compose_run(words)
+        composition = compose_prepared(prepared, folders, Path.cwd())
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
     with contextlib.ExitStack() as held:

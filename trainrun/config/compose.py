@@ -106,10 +106,16 @@ def settings_for_path(path: str) -> list[list[str]]:
 
 
 def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition:
-    """The config that a command line asks for. Raises ConfigError with every fault of it."""
-    words, folders = prepare_command_line(argv, working_dir or Path.cwd())
+    """Return the config of a command line. Raise ConfigError with every fault of it."""
+    directory = working_dir or Path.cwd()
+    words, folders = prepare_command_line(argv, directory)
+    return compose_prepared(words, folders, directory)
+
+
+def compose_prepared(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
+    """Return the config of a prepared command line. Raise ConfigError with every fault of it."""
     try:
-        return _composition(words, folders, working_dir or Path.cwd())
+        return _composition(words, folders, working_dir)
     except ConfigError as error:
         # A word may stand for several settings.
         faults = dict.fromkeys(map(words.as_typed, error.faults))
