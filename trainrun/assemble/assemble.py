@@ -197,7 +197,7 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Samples:
+class DataSets:
     """The data sets by split. drawn: how often training samples come. splits: how each split is read."""
 
     sources: dict[str, Any]
@@ -234,17 +234,17 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
     notes = Notes(choices=set_backends(config, context.parallel))
     check_targets(config)
     config = resolve_data_settings(config, context, notes)
-    samples = load_data(config, context, notes)
-    task = build_task(config, samples.facts)
-    data = open_data(config, context, samples, task, notes)
-    config, rhythm = plan_steps(config, context, samples, data, task)
+    data_sets = load_data_sets(config, context, notes)
+    task = build_task(config, data_sets.facts)
+    data = open_data(config, context, data_sets, task, notes)
+    config, rhythm = plan_steps(config, context, data_sets, data, task)
     model, unfreeze, base = build_changed(
-        config, samples.facts, context.parallel, context.init_from, notes.choices, notes.advice
+        config, data_sets.facts, context.parallel, context.init_from, notes.choices, notes.advice
     )
-    config = prepare_model_and_numbers(config, context, samples, data, task, model, rhythm, notes)
+    config = prepare_model_and_numbers(config, context, data_sets, data, task, model, rhythm, notes)
     update = build_update(config, context, model, rhythm, notes)
     monitors = build_monitors(config, context, data, task, model, update, rhythm)
-    checkpoints = build_checkpoints(config, context, samples, data, task, rhythm, monitors, notes)
+    checkpoints = build_checkpoints(config, context, data_sets, data, task, rhythm, monitors, notes)
     retry = build_retry(config, context, task, model, monitors)
     triggers = build_triggers(config, context, data, task, update, rhythm, checkpoints, monitors, retry)
     calls = build_task_calls(config, context, task, model)
@@ -254,16 +254,16 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
     step = add_layer_table(config, step)
     step = checked_step(step, config.trainer.check_task and context.is_new, task, model)
     hooks = build_hooks(config, context, unfreeze)
-    check_nodes_are_read(context.typed, config, samples.sources)
+    check_nodes_are_read(context.typed, config, data_sets.sources)
     run = Components(
         config=config, model=model, wrapped=update.wrapped, task=task, task_calls=calls, optimizer=update.optimizer,
         schedule=update.schedule, precision=update.precision, parallel=context.parallel, ema=update.average,
         retry=retry, train=data.train, validation=data.validation, test=data.test, triggers=triggers,
-        checkpoints=checkpoints, monitors=monitors, data_facts=samples.facts, phases=context.phases, step=step,
+        checkpoints=checkpoints, monitors=monitors, data_facts=data_sets.facts, phases=context.phases, step=step,
         accumulate=build_accumulate(retry, counting), compile_log=compile_log, counting=counting, hooks=hooks,
         positions=data.tokens.planned, optimizers=update.optimizers, own_step=own_step,
         trained=TrainedParameters(model, update.optimizer), places=data.places,
-        order=order_facts(config, context.parallel.world_size, samples.drawn), base=base,
+        order=order_facts(config, context.parallel.world_size, data_sets.drawn), base=base,
     )  # fmt: skip
     calls.after_user_code = run.after_user_code
     for optimizer in update.optimizers.values():
@@ -281,7 +281,7 @@ def resolve_data_settings(config: RunConfig, context: RunContext, notes: Notes) 
     return with_tokenizer(config, context.run, context.parallel, notes.choices)
 
 
-def load_data(config: RunConfig, context: RunContext, notes: Notes) -> Samples:
+def load_data_sets(config: RunConfig, context: RunContext, notes: Notes) -> DataSets:
     """Load the data sets, and look at one sample of each. Refuse splits whose inputs are of different kinds."""
     sources, drawn = build_sources(config, notes.advice, context.trained)
     report = report_to([monitor.on_note for monitor in context.monitors])
@@ -292,7 +292,7 @@ def load_data(config: RunConfig, context: RunContext, notes: Notes) -> Samples:
     facts = with_trained_classes(facts_of_all(sources, splits["train"]), context.trained)
     notes.choices.extend(filter(None, [describe_classes(facts)]))
     notes.advice.extend(describe_sources(config, facts, sources, splits, context.is_new))
-    return Samples(sources, drawn, splits, facts)
+    return DataSets(sources, drawn, splits, facts)
 
 
 def with_trained_classes(facts: DataFacts, trained: TrainingNames | None) -> DataFacts:
@@ -303,32 +303,34 @@ def with_trained_classes(facts: DataFacts, trained: TrainingNames | None) -> Dat
     return replace(facts, class_names=tuple(trained.classes), num_classes=number)
 
 
-def open_data(config: RunConfig, context: RunContext, samples: Samples, task: Any, notes: Notes) -> DataParts:
+def open_data(
+    config: RunConfig, context: RunContext, data_sets: DataSets, task: Any, notes: Notes
+) -> DataParts:
     """Open the batches of every split that has data."""
     tokens, places = TokenCounter(), SourceStates()
     copying = None if context.parallel.device.type == "cpu" else partial(context.phases.on, COPY)
     sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
-    options = replace(samples.splits["train"], tally=tokens, copying=copying, sizes=sizes, places=places)
-    train, note = open_batches(samples.sources["train"], options)
+    options = replace(data_sets.splits["train"], tally=tokens, copying=copying, sizes=sizes, places=places)
+    train, note = open_batches(data_sets.sources["train"], options)
     notes.choices.extend(note.splitlines())
     others: dict[str, Batches] = {}
-    for name, split_options in samples.splits.items():
+    for name, split_options in data_sets.splits.items():
         if name != "train":
             options = replace(split_options, sizes=sizes, beside=train.read_by)
-            others[name], note = open_batches(samples.sources[name], options)
+            others[name], note = open_batches(data_sets.sources[name], options)
             notes.choices.extend(note.splitlines())
-    notes.choices.extend(filter(None, [describe_transforms(config, samples.sources)]))
+    notes.choices.extend(filter(None, [describe_transforms(config, data_sets.sources)]))
     test = others.pop("test", None)
-    check_labels_fit(config, samples.facts, samples.sources)
+    check_labels_fit(config, data_sets.facts, data_sets.sources)
     return DataParts(train, others, test, tokens, places)
 
 
 def plan_steps(
-    config: RunConfig, context: RunContext, samples: Samples, data: DataParts, task: Any
+    config: RunConfig, context: RunContext, data_sets: DataSets, data: DataParts, task: Any
 ) -> tuple[RunConfig, Intervals]:
     """Return the config with its warm-up in steps, and the intervals of the run in steps of its data."""
     parallel = context.parallel
-    lengths = lengths_of(config, data.train, samples.sources["train"], task, parallel.world_size)
+    lengths = lengths_of(config, data.train, data_sets.sources["train"], task, parallel.world_size)
     rhythm = build_rhythm(config, lengths, task, bool(data.validation), parallel.rank)
     config = with_warmup_in_steps(config, lengths, task)
     warmup_steps(config, rhythm)
@@ -336,7 +338,7 @@ def plan_steps(
 
 
 def prepare_model_and_numbers(
-    config: RunConfig, context: RunContext, samples: Samples, data: DataParts, task: Any, model: nn.Module,
+    config: RunConfig, context: RunContext, data_sets: DataSets, data: DataParts, task: Any, model: nn.Module,
     rhythm: Intervals, notes: Notes,
 ) -> RunConfig:  # fmt: skip
     """Apply the built-in techniques to the model in place. Return the config with every `auto` decided."""
@@ -350,7 +352,7 @@ def prepare_model_and_numbers(
     if context.trains and config.task.get("_target_") == DISTILLATION:
         from trainrun.assemble.resumption import teach
 
-        notes.choices.append(teach(config, parallel, task, model, samples.sources["train"], rhythm))
+        notes.choices.append(teach(config, parallel, task, model, data_sets.sources["train"], rhythm))
     apply_built_in(config, model, device, notes.choices)
     num_batches = math.inf if total_steps is None else total_steps * rhythm.accumulate
     config = decide_numbers(
@@ -430,7 +432,7 @@ def build_monitors(
 
 
 def build_checkpoints(
-    config: RunConfig, context: RunContext, samples: Samples, data: DataParts, task: Any, rhythm: Intervals,
+    config: RunConfig, context: RunContext, data_sets: DataSets, data: DataParts, task: Any, rhythm: Intervals,
     monitors: MetricLogger, notes: Notes,
 ) -> CheckpointManager:  # fmt: skip
     """Build what saves and restores the run. Add advice on the metric that chooses the best checkpoint."""
@@ -440,7 +442,7 @@ def build_checkpoints(
     metrics = {keep.monitor, config.trainer.early_stopping.monitor} - {None}
     if not all(str(name).endswith(("/loss", "/acc")) for name in metrics):
         notes.advice.extend(filter(None, [taken_as_larger(config, default_metric)]))
-    fingerprint = build_fingerprint(config, context.parallel, samples.sources["train"], samples.drawn)
+    fingerprint = build_fingerprint(config, context.parallel, data_sets.sources["train"], data_sets.drawn)
     return CheckpointManager(
         context.run.checkpoints, context.run_id, keep, context.parallel, fingerprint, monitors.note,
         lambda: host_memory().free, before_commit=context.before_commit,
