@@ -50,6 +50,16 @@ def test_several_are_put_beside_the_first(tmp_path: Path, capsys: pytest.Capture
     assert out.endswith(f"{tmp_path}/outputs/compare.html\n")
 
 
+def test_what_is_no_run_is_skipped_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a")
+    make(tmp_path / "b")
+    (tmp_path / "notes").mkdir()
+    assert cli(["compare", "notes", "a", "nowhere", "b"]) == 0
+    assert capsys.readouterr().err == "note: skipped, no run: notes, nowhere\n"
+    assert cli(["compare", "notes", "a"]) == 2  # a single run is no comparison
+    assert cli(["compare", "notes", "nowhere"]) == 2
+
+
 def test_out_names_the_folder_of_a_comparison(tmp_path: Path) -> None:
     make(tmp_path / "a")
     make(tmp_path / "b")

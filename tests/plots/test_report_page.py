@@ -104,6 +104,16 @@ def test_a_comparison_shows_only_what_differs(make_run: Any, tmp_path: Path) -> 
     assert all([one["name"] for one in chart["series"]] == ["a", "b"] for chart in charts)
 
 
+def test_the_best_run_of_a_comparison_is_marked(make_run: Any, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, name) for name in ("a", "b", "c")]
+    for run, value in zip(runs, ("0.7", "0.99", "0.8"), strict=True):
+        run.metrics.write_text(
+            run.metrics.read_text().replace('"value": 0.98', f'"mode": "max", "value": {value}')
+        )
+    rows = compare(runs, tmp_path / "out").table.splitlines()[1:]
+    assert ["(best)" in row for row in rows] == [False, True, False]
+
+
 def test_a_run_without_config_or_metrics_can_be_compared(
     make_run: Any, open_run: Any, tmp_path: Path
 ) -> None:

@@ -106,10 +106,21 @@ def test_a_sweep_is_one_row_with_its_best_job_and_opens(
         }
         jobs.append({"num": number, "words": [f"seed={number}"], "folder": f"{number}-x", "result": result})
     write_json(tmp_path / "sweep" / "sweep.json", {"calls": [], "jobs": jobs})
-    (row,) = listed(capsys, str(tmp_path))[1:]
+    (tmp_path / "sweep" / "sweep.html").touch()
+    (row,) = listed(capsys, str(tmp_path), "--html")[1:-1]
+    assert 'href="sweep/sweep.html"' in (tmp_path / "runs.html").read_text()
     assert row[:3] == ["sweep/", "2/2", "done"]
     assert "0.9" in row
     assert sorted(row[0] for row in listed(capsys, str(tmp_path / "sweep"))[1:]) == ["0-x", "1-x"]
+    make(tmp_path / "run", value=0.7)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "sweep.json").write_text("{")
+    for words, names in (
+        (["--sort", "val/acc"], ["sweep/", "run", "foreign/"]),
+        (["--filter", "val/acc>0.8"], ["sweep/"]),
+        (["--filter", "seed=1"], ["sweep/"]),  # of its best job
+    ):
+        assert [row[0] for row in listed(capsys, str(tmp_path), *words)[1:]] == names
 
 
 def test_the_page_leads_to_the_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from trainrun.watch import follow
 from trainrun.watch.follow import Follower
 from trainrun.watch.live_page import live_page
 from trainrun.watch.live_page import main as draw_pages
-from trainrun.watch.screen import SweepView
+from trainrun.watch.screen import RunsView, SweepView
 
 pytestmark = pytest.mark.process
 
@@ -143,22 +143,46 @@ def test_a_sweep_and_a_mistyped_folder(workdir: Path, capsys: pytest.CaptureFixt
         make(Path("s", name), "done")
     Path("s/.lock").write_text(json.dumps({"pid": gone(), "host": socket.gethostname()}))
     jobs = [
-        {"num": 0, "words": [], "folder": name, "result": {}}
-        for name in ("0-lr=1", "1-lr=2", "../x", "2-lr=3")
+        {"num": 0, "words": [f"lr={number}", "seed=1"], "folder": name, "result": {}}
+        for number, name in enumerate(("0-lr=1", "1-lr=2", "../x", "2-lr=3"))
     ]
     write_json(Path("s/sweep.json"), {"calls": [], "jobs": jobs})
     assert main(["watch", "s"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "sweep done"
+    assert lines[-1] == "sweep done"  # nobody says by what they are judged
     assert [line.partition(": ")[0] for line in lines if "step 100/200" in line] == ["0-lr=1", "1-lr=2"]
     view = SweepView(Path("s"))
     view.read()
     rich.console.Console(file=(shown := io.StringIO()), width=120).print(view.draw())
-    assert [line.split()[:2] for line in shown.getvalue().splitlines()[1:]] == [
-        ["0-lr=1", "done"], ["1-lr=2", "done"], ["2-lr=3", "not"],
+    assert [line.split()[:3] for line in shown.getvalue().splitlines()[1:]] == [
+        ["lr=0", "0-lr=1", "done"], ["lr=1", "1-lr=2", "done"], ["lr=3", "2-lr=3", "not"],
     ]  # fmt: skip
     assert main(["watch", "nowhere"]) == 2
     assert "RUN_DIR=nowhere: no run is there" in capsys.readouterr().err
+
+
+def test_several_runs_are_a_table_with_the_best_marked(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, rate, value in (("a", 1, 0.5), ("b", 2, 0.25), ("c", 3, 0.75)):
+        run = make(Path(name), "done" if name != "c" else "running")
+        run.overrides.write_text(f"optimizer.lr={rate}\nseed=1\noutput_dir={name}\n")
+        if name != "c":
+            status = {"state": "done", "monitor": "val/loss", "mode": "min", "value": value, "message": ""}
+            write_json(run.status, status)
+    Path("notes").mkdir()
+    view = RunsView([Path(name).absolute() for name in "abc"])
+    view.read()
+    assert view.ended == ""
+    rich.console.Console(file=(shown := io.StringIO()), width=160).print(view.draw())
+    rows = [line.split() for line in shown.getvalue().splitlines()[1:4]]
+    assert [row[:3] for row in rows] == [
+        ["optimizer.lr=1", "a", "done"], ["*", "optimizer.lr=2", "b"], ["optimizer.lr=3", "c", "running"],
+    ]  # fmt: skip
+    assert main(["watch", "a", "notes", "b", "nowhere"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "note: skipped, no run: notes, nowhere\n"
+    assert said.out.splitlines()[-1] == "all done, the best is b"
 
 
 def test_a_run_that_lasts_begins_its_page_and_ends_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,12 +125,14 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
     results = names_in(map(results_of, histories.values()))
     head = ["run", "best", *keys, "step", "time", "speed", *results]  # what differs is what one looks for
     rows = []
+    best_of_all = best_history(list(histories.values()))
     for (name, history), config in zip(histories.items(), configs, strict=True):
         best, summary = history.best, history.summary
+        mark = " (best)" if history is best_of_all else ""
         seconds, speed = summary.get("seconds"), speed_in(summary)
         rows.append([
             name,
-            f"{best.metric} {figure(best.value)}" if best else "-",
+            f"{best.metric} {figure(best.value)}{mark}" if best else "-",
             *(plain(config[key]) if key in config else "-" for key in keys),
             f"{best.step:,}" if best else "-",
             duration(seconds) if seconds is not None else "-",
@@ -138,6 +140,16 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
             *(figure(results_of(history)[key]) if key in results_of(history) else "-" for key in results),
         ])  # fmt: skip
     return head, rows
+
+
+def best_history(histories: Sequence[History]) -> History | None:
+    """Return the run with the best value, if all are judged by one metric and their values differ."""
+    judged = [(history.best, history) for history in histories]
+    known = [(best, history) for best, history in judged if best is not None]
+    if len({best.metric for best, _ in known}) != 1 or len({best.value for best, _ in known}) == 1:
+        return None
+    sign = -1 if any(history.summary.get("mode") == "max" for _, history in known) else 1
+    return min(known, key=lambda pair: sign * pair[0].value)[1]
 
 
 def results_of(history: History) -> dict[str, float]:

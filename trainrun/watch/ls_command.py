@@ -25,10 +25,11 @@ from trainrun.plots.compare import differing_keys, text_table
 from trainrun.plots.history import flat, read_config
 from trainrun.sweep.jobs import load_sweep
 from trainrun.watch.follow import somebody_in
+from trainrun.watch.screen import settings_in
 
-FOLDERS = ("output_dir", "hydra.")  # settings that say where a run lies
 MOST_DEEP = 4  # folders below the one that is listed
 PAGE = "runs.html"
+PAGE_OF_SWEEP = "sweep.html"
 COLUMNS = ("name", "state", "age", "best", "what differs", "time")
 FILTER = re.compile(r"(?P<key>[\w./]+)(?P<sign><=|>=|!=|==?|<|>)(?P<value>.+)")
 SIGNS: dict[str, Callable[[Any, Any], bool]] = {
@@ -39,18 +40,21 @@ SIGNS: dict[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Listed:
-    """One row: a run, or a sweep, which stands for its best job. name: the folder, below the one that is listed."""
+    """One row: a run, or a sweep, which stands for its best job.
+
+    name: the folder, below the one that is listed. page: what the row opens, if it is there.
+    """
 
     name: str
     run: RunDir
     state: str
     status: dict[str, Any]
+    page: Path
 
     @property
     def settings(self) -> dict[str, str]:
         """The settings and options that were given, without the folder."""
-        pairs = (word.lstrip("+").partition("=") for word in self.status.get("overrides", []))
-        return {key: value for key, equals, value in pairs if equals and not key.startswith(FOLDERS)}
+        return settings_in(self.status.get("overrides", []))
 
     @property
     def changed(self) -> float:
@@ -158,7 +162,7 @@ def listed_run(run: RunDir, name: str) -> Listed:
     state = str(status.get("state", "not begun"))
     if state in ("running", "not begun") and somebody_in(run) is False:
         state = "dead"
-    return Listed(name, run, state, status)
+    return Listed(name, run, state, status, run.report)
 
 
 def listed_sweep(folder: Path, name: str) -> Listed:
@@ -166,11 +170,11 @@ def listed_sweep(folder: Path, name: str) -> Listed:
     try:
         sweep = load_sweep(folder)
     except ConfigError:
-        return Listed(f"{name}/", RunDir(folder), "unreadable", {})
+        return Listed(f"{name}/", RunDir(folder), "unreadable", {}, folder / PAGE_OF_SWEEP)
     jobs = [job for point in sweep.points() for job in point.jobs]
     best = RunDir(folder / jobs[0].folder if jobs else folder)
     done = sum(job.result.state == "done" for job in jobs)
-    return Listed(f"{name}/", best, f"{done}/{len(jobs)} done", read_status(best))
+    return Listed(f"{name}/", best, f"{done}/{len(jobs)} done", read_status(best), folder / PAGE_OF_SWEEP)
 
 
 @dataclass(frozen=True)
@@ -253,10 +257,8 @@ def fitted(rows: list[list[str]], width: int | None) -> list[list[str]]:
 
 
 def write_page(folder: Path, listed: list[Listed], rows: list[list[str]]) -> Path:
-    """Write the table as a page whose names lead to the reports; return its path."""
-    links = [
-        one.run.report.relative_to(folder).as_posix() if one.run.report.is_file() else "" for one in listed
-    ]
+    """Write the table as a page whose names lead to the reports and to the pages of sweeps; return its path."""
+    links = [one.page.relative_to(folder).as_posix() if one.page.is_file() else "" for one in listed]
     title = f"{counted(len(listed), 'run')} in {folder}"
     write_text(
         folder / PAGE, page.page(title, [page.heading(title, level=1), page.table(COLUMNS, rows, links)])

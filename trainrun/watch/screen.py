@@ -14,8 +14,10 @@ from rich.text import Text
 from trainrun.folder.run_folder import RunDir
 from trainrun.monitor.run_lines import devices_line, phases_line
 from trainrun.output import figure, plain, quantity, readings, speed_in
+from trainrun.plots.compare import differing_keys
 from trainrun.watch.follow import Follower, somebody_in, sweep_jobs
 
+FOLDERS = ("output_dir", "hydra.")  # settings that say where a run lies
 BARS, WIDTH = "▁▂▃▄▅▆▇█", 40
 QUIET_SECONDS = 10.0  # between lines that are no validation
 COLORS = {"running": "green", "done": "blue", "dead": "red", "failed": "red", "stopped": "yellow"}
@@ -88,52 +90,125 @@ class RunView:
         return found + ([] if waiting is None else [f"waits for data {100 * waiting:.0f} %"])
 
 
-class SweepView:
-    """All jobs of a sweep, and the one that runs. ended: once nobody starts another."""
+class RunsView:
+    """Several runs, with what differs between them first, and a mark on the best. ended: once all of them have."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._views: dict[str, RunView] = {}
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = list(folders)
+        self._views: dict[Path, RunView] = {}
         self.ended = ""
-        self._told: dict[str, str] = {}
+        self._told: dict[Path, str] = {}
 
     def read(self) -> None:
-        there = somebody_in(RunDir(self._folder))
-        self._jobs: list[dict[str, Any]] = sweep_jobs(self._folder)
-        for job in self._jobs:
-            name = job["folder"]
-            if name not in self._views and (self._folder / name).is_dir():
-                self._views[name] = RunView(RunDir(self._folder / name))
-            if name in self._views and not self._views[name].ended:
-                self._views[name].read()
+        for folder in self._folders:
+            if folder not in self._views and folder.is_dir():
+                self._views[folder] = RunView(RunDir(folder))
+            if folder in self._views and not self._views[folder].ended:
+                self._views[folder].read()
         states = {view.ended for view in self._views.values()}
-        if there is False or (there is None and len(self._views) == len(self._jobs) and all(states)):
+        if self.is_over(states):
             self.ended = "failed" if states & {"failed", "dead"} else "done"
 
+    def is_over(self, states: set[str]) -> bool:
+        """Whether nothing more is to come. states: how the runs ended, "" for one that goes on."""
+        return "" not in states
+
+    def settings(self, folder: Path) -> dict[str, str]:
+        """Return the settings that were given for a run."""
+        try:
+            words = RunDir(folder).overrides.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            words = []
+        return settings_in(words)
+
     def draw(self) -> RenderableType:
-        table = Table("job", "state", "step", "loss", "newest", box=None, padding=(0, 1))
+        """Return the table, and below it each run that goes on."""
+        settings = {folder: self.settings(folder) for folder in self._folders}
+        keys = differing_keys([{**given, "": "given"} for given in settings.values()])
+        best = self._best()
+        table = Table(
+            "", "what differs", "run", "state", "step", "best", "loss", "newest", box=None, padding=(0, 1)
+        )
         running: list[RenderableType] = []
-        for job in self._jobs:
-            view = self._views.get(job["folder"])
+        for folder in self._folders:
+            differs = " ".join(f"{key}={settings[folder][key]}" for key in keys if key in settings[folder])
+            view, name = self._views.get(folder), plain(folder.name)
             if view is None:
-                table.add_row(Text(plain(job["folder"])), Text("not begun", "dim"))
+                table.add_row("", Text(plain(differs)), Text(name), Text("not begun", "dim"))
                 continue
-            told = view.follower
+            told, value = view.follower, self._values().get(folder)
             losses = [point.value for point in told.curves.get("train/loss", [])]
             table.add_row(
-                Text(plain(job["folder"])), Text(view.state, COLORS.get(view.state, "")), told.place(),
-                Text(sparkline(losses, 20), "cyan"), Text(plain("  ".join(view.numbers()[:3]))),
+                "*" if folder == best else "", Text(plain(differs)), Text(name),
+                Text(view.state, COLORS.get(view.state, "")), told.place(),
+                "" if value is None else figure(value), Text(sparkline(losses, 20), "cyan"),
+                Text(plain("  ".join(view.numbers()[:3]))),
             )  # fmt: skip
             running += [Text(), view.draw()] if view.state == "running" else []
         return Group(table, *running)
 
+    def _judged_by(self) -> tuple[str, int]:
+        """Return the metric by which the runs that ended are judged, and -1 if a larger value is better."""
+        statuses = [view.follower.status for view in self._views.values()]
+        status = next((status for status in statuses if status.get("monitor")), {})
+        return str(status.get("monitor") or ""), -1 if status.get("mode") == "max" else 1
+
+    def _values(self) -> dict[Path, float]:
+        """Return the best value of each run so far, of one metric."""
+        monitor, sign = self._judged_by()
+        values: dict[Path, float] = {}
+        for folder, view in self._views.items():
+            status = view.follower.status
+            if status.get("monitor") == monitor and status.get("value") is not None:
+                values[folder] = status["value"]
+            elif points := view.follower.curves.get(monitor):
+                values[folder] = sign * min(sign * point.value for point in points)
+        return values
+
+    def _best(self) -> Path | None:
+        values, sign = self._values(), self._judged_by()[1]
+        return min(values, key=lambda folder: sign * values[folder]) if len(values) > 1 else None
+
     def lines(self) -> Iterator[str]:
-        for name, view in self._views.items():
-            if self._told.get(name) != "ended":
-                yield from (f"{name}: {line}" for line in view.lines())
-                self._told[name] = "ended" if view.ended else ""
+        for folder, view in self._views.items():
+            if self._told.get(folder) != "ended":
+                yield from (f"{folder.name}: {line}" for line in view.lines())
+                self._told[folder] = "ended" if view.ended else ""
         if self.ended:
-            yield f"sweep {self.ended}"
+            best = self._best()
+            yield f"{self.what} {self.ended}" + (f", the best is {best.name}" if best else "")
+
+    what = "all"
+
+
+class SweepView(RunsView):
+    """All jobs of a sweep. ended: once nobody starts another."""
+
+    what = "sweep"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__([])
+        self._folder = folder
+        self._jobs: dict[Path, dict[str, Any]] = {}
+
+    def read(self) -> None:
+        self._is_driven = somebody_in(RunDir(self._folder))
+        self._jobs = {self._folder / job["folder"]: job for job in sweep_jobs(self._folder)}
+        self._folders = list(self._jobs)
+        super().read()
+
+    def is_over(self, states: set[str]) -> bool:
+        all_there = len(self._views) == len(self._jobs) and all(states)
+        return self._is_driven is False or (self._is_driven is None and all_there)
+
+    def settings(self, folder: Path) -> dict[str, str]:
+        return settings_in(self._jobs[folder].get("words", []))
+
+
+def settings_in(words: Sequence[str]) -> dict[str, str]:
+    """Return the settings of words by key, without folders."""
+    pairs = [word.lstrip("+").partition("=") for word in words if not word.startswith("-")]
+    return {key: value for key, equals, value in pairs if equals and not key.startswith(FOLDERS)}
 
 
 def _shown(name: str) -> bool:

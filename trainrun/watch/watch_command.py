@@ -7,12 +7,13 @@ import time
 
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-from trainrun.folder.run_folder import named_folder
+from trainrun.folder.named_run import is_sweep
+from trainrun.folder.run_folder import RunDir, named_folder
 from trainrun.folder.seal import check_files
 from trainrun.limits import parse_seconds
 from trainrun.output import say
 from trainrun.runs.run import open_run
-from trainrun.watch.screen import RunView, SweepView
+from trainrun.watch.screen import RunsView, RunView, SweepView
 
 
 def main(argv: list[str]) -> int:
@@ -22,7 +23,10 @@ def main(argv: list[str]) -> int:
         description="Follows a run or a sweep through its folder: state, step, losses, phases, devices. On a pipe "
         "it prints lines. Ends with the run: 0, or 1 where that failed or died.",
     )  # fmt: skip
-    parser.add_argument("folder", metavar="RUN_OR_SWEEP", help="the folder of a run or a sweep")
+    parser.add_argument(
+        "folders", metavar="RUN_OR_SWEEP", nargs="+",
+        help="the folder of a run or a sweep; several runs are a table, and what is no run is skipped",
+    )  # fmt: skip
     parser.add_argument("--every", metavar="TIME", default="1s", help="between looks (default: 1s)")
     add_trust(parser)
     words = parser.parse_args(argv)
@@ -33,10 +37,7 @@ def main(argv: list[str]) -> int:
         )
     except ValueError as error:
         raise ConfigError(f"--every {words.every}: {error}") from error
-    folder = named_folder(words.folder)
-    is_sweep = (folder / "sweep.json").is_file()
-    view: RunView | SweepView = SweepView(folder) if is_sweep else RunView(open_run(words.folder))
-    check_files(folder, words.trust)
+    view = view_of(words.folders, words.trust)
     view.read()
     if sys.stdout.isatty():
         from rich.live import Live
@@ -56,7 +57,30 @@ def main(argv: list[str]) -> int:
             view.read()
     if view.ended == "dead":
         say(
-            f"dead: nobody trains there any more, and the run did not end; go on with: trainrun resume {folder}",
+            "dead: nobody trains there any more, and the run did not end; go on with: "
+            f"trainrun resume {words.folders[0]}",
             file=sys.stderr,
         )
     return EXIT_FAILED if view.ended in ("failed", "dead") else EXIT_DONE
+
+
+def view_of(words: list[str], trust: bool) -> RunView | RunsView:
+    """Return the view of a run, of a sweep, or of several runs. Raise ConfigError if no word names a run."""
+    runs: list[RunDir] = []
+    skipped: dict[str, ConfigError] = {}
+    for word in words:
+        folder = named_folder(word)
+        if is_sweep(folder) and len(words) == 1:
+            check_files(folder, trust)
+            return SweepView(folder)
+        try:
+            runs.append(open_run(word))
+        except ConfigError as error:
+            skipped[word] = error
+    if not runs:
+        raise next(iter(skipped.values()))
+    if skipped:
+        say(f"note: skipped, no run: {', '.join(skipped)}", file=sys.stderr)
+    for run in runs:
+        check_files(run.root, trust)
+    return RunView(runs[0]) if len(runs) == 1 else RunsView([run.root for run in runs])
