@@ -35,7 +35,7 @@ REFUSED = ("builtins", "ctypes", "importlib", "marshal", "nt", "os", "pickle", "
 
 
 def is_node(value: Any) -> bool:
-    """Whether a value of a config stands for an object to build."""
+    """Return whether a value of a config stands for an object to build."""
     return isinstance(value, dict) and TARGET in value
 
 
@@ -44,7 +44,7 @@ def target_name(node: Any, usual: str = "") -> str:
 
 
 def named_nodes(value: Any) -> dict[str, Any]:
-    """The nodes that stand by name in a place without a target of its own; empty in every other place."""
+    """Return the named nodes of a place that has no target of its own; empty for any other place."""
     if not isinstance(value, dict) or value.get(TARGET):
         return {}
     return {name: inner for name, inner in value.items() if is_node(inner)}
@@ -95,7 +95,7 @@ def attribute(found: Any, path: str, name: str, fault: str) -> Any:
 
 
 def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[str]]:
-    """The module that the path begins with, its name, and the rest of the path."""
+    """Import the module at the start of a dotted path. Return it, its name, and the rest of the path."""
     prefix = HERE if is_hidden(names[0]) else ""
     for length in range(len(names) - 1, 0, -1):
         path = ".".join(names[:length])
@@ -109,7 +109,7 @@ def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[
 
 
 def is_hidden(name: str) -> bool:
-    """Whether the working directory has a module that Python would not find by its name: another one comes first."""
+    """Return whether a module of the working directory is hidden by another one of the same name."""
     with suppress(OSError):  # the working directory may be gone
         folder = Path.cwd().resolve()
         if name in KEPT or folder not in {Path(path).resolve() for path in sys.path}:
@@ -127,10 +127,10 @@ def is_hidden(name: str) -> bool:
 
 
 def bind_faults(node: Any, key: str, extra: Sequence[str] = (), also: Iterable[str] = ()) -> list[str]:
-    """One line for each mistake in a node and in the nodes inside it; imports targets, builds nothing.
+    """Return a line for each mistake in a node and in the nodes inside it. Targets are imported, nothing is built.
 
-    extra: names of the positional arguments that trainrun itself hands over, first of all. also: names that stand
-    beside the arguments, whatever the target; here they are only suggested.
+    extra: names of the positional arguments that trainrun itself passes. also: names that stand beside the arguments,
+    whatever the target; here they are only suggested.
     """
     faults = [fault for name, value in children(node, key) for fault in bind_faults(value, name)]
     if not is_node(node):
@@ -148,10 +148,10 @@ def bind_faults(node: Any, key: str, extra: Sequence[str] = (), also: Iterable[s
 
 
 def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
-    """The object that a node describes; other values as they are, with the nodes inside them built.
+    """Build the object that a node describes; return other values with the nodes inside them built.
 
-    positional come before the node's own arguments, extra replace keyword arguments of the same name.
-    PluginError: the target cannot be imported, or raised; a TrainrunError that it raises passes.
+    positional arguments come before the node's own; extra replaces keyword arguments of the same name.
+    PluginError: the target cannot be imported, or raised. A TrainrunError of the target passes.
     """
     if not is_node(node):
         return rebuilt(node, key)
@@ -173,7 +173,7 @@ def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
 
 
 def rebuilt(value: Any, key: str) -> Any:
-    """Dicts and lists with the nodes inside them built."""
+    """Return dicts and lists with the nodes inside them built."""
     if isinstance(value, dict):
         return {name: build(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list):
@@ -182,7 +182,7 @@ def rebuilt(value: Any, key: str) -> Any:
 
 
 def children(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """What may hold nodes inside a value, with its key."""
+    """Yield the values inside a value that may hold nodes, with their keys."""
     if isinstance(value, dict):
         yield from ((f"{key}.{name}", item) for name, item in value.items())
     elif isinstance(value, list):
@@ -190,7 +190,7 @@ def children(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def word_faults(node: dict[str, Any], key: str) -> list[str]:
-    """Mistakes in the words with underscores."""
+    """Return the mistakes in words such as `_target_`."""
     faults = []
     if not isinstance(node.get(ARGS, []), list):
         faults.append(f"{key}.{ARGS}={node[ARGS]}: must be a list")
@@ -203,7 +203,9 @@ def word_faults(node: dict[str, Any], key: str) -> list[str]:
 def argument_faults(
     target: Callable[..., Any], node: dict[str, Any], key: str, extra: Sequence[str], also: Iterable[str]
 ) -> list[str]:
-    """Bind the node's arguments to the target's signature; nothing to say where it has none to rely on."""
+    """Bind the node's arguments to the target's signature, and return the mistakes; none if it has no usable
+    signature.
+    """
     parameters = parameters_of(target)
     if parameters is None:
         return []
@@ -235,12 +237,12 @@ def argument_faults(
 
 
 def is_called(target: Any, key: str) -> bool:
-    """Whether a function is named where what the function makes is called later."""
+    """Return whether a function is named where what the function makes is called later."""
     return inspect.isroutine(target) and key.endswith(CALLED)
 
 
 def parameters_of(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """What is really called takes: a wrapper often takes more than the function that it says it wraps.
+    """Return what is really called takes: a wrapper often takes more than the function that it says it wraps.
 
     None: C code without a signature, or one that somebody set by hand, as `transformers` and pydantic do: only the
     call can tell.
@@ -255,7 +257,7 @@ def parameters_of(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def takes_name_twice(by_place: list[inspect.Parameter], name: str) -> bool:
-    """A positional-only parameter leaves its name free for **kwargs."""
+    """Return whether a name may also be a keyword: a positional-only parameter leaves its name free for **kwargs."""
     return any(p.name == name and p.kind is p.POSITIONAL_ONLY for p in by_place)
 
 

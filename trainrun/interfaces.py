@@ -357,7 +357,7 @@ class Precision(Protocol):
     """Which numbers are computed in which type, and the guarded update that goes with it."""
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Surrounds forward and loss, in training and in evaluation."""
+        """Return a context for forward and loss, in training and in evaluation."""
 
     def backward(self, loss_sum: Tensor, share: float) -> None:
         """Add the gradient of `share * loss_sum` to the parameters."""
@@ -370,10 +370,10 @@ class Precision(Protocol):
         """Parameters that have had a gradient at an update so far."""
 
     def look_again(self) -> None:
-        """Code of the user's own ran: groups, states and weights may be others than the last update left."""
+        """Read groups, states and weights again, since the user's code may have changed them after the last update."""
 
     def failure(self, wait: bool) -> str:
-        """Why training cannot go on ("" while it can). `wait` allows a wait for the device."""
+        """Return why training cannot go on ("" while it can). `wait` allows a wait for the device."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -413,16 +413,16 @@ class Parallel(Protocol):
         """Ranks on this machine: they share its cores and memory."""
 
     def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """The new model, its tensors where this backend wants them."""
+        """Build the model with its tensors on the device of this backend."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module to call in training: it averages gradients over the ranks."""
+        """Return the module to call in training, which averages gradients over the ranks."""
 
     def adopt_trained(self, model: nn.Module) -> bool:
         """Average the gradients of the parameters that require one now; return whether these are others than before."""
 
     def grad_norm(self, norm: Tensor) -> Tensor:
-        """The 2-norm of all gradients (0-d), from that of the gradients of this rank after their exchange."""
+        """Return the 2-norm of all gradients (0-d), from that of the gradients of this rank after their exchange."""
 
     def any_rank(self, flag: Tensor) -> Tensor:
         """Raise a flag (0-d, of this rank's gradients after their exchange) in place where any rank raised it."""
@@ -435,22 +435,24 @@ class Parallel(Protocol):
         that tensor."""
 
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
-        """Surrounds forward and backward of a micro-batch; ranks exchange gradients in the last only."""
+        """Return a context for forward and backward of a micro-batch. Ranks exchange gradients in the last one
+        only.
+        """
 
     def expect_backward(self, loss: Tensor) -> None:
         """Announce the backward of a loss that no forward of the wrapped model belongs to."""
 
     def exchange(self) -> None:
-        """Average the gradients that are there over the ranks; once more changes nothing."""
+        """Average the gradients over the ranks. A second call changes nothing."""
 
     def agree(self, items: int, stop: int, save: int) -> Agreed:
-        """One exchange per step, on the host: the device is not waited for."""
+        """Exchange the state of a step between ranks, on the host. The device is not waited for."""
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Element by element, in float64, the same bits on every rank."""
+        """Sum over the ranks, element by element, in float64. The result has the same bits on every rank."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The plain Python value of every rank, in the order of ranks, on every rank."""
+        """Return the plain Python value of every rank, in the order of ranks, on every rank."""
 
     def barrier(self) -> None: ...
 
@@ -553,7 +555,7 @@ class Monitor(Protocol):
         """After every validation."""
 
     def on_note(self, text: str) -> None:
-        """One line for the people who watch: a checkpoint was saved, a step was skipped."""
+        """Receive a line for people: a checkpoint was saved, a step was skipped."""
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """After the last step, also when the run was stopped; the summary as in `status.json`."""

@@ -71,18 +71,18 @@ NODE, NODES, NAMED, ANY = "node", "nodes", "named", "any"  # a `_target_`; sever
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number that a float can hold, and neither nan nor infinite."""
+    """Return whether it is a number that a float can hold, and neither nan nor infinite."""
     return is_number(value) and math.isfinite(value)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a float can hold."""
+    """Return whether it is a number that a float can hold."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, float) or (whole and abs(value) <= sys.float_info.max)
 
 
 def fits_kind(value: Any, kind: Any) -> bool:
-    """Whether a plain value of a config is of that kind; a type that is not listed here takes any value."""
+    """Return whether a plain value of a config is of that kind; a type that is not listed here takes any value."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(fits_kind(value, part) for part in inner)
@@ -105,7 +105,7 @@ def fits_kind(value: Any, kind: Any) -> bool:
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
-    """The names among the values of a kind; empty if it has none."""
+    """Return the names among the values of a kind; empty if it has none."""
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     return tuple(name for part in get_args(kind) for name in choices_of(part))
@@ -140,7 +140,7 @@ def setting(
     default: Any, help: str, *, kind: Any = None, parse: Callable[[Any], object] | None = None,
     aliases: tuple[str, ...] = (), words: dict[str, str] | None = None, read_by: str = "", **limits: Any,
 ) -> Any:  # fmt: skip
-    """A field of one value. kind: where it takes more than its annotation says; limits: as in `Limits`."""
+    """Declare a field of one value. kind: if it takes more than its annotation says. limits: as in `Limits`."""
     about = {
         "help": help, "kind": kind, "parse": parse, "aliases": aliases, "words": words or {}, "read_by": read_by,
     }  # fmt: skip
@@ -148,14 +148,14 @@ def setting(
 
 
 def choice(*choices: str, help: str, default: str = "", **about: Any) -> Any:
-    """A field of one of some names; the first is the default unless another is named."""
+    """Declare a field with one of several names. The first is the default unless another is given."""
     return setting(default or choices[0], help, kind=Literal[choices], **about)
 
 
 def node(help: str, *, required: bool = False, named: bool = False, also: tuple[str, ...] = ()) -> Any:
-    """An open node: `_target_` and the arguments of that target, or null.
+    """Declare an open node: `_target_` and the arguments of that target, or null.
 
-    named: a map of several, by name, is taken too. also: names that stand for something else.
+    named: a map of several nodes, by name, is allowed too. also: names that stand for something else.
     """
     about = {"help": help, "opens": NAMED if named else NODE, "required": required, "also": also}
     return field(default=None, metadata=about)
@@ -167,7 +167,7 @@ def nodes(help: str, typed: str = "") -> Any:
 
 
 def section(kind: type, short: str = "", aliases: tuple[str, ...] = ()) -> Any:
-    """A part of the config with fields of its own. short: the one that `section=value` sets."""
+    """Declare a part of the config with fields of its own. short: the field that `section=value` sets."""
     return field(default_factory=kind, metadata={"help": "", "short": short, "aliases": aliases})
 
 
@@ -194,7 +194,7 @@ class Duration:
 
 
 def parse_duration(value: Any, *units: str) -> Duration:
-    """A text as `2epoch` or `1e9token`, of one of some units (default: all). Raises ValueError."""
+    """Parse a text such as `2epoch` or `1e9token`, in one of these units (default: all). Raise ValueError."""
     units = units or tuple(UNITS)
     match = _DURATION.match(value.strip().lower()) if isinstance(value, str) else None
     if match is not None:
@@ -208,7 +208,9 @@ def parse_duration(value: Any, *units: str) -> Duration:
 
 
 def parse_interval(value: Any, *units: str) -> Duration:
-    """100: steps. 0.25, 1.0: a part of an epoch. Else a duration, of at most one epoch or of whole ones."""
+    """Parse 100 as steps, 0.25 and 1.0 as a part of an epoch, else a duration of at most one epoch or of whole
+    ones.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return Duration(value, STEP)
     if isinstance(value, float) and 0 < value <= 1:
@@ -225,12 +227,12 @@ def parse_interval(value: Any, *units: str) -> Duration:
 
 
 def parse_distance(value: Any) -> Duration:
-    """The same, but none by time."""
+    """Parse what `parse_interval` does, but not a time."""
     return parse_interval(value, STEP, EPOCH, SAMPLE, TOKEN)
 
 
 def parse_saving(value: Any) -> Duration | None:
-    """The same; null is None. By time there is another setting."""
+    """Parse what `parse_distance` does; null is None. A time has another setting."""
     try:
         return None if value is None else parse_distance(value)
     except ValueError as error:
@@ -238,12 +240,12 @@ def parse_saving(value: Any) -> Duration | None:
 
 
 def parse_whole(value: Any) -> Duration | None:
-    """A duration of any unit; null is None."""
+    """Parse a duration of any unit; null is None."""
     return None if value is None else parse_duration(value)
 
 
 def parse_rounds(value: Any) -> Duration | None:
-    """Steps or whole epochs; null is None."""
+    """Parse steps or whole epochs; null is None."""
     found = None if value is None else parse_interval(value, STEP, EPOCH)
     if found is not None and not float(found.amount).is_integer():
         raise ValueError("must be whole epochs or steps, as 1epoch or 500step")
@@ -251,7 +253,7 @@ def parse_rounds(value: Any) -> Duration | None:
 
 
 def parse_seconds(value: Any) -> float | None:
-    """None, seconds, `90s`, `10min`, `2h`, `1d`, or DD:HH:MM:SS. Raises ValueError."""
+    """Parse None, seconds, `90s`, `10min`, `2h`, `1d`, or DD:HH:MM:SS. Raise ValueError."""
     if value is None:
         return None
     if is_finite(value) and value > 0:
@@ -269,14 +271,14 @@ def parse_seconds(value: Any) -> float | None:
 
 
 def parse_limit(value: Any) -> None:
-    """Check a number of batches, or a fraction of them. Raises ValueError."""
+    """Check a number of batches, or a fraction of them. Raise ValueError."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if not whole and not (isinstance(value, float) and 0 < value <= 1):
         raise ValueError("must be a fraction above 0 up to 1.0, or a whole number of batches")
 
 
 def parse_limit_or_none(value: Any) -> None:
-    """Check a limit of which 0 leaves the whole split out. Raises ValueError."""
+    """Check a limit of which 0 leaves the whole split out. Raise ValueError."""
     if isinstance(value, bool) or value != 0:
         parse_limit(value)
 
@@ -292,7 +294,7 @@ class CacheSpec:
 
 
 def parse_cache(spec: Any) -> CacheSpec:
-    """Read the value of `data.cache`; no file is looked at. Raises ValueError."""
+    """Read the value of `data.cache`; no file is looked at. Raise ValueError."""
     text = str(spec).strip()
     mode, colon, rest = (part.strip() for part in text.partition(":"))
     mode = mode.lower()
@@ -314,7 +316,7 @@ def _bytes(text: str) -> int:
 
 
 def parse_names(value: Any) -> dict[str, str]:
-    """A map of one text to another, or None for an empty one. Raises ValueError."""
+    """Parse a map from text to text; None is an empty one. Raise ValueError."""
     if value is None:
         return {}
     if isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair):
@@ -323,7 +325,7 @@ def parse_names(value: Any) -> dict[str, str]:
 
 
 def parse_shares(value: Any) -> None:
-    """Check shares by name. Raises ValueError."""
+    """Check shares by name. Raise ValueError."""
     numbers = list(value.values()) if isinstance(value, dict) else []
     if value is not None and not (numbers and all(is_finite(one) and one > 0 for one in numbers)):
         raise ValueError("must be numbers above 0 by the names of data.train, as {a: 0.7, b: 0.3}, or null")

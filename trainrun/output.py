@@ -22,7 +22,7 @@ SPEEDS = {"tokens_per_second": "tokens/s", "pixels_per_second": "pixels/s", "sam
 
 
 def plain(text: object, encoding: str = "utf-8") -> str:
-    """The text with its control characters spelled out, as `\\x1b`; what cannot be encoded too; secrets masked."""
+    """Return a text with secrets masked, and with control and unencodable characters as `\\x1b`."""
     shown = masked(str(text))
     if not shown.isprintable():  # all that CONTROLS names is not printable
         shown = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], shown)
@@ -55,7 +55,7 @@ codecs.register_error(SUBSTITUTE, substitute)
 
 
 def encodable(text: str, encoding: str) -> str:
-    """The text without characters that the encoding lacks."""
+    """Return the text without characters that the encoding lacks."""
     return text.encode(encoding, SUBSTITUTE).decode(encoding)
 
 
@@ -75,7 +75,7 @@ class EncodableStream:
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """As `print`, for a text that holds what others wrote. file: None is standard output.
+    """Print a text that others wrote, with control characters escaped. file: None is standard output.
 
     Messages, which go to standard error, are wrapped between words if that is a terminal.
     """
@@ -115,14 +115,14 @@ def redraw(text: str = "") -> None:
 
 
 def complain(kind: type[BaseException], error: BaseException, trace: object) -> None:
-    """`sys.excepthook`: the traceback of what nobody caught."""
+    """Print the traceback of an uncaught exception; a `sys.excepthook`."""
     import traceback
 
     say("".join(traceback.format_exception(error)), file=sys.stderr, end="")
 
 
 def figure(value: object) -> str:
-    """Four significant digits for fractions; whole numbers in groups of three; other things as they are."""
+    """Format fractions with four significant digits and whole numbers in groups of three; other values as they are."""
     if isinstance(value, bool) or value is None:
         return str(value)
     if isinstance(value, int):
@@ -140,7 +140,7 @@ def readings(metrics: Mapping[str, float]) -> list[str]:
 
 
 def quantity(value: float) -> str:
-    """Three digits and a letter: 950, 5.9k, 12.3M."""
+    """Format a number with three digits and a letter: 950, 5.9k, 12.3M."""
     if not math.isfinite(value):
         return str(value)
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -150,7 +150,7 @@ def quantity(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """40 ms, 0.4 s, 12 s, 2:05, 1:02:05."""
+    """Format seconds as 40 ms, 0.4 s, 12 s, 2:05 or 1:02:05."""
     if not math.isfinite(seconds):
         return "?"
     if 0 < seconds < 0.095:
@@ -165,7 +165,7 @@ def duration(seconds: float) -> str:
 
 
 def speed_in(row: Mapping[str, Any]) -> tuple[float, str] | None:
-    """The throughput of a row or summary, and its unit: useful tokens where those are what is learnt from."""
+    """Return the throughput of a row or summary with its unit: useful tokens if the data has tokens."""
     return next(((row[name], unit) for name, unit in SPEEDS.items() if row.get(name) is not None), None)
 
 
@@ -193,14 +193,14 @@ def clock(seconds: float) -> str:
 
 
 def counted(number: int | None, thing: str) -> str:
-    """1 epoch, 2,000 steps, an unknown number of samples."""
+    """Format a number with its noun: 1 epoch, 2,000 steps, an unknown number of samples."""
     if number is None:
         return f"an unknown number of {thing}s"
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 9th, 11th."""
+    """Format a number as 1st, 2nd, 3rd, 9th, 11th."""
     teen = number % 100 in (11, 12, 13)
     return f"{number:,}" + ("th" if teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th"))
 
@@ -225,13 +225,13 @@ def is_secret(key: str) -> bool:
 
 
 def hides(key: str, value: Any) -> bool:
-    """Whether a value is a secret: a text, and no reference to the environment."""
+    """Return whether a value is a secret: a text, and no reference to the environment."""
     is_text = isinstance(value, str) and value != ""
     return is_text and is_secret(key) and not value.lstrip("'\"").startswith("${oc.env:")
 
 
 def hides_typed(key: str, value: str) -> bool:
-    """The same of a value as it is typed, where `6` is a number and `'6'` a text."""
+    """Return the same of a value as it is typed, where `6` is a number and `'6'` a text."""
     try:
         float(value)
     except ValueError:
@@ -240,7 +240,7 @@ def hides_typed(key: str, value: str) -> bool:
 
 
 def masked_word(word: str) -> str:
-    """One word of a command line."""
+    """Return a word of a command line with secrets masked."""
     key, equals, value = word.partition("=")
     return f"{key}={HIDDEN}" if equals and hides_typed(key, value) else masked_pairs(word)
 
@@ -250,7 +250,7 @@ def masked_words(words: Iterable[str]) -> list[str]:
 
 
 def masked(text: str) -> str:
-    """Values of `key=value` and of `{key: value}` in a text, where the key is a secret's."""
+    """Mask the values of secrets in `key=value` and `{key: value}`."""
     if "=" in text:
         text = SETTING.sub(
             lambda found: f"{found[1]}={HIDDEN}" if hides_typed(found[1], found[2]) else found[0], text

@@ -15,7 +15,8 @@ Patterns = str | int | Sequence[str | int]  # a layer of a Sequential is called 
 def matching(
     names: Iterable[str], patterns: Patterns, key: str, things: str = "name in the model"
 ) -> list[str]:
-    """The names that fit a pattern, in their order; a number is a name too. Raises ValueError if one fits none.
+    """Return the names that fit a pattern, in their order; a number is a name too. Raise ValueError if a pattern fits
+    none.
 
     things: what has these names, for the message.
     """
@@ -35,6 +36,6 @@ def matching(
 
 
 def matches_name(name: str, pattern: str) -> bool:
-    """A weight that `torch.nn.utils.parametrize` computes, as by a mask, has the name of before too."""
+    """Return whether a name fits. A weight that `torch.nn.utils.parametrize` computes also has its earlier name."""
     before = COMPUTED.sub(r"\1", name)
     return fnmatchcase(name, pattern) or (before != name and fnmatchcase(before, pattern))

@@ -23,26 +23,26 @@ EXTRAS = {
 
 
 def is_absent(error: BaseException, path: str) -> bool:
-    """Whether an import failed because the module itself, or a package it lies in, does not exist."""
+    """Return whether an import failed because the module itself, or a package it lies in, does not exist."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     return name is not None and f"{path}.".startswith(f"{name}.")
 
 
 def top_modules(name: str) -> list[str]:
-    """Those in the working directory first, for a guess."""
+    """Return the importable modules for a guess, those in the working directory first."""
     own = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
     return own if difflib.get_close_matches(name, own) else [module.name for module in pkgutil.iter_modules()]
 
 
 def absent(name: str) -> str:
-    """Nobody has a module of this name; what to install, or the name that was probably meant."""
+    """Describe a missing module: what to install, or the name that was probably meant."""
     extra = EXTRAS.get(name)
     guess = f"; pip install 'trainrun[{extra}]'" if extra else did_you_mean(name, top_modules(name))
     return f"no module {name} (looked in {Path.cwd()}, PYTHONPATH and what is installed){guess}"
 
 
 def not_built(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -> str:
-    """What became of a call with these arguments."""
+    """Return what became of a call with these arguments."""
     given = (
         f"its arguments: {format_arguments(args, keywords)}" if args or keywords else "it got no arguments"
     )
@@ -55,20 +55,22 @@ def not_built(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?`, or nothing."""
+    """Return `; did you mean x?`, or an empty text."""
     guesses = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {guesses[0]}?" if guesses else ""
 
 
 def examples(module: ModuleType) -> str:
-    """The first classes that a module defines, for a guess."""
+    """Return the first classes that a module defines, for a guess."""
     classes = [item for item in vars(module).values() if inspect.isclass(item)]
     own = [item.__name__ for item in classes if item.__module__ == module.__name__]
     return f", as {module.__name__.removeprefix('trainrun.here.')}.{own[0]}" if own else ""
 
 
 def place(error: BaseException) -> str:
-    """`Type: first line of the message (file line n)`: the innermost line outside of installed packages."""
+    """Return `Type: first line of the message (file line n)`, with the innermost line outside of installed
+    packages.
+    """
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if isinstance(error, SyntaxError):
@@ -97,7 +99,7 @@ def unknown(
 
 
 def format_arguments(args: Sequence[Any], keywords: dict[str, Any]) -> str:
-    """The arguments of a call, shortened: objects by their type alone."""
+    """Format the arguments of a call, shortened: objects by their type alone."""
     parts = [brief_value(value) for value in args] + [
         f"{name}={brief_value(value)}" for name, value in keywords.items()
     ]
@@ -110,7 +112,7 @@ def brief_value(value: Any) -> str:
 
 
 def missing_satellite(error: Exception) -> str:
-    """What to say of a command whose folder was taken away; empty for every other error."""
+    """Return what to say of a command whose folder was taken away; empty for every other error."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if not name or not name.startswith("trainrun."):
         return ""

@@ -21,13 +21,13 @@ MT19937_BYTES = 624 * 4 + 4  # its words and the position in them
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed that depends on every part, and on nothing else."""
+    """Return a 63-bit seed that depends on every part, and on nothing else."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and torch on every device."""
+    """Seed Python, NumPy and torch on every device."""
     random.seed(seed)
     torch.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -154,7 +154,7 @@ NUMPY_GENERATOR = GlobalGenerator(
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every global generator of this process, as a tree of plain values and tensors."""
+    """Return the state of every global generator of this process, as a tree of plain values and tensors."""
     version, words, gauss = PYTHON_GENERATOR.state()
     of_numpy = NUMPY_GENERATOR.state()
     words_of_numpy = torch.from_numpy(of_numpy["state"]["key"].astype("int64"))
@@ -194,7 +194,7 @@ def set_cuda_states(states: list[torch.Tensor]) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Whatever draws random numbers inside, the generators outside go on as if it had not."""
+    """Restore the state of the global generators after the block."""
     python, of_numpy = PYTHON_GENERATOR.state(), NUMPY_GENERATOR.state()
     cpu, cuda = torch.default_generator.get_state(), cuda_states()
     try:

@@ -12,7 +12,7 @@ _LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 
 
 def is_of_torch(error: BaseException) -> bool:
-    """Whether code of torch raised it, and none of the user's took part, from where it was caught inwards."""
+    """Return whether code of torch raised it, and none of the user's took part, from where it was caught inwards."""
     names: list[str] = []
     frame = error.__traceback__
     while frame is not None:
@@ -54,14 +54,14 @@ def user_traceback(error: BaseException) -> str:
 
 
 def is_users_class(kind: type) -> bool:
-    """Whether it is defined in the user's own code."""
+    """Return whether it is defined in the user's own code."""
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
     return file is not None and _is_users(file)
 
 
 def of_the_system(error: BaseException) -> str:
-    """What the operating system said, as `PATH: Permission denied`; empty if code of the user's took part."""
+    """Return what the operating system said, as `PATH: Permission denied`; empty if code of the user's took part."""
     if user_frames(error):
         return ""
     if not isinstance(error, OSError) or not error.strerror:

@@ -57,9 +57,10 @@ def start_of(tensor: Tensor) -> int:
 
 
 def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
-    """The line for the start of a run, "" if memory is certainly enough; and how many bytes are to come, about.
+    """Return a line for the start of a run (empty if memory is certainly enough), and the estimated bytes still to
+    come.
 
-    rough: an upper bound of those.
+    rough: an upper bound of these bytes.
     """
     trainer, device = run.config.trainer, run.parallel.device
     free = free_bytes(device)

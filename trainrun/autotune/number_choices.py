@@ -97,7 +97,7 @@ class NumberTrial:
             self._mode = autocast.type_by_rule(self._device, is_tiny(step.model, config.data.batch_size))[0]
 
     def usual_seconds(self) -> float | None:
-        """Seconds of a step; None where it takes too long, by a few rows or by the whole batch."""
+        """Return the seconds of a step; None if it takes too long, with a few rows or with the whole batch."""
         few = min(2 if batch_norm_in(self._step.model) else 1, self._count)
         weights = sum(parameter.numel() for parameter in self._step.model.parameters())
         numbers = tensors_in(self._data)[0]
@@ -135,7 +135,7 @@ class NumberTrial:
         return found
 
     def _turn(self, mode: str, rows: int = 0) -> float:
-        """Seconds of a step; rows: of the batch, or all."""
+        """Measure the seconds of a step. rows: of the batch; 0 for all."""
         data = rows_of(self._data, 0, rows, self._count) if rows else self._data
         return self._step.seconds(data, partial(build_context, AUTOCAST_TYPES.get(mode), self._device))
 
@@ -146,7 +146,7 @@ class NumberTrial:
 
 
 def other_cost(config: RunConfig, train: Batches) -> str:
-    """Why a trial would measure something else, or would take samples from the run; "" if it is fair."""
+    """Return why a trial would measure something else, or would take samples from the run; "" if it is fair."""
     if not getattr(train, "may_be_read_before", True):
         return "an iterable source"
     trainer = config.trainer

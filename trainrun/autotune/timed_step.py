@@ -52,7 +52,7 @@ class TimedStep:
         self.clock, self.parallel = clock, parallel
 
     def __call__(self, data: Any, autocast: Autocast) -> None:
-        """One forward and backward, without an update."""
+        """Run one forward and backward, without an update."""
         try:
             with autocast():
                 out = self.task.step(self.model, data)
@@ -62,7 +62,7 @@ class TimedStep:
                 parameter.grad = None
 
     def seconds(self, data: Any, autocast: Autocast) -> float:
-        """Seconds of one step on a copy of the batch; infinite if memory does not suffice."""
+        """Measure one step on a copy of the batch; infinite if memory does not suffice."""
         data = cloned(data)
         began = self.now()
         try:
@@ -76,7 +76,7 @@ class TimedStep:
         return self.now() - began
 
     def now(self) -> float:
-        """Seconds, once the device has done all that it was given."""
+        """Return the time in seconds, after the device has finished its work."""
         settle(self.parallel.device)
         return self.clock()
 
@@ -130,7 +130,7 @@ def agreed_choice(choices: Sequence[TimedChoice | None], usual: str) -> TimedCho
 
 
 def run_seconds(config: RunConfig, seconds: float) -> float:
-    """How long the run may take. seconds: by the number of its steps."""
+    """Estimate how long the run may take. seconds: by the number of its steps."""
     whole = parse_whole(config.trainer.max_duration)
     by_duration = whole.amount if whole is not None and whole.unit == SECOND else math.inf
     return min(seconds, parse_seconds(config.trainer.max_time) or math.inf, by_duration)
@@ -146,5 +146,5 @@ def other_step(config: RunConfig) -> str:
 
 
 def cloned(data: Any) -> Any:
-    """A model may write into its inputs."""
+    """Copy a batch, since a model may write into its inputs."""
     return map_leaves(data, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)

@@ -37,7 +37,7 @@ class Remedy(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know before trying it."""
+        """Return what a user should know before trying it."""
         return [*([] if self.effect == EXACT else [self.effect_text]), *filter(None, [self.start_cost])]
 
     def __str__(self) -> str:

@@ -66,19 +66,19 @@ class FileLayer:
         self._before = before
 
     def mkdir(self, path: Path) -> None:
-        """A new folder in one that exists."""
+        """Make a new folder in an existing one."""
         self._before("mkdir", path)
         os.mkdir(path)
 
     def make_root(self, path: Path) -> None:
-        """A folder in one that exists, unless it is there already."""
+        """Make a folder in an existing one, unless it exists."""
         if not path.is_dir():
             self._before("make_root", path)
             path.mkdir(exist_ok=True)
             self.fsync_dir(path.parent)
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-        """A new file that is on the disk, not only in memory, when this returns."""
+        """Write a new file. It is on the disk, not only in memory, when this returns."""
         self._before("open", path)
         content, size = hashlib.sha256(), 0
         with open(path, "xb", buffering=0) as file:
@@ -94,7 +94,7 @@ class FileLayer:
         return Written(size, content.hexdigest())
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomic; a file at `target` is replaced."""
+        """Rename a file atomically; a file at `target` is replaced."""
         self._before("rename", target)
         os.replace(source, target)
 
@@ -108,7 +108,7 @@ class FileLayer:
             os.close(descriptor)
 
     def remove_tree(self, path: Path) -> None:
-        """A file, or a folder with all that is in it; links are removed, not followed."""
+        """Remove a file, or a folder with its content. Links are removed, not followed."""
         if path.is_dir() and not path.is_symlink():
             for child in sorted(path.iterdir()):
                 self.remove_tree(child)
@@ -120,7 +120,7 @@ class FileLayer:
 
 
 def _in_pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The same bytes: short chunks are joined, long ones are cut."""
+    """Yield the same bytes with short chunks joined and long ones cut."""
     joined = bytearray()
     for chunk in chunks:
         if len(chunk) < PIECE_BYTES:

@@ -124,7 +124,7 @@ def place_of_base(init_from: str | None, loaded: Loaded) -> str | None:
 
 
 def with_left_out(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The tree of a checkpoint with what it leaves out, as the model has it. Raises CheckpointError."""
+    """Return the tree of a checkpoint, completed by the model's weights that it leaves out. Raise CheckpointError."""
     if BASE not in shared:
         return shared
     base = {name: tensor for name, tensor in live.items() if name not in shared["model"]}
@@ -142,7 +142,7 @@ def with_left_out(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, types, shapes and bytes."""
+    """Return the SHA-256 of names, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -154,10 +154,11 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 def evaluated_weights(
     loaded: Loaded, live: Mapping[str, Tensor] | None = None, wish: bool | None = None
 ) -> tuple[dict[str, Tensor], bool]:
-    """The weights that a checkpoint is evaluated with, and whether they are averaged. Raises CheckpointError.
+    """Return the weights with which a checkpoint is evaluated, and whether they are averaged. Raise CheckpointError.
 
-    live: of the network, with the base that an adapter needs. wish: for averaged weights, or for others; None takes
-    those that are there.
+    live: of the network, with the base that an adapter needs. wish: True for averaged weights, False for others; None
+    takes
+    those that the checkpoint has.
     """
     shared, weights, averaged = loaded.shared, None, None
     if isinstance(shared, dict):
@@ -202,7 +203,7 @@ def load_initial(
 def _selected(
     model: nn.Module, there: Mapping[str, Tensor], chosen: InitConfig, place: str
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors to copy, by the names of the model, and a line for each reason why others are not."""
+    """Return the tensors to copy, by the names in the model, and a line for each reason why others are left out."""
     there, here = _renamed(there, chosen.rename or {}), model.state_dict()
     names = [*here, *(name for name in there if name not in here)]
     try:
@@ -246,7 +247,7 @@ def _selected(
 
 
 def _made_in_a_forward(model: nn.Module) -> set[str]:
-    """The buffers that hold nothing yet; one that a class of torch registers means an option that is off."""
+    """Return the buffers that are still empty. One that a torch class registers means an option that is off."""
     return {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -278,7 +279,7 @@ def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind], strict: bo
 
 
 def _renamed(tensors: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors by the names that the model has for them; of several beginnings that fit, the first one holds."""
+    """Return the tensors by their names in the model. If several prefixes fit a name, the first one is used."""
     renamed: dict[str, Tensor] = {}
     used = set()
     for name, tensor in tensors.items():
@@ -309,7 +310,7 @@ def _as_here(tensor: Tensor, here: Tensor | None) -> Tensor:
 
 
 def _fill_tied(here: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
-    """A tensor with several names in the model may stand under one of them there, as safetensors files have it."""
+    """Complete shared tensors: one with several names in the model may have only one of them in a safetensors file."""
     tied: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in here.items():
         if tensor.numel():
@@ -341,7 +342,7 @@ def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]
 
 
 def _sharded(index: Path) -> dict[str, Tensor]:
-    """The tensors of the files that an index names, which lie beside it. Raises CheckpointError."""
+    """Return the tensors of the files that an index names; they are beside it. Raise CheckpointError."""
     with open_regular(index) as file:
         text = file.read(MAX_INDEX_BYTES + 1)
     try:
@@ -371,7 +372,7 @@ def _sharded(index: Path) -> dict[str, Tensor]:
 
 
 def _choice(path: Path) -> tuple[str, str]:
-    """The folder of the checkpoint that a folder stands for, and why it is that one of several; empty for a file."""
+    """Return the checkpoint that a folder stands for, and why that one of several; empty for a file."""
     if not path.is_dir():
         return "", ""
     checkpoints = path if path.name == CHECKPOINTS else path / CHECKPOINTS
@@ -392,7 +393,7 @@ def _what_it_is(path: Path) -> str:
 
 
 def tensor_kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
-    """Shape and dtype by name, of a `state_dict()` for example."""
+    """Return shape and dtype by name, for example of a `state_dict()`."""
     return {name: tensor_kind(tensor) for name, tensor in tensors.items()}
 
 
@@ -401,7 +402,9 @@ def tensor_kind(tensor: Tensor) -> Kind:
 
 
 def fit_buffers(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """Buffers that a forward makes or lengthens get room for what they are there; the names of the lengthened ones."""
+    """Allocate buffers that a forward creates or lengthens with their stored size. Return the names of the
+    lengthened ones.
+    """
     longer = []
     for prefix, module in model.named_modules():
         for name, here in [*module._buffers.items()]:
@@ -415,7 +418,7 @@ def fit_buffers(model: nn.Module, weights: Mapping[str, Tensor], device: torch.d
 
 
 def not_held(name: str, value: object) -> str:
-    """Why no checkpoint holds what `state_dict()` of a model has, and what to do."""
+    """Return why no checkpoint can hold a value of the model's `state_dict()`, and what to do."""
     if isinstance(value, Tensor):
         return (
             f"model: {name} is sparse, which no checkpoint holds; say register_buffer"

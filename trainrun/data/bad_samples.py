@@ -38,7 +38,7 @@ class Skips:
         self._epoch, self._seen = epoch, start * self._per_batch
 
     def add(self, good: int, faults: Sequence[str]) -> None:
-        """One batch. Raises DataError if too many were left out."""
+        """Count the samples of a batch. Raise DataError if too many were left out."""
         self._seen += good + len(faults)
         if not faults:
             return
@@ -56,7 +56,7 @@ class Skips:
             raise DataError(message)
 
     def end(self) -> None:
-        """Reports what the epoch left out, once."""
+        """Report once what the epoch left out."""
         if self._number:
             plural = "sample was" if self._number == 1 else "samples were"
             self._report(

@@ -118,12 +118,12 @@ def fields_back(data: Any) -> Any:
 
 
 def is_numbers(value: Any) -> bool:
-    """Whether it is a list of plain numbers, as readers of JSON give token ids."""
+    """Return whether it is a list of plain numbers, as readers of JSON give token ids."""
     return isinstance(value, list) and all(type(item) in (int, float) for item in value)
 
 
 def of_numbers(value: Any) -> Any:
-    """The tensor of a list of plain numbers; all else as it is."""
+    """Convert a list of plain numbers to a tensor; return anything else as it is."""
     if not is_numbers(value):
         return value
     tensor = torch.tensor(value, dtype=None if value else torch.int64)
@@ -133,10 +133,11 @@ def of_numbers(value: Any) -> Any:
 
 
 def as_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
-    """A tensor that torch can index: uint16 and uint32 become signed and wider.
+    """Convert to a tensor that torch can index: uint16 and uint32 become signed and wider.
 
-    Memory is shared where type and layout allow it. Raises TypeError for what is not numbers, and for
-    uint64, whose larger half torch cannot hold.
+    Memory is shared if type and layout allow it. Raise TypeError for values that are not numbers, and for uint64, half
+    of whose
+    range torch cannot hold.
     """
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(_torch_array(value))
@@ -146,7 +147,7 @@ def as_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
 
 
 def _torch_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array in a type, byte order and layout that torch takes without a warning."""
+    """Return the array in a type, byte order and layout that torch takes without a warning."""
     if array.dtype.kind not in "biufc":
         held = "words" if array.dtype.kind in "US" else "objects"
         raise TypeError(f"an array of {held} (dtype {array.dtype}) has no numbers")
@@ -164,10 +165,12 @@ NO_DECIMALS_FROM = 2**53  # of float64
 def changed_wholes(
     values: np.ndarray[Any, Any], narrow: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Say which whole numbers are others in float32: there several fall together. narrow: the values in their new type.
+    """Return a mask of the whole numbers that change in float32, where several become one. narrow: the values in their
+    new type.
 
-    Reals count where their column (the places of one sample are columns) has no decimals, as ids with gaps have it, and
-    below 2^53, from where on no real has any. Who asks for float64 gets it.
+    Reals count if their column (the places of one sample are columns) has no decimals, like ids with gaps, and if they
+    are below
+    2^53: above it no real has decimals. float64 is never checked.
     """
     changed = np.zeros(values.shape, np.bool_)
     if narrow.dtype != np.float32 or values.size == 0 or values.dtype.kind not in "iuf":
@@ -185,7 +188,7 @@ def changed_wholes(
 
 
 def in_float32(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The values as float32; whole numbers that become others are told once."""
+    """Convert values to float32, and report once if whole numbers change."""
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
     changed = changed_wholes(values, narrow)
@@ -208,14 +211,14 @@ def tell_of_changed_wholes(value: Any, narrow: Any) -> None:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a tensor or array holds integers or bools."""
+    """Return whether a tensor or array holds integers or bools."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biu"
     return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
 def is_tokens(value: Any) -> bool:
-    """Whether it is 1-D and holds integers or bools: a tensor, an array, or a list as tokenizers give."""
+    """Return whether it is 1-D and holds integers or bools: a tensor, an array, or a list as tokenizers give."""
     listed = isinstance(value, list) and all(isinstance(item, int) for item in value)
     return listed or (is_integer(value) and value.ndim == 1)
 
@@ -232,7 +235,7 @@ class Preparation:
     max_sequence_length: int | None = None
 
     def column(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
-        """Rows of many samples, as they stand in a batch."""
+        """Prepare rows of many samples as they are in a batch."""
         if rows.ndim == 2 and is_integer(rows):
             rows = rows[:, : self.max_sequence_length]
         tensor = as_tensor(rows)
@@ -251,11 +254,11 @@ class Preparation:
         return tensor.to(self.float_dtype)
 
     def sample(self, sample: Any) -> Any:
-        """One sample before it is collated: cut, so that samples of unequal length may come to fit."""
+        """Cut a sample before it is collated, so that samples of unequal length may fit."""
         return sample if self.max_sequence_length is None else map_leaves([sample], self._cut, self._cut)[0]
 
     def batch(self, batch: Any) -> Any:
-        """A collated batch."""
+        """Prepare a collated batch."""
         return map_leaves(batch, self._cast)
 
     def _cut(self, leaf: Any) -> Any:

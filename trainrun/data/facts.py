@@ -48,7 +48,7 @@ class SharedRows(NamedTuple):
 
 
 def facts_of(source: Any, key: str = "data.train", options: StreamOptions | None = None) -> DataFacts:
-    """What can be learnt without reading all of it: in-memory data, or its attributes and first sample.
+    """Return what can be learnt without reading all of it: in-memory data, or its attributes and first sample.
 
     The input is the first element of a sample, as the transform gives it. An IterableDataset is not read:
     a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`),
@@ -120,8 +120,7 @@ def facts_of_all(sources: Mapping[str, Any], options: StreamOptions) -> DataFact
 
 
 def bytes_per_token(sources: Iterable[Any]) -> float | None:
-    """What all of them say in their attribute of that name, as the parts of one text do. None if one says nothing,
-    or they differ: there is one figure for all."""
+    """Return the attribute of that name if all sources agree on it, as parts of one text do; else None."""
     found: list[Any] = [said(source, "bytes_per_token") for source in sources if source is not None]
     numbers = {float(one) if type(one) in (int, float) else math.nan for one in found}
     one = numbers.pop() if len(numbers) == 1 else math.nan
@@ -129,7 +128,7 @@ def bytes_per_token(sources: Iterable[Any]) -> float | None:
 
 
 def _classes_in(columns: Columns) -> int | None:
-    """One more than the largest label; None if the targets are no labels."""
+    """Return the largest label plus one; None if the targets are not labels."""
     target = columns.target()
     if target is None or len(target) == 0 or not is_integer(target) or target.dtype in (torch.bool, np.bool_):
         return None
@@ -138,7 +137,7 @@ def _classes_in(columns: Columns) -> int | None:
 
 
 def _class_counts(target: Any, num_classes: int | None) -> tuple[int, ...]:
-    """How many samples each class has; empty if the targets are no list of labels."""
+    """Return how many samples each class has; empty if the targets are no list of labels."""
     if target is None or not num_classes or num_classes > PLAUSIBLE_CLASSES:
         return ()
     try:
@@ -152,7 +151,7 @@ def _class_counts(target: Any, num_classes: int | None) -> tuple[int, ...]:
 
 
 def labels_in(source: Any, key: str) -> Any:
-    """The integer targets of a source that has them in memory, one row for each sample; None for others."""
+    """Return the integer targets that a source has in memory, one row for each sample; None for others."""
     columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
     if columns is not None:
         target = columns.target()

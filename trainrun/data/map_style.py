@@ -20,20 +20,22 @@ class WholeBatches(Protocol):
 
 
 def whole_batches(dataset: Any) -> WholeBatches | None:
-    """Only a data set of this package is asked: what is called `whole_batch` elsewhere may be anything."""
+    """Return the data set if it can read whole batches. Only data sets of this package are used: elsewhere
+    `whole_batch` may mean anything.
+    """
     ours = type(dataset).__module__.startswith("trainrun.data.")
     return dataset if ours and isinstance(dataset, WholeBatches) else None
 
 
 def reads_at_once(dataset: Any) -> bool:
-    """Whether a data set has `__getitems__` of its own; a Subset merely passes the call on."""
+    """Return whether a data set has `__getitems__` of its own; a Subset merely passes the call on."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def innermost(dataset: Any, index: int) -> tuple[Any, int]:
-    """The data set that Subset and ConcatDataset read a sample from, and its index there."""
+    """Return the data set from which Subset and ConcatDataset read a sample, and the index there."""
     while type(dataset) in (Subset, ConcatDataset):
         if type(dataset) is Subset:
             dataset, index = dataset.dataset, int(dataset.indices[index])
@@ -49,7 +51,7 @@ def name_of(dataset: Any) -> str:
 
 
 def shallow(dataset: Any) -> Any:
-    """A copy that shares the data, but not the attributes that reading may set."""
+    """Return a copy that shares the data, but not the attributes that reading may set."""
     if isinstance(dataset, Columns | list | tuple | dict):
         return dataset
     try:
@@ -64,7 +66,7 @@ def shallow(dataset: Any) -> Any:
 
 
 def describe(dataset: Any, index: int) -> str:
-    """` (file and record)` of a sample, where the data set can say it."""
+    """Return ` (file and record)` of a sample if the data set can describe it."""
     base, place = innermost(dataset, index)
     function = getattr(base, "describe", None)
     if not callable(function):
@@ -76,7 +78,9 @@ def describe(dataset: Any, index: int) -> str:
 
 
 def thread_safe(dataset: Any) -> bool:
-    """Whether several threads may read it at once: it says so (`thread_safe = True`), or is a list of samples."""
+    """Return whether several threads may read the data set at once: it has `thread_safe = True`, or is a list of
+    samples.
+    """
     return all(
         isinstance(part, Columns | list | tuple) or bool(getattr(part, "thread_safe", False))
         for part in parts_of(dataset)

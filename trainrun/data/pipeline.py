@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def open_batches(source: Any, options: StreamOptions) -> tuple[OpenedStream, str]:
-    """The stream, and what is to be said of it: the engine that was chosen and why, the lengths."""
+    """Return the stream, and a line about it: the engine that was chosen and why, and the lengths."""
     check_options(options)
     if isinstance(source, IterableDataset):
         from trainrun.data.engines.build_engine import open_iterable
@@ -71,7 +71,7 @@ def with_look(source: Any, options: StreamOptions) -> StreamOptions:
 
 
 def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
-    """Behind its cache (`options.cache`), with the plan of its batches."""
+    """Return the source behind its cache (`options.cache`), with the plan of its batches."""
     given, options, notes = source, with_limit_in_samples(options), []
     source, scale = as_bytes(source)
     columns = None
@@ -109,7 +109,7 @@ def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
 
 
 def _only_joins(collate: Collate | None) -> bool:
-    """Whether samples of one shape are joined, and nothing is padded."""
+    """Return whether samples of one shape are joined, and nothing is padded."""
     if collate is None:
         return True
     from trainrun.data.sequences.collate import Padded
@@ -118,7 +118,7 @@ def _only_joins(collate: Collate | None) -> bool:
 
 
 def _needs_samples(options: StreamOptions, collate: Collate | None) -> str:
-    """The setting that keeps whole columns from being gathered; "" if there is none."""
+    """Return the setting because of which whole columns cannot be gathered; empty if there is none."""
     if options.transform is not None:
         return options.transform_key
     if options.collate_fn is not None:
@@ -129,7 +129,7 @@ def _needs_samples(options: StreamOptions, collate: Collate | None) -> str:
 def _finished(
     options: StreamOptions, collate: Collate | None, scale: Scale | None, samples: Any, batches: Batches
 ) -> Batches:
-    """What is done to the batches of every engine, on the device."""
+    """Return what is done to the batches of every engine, on the device."""
     if options.tally is not None and collate is not None:
         from trainrun.data.sequences.token_counter import counted
 
@@ -152,7 +152,7 @@ def _finished(
 
 
 def _sequence_plan(dataset: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
-    """None if rows in memory are to stay as they are, or `sequence_plan` has nothing to do."""
+    """Return None if rows in memory are to stay as they are, or `sequence_plan` has nothing to do."""
     words = (options.padding, options.truncate, options.max_sequence_length, options.max_tokens,
              options.pad_multiple)  # fmt: skip
     if isinstance(dataset, Columns) and words == ("longest", "right", None, None, None):

@@ -18,9 +18,9 @@ DIVIDED = (
 
 
 def digest_of(samples: Sequence[Any]) -> str:
-    """Digest tensors, arrays, numbers, text and whatever has `tobytes`; of anything else its type alone.
+    """Digest tensors, arrays, numbers, text and whatever has `tobytes`; of other values only the type.
 
-    An array of objects counts by its shape: its bytes are addresses, other ones in each process.
+    An array of objects counts by its shape: its bytes are addresses, which differ between processes.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -42,13 +42,16 @@ def digest_of(samples: Sequence[Any]) -> str:
 
 
 def check_same(digests: Sequence[str], key: str) -> None:
-    """digests: of one batch, by rank; "" where a rank has none to compare. DataError, on every rank: they differ."""
+    """Raise DataError on every rank if the ranks read different samples.
+
+    digests: of one batch, by rank; "" if a rank has none to compare.
+    """
     if len(set(digests) - {""}) > 1:
         raise DataError(f"{key}: the ranks read different samples of it, and some would be lost; {DIVIDED}")
 
 
 def refuse_divided(source: Any, key: str) -> None:
-    """A stream of `datasets` that `split_dataset_by_node` has divided. DataError: the ranks would divide it again."""
+    """Raise DataError for a stream that `split_dataset_by_node` has divided: the ranks would divide it again."""
     if getattr(getattr(source, "_distributed", None), "world_size", 1) > 1:
         raise DataError(
             f"{key}: split_dataset_by_node has divided it among the ranks, which divide it once more, so some samples "

@@ -13,7 +13,9 @@ from trainrun.interfaces import FIELDS_BESIDE, MicroBatch
 
 
 def num_rows(data: Any) -> int:
-    """Samples (or packed rows) of a batch: the first dimension of its first tensor. ValueError: it has none."""
+    """Return the samples (or packed rows) of a batch: the first dimension of its first tensor. Raise ValueError
+    without one.
+    """
     for leaf in tensors_in(data):
         if leaf.ndim:
             return leaf.shape[0]
@@ -28,19 +30,23 @@ def tensors_in(data: Any) -> list[Tensor]:
 
 
 def rows_of(data: Any, first: int, end: int, count: int) -> Any:
-    """Rows `first` to `end` of a batch of `count`. ValueError: a part of it does not go by rows."""
+    """Return rows `first` to `end` of a batch of `count`. Raise ValueError if a part of it has another number of
+    rows.
+    """
     return _by_rows(data, count, lambda part: part[first:end])
 
 
 def twice(data: Any, count: int) -> Any:
-    """A batch of `count` rows, and behind them the same rows again. ValueError: a part of it does not go by rows."""
+    """Return a batch with its `count` rows repeated once. Raise ValueError if a part of it has another number of
+    rows.
+    """
     return _by_rows(
         data, count, lambda part: torch.cat([part, part]) if isinstance(part, Tensor) else part + part
     )
 
 
 def _by_rows(data: Any, count: int, change: Callable[[Any], Any]) -> Any:
-    """The same containers, with what lists `count` rows changed, the fields beside a tensor too."""
+    """Return the same containers, with what lists `count` rows changed, the fields beside a tensor too."""
     if isinstance(data, Tensor):
         if data.ndim and data.shape[0] == count:
             changed = change(data)
@@ -63,7 +69,7 @@ def _by_rows(data: Any, count: int, change: Callable[[Any], Any]) -> Any:
 
 
 def cut(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
-    """The batch in `pieces` parts that differ by one row at most; fewer where it has fewer rows."""
+    """Split a batch into `pieces` parts that differ by one row at most; fewer if it has fewer rows."""
     count = num_rows(batch.data)
     bounds = torch.linspace(0, count, min(pieces, count) + 1, dtype=torch.float64).round().long().tolist()
     return [

@@ -44,7 +44,7 @@ def to_stderr(text: str) -> None:
 
 
 def report_to(listeners: Sequence[Report]) -> Report:
-    """One line to everyone who listens; where nobody does, as on most ranks, to stderr."""
+    """Return a function that sends a line to all listeners; to stderr if there are none, as on most ranks."""
 
     def report(text: str) -> None:
         for listener in listeners or (to_stderr,):
@@ -66,7 +66,7 @@ class TokenCounter:
         self._sum = positions if self._sum is None else self._sum + positions
 
     def take(self) -> float:
-        """Waits for the device."""
+        """Return the tokens since the last call. The host waits for the device."""
         found, self._sum = self._sum, None
         return 0.0 if found is None else float(found)
 
@@ -89,7 +89,7 @@ class SourceStates:
             del self._known[next(iter(self._known))]
 
     def at(self, epoch: int, place: int) -> Any:
-        """None: it did not say, or so long ago that it is read again."""
+        """Return the stored position of an epoch; None if it must be read again from the beginning."""
         return self._known.get((epoch, place))
 
 
@@ -189,7 +189,7 @@ class StreamOptions:
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether batches can only be formed once the lengths of all samples are known."""
+        """Return whether batches can only be formed once the lengths of all samples are known."""
         cuts = self.max_sequence_length is not None
         if (self.training and self.padding in COMPOSED) or (cuts and self.truncate in ("drop", "split")):
             return True
@@ -197,12 +197,12 @@ class StreamOptions:
 
     @property
     def sequences_matter(self) -> bool:
-        """Whether anything depends on which parts of a sample are sequences."""
+        """Return whether anything depends on which parts of a sample are sequences."""
         return self.collate_fn is None or (self.padding, self.truncate) != ("longest", "right")
 
     @property
     def pins(self) -> bool:
-        """Whether batches are put in page-locked memory."""
+        """Return whether batches are put in page-locked memory."""
         return self.pin_memory and self.device.type == "cuda"
 
 
@@ -235,7 +235,7 @@ class PreparedStream:
 
     @property
     def users_code(self) -> bool:
-        """Whether code of the user's sees single samples."""
+        """Return whether code of the user's sees single samples."""
         return self.options.transform is not None or self.options.collate_fn is not None
 
 
@@ -265,21 +265,21 @@ def limit_key(options: StreamOptions) -> str:
 
 
 def with_limit_in_samples(options: StreamOptions) -> StreamOptions:
-    """In evaluation, before batches grow: what is evaluated depends on no number of ranks and no batch of ours."""
+    """Convert the limit of an evaluation to samples, so that it depends neither on ranks nor on larger batches."""
     if options.training or isinstance(options.limit, float):
         return options
     return replace(options, limit=options.limit * options.batch_size)
 
 
 def plan_of(num_samples: int, options: StreamOptions) -> Plan:
-    """The plan of so many samples. DataError: there is no batch in them."""
+    """Return the plan of `num_samples` samples. Raise DataError if they hold no batch."""
     if num_samples == 0:
         raise DataError(f"{options.key}: the data set is empty")
     return fitting(new_plan(num_samples, options.batch_size, options), num_samples, options.key)
 
 
 def fitting(base: Plan, count: int, key: str) -> Plan:
-    """The plan for so many samples (or rows). DataError: too few for one batch of training."""
+    """Return the plan for `count` samples (or rows). Raise DataError if they are too few for a training batch."""
     plan = replace(base, num_samples=count)
     if plan.global_size <= count:
         return plan
@@ -289,7 +289,7 @@ def fitting(base: Plan, count: int, key: str) -> Plan:
 
 
 def new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan:
-    """Unchecked: the batch may be larger than the data."""
+    """Return a plan without checks: the batch may be larger than the data."""
     training = options.training
     return Plan(num_samples, batch_size, options.seed, options.shuffle and training,
                 options.drop_last and training, training, options.limit, options.rank,
@@ -306,7 +306,7 @@ def num_ahead(number: int, prefetch_factor: int) -> int:
 
 
 def unused(options: StreamOptions, *names: str) -> str:
-    """Words about settings that were given in vain."""
+    """Describe settings that have no effect."""
     values = {name: getattr(options, name) for name in names}
     given = [f"data.{name}={value}" for name, value in values.items() if value not in ("auto", 0)]
     return f"; {' and '.join(given)} {'is' if len(given) == 1 else 'are'} not used" if given else ""

@@ -129,32 +129,32 @@ class Columns:
         return (self.again, ()) if self.again is not None else super().__reduce__()
 
     def __getitem__(self, index: int) -> Any:
-        """One sample as a copy, which the user's code may change; a single number is a 0-d array."""
+        """Return a sample as a copy, which the user's code may change. A single number is a 0-d array."""
         check_lengths(self.mapped_files())
         row = index if self.row_numbers is None else int(self.row_numbers[index])
         sample = self.pack([self._copied(value[row]) for value in self.values])
         return sample if self.scale is None else self.scale.first_of(sample)
 
     def read_cut(self, index: int, cuts: Sequence[Callable[[Any], Any]]) -> Any:
-        """A part of one sample: each of `cuts` is applied to its column's row, and what it leaves is copied."""
+        """Return a part of a sample: each of `cuts` is applied to the row of its column, and the result is copied."""
         check_lengths(self.mapped_files())
         row = index if self.row_numbers is None else int(self.row_numbers[index])
         parts = [self._copied(cut(value[row])) for cut, value in zip(cuts, self.values, strict=True)]
         return self.pack(parts) if self.scale is None else self.scale.first_of(self.pack(parts))
 
     def batch(self, indices: list[int], preparation: Preparation) -> Any:
-        """Many samples at once, equal to what a resident copy gives."""
+        """Return many samples at once, equal to those of a resident copy."""
         check_lengths(self.mapped_files())
         gathered = [self.samples_of(value, np.asarray(indices, np.int64)) for value in self.values]
         return self.pack([self.widened(preparation.column(column)) for column in gathered])
 
     def samples_of(self, value: Column, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Column:
-        """Copies of a column of these, for some samples."""
+        """Copy some samples of a column."""
         numbers = indices if self.row_numbers is None else self.row_numbers[indices]
         return rows(value, numbers.tolist())
 
     def widened(self, rows: Tensor) -> Tensor:
-        """Rows of a batch in the types of samples."""
+        """Convert rows of a batch to the types of samples."""
         if self.int_dtype is None or not is_integer(rows):
             return rows
         wide = rows.to(self.int_dtype)
@@ -165,23 +165,23 @@ class Columns:
         return copy if self.int_dtype is None else self.widened(as_tensor(copy))
 
     def mapped_files(self) -> tuple[MappedFile, ...]:
-        """The files in which columns lie, each of which must keep its length."""
+        """Return the files that hold columns; each must keep its length."""
         return mappings_of(self.values) if self.whole_file is None else (self.whole_file,)
 
     @property
     def mapped(self) -> bool:
-        """Whether a batch can be gathered straight from mapped files, and some of the columns are such."""
+        """Return whether a batch can be gathered straight from mapped files, and some of the columns are such."""
         files = [value for value in self.values if is_mapped(value)]
         return bool(files) and all(tensor_view(value) is not None for value in files)
 
     def on_host(self) -> Columns:
-        """The same columns where worker processes can reach them."""
+        """Return the same columns where worker processes can reach them."""
         if all(value.device.type == "cpu" for value in self.values if isinstance(value, Tensor)):
             return self
         return replace(self, values=tuple(v.cpu() if isinstance(v, Tensor) else v for v in self.values))
 
     def target(self) -> Column | None:
-        """The second element of a sample; in a mapping, the one that has a target's name."""
+        """Return the second element of a sample, or in a mapping the field with a target's name."""
         if self.names:
             named = dict(zip(self.names, self.values, strict=True))
             key = target_key(named)
@@ -198,7 +198,7 @@ class KeepsBytes(Protocol):
     """A map-style data set of tuples whose pictures, first in them, are scaled bytes."""
 
     def as_bytes(self) -> tuple[Any, Scale] | None:
-        """The same data set with its pictures as bytes, and what makes its own samples of those."""
+        """Return the same data set with its pictures as bytes, and what makes its own samples of those."""
 
 
 def as_bytes(source: Any) -> tuple[Any, Scale | None]:
@@ -224,7 +224,7 @@ def rows_in_memory(source: Any) -> Columns | None:
 
 
 def rows(value: Column, indices: list[int]) -> Column:
-    """Copies of many rows; of a mapped file, no other rows are touched."""
+    """Copy many rows. Of a mapped file, no other rows are read."""
     source = tensor_view(value)
     if source is None:
         return np.asarray(value[indices])
@@ -232,12 +232,12 @@ def rows(value: Column, indices: list[int]) -> Column:
 
 
 def is_mapped(value: Any) -> bool:
-    """Whether an array lies in a file that is mapped into memory: a numpy.memmap, or a view of one."""
+    """Return whether an array lies in a file that is mapped into memory: a numpy.memmap, or a view of one."""
     return mapping_of(value) is not None
 
 
 def tensor_view(value: Column) -> Tensor | None:
-    """The same memory as a tensor, for gathering rows alone; None if torch cannot index such an array.
+    """Return the same memory as a tensor, for gathering rows alone; None if torch cannot index such an array.
 
     A read-only array is no hindrance, since nothing is ever written through this tensor: `index_select`
     from it runs at the speed of any other tensor, several times that of NumPy's indexing.
@@ -273,10 +273,11 @@ def length_of(source: Any, key: str) -> int:
 
 
 def columns_of(source: Any, key: str) -> Columns | None:
-    """The columns of an in-memory source; None for any other. `key` names it in errors.
+    """Return the columns of a source in memory; None for any other. `key` names it in errors.
 
-    In memory are: a tensor or array, a tuple, list or mapping of them, a plain `TensorDataset`, and
-    `Arrays`. A list of tensors is a list of columns, not of samples.
+    In memory are: a tensor or array, a tuple, list or mapping of them, a plain `TensorDataset`, and `Arrays`. A list
+    of
+    tensors is a list of columns, not of samples.
     """
     if isinstance(source, Arrays | TensorDataset):
         if isinstance(source, TensorDataset) and type(source) is not TensorDataset:
@@ -332,14 +333,14 @@ OF_ALL_SAMPLES = ("class_names", "classes", "num_classes", "bytes_per_token", "i
 
 
 def parts_of(dataset: Any) -> list[Any]:
-    """The data sets that samples come from, behind torch's Subset and ConcatDataset."""
+    """Return the data sets inside torch's Subset and ConcatDataset that samples come from."""
     if type(dataset) is ConcatDataset:
         return [part for one in dataset.datasets for part in parts_of(one)]
     return parts_of(dataset.dataset) if type(dataset) is Subset else [dataset]
 
 
 def said(dataset: Any, name: str) -> Any:
-    """An attribute of a data set; of a Subset or ConcatDataset, that of its own samples. None: it is not known."""
+    """Return an attribute of a data set; of a Subset or ConcatDataset, the values of its samples. None if unknown."""
     if type(dataset) is Subset:
         found = said(dataset.dataset, name)
         if found is None or name in OF_ALL_SAMPLES:

@@ -12,12 +12,12 @@ CLASSES_PER_LABEL = 10  # more are a slip in one label
 
 
 def wrong_label(source: Any, key: str, index: int, label: int, num_classes: int, said_by: str) -> DataError:
-    """The fault of one label. said_by: as in `Labels`."""
+    """Return the error about one label. said_by: as in `Labels`."""
     return DataError(f"{place_of(source, key, index)} has label {label}, {why(label, num_classes, said_by)}")
 
 
 def why(label: int, num_classes: int, said_by: str) -> str:
-    """Why this one is none."""
+    """Return why this one is none."""
     if said_by:
         return f"but {said_by}={num_classes} allows 0 to {num_classes - 1}; correct one of the two"
     if label < 0:
@@ -32,7 +32,7 @@ def why(label: int, num_classes: int, said_by: str) -> str:
 
 
 def place_of(source: Any, key: str, index: int) -> str:
-    """The line, row or file of a sample, where the source tells it."""
+    """Return line, row or file of a sample, if the source knows it."""
     describe = getattr(source, "describe", None)
     return f"{key}: sample {index}" if describe is None else str(describe(index))
 

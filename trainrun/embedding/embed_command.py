@@ -76,9 +76,9 @@ def main(argv: list[str]) -> int:
 
 
 def _config(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
-    """The run's, with its data changed; or with other data, where the words begin with a group as data=csv.
+    """Return the run's config with changed data, or with other data if the settings begin with a group, as data=csv.
 
-    Samples of other data go through what those of the run do, but for what the words or the group name.
+    Samples of other data are processed like those of the run, except for what the settings or the group set.
     """
     others = [word for word in words if word.lstrip("+~").startswith(("data=", "data."))]
     config = trusted_config(run_dir, [word for word in words if word not in others], trust)
@@ -95,7 +95,7 @@ def _config(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
 
 
 def _quiet(config: RunConfig) -> RunConfig:
-    """Every sample once, in its order, in whole batches of one size."""
+    """Return a config that reads every sample once, in order, in batches of one size."""
     data = config.data
     return replace(config, data=replace(
         data, val_batch_size=data.val_batch_size or BATCH, on_error="raise", padding="longest", sampling="none",
@@ -106,7 +106,7 @@ def _quiet(config: RunConfig) -> RunConfig:
 def _parts(
     run_dir: RunDir, config: RunConfig, checkpoint: Path, name: str | None, trust: bool
 ) -> tuple[str, dict[str, Any]]:
-    """What tells these embeddings from others, and the splits that are written."""
+    """Return what tells these embeddings from others, and the splits that are written."""
     from trainrun.convert.split_samples import Samples
 
     parallel = Single(choose_device(config.parallel.accelerator, local_rank=0))

@@ -42,7 +42,10 @@ class LayerOutput:
 
     @torch.no_grad()
     def of(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """(B, ...) and the targets, on the host. ConfigError, DataError: the layer gives no row for each sample."""
+        """Return the output of the layer (B, ...) and the targets, on the host.
+
+        Raise ConfigError or DataError if the layer does not give one row for each sample.
+        """
         inputs, target = inputs_and_maybe_target(batch)
         if isinstance(noise := batch_fields(batch).get("noise"), Tensor):  # of a VAE: the mean of its code
             batch = {**batch_by_name(batch), "noise": torch.zeros_like(noise)}

@@ -43,7 +43,7 @@ SECRETS = (
 
 
 def surroundings(working_dir: Path) -> dict[str, Any]:
-    """Plain values for `environment.json`. Imports no torch: devices are named by the ranks."""
+    """Return the content of `environment.json`, without importing torch: the ranks add their devices."""
     return {
         "command": [masked_word(word) for word in sys.argv],
         "working_dir": str(working_dir),
@@ -56,7 +56,9 @@ def surroundings(working_dir: Path) -> dict[str, Any]:
 
 
 def distributions() -> dict[str, str]:
-    """All that is installed, with its version, by the names of folders: to read their files takes 50 times as long."""
+    """Return the installed packages with their versions, from the names of folders: reading their files takes 50
+    times as long.
+    """
     versions: dict[str, str] = {}
     for place in sys.path:
         with suppress(OSError):
@@ -69,7 +71,7 @@ def distributions() -> dict[str, str]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether there are changes; None if there is no repository or no git."""
+    """Return commit and whether there are changes; None without a repository or without git."""
     try:
         commit = _run_git(folder, "rev-parse", "HEAD")
         changed = _run_git(folder, "status", "--porcelain", "--untracked-files=no")
@@ -86,7 +88,7 @@ def _run_git(folder: Path, *words: str) -> str:
 
 
 def uncommitted(working_dir: Path) -> str:
-    """The changes of the files that git knows, without those named like secrets; empty where there are none."""
+    """Return the uncommitted changes, without files named like secrets; empty if there are none."""
     left_out = [f":(exclude,icase,top,glob)**/{name}" for name in SECRETS]
     try:
         with subprocess.Popen(
@@ -107,7 +109,7 @@ def uncommitted(working_dir: Path) -> str:
 
 
 def version_line() -> str:
-    """`trainrun 0.1.0 (torch 2.13.0, Python 3.11.7)`, without importing torch; the folder where it is not installed."""
+    """Return `trainrun 0.1.0 (torch 2.13.0, Python 3.11.7)`, without importing torch."""
     version = _version("trainrun") or f"from {Path(__file__).parents[1]}"
     return f"trainrun {version} (torch {_version('torch')}, Python {platform.python_version()})"
 

@@ -45,9 +45,9 @@ def print_note(text: str) -> None:
 def only_writer(
     run: RunDir, note: Callable[[str], None] = print_note, patient: bool = False
 ) -> Iterator[None]:
-    """Nobody else trains in this folder inside. Raises RunBusy, at once while the other process runs.
+    """Lock the run folder inside the block. Raise RunBusy if another process trains there.
 
-    patient: waits for that one too, for it is known to be about to end.
+    patient: wait for that process, which is known to end soon.
     """
     try:
         descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -136,7 +136,7 @@ def _named(owner: dict[str, object]) -> str:
 
 
 def _is_gone(owner: dict[str, object]) -> bool:
-    """Known only of a process of this machine."""
+    """Return whether the owner of a lock has ended, which is known only on the same machine."""
     number = owner.get("pid")
     if owner.get("host") != socket.gethostname() or not isinstance(number, int):
         return False
@@ -156,7 +156,7 @@ def _release(descriptor: int) -> None:
 
 
 def _keep_from_forks(descriptor: int) -> None:
-    """A forked child (a loader worker) does not keep the lock of a parent that was killed."""
+    """Close the lock in forked children, so that a loader worker does not keep the lock of a killed parent."""
     global _forks_are_heard
     _held.add(descriptor)
     if not _forks_are_heard:
@@ -170,12 +170,12 @@ def _let_go() -> None:
 
 
 def passed_on() -> tuple[list[int], dict[str, str]]:
-    """For the start of a rank: the open files it inherits, and the word that tells it of them."""
+    """Return the open files that a rank inherits, and the environment variable that names them."""
     return sorted(_held), {INHERITED: ",".join(map(str, sorted(_held)))}
 
 
 def take_over(env: MutableMapping[str, str] = os.environ) -> None:
-    """In a rank: holds the launcher's lock until it ends, and keeps it from its own children."""
+    """Hold the launcher's lock in a rank until it ends, but not in its children."""
     for number in filter(None, env.pop(INHERITED, "").split(",")):
         os.set_inheritable(int(number), False)
         _keep_from_forks(int(number))

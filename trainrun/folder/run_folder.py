@@ -109,7 +109,7 @@ class RunDir:
         return self.root / f"stacks-rank{rank}.txt"
 
     def rank_error(self, rank: int) -> Path:
-        """Written by a rank that dies: its time, message and traceback."""
+        """Return the file in which a failing rank writes time, message and traceback."""
         return self.root / f".error-rank{rank}.json"
 
     def create(self) -> None:
@@ -161,7 +161,7 @@ def note_saved(run: RunDir, saved: bool = True) -> None:
 
 
 def named_folder(text: str) -> Path:
-    """The absolute path that a user means; behind a link `..` is where the link leads to, as everywhere."""
+    """Return the absolute path that a user means. `..` behind a link means the parent of the link's target."""
     path = Path(text).expanduser().absolute()
     return path.resolve() if ".." in path.parts else path
 
@@ -198,7 +198,7 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 
 def write_json(path: Path, value: Any, durable: bool = False) -> None:
-    """Strict JSON, one key a line."""
+    """Write strict JSON with one key a line."""
     write_text(path, format_json(value), durable)
 
 
@@ -208,7 +208,7 @@ def format_json(value: Any) -> str:
 
 
 def strict(value: Any) -> Any:
-    """The value with numbers that are not finite, for which JSON has no word, as "nan", "inf" and "-inf"."""
+    """Replace numbers that JSON cannot hold by "nan", "inf" and "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, Mapping):
@@ -228,7 +228,7 @@ def sync_path(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; raises OSError or ValueError."""
+    """Return the value of a JSON file. Raise OSError or ValueError."""
     return parse_json(read_bytes(path, MAX_JSON_BYTES).decode("utf-8"))
 
 
@@ -241,7 +241,9 @@ def parse_json(text: str) -> Any:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """A plain file of at most `limit` bytes; raises OSError or ValueError. A pipe would be waited for forever."""
+    """Return a plain file of at most `limit` bytes. Raise OSError or ValueError, also for a pipe, which could block
+    forever.
+    """
     with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("not a plain file")

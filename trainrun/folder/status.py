@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def read_status(run: RunDir) -> dict[str, Any]:
-    """The fields of `status.json`; empty if there is none that can be read."""
+    """Return the fields of `status.json`; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         status = read_json(run.status)
         if isinstance(status, dict) and is_valid_status(status):

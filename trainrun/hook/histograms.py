@@ -45,7 +45,7 @@ class Histograms:
 
 @torch.no_grad()
 def histograms(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """`[low, high, counts]` of the finite values of each tensor; one without any is left out."""
+    """Return `[low, high, counts]` of the finite values of each tensor that has any."""
     real = {name: _real_values(tensor) for name, tensor in tensors.items()}
     counted = {name: _counts(values) for name, values in real.items() if values.numel()}
     if not counted:
@@ -64,7 +64,9 @@ def _real_values(tensor: Tensor) -> Tensor:
 
 
 def _counts(tensor: Tensor) -> Tensor:
-    """(2 + BINS,) float64: lowest and highest value, and how many are in each of the equal bins between."""
+    """Return (2 + BINS,) float64: lowest and highest value, and the number of values in each of the equal bins
+    between.
+    """
     values = tensor.flatten()[:: -(-tensor.numel() // MOST_VALUES)].double()
     finite = values.isfinite()
     low, high = values.where(finite, torch.inf).amin(), values.where(finite, -torch.inf).amax()

@@ -15,25 +15,27 @@ class Hook(Protocol):
     """
 
     def on_start(self, run: Any, state: Any) -> None:
-        """Before the first step of a session; `state.step` is above 0 after a resume."""
+        """Run before the first step of a session; `state.step` is above 0 after a resume."""
 
     def on_epoch_start(self, run: Any, state: Any) -> None:
-        """Before the first step of an epoch."""
+        """Run before the first step of an epoch."""
 
     def on_gradients(self, run: Any) -> None:
-        """When the gradients of a step are there, before `run.update` unscales, checks, clips and uses them."""
+        """Run after the gradients of a step are computed, before `run.update` unscales, checks, clips and uses
+        them.
+        """
 
     def on_step_end(self, run: Any, state: Any) -> None:
-        """After every step; `state.step` counts it already."""
+        """Run after every step, which `state.step` counts already."""
 
     def on_epoch_end(self, run: Any, state: Any) -> None:
-        """After the last step of an epoch, before its validation and checkpoint."""
+        """Run after the last step of an epoch, before its validation and checkpoint."""
 
     def on_validation_end(self, run: Any, state: Any, metrics: Mapping[str, float]) -> None:
-        """metrics: as `val/loss`."""
+        """Run after a validation. metrics: by name, as `val/loss`."""
 
     def on_checkpoint(self, run: Any, state: Any) -> None:
-        """Just before a checkpoint is taken."""
+        """Run just before a checkpoint is taken."""
 
     def on_end(self, run: Any, state: Any) -> None:
-        """After the last step, also when the run was stopped."""
+        """Run after the last step, also if the run was stopped."""

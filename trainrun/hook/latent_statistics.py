@@ -32,10 +32,10 @@ def latent_facts(mean: Tensor, log_var: Tensor) -> LatentFacts:
 
 
 def mutual_information(mean: Tensor, log_var: Tensor, noise: Tensor) -> float:
-    """An estimate of I(x; z) = E KL(q(z | x) || q(z)), with q(z) the mixture over these same N samples.
+    """Estimate I(x; z) = E KL(q(z | x) || q(z)), where q(z) is the mixture over these N samples.
 
-    It cannot be more than log N, so true values from about there on are not told apart (Hoffman and Johnson, 2016).
-    noise: (N, D), standard normal. Memory: N x N numbers.
+    The estimate cannot exceed log N (Hoffman and Johnson, 2016). noise: (N, D), standard normal. Memory: N x N
+    numbers.
     """
     drawn = mean + (0.5 * log_var).exp() * noise
     precision = (-log_var).exp()
@@ -48,5 +48,5 @@ def mutual_information(mean: Tensor, log_var: Tensor, noise: Tensor) -> float:
 
 
 def noise_for_code_of(mean: Tensor, log_var: Tensor, code: Tensor) -> Tensor:
-    """The noise with which a sample of N(mean, exp(log_var)) is this code."""
+    """Return the noise with which a draw of N(mean, exp(log_var)) gives this code."""
     return (code - mean) * (-0.5 * log_var).exp()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def faults_of_unfreezing(said: Mapping[str, Any]) -> list[str]:
-    """A line for each mistake in `model.freeze_norm` and `model.unfreeze_at`."""
+    """Return a line for each mistake in `model.freeze_norm` and `model.unfreeze_at`."""
     faults = []
     for name in ("freeze_norm", "unfreeze_at"):
         if (value := said.get(name)) and not said.get("freeze"):

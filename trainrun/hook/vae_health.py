@@ -50,7 +50,7 @@ class HasBound(Protocol):
         """The fields of `trainrun.task.vae.BoundTerms`."""
 
     def beta_at(self, step: int) -> float:
-        """What the KL weighs after `step` updates."""
+        """Return the weight of the KL after `step` updates."""
 
 
 class VaeHealth:
@@ -172,7 +172,9 @@ class VaeHealth:
 
 
 def held_samples(run: Components, num_samples: int) -> list[Any]:
-    """This rank's share of batches that lie evenly in the first validation set: its order may be that of classes."""
+    """Return this rank's share of batches, spread evenly over the first validation set, which may be sorted by
+    class.
+    """
     stream = run.val
     assert stream is not None
     number, samples = stream.num_batches, stream.num_samples
@@ -188,7 +190,7 @@ def held_samples(run: Components, num_samples: int) -> list[Any]:
 
 
 def look(run: Components, held: list[Any], step: int, fast: bool) -> dict[str, Any]:
-    """The row of one look, at the held samples of all ranks."""
+    """Measure the latent code on the held samples of all ranks. Return the row."""
     task: Any = run.task
 
     def terms_of(batches: list[Any]) -> list[Any]:
@@ -242,19 +244,19 @@ def look(run: Components, held: list[Any], step: int, fast: bool) -> dict[str, A
 
 
 def normal_like(tensor: Tensor) -> Tensor:
-    """The same numbers at every look; the run's generators are not asked."""
+    """Return standard normal noise, the same in every measurement and without the run's generators."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
 
 
 def takes_noise(held: list[Any], dimensions: int) -> bool:
-    """Whether the batches have it for the code alone; that of a model with more to draw makes no other code."""
+    """Return whether the batches hold noise of the latent code alone."""
     found = [batch_fields(batch).get("noise") for batch in held]
     return all(isinstance(noise, Tensor) and noise.shape[1:] == (dimensions,) for noise in found)
 
 
 def with_codes_of_others(held: list[Any], mean: Tensor, log_var: Tensor) -> list[Any]:
-    """The batches, each sample with the noise that makes its code that of another sample, none with its own."""
+    """Return the batches with noise that gives each sample the code of another sample."""
     named = [batch_by_name(batch) for batch in held]
     code = mean + (0.5 * log_var).exp() * torch.cat([batch["noise"] for batch in named]).double()
     order = torch.randperm(len(code), generator=torch.Generator().manual_seed(0)).to(code.device)
@@ -268,7 +270,7 @@ def with_codes_of_others(held: list[Any], mean: Tensor, log_var: Tensor) -> list
 
 
 def collapsed(found: Mapping[str, Any], last_beta: float) -> bool:
-    """Whether the code says nothing, or the decoder does without it, although beta has risen."""
+    """Return whether the code carries nothing, or the decoder ignores it, after beta has risen."""
     dimensions = len(found["activity"])
     least = min(dimensions, max(LEAST_ACTIVE, LEAST_ACTIVE_SHARE * dimensions))
     silent = found["active_units"] < least and found["kl"] < LEAST_KL
@@ -277,7 +279,9 @@ def collapsed(found: Mapping[str, Any], last_beta: float) -> bool:
 
 
 def describe_health(found: Mapping[str, Any]) -> str:
-    """`KL 0.02 nats, 0 of 16 dimensions active, codes of other samples cost 0.1 % of the reconstruction, beta 50`"""
+    """Return `KL 0.02 nats, 0 of 16 dimensions active, codes of other samples cost 0.1 % of the reconstruction,
+    beta 50`.
+    """
     parts = [
         f"KL {found['kl']:.3g} nats",
         f"{found['active_units']} of {len(found['activity'])} dimensions active",
@@ -289,7 +293,9 @@ def describe_health(found: Mapping[str, Any]) -> str:
 
 
 def remedy(task: Any, found: Mapping[str, Any], dropped: float = 0.0) -> str:
-    """The likely cause, and the setting to try first. dropped: the share of tokens it does not see."""
+    """Return the likely cause, and the setting to try first. dropped: the share of tokens that the decoder does not
+    see.
+    """
     beta, spread = found["beta"], found.get("residual_variance", math.inf)
     if spread < LITTLE_SPREAD * beta:
         return (
@@ -317,14 +323,14 @@ def remedy(task: Any, found: Mapping[str, Any], dropped: float = 0.0) -> str:
 
 
 def word_dropout(run: Components) -> float:
-    """The rate in the settings; 0 where no number stands there."""
+    """Return the configured rate of word dropout; 0 if it is not a number."""
     node = (run.config.data.augment or {}).get("word_dropout")
     rate = node.get("rate") if isinstance(node, Mapping) else None
     return float(rate) if isinstance(rate, (int, float)) else 0.0
 
 
 def effective_beta(task: Any, found: Mapping[str, Any]) -> str:
-    """What beta is, whatever is summed or averaged."""
+    """Describe the effective beta, whatever the losses are summed or averaged over."""
     number = found.get("values") or found["tokens"]
     what = "values" if "values" in found else "tokens, on average,"
     return (
@@ -334,7 +340,7 @@ def effective_beta(task: Any, found: Mapping[str, Any]) -> str:
 
 
 def format_health(found: Mapping[str, Any]) -> str:
-    """`vae: beta 1  KL 12.3 nats  active 9/16  MI >= 6.1 (ceiling 6.24)  marginal KL <= 6.2  gain 21.0`"""
+    """Return `vae: beta 1  KL 12.3 nats  active 9/16  MI >= 6.1 (ceiling 6.24)  marginal KL <= 6.2  gain 21.0`."""
     parts = [
         f"vae: beta {found['beta']:.3g}", f"KL {found['kl']:.4g} nats",
         f"active {found['active_units']}/{len(found['activity'])}",

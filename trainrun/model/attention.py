@@ -29,8 +29,12 @@ LONG = 512
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop: float,
                      kernel: str) -> Tensor:  # fmt: skip
-    """(B, heads, T, head width) each, and so the result. mask: which key a query may see, (B, 1, T, T) bool,
-    causal itself; None lets every position see all before it. With a cache there are more keys than queries."""
+    """Return causal attention, (B, heads, T, head width), of tensors of that shape.
+
+    mask: (B, 1, T, T) bool, which keys a query may see; None lets every position see all earlier ones. With a cache
+    there are
+    more keys than queries.
+    """
     if key.shape[-2] != query.shape[-2]:
         return scaled_dot_product_attention(query, key, value, mask, drop)
     if kernel == "auto":
@@ -49,12 +53,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def fastest_kernel(device: str, dtype: torch.dtype, length: int) -> str:
-    """The rule. length: of sequences."""
+    """Return the kernel that is fastest by rule. length: of sequences."""
     return "plain" if device == "cpu" and dtype in HALF_TYPES and length < LONG else "flash"
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop: float) -> Tensor:
-    """A causal mask and the scale come with the first product."""
+    """Compute attention as two products; causal mask and scale are applied in the first."""
     batch, heads, length, width = query.shape
     if mask is None:
         unseen = query.new_full((length, length), float("-inf")).triu_(1)

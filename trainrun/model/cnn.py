@@ -66,13 +66,13 @@ class Cnn(nn.Module):
 
 
 def conv(channels: int, next_channels: int, norm: str) -> list[nn.Module]:
-    """A 3 x 3 convolution that keeps the size, and its norm; a bias only where there is no norm."""
+    """Return a 3 x 3 convolution that keeps the size, and its norm; with a bias only without norm."""
     layer = nn.Conv2d(channels, next_channels, kernel_size=3, padding=1, bias=norm == "none")
     return [layer, *norm_layers(norm, next_channels, images=True)]
 
 
 def checked_picture(in_shape: Sequence[int]) -> tuple[int, int, int]:
-    """ValueError: not (C, H, W), or smaller than the two poolings need."""
+    """Return the shape (C, H, W). Raise ValueError if it has other dimensions, or is too small for two poolings."""
     if len(in_shape) != 3:
         raise ValueError(f"in_shape={list(in_shape)} must be [channels, height, width]")
     channels, height, width = in_shape

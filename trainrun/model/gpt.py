@@ -167,7 +167,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_table(context: int, head_width: int) -> Tensor:
-    """What a number is multiplied with, cos cos, and the other of its pair, -sin sin: (2, context, head_width)."""
+    """Return the factors of rotary positions, (2, context, head_width): cosines, and signed sines for the partner."""
     speeds = ROTARY_BASE ** -(torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     angles = torch.outer(torch.arange(context, dtype=torch.float64), speeds)
     cos, sin = angles.cos(), angles.sin()
@@ -175,7 +175,7 @@ def rotary_table(context: int, head_width: int) -> Tensor:
 
 
 def initialize_gpt(model: Gpt, layers: int) -> None:
-    """Normal with 0.02; what is added to the stream less, by the number of additions (GPT-2)."""
+    """Initialize with normal numbers of deviation 0.02, smaller in layers that add to the residual stream (GPT-2)."""
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             added = name.endswith(("out.weight", "narrow.weight"))

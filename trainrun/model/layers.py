@@ -29,7 +29,9 @@ class Residual(nn.Module):
 
 
 def norm_layers(name: str, num_features: int, images: bool) -> list[nn.Module]:
-    """No layer or one. images: for (B, C, H, W), where `layer` normalises over C, H and W together."""
+    """Return a norm as a list of no layer or one. images: for (B, C, H, W), where `layer` normalizes C, H and W
+    together.
+    """
     if name == "none":
         return []
     if name == "batch":
@@ -38,7 +40,7 @@ def norm_layers(name: str, num_features: int, images: bool) -> list[nn.Module]:
 
 
 def dropout_layers(dropout: float) -> list[nn.Module]:
-    """No layer where nothing is dropped."""
+    """Return a dropout layer as a list, empty for a rate of 0."""
     return [nn.Dropout(dropout)] if dropout else []
 
 

@@ -43,7 +43,7 @@ class Mlp(nn.Module):
 
 
 def hidden_layer(width: int, next_width: int, act: str, dropout: float, norm: str) -> list[nn.Module]:
-    """Linear, norm, activation, dropout; without a bias where the norm takes it away again."""
+    """Return linear layer, norm, activation and dropout; without a bias if the norm would remove it."""
     return [
         nn.Linear(width, next_width, bias=norm != "batch"),
         *norm_layers(norm, next_width, images=False),

@@ -61,7 +61,7 @@ def conv_norm(channels: int, then: int, size: int, stride: int = 1, groups: int 
 
 
 def inverted_block(channels: int, then: int, stride: int, expansion: int) -> nn.Module:
-    """Widen, convolve each channel alone, and narrow; added to what came in where the shape stays."""
+    """Return a block that widens, convolves each channel alone and narrows, with a shortcut if the shape stays."""
     wide = expansion * channels
     branch = nn.Sequential(
         *conv_norm(channels, wide, 1), nn.ReLU6(inplace=True),

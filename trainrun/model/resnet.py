@@ -76,7 +76,7 @@ def stem_layers(channels: int, width: int, norm: str, large: bool) -> list[nn.Mo
 
 
 def block(channels: int, width: int, stride: int, norm: str, bottleneck: bool) -> list[nn.Module]:
-    """Two convolutions, or three of which the outer ones are 1 x 1, and a shortcut."""
+    """Return two convolutions (with `bottleneck` three, the outer ones 1 x 1) and a shortcut."""
     wide = width * BOTTLENECK if bottleneck else width
     if bottleneck:
         branch = [*normed_conv(channels, width, 1, 1, norm), nn.ReLU(inplace=True)]
@@ -94,6 +94,6 @@ def block(channels: int, width: int, stride: int, norm: str, bottleneck: bool) -
 
 
 def normed_conv(channels: int, next_channels: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
-    """A convolution and its norm; a bias only where there is no norm."""
+    """Return a convolution and its norm; with a bias only without norm."""
     layer = nn.Conv2d(channels, next_channels, kernel, stride, kernel // 2, bias=norm == "none")
     return [layer, *norm_layers(norm, next_channels, images=True)]

@@ -63,7 +63,7 @@ class SequenceVae(nn.Module):
         return hidden.tanh()[None].contiguous(), cell[None].contiguous()
 
     def write(self, code: Tensor, length: int) -> Tensor:
-        """Tokens (B, length) of a code (B, latent_dim) alone: each the likeliest after those that were written."""
+        """Generate tokens (B, length) from a code (B, latent_dim): each is the likeliest after the earlier ones."""
         code = code.to(self.head.weight.dtype)
         state, written = (
             self._first_state(code),

@@ -77,7 +77,9 @@ class Vae(nn.Module):
 
 
 def drawn_code(code: Tensor, noise: Tensor | None, training: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, log_var and the code that the decoder gets, (B, latent_dim); code: (B, 2 latent_dim) of the encoder."""
+    """Return mean, log_var and the code for the decoder, (B, latent_dim) each. code: (B, 2 latent_dim) of the
+    encoder.
+    """
     if code.dtype in HALF_TYPES:
         code = code.float()  # the variance is an exponential
     mean, log_var = code.chunk(2, dim=1)
@@ -100,7 +102,7 @@ def dense_layers(
 def conv_layers(
     shape: tuple[int, ...], code: int, width: int, hidden: tuple[int, ...]
 ) -> tuple[nn.Sequential, nn.Sequential]:
-    """The decoder enlarges by repetition before each convolution: no pattern of transposed ones, any size."""
+    """Return encoder and decoder. The decoder enlarges by repetition before each convolution, which suits any size."""
     channels, rows, columns = shape
     half = ((rows + 1) // 2, (columns + 1) // 2)
     middle = (2 * width, (half[0] + 1) // 2, (half[1] + 1) // 2)

@@ -129,7 +129,7 @@ def choose_kernel(
 
 
 def kernel_of(optimizer: Optimizer, wish: dict[str, Any]) -> tuple[str, str]:
-    """How the update is computed, and why. wish: what the config says."""
+    """Return which kernel computes the update, and why. wish: the options in the config."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     foreach = any(group.get("foreach") for group in optimizer.param_groups)
     kernel = "fused" if fused else "foreach" if foreach else "not fused"
@@ -143,7 +143,9 @@ def kernel_of(optimizer: Optimizer, wish: dict[str, Any]) -> tuple[str, str]:
 
 
 def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model: nn.Module) -> bool:
-    """Whether the factory has the switch, leaves it open, and nothing that is known excludes it."""
+    """Return whether the fused kernel can be used: the optimizer has it, the config leaves it open, and nothing
+    excludes it.
+    """
     if not has_switch(factory, "fused", None) or keywords.get("fused") is not None:
         return False
     if factory is SGD and keywords.get("momentum") and keywords.get("dampening"):
@@ -156,7 +158,7 @@ def _is_sparse(model: nn.Module) -> bool:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether arguments were refused; other errors in the user's own code are mistakes in it."""
+    """Return whether an error means refused arguments. Other errors in the user's code are mistakes there."""
     return isinstance(error, TypeError | ValueError) or (
         isinstance(error, OF_ARGUMENTS) and is_of_torch(error)
     )
@@ -171,14 +173,16 @@ def has_switch(factory: Callable[..., Optimizer], name: str, default: bool | Non
 
 
 def is_known(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
-    """Whether torch 2.8 and later have a fused kernel for these parameters, and it computes what it should."""
+    """Return whether torch 2.8 and later have a correct fused kernel for these parameters."""
     ours = factory in PLAIN or getattr(factory, "__module__", "") == "trainrun.optimizer.muon"
     known = all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params)
     return ours and known and not is_wrong(factory, params)
 
 
 def is_wrong(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
-    """Up to torch 2.13 the fused SGD of a CPU leaves most 16-bit weights as they are (pytorch issue 191763)."""
+    """Return whether the fused kernel is wrong: up to torch 2.13, SGD on a CPU leaves most 16-bit weights unchanged
+    (pytorch issue 191763).
+    """
     return factory is SGD and any(param.device.type == "cpu" and param.itemsize == 2 for param in params)
 
 
@@ -240,16 +244,16 @@ def hide_frozen_parameters(optimizer: Optimizer) -> None:
 
 
 def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """The optimizer's state by the names of parameters, with the exact number types.
+    """Return the optimizer's state by parameter name, with the exact number types.
 
-    Optimizer.state_dict numbers the parameters, so it cannot tell a reordered model from the same one; and
-    Optimizer.load_state_dict casts what it loads to the type of the parameter, so float32 averages of
-    bfloat16 weights would be rounded. Here nothing is renamed silently and nothing is cast.
+    Optimizer.state_dict numbers the parameters, so it cannot detect a reordered model. Optimizer.load_state_dict casts
+    to the
+    type of the parameter, which would round the float32 averages of bfloat16 weights. Here nothing is cast or renamed.
 
-    groups: the fields of each group, with names for parameters; state: by name; shapes: by name.
-    others: state that belongs to no parameter; own: what the optimizer adds to its own `state_dict`; inner: all of this
-    of the optimizers that it keeps.
-    Tensors are the live ones, not copies. Parameters outside the model are an error.
+    groups: the fields of each group, with names for parameters. state, shapes: by name. others: state that belongs to
+    no
+    parameter. own: what the optimizer adds to its own `state_dict`. inner: all of this for optimizers inside it.
+    The tensors are not copies. Parameters outside the model are an error.
     """
     names, inner = names_of(optimizer, model), {}
     if type(optimizer) not in PLAIN:
@@ -275,12 +279,12 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
 
 
 def is_of_frozen(param: Tensor, state: Any) -> bool:
-    """Whether it is the state of no step that Adagrad makes for frozen parameters too, when it is built."""
+    """Return whether this is the initial state that Adagrad makes for frozen parameters too."""
     return not param.requires_grad and isinstance(state, dict) and float(state.get("step", 1)) == 0
 
 
 def names_of(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:
-    """The name of each parameter of the optimizer, in its order."""
+    """Return the name of each parameter of the optimizer, in the order of its groups."""
     known: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     strangers = sum(param not in known for param in params)

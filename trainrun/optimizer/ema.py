@@ -52,9 +52,9 @@ class Ema:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Inside, the model's parameters hold the average; afterwards their own values, bit for bit.
+        """Put the average into the model's parameters inside the block; restore their values afterwards, bit for bit.
 
-        It stands around `evaluating`: a model that merges weights in `eval()` merges the average.
+        Enter it before `evaluating`: a model that merges weights in `eval()` then merges the average.
         """
         self._follow_model()
         if not self._averages or self._weights is not None:
@@ -68,7 +68,9 @@ class Ema:
 
     @contextmanager
     def out_of_model(self) -> Iterator[bool]:
-        """Inside, the model has its own weights, also in the middle of an evaluation. Yield whether it is in one."""
+        """Put the model's own weights back inside the block, also during an evaluation. Yield whether one is
+        running.
+        """
         inside = self._weights is not None
         self._leave_model()
         try:
@@ -137,7 +139,7 @@ class Ema:
         average(list(self._averages.values()), weights, None)
 
     def _follow_model(self, begin: bool = False) -> None:
-        """Have an average for each parameter; that of one which is new, or has another shape, begins with its value."""
+        """Keep an average for each parameter. That of a new or reshaped parameter begins with its value."""
         if not (self._averages or begin):
             return
         parameters = dict(self._model.named_parameters())
@@ -157,7 +159,7 @@ class Ema:
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    """Itself, or float32 where it is 16 bits wide: there, a step of 0.001 of the difference is lost."""
+    """Return the tensor, as float32 if it has 16 bits: there, a step of 0.001 of the difference would be lost."""
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
 
 

@@ -45,7 +45,7 @@ class GroupRules:
     layer_decay: float | None = None
 
     def options(self, number: int) -> dict[str, Any]:
-        """What one entry of `groups` names besides its parameters."""
+        """Return the options of one entry of `groups`, without its parameters."""
         return {name: value for name, value in self.groups[number].items() if name != "params"}
 
 
@@ -98,7 +98,7 @@ class Division:
     def settle(
         self, optimizer: Optimizer, factory: Callable[..., Optimizer], keywords: dict[str, Any]
     ) -> list[str]:
-        """Give the groups of the new optimizer their options; a line on each rule. Raises ConfigError, PluginError.
+        """Give the groups of the new optimizer their options; a line on each rule. Raise ConfigError, PluginError.
 
         keywords: what it was built with.
         """
@@ -120,7 +120,7 @@ class Division:
     def _checked_options(
         self, entry: int, param: nn.Parameter, factory: Callable[..., Optimizer], keywords: dict[str, Any]
     ) -> dict[str, Any]:
-        """The options of an entry as the optimizer keeps them, which looks at them when it is built with them."""
+        """Return the options of an entry as the optimizer stores them, after it has checked them."""
         options, place = self._rules.options(entry), f"{self._rules.key}.groups[{entry}]"
         probe = nn.Parameter(torch.zeros(1, dtype=param.dtype, device=param.device))
         try:
@@ -140,9 +140,9 @@ class Division:
 def entries_of(
     rules: GroupRules, model: nn.Module, trained: Collection[nn.Parameter]
 ) -> dict[nn.Parameter, int]:
-    """The first entry of `groups` that names each parameter. Raises ConfigError with a line for each that does nothing.
+    """Return for each parameter the first entry of `groups` that names it.
 
-    A parameter that is used twice is named by either of its names.
+    Raise ConfigError with a line for each entry without effect. A parameter that is used twice may have either name.
     """
     named_params = dict(model.named_parameters(remove_duplicate=False))
     owners: dict[nn.Parameter, int] = {}
@@ -174,8 +174,12 @@ def entries_of(
 
 
 def without_decay(model: nn.Module) -> set[nn.Parameter]:
-    """Vectors and scalars (norms, biases, scales), all of embeddings and layer norms, biases of any shape, and what the
-    method `no_weight_decay` of a module names (timm)."""
+    """Return the parameters without weight decay.
+
+    These are vectors and scalars (norms, biases, scales), all of embeddings and layer norms, biases of any shape, and
+    what
+    the method `no_weight_decay` of a module names (timm).
+    """
     found = {param for param in model.parameters() if param.ndim <= 1}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
@@ -199,7 +203,7 @@ def summary(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def peaks_of_groups(keywords: dict[str, Any], optimizer: Optimizer) -> dict[str, list[float]]:
-    """A rate of the schedule for each group, in proportion to the groups' own; nothing where they have the same."""
+    """Return the peak rate of the schedule for each group, in proportion to its rate; empty if all rates are equal."""
     rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
     if len(set(rates)) < 2 or not rates[0]:
         return {}

@@ -26,7 +26,7 @@ OF_THIS_RUN = ("fused", "foreach", "decoupled_weight_decay")
 
 
 def configured_fields(node: Mapping[str, Any]) -> set[str]:
-    """The group fields that the config of an optimizer names, for all parameters or for some; the schedule has `lr`."""
+    """Return the group fields that the config of an optimizer sets. `lr` is not among them: the schedule sets it."""
     some = [name for group in node.get("groups") or [] for name in group]
     kinds = ["weight_decay"] if node.get("no_decay") == "auto" else []
     return {*node, *some, *kinds} - {"_target_", "lr", "params"}
@@ -66,9 +66,9 @@ def load_named_optimizer_state(
 
 
 def _check_class(optimizer: Optimizer, stored: list[str] | None) -> None:
-    """Raises CheckpointError if the state is of another optimizer, neither a subclass of this class nor one above it.
+    """Raise CheckpointError if the state is of an unrelated optimizer class.
 
-    stored: its class and those above; None of an earlier version of trainrun.
+    stored: the class and its base classes.
     """
     known = [kind.__name__ for kind in type(optimizer).__mro__]
     if stored and stored[0] not in known and known[0] not in stored:
@@ -86,7 +86,7 @@ def _add_groups(params: Mapping[str, Tensor], optimizer: Optimizer, tree: dict[s
 
 
 def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
-    """Names, shapes and groups of the checkpoint are those of the optimizer, or CheckpointError."""
+    """Raise CheckpointError unless names, shapes and groups of the checkpoint are those of the optimizer."""
     stored = tree["shapes"]
     # checkpoints of earlier versions leave out parameters that were frozen
     params = {name: param for name, param in params.items() if name in stored or param.requires_grad}
@@ -111,7 +111,7 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
 
 
 def _check_fields(optimizer: Optimizer, tree: dict[str, Any]) -> None:
-    """Raises CheckpointError if the state lacks what an optimizer of torch reads in its next step."""
+    """Raise CheckpointError if the state lacks a field that torch's optimizer reads in its next step."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or kind.__name__ in UNCOUNTED:
         return
@@ -144,10 +144,10 @@ def _load_fields(group: dict[str, Any], stored: dict[str, Any], kept: Collection
 
 
 def _copied(value: Any, param: Tensor, on_device: bool, key: str = "") -> Any:
-    """The same tree with tensors of its own, of the stored type.
+    """Copy a tree of state with the stored number types, to where torch's optimizers keep it.
 
-    They lie how torch's own do: next to the parameter, in its memory format (fused kernels walk
-    both in memory order); a step count stays on the CPU unless the kernel reads it on the device.
+    That is next to the parameter and in its memory format, since fused kernels walk both in memory order. A step count
+    stays on the CPU unless the kernel reads it on the device.
     """
     if isinstance(value, Tensor):
         device = param.device if on_device or key != "step" else torch.device("cpu")

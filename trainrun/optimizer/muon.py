@@ -76,7 +76,9 @@ class Muon(Optimizer):
 
     @staticmethod
     def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-        """The hidden matrices, and all others. PluginError: there is no hidden matrix."""
+        """Return the hidden matrices and all other parameters as two groups. Raise PluginError without a hidden
+        matrix.
+        """
         matrices = hidden_matrices(model)
         if not matrices:
             raise PluginError(
@@ -122,7 +124,9 @@ class Muon(Optimizer):
         return [group for group in self.param_groups if bool(group["muon"]) is muon]
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], spoilt: Tensor | None) -> None:
-        """spoilt: 0-d on the device, whether all stays as it is; None: it does not."""
+        """Update a parameter. spoilt: 0-d on the device, True if the gradients are not finite and nothing may
+        change.
+        """
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
@@ -145,11 +149,11 @@ class Muon(Optimizer):
 
 
 def _nothing() -> None:
-    """Before the first step."""
+    """Do nothing; stands for the update before the first step."""
 
 
 def _sharing(kind: type[Optimizer], groups: list[dict[str, Any]], **keywords: Any) -> Optimizer:
-    """An optimizer for these very groups, which get its options."""
+    """Return an optimizer that shares these groups, which get its options."""
     inner = kind([{"params": group["params"]} for group in groups], **keywords)
     for group, made in zip(groups, inner.param_groups, strict=True):
         for name, value in made.items():
@@ -158,7 +162,7 @@ def _sharing(kind: type[Optimizer], groups: list[dict[str, Any]], **keywords: An
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Real parameters of two dimensions or more, but for embeddings and the weights of the last linear layer."""
+    """Return the real parameters of two or more dimensions, except embeddings and the last linear layer."""
     embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     excluded = {param for module in [*embeddings, *linear[-1:]] for param in module.parameters()}
@@ -189,7 +193,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 
 
 def shares(groups: Iterable[dict[str, Any]]) -> str:
-    """How many parameters each of the two updates, for the first lines of a run."""
+    """Describe how many parameters Muon and AdamW update, for the first lines of a run."""
     counts = {True: 0, False: 0}
     for group in groups:
         counts[group["muon"]] += len(group["params"])

@@ -18,7 +18,9 @@ OF_TORCH = ("defaults", "state", "param_groups")
 
 
 def check_contract(optimizer: Any, name: str, closures: bool) -> None:
-    """closures: the loss may be computed several times in a step. Raises PluginError."""
+    """Raise PluginError if this is not an optimizer that the runner can use. closures: a step may compute the loss
+    again.
+    """
     if not isinstance(optimizer, Optimizer):
         raise PluginError(
             f"optimizer: {name} returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
@@ -44,7 +46,7 @@ def check_contract(optimizer: Any, name: str, closures: bool) -> None:
 
 
 def lost_at_a_resume(optimizer: Optimizer, model: nn.Module) -> str:
-    """What to say of what it keeps outside of its state, where no checkpoint finds it."""
+    """Describe what an optimizer stores outside its state, where no checkpoint holds it; empty if nothing."""
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return ""
     kept = ", ".join(
@@ -56,7 +58,7 @@ def lost_at_a_resume(optimizer: Optimizer, model: nn.Module) -> str:
 
 
 def inner_states(optimizer: Optimizer, model: nn.Module, state_of: StateOf) -> dict[str, Any]:
-    """What `named_optimizer_state` says of each optimizer that one keeps and that has a state of its own."""
+    """Return `named_optimizer_state` of each optimizer inside this one that has a state of its own."""
     return {
         name: state_of(inner, model)
         for name, inner in inner_of(optimizer).items()
@@ -65,7 +67,7 @@ def inner_states(optimizer: Optimizer, model: nn.Module, state_of: StateOf) -> d
 
 
 def inner_of(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """The optimizers that one keeps, as SAM and Lookahead do, by the place in its attributes (`parts.0`)."""
+    """Return the optimizers inside this one (as in SAM and Lookahead), by attribute (`parts.0`)."""
     return {name: value for name, value in _kept(optimizer) if isinstance(value, Optimizer)}
 
 
@@ -75,7 +77,7 @@ def _is_of(optimizer: Optimizer, model: nn.Module) -> bool:
 
 
 def _kept(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """The attributes of its own by name; in place of a list, tuple or dict its members."""
+    """Yield the optimizer's own attributes by name; of lists, tuples and dicts their members."""
     for name, value in vars(optimizer).items():
         if name not in OF_TORCH:
             yield from _members(name, value, DEEPEST)
@@ -151,7 +153,7 @@ def _check_sparse_of_one(
 
 
 def _ways_for_sparse(names: Mapping[Tensor, str], sparse: Collection[Tensor]) -> str:
-    """Say what works for a model with these sparse gradients."""
+    """Describe which optimizers work for a model with these sparse gradients."""
     tables = [name for param, name in names.items() if param in sparse]
     if not tables:
         return "choose another, for example optimizer=adamw"

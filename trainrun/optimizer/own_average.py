@@ -31,7 +31,7 @@ class OwnAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Inside, the model has the weights to evaluate with; afterwards its own, bit for bit."""
+        """Put the weights for evaluation into the model inside the block; restore its own afterwards, bit for bit."""
         if self._weights is not None:
             yield
             return
@@ -43,7 +43,9 @@ class OwnAverage:
 
     @contextmanager
     def out_of_model(self) -> Iterator[bool]:
-        """Inside, the model has its own weights, also in the middle of an evaluation. Yield whether it is in one."""
+        """Put the model's own weights back inside the block, also during an evaluation. Yield whether one is
+        running.
+        """
         inside = self._weights is not None
         self._leave_model()
         try:
@@ -69,7 +71,7 @@ class OwnAverage:
         self._weights = None
 
     def state_dict(self) -> dict[str, Any]:
-        """module: what the model's own state holds, with the weights to evaluate with."""
+        """Return the model's state with the weights for evaluation, as `module`."""
         with self.in_model():
             module = {
                 name: value.detach().clone() if isinstance(value, Tensor) else value

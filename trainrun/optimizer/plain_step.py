@@ -34,7 +34,9 @@ KERNEL: Any = getattr(torch, "_fused_adamw_", None)  # where a version has it no
 
 
 def plain_step(optimizer: Optimizer) -> Step:
-    """To be called in place of `optimizer.step`, which it is where that is not torch's own, or has hooks."""
+    """Return a faster function to call in place of `optimizer.step`; that method itself if it is not torch's, or
+    has hooks.
+    """
     if parts := joined_optimizers(optimizer):
         return JointStep([plain_step(part) for part in parts])
     if is_fused(optimizer) and has_hooks(optimizer):
@@ -102,7 +104,7 @@ def fit_layout(optimizer: Optimizer) -> bool:
 
 
 def forget_prepared(optimizer: Optimizer) -> None:
-    """Have `FusedAdam` make its lists again: it recognises the state of an optimizer by the counters in it."""
+    """Make `FusedAdam` build its lists again. It recognises the state of an optimizer by the step counters in it."""
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].clone()
@@ -136,7 +138,7 @@ class Prepared:
             state[param]["step"] = counter
 
     def is_of(self, group: dict[str, Any], state: Any) -> bool:
-        """Whether the states of all its parameters are still those."""
+        """Return whether the states of all parameters are those of the prepared lists."""
         kept = zip(self.params, self.counters, self.exp_avgs, self.exp_avg_sqs, strict=True)
         return group is self.group and all(
             state[param].get("step") is counter
@@ -206,7 +208,9 @@ class FusedAdam:
         return same
 
     def _is_prepared(self) -> bool:
-        """False before the first update, and after another state or other groups were put into the optimizer."""
+        """Return whether the lists fit; not before the first update, nor after another state or other groups were
+        set.
+        """
         if not self._groups or self._optimizer.param_groups[0] is not self._first_group:
             return False
         first = self._groups[0]
@@ -214,7 +218,7 @@ class FusedAdam:
 
 
 def suits(optimizer: Optimizer) -> bool:
-    """Whether its groups could be prepared, as far as their options say."""
+    """Return whether the options of all groups allow prepared lists."""
     return KERNEL is not None and type(optimizer) is AdamW and all(
         group.get("fused") and not (group["amsgrad"] or group["capturable"] or group["differentiable"])
         and all(type(beta) is float for beta in group["betas"])
@@ -244,10 +248,11 @@ OF_OPTIMIZERS = tuple(vars(Optimizer).values())
 
 @contextmanager
 def unloaded_compiler(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[None]:
-    """These methods can be called, and so optimizers built, without `torch._dynamo` being imported.
+    """Allow calls of these methods, and so building optimizers, without importing `torch._dynamo`.
 
-    Torch wraps some of its methods so that the first call asks dynamo for a function that it leaves alone. Here they
-    are told that they are that function themselves. Where torch keeps it under another name, nothing changes.
+    Torch wraps some of its methods: the first call asks dynamo for the function, which dynamo leaves as it is. Inside
+    the block
+    that function is set already. If torch stores it under another name, nothing changes.
     """
     marked = [] if "torch._dynamo" in sys.modules else lazily_disabled(methods)
     for function in marked:
@@ -261,7 +266,7 @@ def unloaded_compiler(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[None]:
 
 
 def lazily_disabled(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]:
-    """The functions behind those of the methods that no call has asked dynamo for yet."""
+    """Return the functions behind those methods that have not asked dynamo yet."""
     of_torch = [
         method for method in methods if getattr(method, "__globals__", {}).get("__name__") == "torch._compile"
     ]
@@ -270,9 +275,9 @@ def lazily_disabled(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """`optimizer.step` without what torch wraps around it: its compiler, a profiler mark (8 of 41 us).
+    """Return `optimizer.step` without torch's wrappers: its compiler and a profiler mark (8 of 41 us).
 
-    Whatever is not torch's own, or has hooks, or is wrapped by a scheduler, is `optimizer.step` as it is.
+    If the method is not torch's own, has hooks, or is wrapped by a scheduler, return `optimizer.step` itself.
     """
     wrapped = type(optimizer).step
     plain = inspect.unwrap(wrapped)
@@ -290,7 +295,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody is called before or after its steps, or those of all optimizers."""
+    """Return whether hooks run before or after the steps of this optimizer, or of all optimizers."""
     for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook,
                      optimizer.register_step_pre_hook, optimizer.register_step_post_hook):  # fmt: skip
         handle = register(lambda *_: None)

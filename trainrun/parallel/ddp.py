@@ -278,13 +278,13 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def fix_buckets(ddp: DistributedDataParallel) -> None:
-    """One backward of zeros over all parameters, after which DDP's buckets stay as they are.
+    """Run one backward of zeros over all parameters, so that DDP's buckets do not change later.
 
-    DDP rebuilds its buckets once, at the forward after the first exchange, in the order in which the
-    gradients came. Here that order is the reverse of `parameters()` in every run, new or resumed. No
-    random number is drawn and no forward of the model runs. With `find_unused_parameters` DDP never
-    rebuilds; with `static_graph` it must learn the graph from the first real step, and a resume
-    with three ranks or more then rounds differently.
+    DDP rebuilds its buckets once, at the forward after the first exchange, in the order in which the gradients came.
+    Here
+    that order is the reverse of `parameters()` in every run, new or resumed. No random number is drawn and no forward
+    runs. With `find_unused_parameters` DDP never rebuilds. With `static_graph` it must learn the graph from the first
+    real step, and a resume with three ranks or more then rounds differently.
     """
     backward_of_zeros(ddp, [parameter for parameter in ddp.module.parameters() if parameter.requires_grad])
     ddp.reducer._rebuild_buckets()  # else the next forward does, which a rank with nothing to learn leaves out

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that CUDA will show this process."""
+    """Return the number of NVIDIA GPUs that CUDA will show this process."""
     return num_visible(installed_gpus().gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -83,11 +83,11 @@ def _is_sliced(nvml: ctypes.CDLL, index: int) -> bool:
 def choose_device(
     accelerator: str, local_rank: int = 0, mode: str = "single", external: bool = False, devices: Any = "auto"
 ) -> torch.device:
-    """The device of one rank. `auto` takes a GPU, then Apple's (one process only), then the CPU.
+    """Return the device of one rank. `auto` takes a GPU, then Apple's (one process only), then the CPU.
 
-    external: started by torchrun or Slurm, which may show every rank a single GPU, its own. devices: where it lists
-    GPUs, a rank takes that at its place.
-    Raises ConfigError if the machine has GPUs and torch sees none: training on the CPU is not meant.
+    external: started by torchrun or Slurm, which may show every rank a single GPU. devices: if it lists GPUs, a rank
+    takes the
+    one at its position. Raise ConfigError if the machine has GPUs that torch cannot use.
     """
     import torch
 
@@ -146,7 +146,7 @@ def check_listed(listed: list[int], num_gpus: int) -> None:
 
 
 def unseen(accelerator: str, count: int, driver: str) -> str:
-    """The message where the driver counts GPUs and torch sees none."""
+    """Return the message for GPUs that the driver counts and torch does not see."""
     import torch
 
     cuda = torch.version.cuda
@@ -179,14 +179,14 @@ def as_torchrun(env: MutableMapping[str, str]) -> bool:
 
 
 def first_node(nodes: str) -> str:
-    """The first name of a Slurm node list: `gpu[03-05,9]-b,cpu1` -> `gpu03-b`; every bracket gives its first number."""
+    """Return the first name of a Slurm node list: `gpu[03-05,9]-b,cpu1` gives `gpu03-b`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None, "the pattern matches every text"
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
 
 
 def address_of(node: str) -> str:
-    """The node's name, or the address that Slurm itself uses for it if the name does not resolve here."""
+    """Return the node's name, or the address that Slurm uses if the name does not resolve here."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:

@@ -47,9 +47,9 @@ class Group:
 
 
 def init_group(device: torch.device, timeout_seconds: float, store: Store | None = None) -> Group:
-    """Meets the other ranks. store: of `handshake.Meeting`; the launcher's file if None.
+    """Connect to the other ranks. store: of `handshake.Meeting`; None for the launcher's file.
 
-    timeout_seconds: how long any exchange may wait for the slowest rank before it fails.
+    timeout_seconds: how long an exchange may wait for the slowest rank before it fails.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_seconds)
@@ -90,7 +90,7 @@ def destroy() -> None:
 
 @contextmanager
 def contact() -> Iterator[None]:
-    """Surrounds an exchange, and says what its failure means."""
+    """Explain the failure of an exchange inside the block."""
     try:
         yield
     except RuntimeError as error:
@@ -98,7 +98,7 @@ def contact() -> Iterator[None]:
 
 
 def is_lost_contact(error: RuntimeError) -> bool:
-    """Tells a broken exchange from other errors in code that also computes."""
+    """Return whether an error comes from an exchange between ranks."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
@@ -133,7 +133,7 @@ def own_addresses() -> dict[str, list[str]]:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the route to a host; "" without one."""
+    """Return this machine's address on the route to a host; empty without a route."""
     try:
         for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as connection:
@@ -151,9 +151,10 @@ def is_loopback(address: str) -> bool:
 def interface_for(
     env: Mapping[str, str], addresses: Addresses, towards: Callable[[str], str] = address_towards
 ) -> str:
-    """The interface for `GLOO_SOCKET_IFNAME`: NCCL's, else the one on the route to rank 0; "" if nothing tells it.
+    """Return the interface for `GLOO_SOCKET_IFNAME`: that of NCCL, else the one on the route to rank 0; empty if
+    unknown.
 
-    Gloo itself takes the one that the machine's own name stands for, 127.0.1.1 by Debian's /etc/hosts (pytorch 68726).
+    Gloo itself takes the address of the machine's name, which Debian's /etc/hosts sets to 127.0.1.1 (pytorch 68726).
     Ranks that are all on one machine take the loopback interface.
     """
     if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:

@@ -53,7 +53,7 @@ class Meeting:
         self.store.set(f"heard/{os.environ['RANK']}", fault)
 
     def hear_all(self) -> list[str]:
-        """On rank 0: why other ranks cannot take part; empty if all can."""
+        """Return why other ranks cannot take part; empty if all can. Called on rank 0."""
         try:
             with contact(), told_if_long("the other ranks"):
                 answers = [
@@ -65,7 +65,7 @@ class Meeting:
 
 
 def lead(payload: dict[str, Any], wait_seconds: float = WAIT_SECONDS) -> Meeting:
-    """On rank 0: answers every other rank with `payload` (plain JSON) until the meeting is complete."""
+    """Answer every other rank with `payload` (plain JSON) until all have asked. Called on rank 0."""
     with contact(), told_if_long("the other ranks"):
         store, world_size = open_store(wait_seconds)
         side, _ = open_store(wait_seconds)  # a waiting `get` keeps its connection busy
@@ -82,8 +82,10 @@ def lead(payload: dict[str, Any], wait_seconds: float = WAIT_SECONDS) -> Meeting
 
 
 def folder_before() -> str | None:
-    """On rank 0: the folder that it led the others to before the ranks were restarted. The store knows it where it is
-    that of torchrun's agent: it outlives the ranks, and no other job has it."""
+    """Return the run folder from before the ranks were restarted, on rank 0.
+
+    It is in the store of torchrun's agent, which outlives the ranks and belongs to this job alone.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     with contact():
@@ -92,7 +94,7 @@ def folder_before() -> str | None:
 
 
 def serve(store: Store, world_size: int, answer: str, complete: threading.Event) -> None:
-    """Answers each question once; a rank that comes again, after a restart, has a new token."""
+    """Answer each question once. A rank that asks again after a restart has a new token."""
     answered: dict[int, str] = {}
     while not complete.wait(POLL_SECONDS):
         for rank in range(1, world_size):
@@ -103,7 +105,7 @@ def serve(store: Store, world_size: int, answer: str, complete: threading.Event)
 
 
 def follow(wait_seconds: float = WAIT_SECONDS) -> Meeting:
-    """On every other rank: asks rank 0 and waits for its answer."""
+    """Ask rank 0 and wait for its answer. Called on every other rank."""
     token = uuid.uuid4().hex
     with contact(), told_if_long("rank 0"):
         store, _ = open_store(wait_seconds)
@@ -116,7 +118,7 @@ def follow(wait_seconds: float = WAIT_SECONDS) -> Meeting:
 
 @contextmanager
 def told_if_long(whom: str) -> Iterator[None]:
-    """Says after a while for whom this rank waits, and where: torch says nothing for half an hour."""
+    """Print after a while for whom this rank waits, and where; torch would print nothing for half an hour."""
 
     def tell() -> None:
         host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
@@ -141,6 +143,6 @@ def told_if_long(whom: str) -> Iterator[None]:
 
 
 def open_store(wait_seconds: float) -> tuple[Store, int]:
-    """A connection of its own to torchrun's store (rank 0 hosts it where there is no agent)."""
+    """Open a connection to torchrun's store. Rank 0 hosts it if there is no agent."""
     store, _, world_size = next(rendezvous("env://", timeout=timedelta(seconds=wait_seconds)))
     return store, world_size

@@ -132,9 +132,9 @@ def newest_checkpoint(run_dir: RunDir) -> str:
 
 @contextmanager
 def received_signals() -> Iterator[list[int]]:
-    """The numbers of the stop signals that arrived, in order; nothing else happens on them.
+    """Yield a list to which stop signals are added as they arrive; they have no other effect.
 
-    One that comes again within a second was passed on by somebody else too, but for Ctrl-C.
+    A signal that comes again within a second was also passed on by another process, and is not added; Ctrl-C is.
     """
     received: list[int] = []
     times: dict[int, float] = {}
@@ -158,7 +158,7 @@ def run_attempt(
     grace_seconds: float,
     alone_seconds: float,
 ) -> int:
-    """One life of all ranks: none of them outlives this call."""
+    """Run all ranks once; none of them outlives this call."""
     for rank in range(world_size):
         run_dir.rank_error(rank).unlink(missing_ok=True)
     with scratch_folder() as folder:  # local: the file is locked, NFS is risky
@@ -178,7 +178,7 @@ def run_attempt(
 
 
 def release_terminal() -> None:
-    """A killed rank leaves its progress bar and no cursor: a new line, and the cursor again."""
+    """Start a new line and show the cursor, which the progress bar of a killed rank had hidden."""
     if sys.stdout.isatty():
         print("\n\x1b[?25h", end="", flush=True)
 
@@ -266,7 +266,7 @@ def watch(
 
 
 def poll(ranks: list[Rank], deaths: dict[int, float]) -> list[int | None]:
-    """Exit codes so far; notes in `deaths` when a rank was first seen dead."""
+    """Return the exit codes so far, and note in `deaths` when a rank was first seen dead."""
     codes = [rank.poll() for rank in ranks]
     for rank, code in enumerate(codes):
         if code is not None:
@@ -275,7 +275,9 @@ def poll(ranks: list[Rank], deaths: dict[int, float]) -> list[int | None]:
 
 
 def still_there(ranks: list[Rank]) -> list[int]:
-    """Who does not end well now either: asked where its threads stand, and woken up, in case it was only stopped."""
+    """Return the ranks that still run, after they were asked to print their threads and to continue if they were
+    stopped.
+    """
     left = [number for number, rank in enumerate(ranks) if rank.poll() is None]
     for number in left:
         ranks[number].send_signal(signal.SIGQUIT)

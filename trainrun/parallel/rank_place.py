@@ -33,9 +33,9 @@ class LostContact(LaunchError):
 
 
 def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
-    """Called first thing in a rank: when its parent process dies, even by SIGKILL, it stops and saves.
+    """Stop and save when the parent process dies, even by SIGKILL. Called first in a rank.
 
-    A rank that cannot, because it hangs, is gone `save_seconds` later.
+    A rank that hangs ends `save_seconds` later.
     """
     parent = int(os.environ.get("TRAINRUN_DRIVER", os.getppid()))
     threading.Thread(
@@ -44,7 +44,7 @@ def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
 
 
 def say_listening() -> None:
-    """Called once stop signals are handled: from then on the driver waits for a save."""
+    """Report that stop signals are handled: from now on the driver waits for a save."""
     listening_file(Path(os.environ["TRAINRUN_STORE"]), int(os.environ["RANK"])).touch()
 
 
@@ -53,7 +53,10 @@ def listening_file(store: Path, rank: int) -> Path:
 
 
 def outlive_briefly(parent: int, save_seconds: float) -> None:
-    """A thread, not Linux's PR_SET_PDEATHSIG: it works everywhere, and also ends a rank that hangs."""
+    """Wait for the parent's end, then stop this rank.
+
+    This is a thread and not Linux's PR_SET_PDEATHSIG: it works everywhere, and also ends a rank that hangs.
+    """
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -62,12 +65,12 @@ def outlive_briefly(parent: int, save_seconds: float) -> None:
 
 
 def show_stacks_when_asked() -> None:
-    """From here on SIGQUIT has all threads written to the output, whatever they do; nothing else happens on it."""
+    """Make SIGQUIT print the stacks of all threads, and have no other effect."""
     faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
 
 
 def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int]) -> int:
-    """The exit code of a rank's whole work; a failure is left in the run folder for the driver."""
+    """Return the exit code of a rank's whole work. A failure is written to the run folder for the driver."""
     try:
         return work()
     except KeyboardInterrupt:

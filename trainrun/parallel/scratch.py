@@ -20,7 +20,7 @@ OWNER = ".owner"
 
 @contextlib.contextmanager
 def scratch_folder(place: str | None = None) -> Iterator[Path]:
-    """A new folder of this process's own, taken away at the end. place: None is the temporary directory."""
+    """Yield a new folder of this process, which is removed at the end. place: None is the temporary directory."""
     sweep(Path(place or tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True) as name:
         folder = Path(name)

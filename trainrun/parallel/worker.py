@@ -50,10 +50,11 @@ def run_as_rank(
     store: Store | None = None,
     deadline: AbstractContextManager[None] | None = None,
 ) -> int:
-    """One rank from its first to its last line; returns its exit code and never raises an Exception.
+    """Run one rank from start to end. Return its exit code; never raise an Exception.
 
-    store: where the ranks meet, from `handshake`, if torchrun started them. deadline: surrounds the work where no
-    driver of ours has an eye on the time that a stop takes.
+    store: where the ranks meet, from `handshake`, if torchrun started them. deadline: a context around the work that
+    limits
+    the time of a stop, if no driver of trainrun does.
     """
     die_with_parent()
     flag = StopFlag()

@@ -51,9 +51,9 @@ def build_precision(
     phases: PhaseTimer | None = None,
     parallel: Parallel | None = None,
 ) -> tuple[Update, list[str]]:
-    """The precision of a run, and notes on what this device makes of it; `prepare_model` comes first.
+    """Build the precision of a run, after `prepare_model`. Return it with notes on what this device makes of it.
 
-    Raises ConfigError if the device, or the model, cannot be trained so.
+    Raise ConfigError if the device or the model cannot be trained with it.
     """
     notes: list[str] = []
     if options.mode != FULL:
@@ -76,7 +76,7 @@ def build_precision(
 
 
 def data_float_dtype(mode: str) -> torch.dtype:
-    """The type in which floating-point data is stored and moved; the model casts further if it must."""
+    """Return the type in which floating-point data is stored and moved. The model casts further if it must."""
     return torch.float64 if mode == "64-true" else torch.float32
 
 
@@ -102,7 +102,7 @@ def set_matmul(matmul: str, device: torch.device) -> str:
 
 
 def is_tiny(model: nn.Module, batch_size: int) -> bool:
-    """A step of a few dense layers, whose kernels take less time than all that is around them."""
+    """Return whether a step is so small (a few dense layers) that the calls take longer than the kernels."""
     flop = 6 * sum(parameter.numel() for parameter in model.parameters()) * batch_size
     return flop < SMALL_STEP_FLOP and all(
         isinstance(module, DENSE) or not list(module.parameters(recurse=False)) for module in model.modules()
@@ -153,14 +153,14 @@ def computes_lstm(dtype: torch.dtype) -> bool:
 
 
 def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """The weights in another type, in place; whatever floating-point tensors the model is called with follow them."""
+    """Convert the weights in place. Floating-point tensors with which the model is called are converted too."""
     cast = partial(cast_weight, dtype)  # Module.to would make complex numbers real: half of them lost
     model._apply(cast)  # type: ignore[no-untyped-call]
     model.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
 
 
 def cast_weight(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """Whole numbers stay; complex ones become twice as precise with float64, and stay where there are no shorter."""
+    """Convert a weight. Integers stay. Complex numbers get twice the precision with float64, and stay otherwise."""
     if tensor.is_complex():
         return tensor.to(torch.complex128) if dtype is torch.float64 else tensor
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -169,12 +169,12 @@ def cast_weight(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 def cast_inputs(
     dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The forward pre-hook of `convert`."""
+    """Convert the inputs of a forward; a hook of `convert_weights`."""
     return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
 
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors inside lists, tuples and dicts become `dtype`; the rest stays itself."""
+    """Convert the floating-point tensors in lists, tuples and dicts to `dtype`."""
     if isinstance(tree, Tensor):
         return tree.to(dtype) if tree.is_floating_point() else tree
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -276,7 +276,7 @@ def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
 
 
 def half_notes(model: nn.Module) -> list[str]:
-    """On weights of 16 bits that the model itself makes; there is one."""
+    """Return a note on 16-bit weights that the model itself makes; at least one must exist."""
     half_types = [
         param.dtype for param in model.parameters() if param.requires_grad and param.dtype.itemsize == 2
     ]

@@ -69,7 +69,9 @@ def step_with_closure(
 
 
 def _kept(value: Any) -> Any:
-    """The history of L-BFGS is a list, which only gets other members."""
+    """Copy a value of the state. The history of L-BFGS is a list whose members are never changed, so the list is
+    enough.
+    """
     if isinstance(value, Tensor):
         return value.detach().clone()
     return list(value) if isinstance(value, list) else value

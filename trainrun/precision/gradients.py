@@ -82,10 +82,11 @@ def is_uniform(params: Iterable[nn.Parameter]) -> bool:
 
 
 def total_norm(groups: Groups, device: torch.device) -> Tensor:
-    """0-d on `device`: the 2-norm of all gradients as one vector. The host does not wait for it.
+    """Return the 2-norm of all gradients as one vector, 0-d on `device`. The host does not wait for it.
 
-    At least float32 also where the gradients are 16 bit wide, which torch.nn.utils.get_total_norm adds up as they are;
-    on a CPU a loop takes half its time (10 and 19 us for four small tensors).
+    It is computed in float32 or more, even for 16-bit gradients, unlike torch.nn.utils.get_total_norm. On a CPU a loop
+    takes
+    half the time of that function (10 and 19 us for four small tensors).
     """
     found: list[Tensor] = []
     for grads in groups:
@@ -127,19 +128,21 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
 
 
 def has_finite_sum(tensor: Tensor) -> bool:
-    """True only if all values are finite; False also where the sum of finite values overflows.
+    """Return True only if all values are finite. It is False too if the sum of finite values overflows.
 
-    It only reads, where the kernel of `mark_nonfinite` also writes the values back: half the time or less
-    on tensors that the caches near the core do not hold. The host reads the result.
+    It only reads, while the kernel of `mark_nonfinite` writes the values back: half the time or less for tensors
+    outside the
+    caches. The host reads the result.
     """
     return math.isfinite(tensor.sum().item())
 
 
 def backward(loss: Tensor, gradient: Tensor, params: Sequence[Tensor] = ()) -> None:
-    """`loss.backward(gradient, inputs=params)` for a 0-d loss and a gradient of its type and device.
+    """Run `loss.backward(gradient, inputs=params)` for a 0-d loss and a gradient of its type and device.
 
-    Where a gradient is given, torch checks its shape with symbols, and imports sympy to do so: 0.3 s at the
-    first step and 15 us of 85 in all others (digits MLP, batch 32).
+    If a gradient is given, torch checks its shape with symbols and imports sympy for that: 0.3 s at the first step,
+    and
+    15 us of 85 in all others (digits MLP, batch 32).
     """
     if RUN_BACKWARD is None or type(loss) is not Tensor:
         loss.backward(gradient, inputs=list(params) or None)  # type: ignore[no-untyped-call]
@@ -150,7 +153,7 @@ def backward(loss: Tensor, gradient: Tensor, params: Sequence[Tensor] = ()) -> N
 
 
 def by_kind(params: Iterable[nn.Parameter]) -> Groups:
-    """The gradients there are, by device and type; see `GradientLists.groups`."""
+    """Return the existing gradients by device and type; see `GradientLists.groups`."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
         if (grad := param.grad) is not None:
@@ -163,7 +166,7 @@ def by_kind(params: Iterable[nn.Parameter]) -> Groups:
 
 
 def _real_parts(grad: Tensor) -> Tensor:
-    """Shares the memory. A conjugate stands as what it is a conjugate of: its norm and its limits are the same."""
+    """View a complex gradient as real numbers, sharing its memory. A conjugate is viewed without conjugation."""
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 
 
@@ -181,7 +184,7 @@ def mark_by_largest(grads: list[Tensor], found: Tensor) -> None:
 
 
 def clip_norm_(params: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
-    """Scales all gradients by min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does."""
+    """Scale all gradients by min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does."""
     if norm.device.type != "cpu":  # one kernel for many small tensors
         torch.nn.utils.clip_grads_with_norm_(params, limit, norm)
         return
@@ -192,7 +195,7 @@ def clip_norm_(params: Iterable[nn.Parameter], norm: Tensor, limit: float) -> No
 
 
 def clip_value_(groups: Groups, limit: float) -> None:
-    """Limits every single value to [-limit, limit]."""
+    """Limit every value to [-limit, limit]."""
     for grads in groups:
         for grad in grads:
             grad.clamp_(-limit, limit)

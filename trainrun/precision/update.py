@@ -105,7 +105,7 @@ class Update:
         return context
 
     def backward(self, loss_sum: Tensor, share: float, params: Sequence[Tensor] = ()) -> None:
-        """params: the only ones that get a gradient; empty: all that the loss depends on."""
+        """Compute gradients. params: the only ones that get a gradient; empty for all that the loss depends on."""
         # The share goes in as the gradient of the loss: no product, and none to differentiate.
         gradient = self._shares.get((share, loss_sum.dtype))
         if gradient is None:
@@ -138,7 +138,7 @@ class Update:
         return GradReport(norm, not usable)
 
     def check_and_clip(self, optimizer: Optimizer, want_norm: bool) -> tuple[bool, Tensor | None]:
-        """Unscale, check and clip the gradients; whether they may be used, and their norm before clipping."""
+        """Unscale, check and clip the gradients. Return whether they can be used, and their norm before clipping."""
         if optimizer is not self._optimizer or len(optimizer.param_groups) != self._num_groups:
             self._adopt(optimizer)
         self._book(CHECK)
@@ -184,7 +184,7 @@ class Update:
             self._parallel.exchange()  # the forward itself made a parameter trained, after the ranks agreed on them
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Looks at the optimizer once, not in every step."""
+        """Read the optimizer's parameters once, not in every step."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         alike = optimizer is self._optimizer and len(params) == len(self._params)
         self._num_groups = len(optimizer.param_groups)
@@ -270,7 +270,7 @@ class Update:
 
 
 def build_context(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Made once and entered again for every micro-batch."""
+    """Build the autocast context, which is entered for every micro-batch."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -279,7 +279,7 @@ def _as_it_is(value: T) -> T:
 
 
 def _no_step() -> None:
-    """Before the first optimizer was seen."""
+    """Do nothing; stands for the update before the first optimizer is known."""
 
 
 def takes_flag(optimizer: Optimizer) -> bool:
@@ -289,7 +289,7 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 
 def build_scaler(device: torch.device) -> torch.amp.GradScaler:
-    """With its scale on the device already; torch makes it at the first loss only."""
+    """Build a GradScaler whose scale is on the device already; torch creates it at the first loss only."""
     scaler = torch.amp.GradScaler(device.type)
     scaler.scale(torch.zeros((), device=device))
     return scaler
@@ -308,7 +308,7 @@ def overflowed(
 
 
 def why_it_ends(stopped: bool, scales: bool, most: int) -> str:
-    """stopped: by the policy; else more than `most` steps in a row were left out."""
+    """Return why the run ends. stopped: by the policy; else more than `most` steps in a row were skipped."""
     if stopped:
         return (
             "a gradient was NaN or infinite (trainer.nan_policy=stop). The weights are those before this step. "

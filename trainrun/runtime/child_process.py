@@ -195,7 +195,7 @@ def take_own_positions() -> None:
 
 
 def end_pipes_and_sockets() -> None:
-    """In a child process: put the null device behind every pipe and socket, whose content can be read only once."""
+    """Replace every pipe and socket of a child process by the null device: their content can be read only once."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for entry in _names(OPEN_FILES):
         with suppress(OSError):  # it was the descriptor of the listing

@@ -25,12 +25,14 @@ _has_frozen = False  # by this module; counting frozen objects takes 8 ms in a l
 
 
 def rest_while_starting() -> None:
-    """Imports make many objects and no garbage. For a process that is ours from its first line on."""
+    """Switch garbage collection off during imports, which make many objects and no garbage. For trainrun's own
+    processes.
+    """
     gc.set_threshold(*STARTING)
 
 
 def nothing_to_collect() -> None:
-    """Before a process ends that holds nothing to be closed: Python looks for cycles in all of it otherwise."""
+    """Freeze all objects before a process ends, so that Python does not search them for cycles."""
     gc.freeze()
 
 
@@ -55,7 +57,7 @@ def collect_as_usual() -> None:
 
 
 def collect_between_steps() -> None:
-    """Called once everything is built. A collector that is switched off, or has frozen objects, is left alone."""
+    """Collect garbage between steps; called once everything is built. A collector that the user changed stays."""
     global _has_frozen
     if gc.isenabled() and gc.get_freeze_count() <= _frozen_at_start:
         gc.freeze()

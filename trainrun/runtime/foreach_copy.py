@@ -18,7 +18,7 @@ COPY: Any = getattr(torch, "_foreach_copy_", None)
 
 
 def by_type(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Lists]:
-    """Pairs of target and source as lists for `copy_`, which is slow where types are mixed."""
+    """Group pairs of target and source by type, since `copy_` of mixed types is slow."""
     groups: dict[tuple[torch.dtype, torch.dtype, torch.device], Lists] = {}
     for target, source in pairs:
         targets, sources = groups.setdefault((target.dtype, source.dtype, target.device), ([], []))

@@ -79,7 +79,7 @@ def host_memory() -> Memory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that is free now; on a GPU also what torch's allocator keeps to use it again."""
+    """Return the free memory of the device; on a GPU with the memory that torch's allocator keeps for reuse."""
     if device.type == "cuda":
         import torch
 
@@ -107,7 +107,7 @@ def _number(file: Path) -> int | None:
 
 
 def usable_cores() -> int:
-    """Cores this process may use."""
+    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

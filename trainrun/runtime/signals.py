@@ -54,10 +54,9 @@ class StopFlag:
         self.fault: BaseException | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler: notes the wish; a second Ctrl-C ends the process without a save.
+        """Note the wish to stop. A second Ctrl-C ends the process without a save.
 
-        Foreign code may swallow what is raised: the wish is noted all the same, and the first step
-        ends the run.
+        The user's code may swallow the exception that is raised; the first step ends the run all the same.
         """
         if self.fault is not None:
             fault, self.fault = self.fault, None
@@ -92,9 +91,9 @@ def stops_held_back() -> Iterator[None]:
 
 
 def leave_at_interrupt(trains: bool = False) -> None:
-    """Until a run begins, Ctrl-C ends the process on the spot: an exception could be lost in an import.
+    """End the process at once on Ctrl-C until a run begins: an exception could be lost in an import.
 
-    trains: so do the other stop signals, with the exit code that says to run it again.
+    trains: so do the other stop signals, with the exit code that asks for another start.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -112,10 +111,11 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def catch_stops(handler: Handler) -> Iterator[None]:
-    """Every stop signal calls `handler` inside; the handlers from before come back at the end.
+    """Call `handler` for every stop signal inside the block; restore the handlers afterwards.
 
-    A signal that is ignored stays ignored: `nohup` does so with SIGHUP, a shell script with SIGINT for a job in
-    the background. Outside the main thread, where Python lets nobody install handlers, signals stay as they are.
+    A signal that is ignored stays ignored: `nohup` does so with SIGHUP, a shell script with SIGINT for a background
+    job.
+    Outside the main thread, where Python allows no handlers, signals stay as they are.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -69,11 +69,11 @@ class Watchdog:
             self._thread.join()
 
     def begin(self, run: Progress) -> None:
-        """From here on progress is expected."""
+        """Expect progress from now on."""
         self._components = run
 
     def rest(self) -> None:
-        """From here on none is."""
+        """Expect no progress from now on."""
         self._components = None
 
     def _watch(self) -> None:

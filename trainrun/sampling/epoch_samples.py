@@ -77,7 +77,7 @@ class EpochSamples:
 
     @torch.no_grad()
     def _rebuilt(self, run: Components, model: Any) -> Iterator[dict[str, str]]:
-        """The first validation samples, each with what its code alone says of it."""
+        """Yield the first validation samples, each with its reconstruction from the code alone."""
         batch = next(iter(run.val.epoch(0)), None) if run.val is not None else None
         if batch is None:
             return
@@ -100,7 +100,7 @@ class EpochSamples:
         )
 
     def _beginnings(self, run: Components) -> list[list[int]]:
-        """The first tokens of the first validation samples; without any, a new line."""
+        """Return the first tokens of the first validation samples; a new line if there are none."""
         batch = next(iter(run.val.epoch(0)), None) if run.val is not None else None
         if batch is None:
             return [encoded(self._tokens, "\n") or [0]]  # some tokenizers leave it out
@@ -112,7 +112,7 @@ class EpochSamples:
 
 
 def writes_codes(config: RunConfig) -> bool:
-    """Whether this is a VAE whose network writes tokens from a code."""
+    """Return whether this is a VAE whose network writes tokens from a code."""
     task, model = ((node or {}).get("_target_") for node in (config.task, config.model))
     if not task or not model or locate(task, "task") is not Vae:
         return False

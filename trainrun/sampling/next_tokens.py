@@ -36,10 +36,12 @@ def next_tokens(
     model: nn.Module, prompt: Sequence[int], draw: Draw, vocabulary: int, context: int | None = None,
     cached: bool = True, around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[int]:  # fmt: skip
-    """Up to `max_tokens` tokens below `vocabulary`, on the model's device; the same with a cache and without.
+    """Yield up to `max_tokens` tokens below `vocabulary`, computed on the model's device. A cache does not change
+    them.
 
-    context: the most tokens that the model reads. Where they would be more, it begins anew with the newer half of them.
-    around: surrounds each forward. PluginError: the output is no logits of tokens. TrainingError: they are not finite.
+    context: the most tokens that the model reads; beyond it, it starts again with the newer half of them. around: a
+    context
+    for each forward. PluginError: the output is not logits of tokens. TrainingError: the logits are not finite.
     """
     generator = torch.Generator().manual_seed(draw.seed)
     tokens, start, seen = list(prompt), 0, 0
@@ -70,7 +72,9 @@ def last_logits(
     model: nn.Module, tokens: Sequence[int], cache: dict[Any, Any] | None,
     around: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:  # fmt: skip
-    """(V,) float64 on the host. What is compiled runs as it was written: each length would be compiled anew."""
+    """Return the logits of the last position, (V,) float64 on the host, without compiled code: each length would
+    compile anew.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = torch.tensor([list(tokens)], device=device)
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

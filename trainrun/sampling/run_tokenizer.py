@@ -20,9 +20,10 @@ SEAL = "tokenizer"  # in RUN.json: the hash of the file
 
 
 def with_tokenizer(config: RunConfig, run: RunDir, parallel: Parallel, notes: list[str]) -> RunConfig:
-    """The config with the file in place of `bpe:4096`, trained by rank 0 where it is not there yet.
+    """Return the config with a file in place of `bpe:4096`, which rank 0 trains if it does not exist.
 
-    A run that begins with the weights of another takes that one's. ConfigError: the file is gone, or another.
+    A run that starts with the weights of another one uses its tokenizer. ConfigError: the file is missing or another
+    one.
     """
     if "_target_" not in config.data.train:  # each set would have another
         raise ConfigError(
@@ -40,7 +41,7 @@ def with_tokenizer(config: RunConfig, run: RunDir, parallel: Parallel, notes: li
 
 
 def _with_file(node: Any, spec: str) -> Any:
-    """The node with the file; of named sets each."""
+    """Return the node, or each of several named ones, with the file of the tokenizer."""
     if not isinstance(node, dict):
         return node
     if str(node.get("tokenizer")).startswith("bpe:"):
@@ -49,7 +50,7 @@ def _with_file(node: Any, spec: str) -> Any:
 
 
 def kept_tokenizer(run: RunDir) -> Path:
-    """The file in the folder of a run. ConfigError: it is gone, or another than the run was trained with."""
+    """Return the tokenizer file of a run. Raise ConfigError if it is missing, or not the one of the training."""
     if not run.tokenizer.is_file():
         raise ConfigError(f"{run.tokenizer}: is missing, and this run was trained with it; bring it back")
     told = read_identity(run) if run.identity.is_file() else {}  # none of a trial
@@ -80,7 +81,7 @@ def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
 
 
 def _of_another(config: RunConfig) -> Path | None:
-    """The tokenizer of the run that `init_from` or `ckpt_path` leads to; it may name a checkpoint in the folder."""
+    """Return the tokenizer of the run that `init_from` or `ckpt_path` names, perhaps by a checkpoint in its folder."""
     for named in filter(None, (config.ckpt_path, config.init_from)):
         place = Path(named).expanduser().absolute()
         for folder in (place, *place.parents[:2]):

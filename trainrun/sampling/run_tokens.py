@@ -19,7 +19,9 @@ CUT = "\ufffd"  # what decoding gives for a character that is not whole yet
 
 
 def tokens_of(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
-    """Those of a run that learns to write. ConfigError: it does not. key: what asks, in the message."""
+    """Return the tokens of a run that learns to write. Raise ConfigError if it does not. key: of the setting, for
+    the message.
+    """
     task = config.task or {}
     of_each_place = task.get("class_dim") == -1  # of a student that is taught at every place of its text
     if getattr(locate(task["_target_"], "task"), "unit", "") != "tokens" and not of_each_place:
@@ -31,7 +33,7 @@ def tokens_of(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
 
 
 def tokens_of_data(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
-    """Those of a run that reads text. ConfigError: it does not."""
+    """Return the tokens of a run that reads text. Raise ConfigError if it does not."""
     data = config.data.train or {}
     if data.get("_target_") != TEXT:
         raise ConfigError(
@@ -44,7 +46,9 @@ def tokens_of_data(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
 
 
 def context_of(model: Any, config: RunConfig, cached: bool) -> int | None:
-    """The most tokens that a model reads: what it says itself; else, without a cache, those of a training sample."""
+    """Return the most tokens that a model reads: its own limit; else, without a cache, the length of a training
+    sample.
+    """
     said = getattr(model, "context", None)
     if isinstance(said, int) or cached:
         return said if isinstance(said, int) else None
@@ -53,7 +57,7 @@ def context_of(model: Any, config: RunConfig, cached: bool) -> int | None:
 
 
 def writes_lines(config: RunConfig) -> bool:
-    """Whether a sample ended with its line: the model has seen nothing behind a newline, and none at a beginning."""
+    """Return whether each sample was one line: then the model has seen nothing after a newline."""
     return (config.data.train or {}).get("kind") == "lines"
 
 
@@ -70,7 +74,7 @@ def encoded(tokens: Tokens, text: str) -> list[int]:
 
 
 def pieces(tokens: Tokens, ids: Iterable[int]) -> Iterator[str]:
-    """Text as soon as its characters are whole; one for each token, "" while they are not."""
+    """Yield a text for each token: the characters that are complete, or ""."""
     if tokens.decode is None:
         reader = codecs.getincrementaldecoder("utf-8")("replace")
         yield from (reader.decode(bytes([token])) for token in ids)

@@ -25,7 +25,7 @@ LENGTHS_OF_CLASS = {"LinearLR": "total_iters", "PolynomialLR": "total_iters"}
 def resolve_warmup(
     steps: int | None, ratio: float | None, epochs: float | None, total_steps: int | None, steps_per_epoch: int | None
 ) -> int:  # fmt: skip
-    """The warmup in steps, rounded to the nearest. At most one may be set; ratio: of all steps."""
+    """Return the warmup in steps. At most one of steps, ratio (of all steps) and epochs may be set."""
     words = {"steps": steps or None, "ratio": ratio, "epochs": epochs}
     given = {word: value for word, value in words.items() if value is not None}
     if not given:
@@ -50,9 +50,10 @@ def resolve_warmup(
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> tuple[float, str]:
-    """The learning rate times (global / base) or its square root, and a note ("" if nothing changes).
+    """Scale the learning rate by (global / base) batch size or its root. Return it with a note, empty without a
+    change.
 
-    rule: none, linear, sqrt. linear: for SGD (Goyal et al. 2017); sqrt: for Adam and its kin (Malladi et al. 2022).
+    rule: none, linear or sqrt. linear: for SGD (Goyal et al. 2017); sqrt: for Adam and its kin (Malladi et al. 2022).
     """
     if rule == "none":
         return lr, ""
@@ -72,12 +73,13 @@ def build_schedule(
     total_steps: int | None, metric: str | None = None, steps_per_epoch: int | None = None, by_epoch: bool = False,
     validates: bool = True,
 ) -> Schedule:  # fmt: skip
-    """target: a torch scheduler class, or any function whose first argument is `optimizer` and that returns a torch
-    scheduler; else a curve, called as `target(step, **keywords)`.
+    """Build the schedule of an optimizer.
 
-    total_steps: of the whole run, the warmup included; the target is told what is left after it.
-    metric: what ReduceLROnPlateau looks at (`val/loss`). by_epoch: the target counts epochs, of `steps_per_epoch`.
-    validates: whether the run has validation data.
+    target: a torch scheduler class, or a function whose first argument is `optimizer` and that returns a torch
+    scheduler; else
+    a curve, called as `target(step, **keywords)`. total_steps: of the whole run, the warmup included; the target gets
+    those after the warmup. metric: what ReduceLROnPlateau reads (`val/loss`). by_epoch: the target counts epochs, of
+    `steps_per_epoch`. validates: whether the run has validation data.
     """
     if by_epoch and (not makes_scheduler(target) or target is ReduceLROnPlateau):
         plateau = target is ReduceLROnPlateau
@@ -107,7 +109,7 @@ def build_schedule(
 
 
 def makes_scheduler(target: Callable[..., Any]) -> bool:
-    """Whether the target is called once with the optimizer, and not with a step at every update."""
+    """Return whether the target is called once with the optimizer, and not with a step at every update."""
     if inspect.isclass(target):
         return issubclass(target, LRScheduler)
     return next(iter(_parameters(target)), "") == "optimizer"
@@ -116,7 +118,7 @@ def makes_scheduler(target: Callable[..., Any]) -> bool:
 def _with_length(
     target: Callable[..., Any], name: str, keywords: dict[str, Any], left: int | None
 ) -> dict[str, Any]:
-    """The keywords, with the length of the training where the target asks for it and nobody said it."""
+    """Return the keywords, with the length of the training if the target takes it and the user did not set it."""
     asked = [word for word in (*LENGTHS, LENGTHS_OF_CLASS.get(name)) if word in _parameters(target)]
     if keywords.get("epochs") is not None and keywords.get("steps_per_epoch") is not None:
         return keywords  # OneCycleLR computes its length from these

@@ -12,37 +12,39 @@ from trainrun.limits import Fraction, NotNegative, Positive, Steps
 
 
 def constant(step: int) -> float:
-    """1, whatever the step."""
+    """Return 1 at every step."""
     return 1.0
 
 
 def linear(step: int, total_steps: Steps, end_factor: NotNegative = 0.0) -> float:
-    """From 1 in a straight line to `end_factor`. (With it at 0 the best of the simple ones for a fixed
-    budget: Defazio et al. 2023, "When, why and how much?".)"""
+    """Decrease from 1 in a straight line to `end_factor`.
+
+    With 0 it is the best simple curve for a fixed budget (Defazio et al. 2023, "When, why and how much?").
+    """
     return 1.0 + (end_factor - 1.0) * _done(step, total_steps)
 
 
 def cosine(step: int, total_steps: Steps, min_factor: NotNegative = 0.0) -> float:
-    """Half a cosine from 1 to `min_factor` (Loshchilov and Hutter 2017, without restarts)."""
+    """Decrease along half a cosine from 1 to `min_factor` (Loshchilov and Hutter 2017, without restarts)."""
     return min_factor + (1.0 - min_factor) * 0.5 * (1.0 + math.cos(math.pi * _done(step, total_steps)))
 
 
 def polynomial(
     step: int, total_steps: Steps, power: NotNegative = 1.0, end_factor: NotNegative = 0.0
 ) -> float:
-    """From 1 to `end_factor` as (1 - done)**power."""
+    """Decrease from 1 to `end_factor` as (1 - progress)**power."""
     return end_factor + (1.0 - end_factor) * math.pow(1.0 - _done(step, total_steps), power)
 
 
 def inverse_sqrt(step: int, timescale: Positive = 1000) -> float:
-    """1 / sqrt(1 + step / timescale): it needs no end (Vaswani et al. 2017, with a shifted start)."""
+    """Return 1 / sqrt(1 + step / timescale), which needs no end (Vaswani et al. 2017, with a shifted start)."""
     return math.sqrt(timescale / (timescale + step))
 
 
 def wsd(step: int, total_steps: Steps, decay_ratio: Fraction = 0.2, end_factor: NotNegative = 0.0) -> float:
-    """Warmup, stable, decay: 1 until the last `decay_ratio` of the steps, then linear to `end_factor`.
+    """Warm up, stay stable, decay: 1 until the last `decay_ratio` of the steps, then linear to `end_factor`.
 
-    Cut at any point of the stable part and decayed, it makes a finished model (Hu et al. 2024, MiniCPM).
+    A run that is cut at any point of the stable part and decayed gives a finished model (Hu et al. 2024, MiniCPM).
     """
     decay_steps = decay_ratio * total_steps
     if decay_steps <= 0:

@@ -61,7 +61,7 @@ class Schedule:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def step(self) -> None:
-        """Once after every update that was not skipped."""
+        """Advance by a step; called after every update that was not skipped."""
         self._count += 1
         if self._curve is not None or self._count <= self.warmup_steps:
             self._follow()
@@ -69,12 +69,12 @@ class Schedule:
             self._wrapped.after_update(self._count)
 
     def end_epoch(self) -> None:
-        """Once after the last update of every epoch, skipped or not."""
+        """Advance by an epoch; called after the last update of every epoch, skipped or not."""
         if self._wrapped is not None and self._count > self.warmup_steps:
             self._wrapped.after_epoch(self._count)
 
     def _follow(self) -> None:
-        """The rates of the warmup, of its end, and of the start where there is none."""
+        """Set the rates of the warmup, or those at its end."""
         if self._count < self.warmup_steps:
             factor = (self._count + 1) / self.warmup_steps
         else:
@@ -93,11 +93,11 @@ class Schedule:
         return {"count": self._count, **rates, "interval": "step", "wrapped": None} | wrapped
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After the optimizer has its state.
+        """Restore the state, after the optimizer has its own.
 
-        The warmup and the curves are computed again from the count, so a rate or a length that was
-        changed for a resume holds; torch's schedulers go on from the rates they had, or take their steps again
-        where their arguments changed, or another schedule was there.
+        Warmup and curves are computed again from the step count, so a rate or length that was changed for a resume is
+        used. Torch's
+        schedulers continue from their rates, or repeat their steps if their arguments or the schedule changed.
         """
         if len(state["lrs"]) != len(self.lrs):
             raise CheckpointError(
@@ -119,7 +119,7 @@ class Schedule:
 
 
 def set_lr(group: dict[str, Any], lr: float) -> None:
-    """Into the tensor where the rate is one, so that captured graphs see it."""
+    """Set the rate of a group; if it is a tensor, in place, so that captured graphs see it."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(lr)
     else:

@@ -65,7 +65,7 @@ class TorchScheduler:
         self._scheduler.step(metrics[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """What differs of the state of a schedule."""
+        """Return what differs of the state of a schedule."""
         wrapped = plain_state(self._scheduler.state_dict())
         return {"interval": self._interval, "wrapped": wrapped, "first": self._first}
 
@@ -106,13 +106,13 @@ class TorchScheduler:
         return rates
 
     def _changed(self, before: dict[str, Any]) -> dict[str, Any]:
-        """What a new scheduler begins with that is another than it was; a mapping in it may hold progress too."""
+        """Return the initial values of a new scheduler that differ from those of the earlier run."""
         now, mine = json.loads(self._first), plain_state(self._scheduler.state_dict())
         names = [name for name in now.keys() - MOVING if before.get(name) != now[name]]
         return {name: mine[name] for name in names if not isinstance(mine[name], dict)}
 
     def _replayed(self, steps: int) -> list[float]:
-        """The rates behind so many steps of this scheduler, as if it had been there from the beginning."""
+        """Return the rates after `steps` steps of this scheduler, as if it had been used from the beginning."""
         for group, fields in zip(self._groups, self._fields, strict=False):
             group.update(fields)
         with warnings.catch_warnings():
@@ -132,8 +132,11 @@ def _is_of_torch(scheduler: LRScheduler) -> bool:
 
 
 def plain_state(tree: Any) -> Any:
-    """The state of one of torch's schedulers as a tree that survives JSON: a copy without the entries of dicts that
-    are no plain values (functions), or whose keys are not strings; a freshly built scheduler has those."""
+    """Copy the state of a torch scheduler as a tree that JSON can hold.
+
+    Entries that are not plain values (functions), or whose keys are not strings, are left out: a new scheduler has
+    them.
+    """
     if isinstance(tree, dict):
         return {
             key: plain_state(value)

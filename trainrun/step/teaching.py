@@ -140,7 +140,7 @@ def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
 
 
 def compare_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
-    """Ask both of two samples. Raises ConfigError where their answers cannot be compared."""
+    """Ask both of two samples. Raise ConfigError where their answers cannot be compared."""
     count = num_rows(batch)
     few = rows_of(batch, 0, min(2, count), count)
     inputs, target = inputs_and_target(few)
@@ -154,7 +154,7 @@ def compare_answers(task: Distillation, teacher: Teacher, model: nn.Module, batc
 def reason_to_ask_again(
     config: RunConfig, source: Any, num_samples: int | None, rhythm: Intervals, world_size: int
 ) -> str:
-    """Why its answers cannot be kept, or need not be; "" if they can."""
+    """Return why its answers cannot be kept, or need not be; "" if they can."""
     for augmentation in build_augmentations(config.data.augment):
         if augmentation.random:
             return f"{augmentation.key} is random"

@@ -46,7 +46,7 @@ Engine = Callable[[Function, Flat, int], Function]  # function, arguments, how m
 def build_whole_step(
     config: RunConfig, plain: Accumulate, task: Any, informed: bool, device: torch.device, log: CompileLog
 ) -> Step:
-    """Raises ConfigError for what cannot be one graph. plain: for all else; informed: the task takes `info`."""
+    """Raise ConfigError for what cannot be one graph. plain: for all else; informed: the task takes `info`."""
     wanted, records = config.trainer.compile, config.trainer.cuda_graphs
     compiles = wanted.scope == "step"
     key, off = (
@@ -77,7 +77,7 @@ def build_whole_step(
 
 
 def task_obstacle(task: Any, informed: bool, off: str = "") -> str:
-    """Why no graph can hold a step of this task, or "". off: the setting that is the way out."""
+    """Return why no graph can hold a step of this task, or "". off: the setting that is the way out."""
     name = type(task).__name__
     if not counts_before(task):
         return (

@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
 
 def measured_work(run: Components) -> Work | None:
-    """None if it cannot be counted without touching the run; see `trainrun.training.without_trace`.
+    """Return None if it cannot be counted without touching the run; see `trainrun.training.without_trace`.
 
     Nor where blocks are computed again: torch's counter keeps all of them, which is what was to be avoided.
     """

@@ -137,7 +137,7 @@ class JobQueue:
                 self._relay.pass_on(running.process, signal.SIGTERM)
 
     def _keep(self, job: Job) -> bool:
-        """Whether an earlier call has done this job."""
+        """Return whether an earlier call has done this job."""
         folder = self._sweep.folder / job.folder
         if read_status(RunDir(folder)).get("state") != "done":
             return False

@@ -145,7 +145,7 @@ def devices_by_words() -> Callable[[Job], int]:
 
 
 def uses_gpus(sweep: Sweep) -> bool:
-    """Whether the first job may compute on a GPU."""
+    """Return whether the first job may compute on a GPU."""
     words = [word for word in sweep.jobs[sweep.wanted[0]].words if word.startswith(PARALLEL_WORDS)]
     return compose_run(words).config.parallel.accelerator in ("auto", "cuda")
 

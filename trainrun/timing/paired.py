@@ -42,7 +42,7 @@ Turn = Callable[[], float]  # seconds of one item; infinite if it failed, and th
 
 
 def turn_of(work: Callable[[], object], least_seconds: float = 0.01) -> Turn:
-    """Seconds of one call, from as many in a row as the clock needs."""
+    """Measure the seconds of one call, from as many calls in a row as the clock needs."""
     began = perf_counter()
     work()
     number = max(1, round(least_seconds / max(perf_counter() - began, 1e-6)))
@@ -71,24 +71,24 @@ class Ratio(NamedTuple):
 
     @property
     def has_interval(self) -> bool:
-        """Whether there are pairs enough for an interval that people can rely on."""
+        """Return whether there are pairs enough for an interval that people can rely on."""
         return self.pairs >= LEAST_REPLICATES
 
     def interval(self) -> str:
-        """`1.38 to 1.49`, or every pair where there are too few: `pairs: 1.40, 1.49`."""
+        """Return `1.38 to 1.49`, or every pair if there are too few: `pairs: 1.40, 1.49`."""
         if self.has_interval:
             return f"{self.low:.2f} to {self.high:.2f}"
         listed = ", ".join(f"{one:.2f}" for one in sorted(self.each))
         return f"pairs: {listed}" if self.pairs > 1 else "one pair"
 
     def turns(self) -> str:
-        """`1.38 to 1.49 in 12 turns`: what was seen in one process, which is no interval for another one."""
+        """Return `1.38 to 1.49 in 12 turns`. It holds for one process, and is not an interval for another one."""
         if len(self.each) < 2:
             return "one turn"
         return f"{min(self.each):.2f} to {max(self.each):.2f} in {self.pairs} turns"
 
     def inverse(self) -> Ratio:
-        """How many times as fast the first thing is as the second."""
+        """Return how many times as fast the first candidate is as the second."""
         high = 1 / self.low if self.low > 0 else math.inf
         return Ratio(1 / self.value, 1 / self.high, high, self.pairs, tuple(1 / one for one in self.each))
 
@@ -143,30 +143,31 @@ class Comparison:
     failed: list[str] = field(default_factory=list)
 
     def ratio(self, name: str, confidence: float = 0.95) -> Ratio:
-        """How many times as fast as the base in these turns; the candidate has at least one pair.
+        """Return how many times as fast as the base a candidate is. It needs at least one pair.
 
-        The interval of a candidate that left early is a little too short: it left when its turns were unlucky.
+        The interval of a candidate that left early is slightly too short: it left when its turns were unlucky.
         """
         return ratio_of_turns(self.pairs[name], confidence)
 
     def speed(self, name: str) -> float:
-        """Items a second of a candidate or of `BASE`, in the middle of all its turns."""
+        """Return items per second of a candidate or of `BASE`, as the median of its turns."""
         if name == BASE:
             return median(base for pairs in self.pairs.values() for base, _ in pairs)
         return median(own for _, own in self.pairs[name])
 
     def speeds(self, base: str) -> dict[str, float]:
-        """Items a second in the middle of all turns, of the candidates that did not fail and, under the name given, of
-        the base; empty where there is no pair."""
+        """Return the median items per second of the candidates that did not fail and of the base, here named
+        `base`.
+        """
         if not any(self.pairs.values()):
             return {}
         good = [name for name, pairs in self.pairs.items() if pairs and name not in self.failed]
         return {base: self.speed(BASE)} | {name: self.speed(name) for name in good}
 
     def best(self, smallest: float, confidence: float) -> str:
-        """The first candidate that is as good as the fastest; `BASE` where none is surely, and notably, faster.
+        """Return the first candidate that is as good as the fastest; `BASE` if none is certainly faster.
 
-        Candidates stand in the order in which they are preferred. confidence: that none is taken if none is faster.
+        Candidates are in the order in which they are preferred. confidence: that none is chosen if none is faster.
         """
         confidence = shared(confidence, len(self.pairs))
         ratios = {name: self.ratio(name, confidence) for name, pairs in self.pairs.items() if pairs}
@@ -199,7 +200,7 @@ def compare(
 
 
 def survivors(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
-    """Those that get more turns; none once more turns would tell nothing new."""
+    """Return the candidates that get more turns; none if more turns would change nothing."""
     early = shared(EARLY, rules.looks)
     ratios = {name: comparison.ratio(name, early) for name in staying if comparison.pairs[name]}
     if not ratios:
@@ -294,10 +295,12 @@ def ratio_of_processes(groups: Sequence[Sequence[tuple[float, float]]], confiden
 
 
 def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
-    """How much faster the second thing is: seconds an item of all the firsts, over those of all the seconds.
+    """Return how much faster the second candidate is: seconds per item of all first turns over those of all second
+    turns.
 
-    The mean of what each pair says would be another number where a batch of few items may take long. The interval is
-    Student's 95 %, of what each pair leaves unexplained of the second's share of the first; a single pair has none.
+    The mean of the ratios of pairs would differ if a batch of few items can take long. The interval is Student's 95 %,
+    of
+    the residuals of each pair; a single pair has none.
     """
     count = len(pairs)
     both = [total(side) for side in zip(*pairs, strict=True)]
@@ -316,7 +319,7 @@ def unexplained(one: Spent, whole: Spent) -> float:
 
 
 def half_interval(residuals: Sequence[float], confidence: float = 0.95) -> float:
-    """Half of Student's interval of a sum of numbers whose mean is 0; infinite for a single one."""
+    """Return half of Student's interval of a sum of numbers whose mean is 0; infinite for a single number."""
     count = len(residuals)
     if count < 2:
         return math.inf
@@ -366,7 +369,7 @@ def exponential(number: float) -> float:
 
 
 def settled(ratio: Ratio, smallest: float) -> bool:
-    """Whether more pairs would tell nothing new: the interval lies on one side of, or inside, 1 +- smallest."""
+    """Return whether more pairs would change nothing: the interval lies on one side of, or inside, 1 +- smallest."""
     return ratio.low > 1 + smallest or ratio.high < 1 - smallest or (
         1 - smallest <= ratio.low and ratio.high <= 1 + smallest
     )  # fmt: skip

@@ -73,16 +73,18 @@ class PhaseTimer:
         return self._open
 
     def seconds_of(self, account: int) -> float:
-        """Up to now; from any thread, where it may be wrong by the moment in which an account is opened."""
+        """Return the seconds of an account so far. In another thread it may miss the moment in which an account is
+        opened.
+        """
         return self._seconds[account] + (self._clock() - self._since if self._open == account else 0.0)
 
     def glance(self) -> dict[str, float]:
-        """Like `read`, from any thread: nothing is closed or opened."""
+        """Return what `read` does, from any thread, without closing or opening an account."""
         return {name: self.seconds_of(account) for account, name in enumerate(ACCOUNTS)}
 
     @contextmanager
     def on(self, account: int) -> Iterator[None]:
-        """The account is open inside; the one from before is again after, also where an error passes."""
+        """Book the time of the block on an account; the earlier account is open again afterwards."""
         was = self.open(account)
         try:
             yield
@@ -106,14 +108,14 @@ _ENTERED: Final = time.perf_counter() - time.process_time()
 
 
 def process_start() -> float:
-    """When this process began, as `time.perf_counter()` would have said then; to about 10 ms."""
+    """Return when this process began, as a value of `time.perf_counter()`, to about 10 ms."""
     import psutil
 
     return time.perf_counter() - (time.time() - psutil.Process().create_time())
 
 
 def command_start() -> float:
-    """The same of the command: where a script's `exec` became it, the script's time is none of the run's.
+    """Return the same of the command: where a script's `exec` became it, the script's time is none of the run's.
 
     A process keeps its birth through an `exec`, so what Python computed before it came to us is counted back
     instead; where it waited for the disk meanwhile (10 ms and less for Python alone), that is missing.

@@ -8,7 +8,7 @@ from trainrun.errors import ConfigError
 
 
 def needed(package: str, extra: str) -> None:
-    """Raises ConfigError that names the extra."""
+    """Raise ConfigError that names the extra."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"monitor.tracker={extra}: needs a package that is not there ({package}): pip install 'trainrun[{extra}]'"

@@ -131,7 +131,7 @@ def gpu_compiler_problem(
     include: str | None = None,
     module: str = "triton",
 ) -> str:
-    """What the compiler lacks, with the way out; "" if nothing. It builds a launcher in C for every kernel."""
+    """Return what the compiler lacks, with the way out; "" if nothing. It builds a launcher in C for every kernel."""
     include = include or sysconfig.get_path("include")
     if capability < OLDEST_GPU:
         found, needed = (".".join(map(str, version)) for version in (capability, OLDEST_GPU))
@@ -146,7 +146,7 @@ def gpu_compiler_problem(
 
 
 def broken_library(error: BaseException) -> str:
-    """What to say where torch found compiled code that is cut short, and "" elsewhere.
+    """Return what to say where torch found compiled code that is cut short, and "" elsewhere.
 
     A compiler that is killed leaves such a library in torch's cache, and torch would load it forever: it is removed.
     """

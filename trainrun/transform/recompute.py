@@ -143,7 +143,7 @@ class _Entered:
 
 
 def is_kept(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call is a product whose result is kept.
+    """Return whether a call is a product whose result is kept.
 
     Attention that drops draws inside of its kernel. Handing its result out would leave the random generator where it
     was, and every later draw of the block would be another one than in the first run: it is computed again.

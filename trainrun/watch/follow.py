@@ -159,7 +159,7 @@ def somebody_in(run: RunDir) -> bool | None:
 
 
 def sweep_jobs(folder: Path) -> list[dict[str, Any]]:
-    """Those of `sweep.json`: folder, words, result. Raises OSError or ValueError."""
+    """Those of `sweep.json`: folder, words, result. Raise OSError or ValueError."""
     jobs = read_json(folder / "sweep.json").get("jobs", [])
     return [
         job

@@ -70,17 +70,17 @@ class WhatIf:
 
     @property
     def computed(self) -> bool:
-        """Whether it follows from known seconds, and not from turns."""
+        """Return whether it follows from known seconds, and not from turns."""
         return self.gain.low == self.gain.high
 
     @property
     def sure(self) -> bool:
-        """Whether it has an interval, for which a few turns are too few."""
+        """Return whether it has an interval, for which a few turns are too few."""
         return self.computed or self.gain.has_interval
 
     @property
     def other_process(self) -> bool:
-        """Whether it was measured in one process beside another, which may differ for all of their lives."""
+        """Return whether it was measured in one process beside another, which may differ for all of their lives."""
         return self.name in (CAUSES_OF[BUCKET][0], "dispatch")
 
     def is_faster(self) -> bool:

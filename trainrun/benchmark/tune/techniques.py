@@ -156,7 +156,7 @@ class Row:
 
     @property
     def alone(self) -> Ratio | None:
-        """How many times as fast the run is with the technique as without it."""
+        """Return how many times as fast the run is with the technique as without it."""
         ratio = self.trial.ratio
         return ratio.inverse() if ratio is not None and self.is_on else ratio
 

@@ -61,7 +61,7 @@ class Trial:
 
     @property
     def is_faster(self) -> bool:
-        """Whether it is surely faster, by more than two processes of the same settings may differ."""
+        """Return whether it is surely faster, by more than two processes of the same settings may differ."""
         ratio = self.ratio
         return ratio is not None and ratio.low > 1.0 and ratio.value > 1.0 + PROCESS_SPREAD
 

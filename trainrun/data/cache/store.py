@@ -62,7 +62,7 @@ class Layout(NamedTuple):
 
     @property
     def may_be_columns(self) -> bool:
-        """Whether samples collate as their columns do: one shape, one container, plain numbers."""
+        """Return whether samples collate as their columns do: one shape, one container, plain numbers."""
         flat = all(part.container is None for part in self.form.parts)
         return flat and bool(self.starts) and all(leaf.is_plain for leaf in self.leaves)
 

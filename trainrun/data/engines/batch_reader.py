@@ -174,12 +174,12 @@ class BatchReader:
 
     @property
     def users_code(self) -> bool:
-        """Whether reading runs anything that is not of this package."""
+        """Return whether reading runs anything that is not of this package."""
         return not self._plain and self._whole is None
 
     @property
     def draws_for_batches(self) -> bool:
-        """Whether one of the user's functions that see a batch might draw random numbers."""
+        """Return whether one of the user's functions that see a batch might draw random numbers."""
         return (self._at_once and not self._takes_generators) or self.recipe.collate is not None
 
     def __getitem__(self, key: Key) -> Reading | WorkerFailure:

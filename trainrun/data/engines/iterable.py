@@ -96,7 +96,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 
     @property
     def again(self) -> bool:
-        """Whether the batches of several readers before `start` are made once more."""
+        """Return whether the batches of several readers before `start` are made once more."""
         return self.readers > 1 and not self.begun
 
     def __iter__(self) -> Iterator[Any]:

@@ -76,7 +76,7 @@ class LoaderBatches:
 
     @property
     def num_batches(self) -> int | None:
-        """None for an IterableDataset without a length."""
+        """Return None for an IterableDataset without a length."""
         return None if self._has_no_length else self._plan.num_batches
 
     @property

@@ -55,7 +55,7 @@ class Drawn:
 
     @property
     def number(self) -> int:
-        """How many samples there are."""
+        """Return how many samples there are."""
         return int(self.begins[-1])
 
     def samples(self, slots: Tensor, count: int, seed: int, epoch: int) -> Tensor:

@@ -74,7 +74,7 @@ def count_shared_rows(train: Any, other: Any) -> SharedRows | None:
 
 
 def has_method(source: Any, name: str) -> bool:
-    """Whether a source is one of this package's readers, and has such a method."""
+    """Return whether a source is one of this package's readers, and has such a method."""
     return type(source).__module__.startswith("trainrun.data.readers.") and hasattr(source, name)
 
 
