@@ -108,6 +108,7 @@ def test_in_the_type_of_the_run(dtype, folder):
     assert_same(expected, epochs(pictures(folder), float_dtype=dtype))
 
 
+@pytest.mark.process
 def test_what_is_kept_and_sent_is_bytes(folder):
     for source in (pictures(folder), arrays()):
         stream = opened(source)
@@ -128,6 +129,7 @@ def stacked(samples):
     return tuple(default_collate(samples))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("changes", [{"transform": doubled}, {"collate_fn": stacked}])
 @pytest.mark.parametrize("cache", ["none", "memory"])
 def test_code_of_the_users_sees_the_numbers(changes, cache, folder):

@@ -107,7 +107,7 @@ class Columns:
     again: makes them in another process, to which they are not sent.
     int_dtype: of all integers in a sample or a batch, where narrower ones lie in memory.
     unsigned: these hold numbers without a sign, in types that torch indexes as signed ones only.
-    whole_file: the mapped file that all of the values are from, where tensors hide it.
+    files: the mapped files that the values are from, where tensors hide them.
     row_numbers: (samples,) the rows that the samples are, listed or computed by index; None: all of them, in order.
     """
 
@@ -120,7 +120,7 @@ class Columns:
     int_dtype: torch.dtype | None = None
     unsigned: bool = False
     row_numbers: Any = None
-    whole_file: MappedFile | None = None
+    files: tuple[MappedFile, ...] = ()
 
     def __len__(self) -> int:
         return len(self.values[0] if self.row_numbers is None else self.row_numbers)
@@ -166,7 +166,7 @@ class Columns:
 
     def mapped_files(self) -> tuple[MappedFile, ...]:
         """Return the files that hold columns; each must keep its length."""
-        return mappings_of(self.values) if self.whole_file is None else (self.whole_file,)
+        return self.files or mappings_of(self.values)
 
     @property
     def mapped(self) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cache_sources import Made, reads_in
 
-from trainrun.data.cache import store
+from trainrun.data.cache import shared
 from trainrun.data.cache.cached import cached
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.pipeline import open_batches
@@ -87,8 +87,8 @@ def test_both_fill_one_cache_and_read_nothing_twice(cache, tmp_path):
 
 
 REFUSALS = {
-    "another user": ("_opened", lambda rank: lambda address: None),
-    "another machine": ("_identity", lambda rank: lambda fd: (f"machine {rank}", rank, fd)),
+    "another user": ("open_address", lambda rank: lambda address: None),
+    "another machine": ("identity_of", lambda rank: lambda fd: (f"machine {rank}", rank, fd)),
 }
 
 
@@ -97,7 +97,7 @@ def test_who_cannot_share_has_a_cache_of_his_own(why, monkeypatch):
     name, made = REFUSALS[why]
 
     def work(rank, gather):
-        monkeypatch.setattr(store, name, made(rank))
+        monkeypatch.setattr(shared, name, made(rank))
         return two_epochs(Made(num_samples=NUMBER), options(rank, gather, cache="memory"), gather)
 
     for rank, (batches, resident, lines, _) in enumerate(run_ranks(work)):
@@ -113,9 +113,7 @@ def test_other_samples_stay_apart():
         kept = cached(source, "memory", "data.train", gather=gather)
         kept[rank]
         gather(None)
-        same = [
-            torch.equal(kept[i][0], source[i][0]) for i in range(NUMBER) if kept.store.has(i) and rank < 4
-        ]
+        same = [torch.equal(kept[i][0], source[i][0]) for i in range(NUMBER) if kept.has(i) and rank < 4]
         return kept.num_kept(), all(same), kept.note
 
     found = run_ranks(work, 5)

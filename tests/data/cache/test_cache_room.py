@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from approved import refused
 from cache_sources import Made, in_child, same
 
 from trainrun.cli.main import main
-from trainrun.data.cache import disk, room
+from trainrun.data.cache import room
 from trainrun.data.cache.cached import cached
-from trainrun.data.cache.room import DiskCache, caches_in, known_folders
+from trainrun.data.cache.room import caches_in, known_folders
+from trainrun.data.readers import column_store
+from trainrun.data.readers.mapped_files import path_of
 from trainrun.data.readers.text.text import load as load_text
 from trainrun.errors import DataError
+
+pytestmark = pytest.mark.process
 
 
 class Large:
@@ -53,8 +58,8 @@ def built(kind: int, folder: Path, lines: list[str] | None = None) -> Any:
 
 def used(cache: Any, seconds: float) -> Path:
     """Say that a cache was used so many seconds after 1970, and close it."""
-    path: Path = cache.store.path
-    os.utime(path, (seconds, path.stat().st_mtime))
+    path = path_of(cache.arrays["leaf.0"]).parent
+    os.utime(path / room.META, (seconds, path.stat().st_mtime))
     return path
 
 
@@ -82,11 +87,11 @@ def test_opening_a_cache_counts_as_use_and_changes_no_time_of_its_content(
 ) -> None:
     limit_to(monkeypatch, 1.0)
     a, b = closed(1, tmp_path, 100), closed(2, tmp_path, 200)
-    before = a.stat().st_mtime_ns
+    before = (a / room.META).stat().st_mtime_ns
     assert "(found)" in built(1, tmp_path).note
     gc.collect()
     caches_in([tmp_path])
-    assert a.stat().st_mtime_ns == before
+    assert (a / room.META).stat().st_mtime_ns == before
     built(3, tmp_path)
     assert (a.exists(), b.exists()) == (True, False)
 
@@ -105,10 +110,9 @@ def test_a_cache_in_use_stays_whatever_its_age(tmp_path: Path, monkeypatch: pyte
     assert not path.exists()
 
 
-@pytest.mark.process
 def test_a_cache_that_another_process_reads_stays(tmp_path: Path) -> None:
     kept = built(1, tmp_path)
-    path: Path = kept.store.path
+    path = used(kept, 100)
     (entry,) = caches_in([tmp_path])
     assert entry.is_in_use()
     assert in_child(lambda: entry.remove()) is False
@@ -124,15 +128,15 @@ def test_a_cache_that_is_removed_while_it_is_opened_is_built_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, opened = closed(1, tmp_path, 100), []
-    really = disk.on_disk_if_there
+    really = column_store.open_columns
 
     def removed_once(*words: Any) -> Any:
         if not opened:
-            path.unlink()
+            shutil.rmtree(path)
         opened.append(1)
         return really(*words)
 
-    monkeypatch.setattr(disk, "on_disk_if_there", removed_once)
+    monkeypatch.setattr(column_store, "open_columns", removed_once)
     again = built(1, tmp_path)
     assert "(built)" in again.note
     assert torch.equal(again[5], Large(1)[5])
@@ -171,9 +175,11 @@ def test_a_full_disk_is_emptied_of_old_caches_first(tmp_path: Path, monkeypatch:
 
 
 def test_what_a_killed_builder_left_goes_with_the_next_cache(tmp_path: Path) -> None:
-    (tmp_path / ".gone.cache.unfinished").write_bytes(b"x" * 1000)
+    left = tmp_path / f"{room.DRAFT}gone"
+    left.mkdir()
+    (left / "leaf.0.npy").write_bytes(b"x" * 1000)
     built(1, tmp_path)
-    assert not (tmp_path / ".gone.cache.unfinished").exists()
+    assert not left.exists()
 
 
 def test_two_that_build_at_once_keep_both_to_the_limit(
@@ -217,25 +223,18 @@ def test_the_command_lists_and_clears(tmp_path: Path, capsys: pytest.CaptureFixt
     other = closed(2, tmp_path / "b", 100)
     assert main(["cache"]) == 0
     shown = capsys.readouterr().out
-    assert str(kept.store.path) in shown
+    assert str(used(kept, 100)) in shown
     assert str(other) in shown
     assert "Large, 40 samples" in shown
     assert "1970-01-01" in shown
     assert "2 caches" in shown
     assert main(["cache", "clear"]) == 0
     assert not other.exists()
-    assert kept.store.path.exists()
+    assert used(kept, 100).exists()
     assert torch.equal(kept[2], Large(1)[2])
     assert main(["cache", "--folder", str(tmp_path / "b")]) == 0
     assert "0 caches" in capsys.readouterr().out.splitlines()[-1]
     assert main(["cache", "--folder", str(tmp_path / "none")]) == 2
-
-
-def test_a_cache_of_before_without_words_of_its_source_is_listed(tmp_path: Path) -> None:
-    (tmp_path / "old.cache").write_bytes(b'{"key": "old", "digest": "1"}'.ljust(room.HEADER_BYTES))
-    (entry,) = caches_in([tmp_path])
-    assert (entry.source, entry.num_bytes) == ("", room.HEADER_BYTES)
-    assert isinstance(entry, DiskCache)
 
 
 def test_other_kinds_of_samples_are_read_through_it_as_before(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_damaged_sample_is_named_among_many(load):
         data.__getitems__([3, 5, 7])
 
 
-@pytest.mark.train
+@pytest.mark.process
 def test_it_trains_from_a_cache_and_goes_on(load):
     words = ["data=custom", *NODES, "data.shape=[3]", "data.num_classes=2", "model=mlp", "data.batch_size=8",
              "monitor.plots=false", "monitor.hardware=false", "data.cache=memory", "data.num_workers=0"]  # fmt: skip

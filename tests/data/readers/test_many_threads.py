@@ -137,6 +137,7 @@ def _fresh(folder):
     return folder
 
 
+@pytest.mark.process
 def test_many_threads_read_what_one_reads(make):
     alone, shared = make(0), make(1)
     assert thread_safe(shared)

@@ -1,9 +1,9 @@
 """The door: a map-style source whose samples are decoded once, before the training, into memory or onto a disk.
 
-What: one file that maps sample numbers to bytes, whole or the first samples that fit. It is filled in order when the
-stream is opened, by loader workers if that takes long, and only read from then on. The processes of one machine share
-it. When: decoding costs more than reading bytes. When not: samples are random, or are read once. Samples of one shape
-are gathered as columns, with no samples to collate and no workers to feed them.
+What: the column store holds the bytes of the samples, of all or of the first that fit. It is filled in order when the
+stream is opened, by loader workers, and only read from then on. The processes of one machine share it. When: decoding
+costs more than reading bytes. When not: samples are random, or are read once. Samples of one shape are gathered as
+columns, with no samples to collate and no workers to feed them.
 Gain: an epoch over 4,000 pictures of 3x32x32 bytes, without a model, took 0.25 s sample by sample from the cache and
 0.0015 s from its columns (one core of a busy machine).
 """
@@ -14,7 +14,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,38 +23,47 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from trainrun.data.cache.disk import open_or_build
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.probe import Probe, look_at, random_because, random_refused
-from trainrun.data.cache.room import HEADER_BYTES
-from trainrun.data.cache.store import (
-    ALIGNMENT,
-    MISSING,
-    CacheFull,
-    Store,
-    Words,
-    in_memory,
-    shared_store,
+from trainrun.data.cache.samples import (
+    Leaf,
+    NotKept,
+    SampleForm,
+    column,
+    kind_of,
+    packed,
+    put_together,
+    take_apart,
 )
+from trainrun.data.cache.shared import share_columns
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.engines.choice import MAX_AUTO_WORKERS
 from trainrun.data.engines.generators import marks, seed_globals
 from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.look import in_child
 from trainrun.data.map_style import describe, name_of, thread_safe
+from trainrun.data.readers.column_store import (
+    Array,
+    ColumnWriter,
+    StoredColumns,
+    build_in_memory,
+    open_or_build,
+)
+from trainrun.data.readers.mapped_files import check_lengths, map_array, mappings_of, path_of
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
 from trainrun.limits import CacheSpec, parse_cache
 from trainrun.output import counted, quantity
-from trainrun.runtime.child_process import send_sign
 from trainrun.runtime.machine import host_memory, usable_cores
 
 LOG = logging.getLogger(__name__)
 PASSED_ON = ("class_names", "classes", "num_classes", "describe", "lengths", "fingerprint")
 CHUNK, CHUNK_BYTES = 32, 2**20  # samples that a worker reads and sends at once
-LONG_SECONDS = 5.0  # to fill a cache: from then on workers do it
+LONG_SECONDS = 5.0  # to fill a cache: from then on several workers do it
 FIRST_LINE_SECONDS = 2.0
+MISSING = object()
+EMPTY: Array = np.empty(0, np.uint8)
 
 Gather = Callable[[Any], list[Any]]
 Say = Callable[[str], None]
@@ -82,46 +91,66 @@ def cached(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather
         return source  # in memory already, or opening it says what is wrong
     own = own_fingerprint(source, wanted.folder, say) if wanted.folder is not None else ""
     probe = in_child(partial(look_at, source, where), options)
-
-    def fill(store: Store) -> None:
-        fill_store(store, source, options, probe)
-
+    build = partial(write_cache, source, probe, wanted.num_bytes, where, options)
     if wanted.folder is None:
-        return _in_memory(source, wanted, where, probe, fill, gather)
-    layout, expected = probe.lay_out(len(source))
-    content = content_key(source, own, probe.digest)
+        return cache_in_memory(source, wanted, where, probe, build, gather)
+    expected, built = int(len(source) * probe.sample_bytes), []
+
+    def build_on_disk(writer: ColumnWriter) -> dict[str, Any]:
+        built.append(True)
+        return build(writer)
+
     named = f"{key}: {name_of(source)}, {counted(len(source), 'sample')}{describe(source, 0)}"
-    store, story = open_or_build(wanted.folder, content, layout, expected, where, fill, named, say)
-    return Cached(source, store, f"cache on disk, {quantity(os.fstat(store.fd).st_size)}B ({story})")
+    content = content_key(source, own, probe.digest)
+    try:
+        stored = open_or_build(wanted.folder, content, named, expected, build_on_disk, say)
+    except OSError as error:
+        raise DataError(
+            f"{where}: no room for the cache in {wanted.folder} ({error.strerror or error}); make room, name another "
+            "folder, or keep a part in memory with data.cache=pool:<size>"
+        ) from error
+    story = "built" if built else "found"
+    note = f"cache on disk, {quantity(num_bytes_of(stored))}B ({story})"
+    return Cached(source, stored.arrays, stored.facts, probe.form, probe.leaves, where, note)
 
 
-def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe, fill: Callable[[Store], None],
-               gather: Gather | None) -> Cached:  # fmt: skip
+def num_bytes_of(stored: StoredColumns) -> int:
+    return sum(array.nbytes for array in stored.arrays.values())
+
+
+def cache_in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe,
+                    build: Callable[[ColumnWriter], dict[str, Any]], gather: Gather | None) -> Cached:  # fmt: skip
+    """Fill a cache in memory, which the ranks of one machine share."""
     if not hasattr(os, "memfd_create"):
         raise DataError(f"{where}: needs Linux; use data.cache=disk:<folder>")
     number, limit = len(source), wanted.num_bytes
-    num_slots = number
+    expected = number * probe.sample_bytes
     if limit is not None:
-        room = limit - HEADER_BYTES - ALIGNMENT * len(probe.leaves)
-        num_slots = min(number, int(room / (8 + probe.sample_bytes)))
-        if num_slots <= 0:
+        if probe.sample_bytes > limit:
             raise DataError(f"{where}: not one sample of {quantity(probe.sample_bytes)}B fits; use a larger pool, "
                             "or data.cache=none")  # fmt: skip
-    layout, expected = probe.lay_out(num_slots)
+        expected = min(expected, limit)
     free = host_memory().free
     if expected > free:
         raise DataError(
             f"{where}: the cache needs about {quantity(expected)}B, {quantity(free)}B of memory are free; use "
             f"data.cache=pool:{free // 2 // 10**6}MB, or data.cache=disk:<folder>"
         )
-    store, ranks = in_memory(layout, where, limit), 1
-    if gather is None:
-        fill(store)
-    else:
-        store, ranks = shared_store(store, f"{number} {layout} {probe.digest}", fill, gather)
-    part = "" if num_slots == number else f", {num_slots / number:.0%} of the samples"
+    fill, ranks = partial(build_in_memory, where, build), 1
+    try:
+        if gather is None:
+            stored = fill()
+        else:
+            stored, ranks = share_columns(f"{number} {limit} {probe.digest}", fill, gather, where)
+    except OSError as error:
+        raise DataError(
+            f"{where}: no memory left for the cache ({error.strerror or error}); use data.cache=pool:<size>"
+        ) from error
+    num_kept = stored.facts["num_samples"]
+    part = "" if num_kept == number else f", {num_kept / number:.0%} of the samples"
     shared = "" if ranks == 1 else f", one for {ranks} ranks"
-    return Cached(source, store, f"cache in memory, {quantity(expected)}B{part}{shared}")
+    note = f"cache in memory, {quantity(num_bytes_of(stored))}B{part}{shared}"
+    return Cached(source, stored.arrays, stored.facts, probe.form, probe.leaves, where, note)
 
 
 class NotRead(NamedTuple):
@@ -130,17 +159,74 @@ class NotRead(NamedTuple):
     random: str = ""
 
 
-@dataclass
-class Chunks:
-    """A map-style data set whose items are lists of samples.
+class SampleBlock(NamedTuple):
+    """Samples in their order, as bytes.
 
-    seeds_itself: the samples of a chunk seed the generators that they draw from; the chunks after it are read once.
+    values: of each leaf, of all samples together; shapes: of each leaf (n, dimensions). is_kept: (n,) whether a sample
+    is there, else it has no bytes. num_unlike: samples of another kind than the first. random: why one may not be kept.
+    """
+
+    values: list[Array]
+    shapes: list[Array]
+    is_kept: Array
+    num_unlike: int = 0
+    random: str = ""
+
+    def sizes(self, leaves: Sequence[Leaf]) -> list[Array]:
+        """Return how many bytes each sample has in each leaf."""
+        itemsizes = [leaf.dtype.itemsize for leaf in leaves]
+        counts = [shapes.prod(axis=1) * self.is_kept for shapes in self.shapes]
+        return [count * size for count, size in zip(counts, itemsizes, strict=True)]
+
+    def first(self, number: int, leaves: Sequence[Leaf]) -> SampleBlock:
+        """Return the first samples."""
+        sizes = self.sizes(leaves)
+        values = [all_[: int(size[:number].sum())] for all_, size in zip(self.values, sizes, strict=True)]
+        shapes = [shape[:number] for shape in self.shapes]
+        return SampleBlock(values, shapes, self.is_kept[:number], self.num_unlike, self.random)
+
+
+def block_of(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]) -> SampleBlock:
+    """Return samples as bytes. form, leaves: of the first; samples of another kind stay out."""
+    kind, num_unlike, is_kept = kind_of(form, tuple(leaves)), 0, []
+    buffers: list[list[Array]] = [[EMPTY] for _ in leaves]
+    shapes: list[list[Any]] = [[] for _ in leaves]
+    for sample in samples:
+        parts: list[tuple[Leaf, Array]] = []
+        if not isinstance(sample, NotRead):
+            with suppress(NotKept):
+                own_form, own_leaves, own_buffers = take_apart(sample)
+                if kind_of(own_form, own_leaves) == kind:
+                    parts = list(zip(own_leaves, own_buffers, strict=True))
+            num_unlike += not parts
+        is_kept.append(bool(parts))
+        for number, leaf in enumerate(leaves):
+            shapes[number].append(parts[number][0].shape if parts else (0,) * len(leaf.shape))
+            buffers[number] += [parts[number][1]] if parts else []
+    tables = [
+        np.array(shape, np.int64).reshape(len(samples), len(leaf.shape))
+        for shape, leaf in zip(shapes, leaves, strict=True)
+    ]
+    random = next((one.random for one in samples if isinstance(one, NotRead) and one.random), "")
+    return SampleBlock(list(map(np.concatenate, buffers)), tables, np.array(is_kept), num_unlike, random)
+
+
+@dataclass
+class BlockReader:
+    """A map-style data set of which an item is a block of samples.
+
+    seeds_itself: the samples of a block seed the generators that they draw from; the blocks after it are read once.
     """
 
     source: Any
+    form: SampleForm
+    leaves: tuple[Leaf, ...]
     seeds_itself: bool = False
 
-    def __getitem__(self, indices: range) -> list[Any]:
+    def __getitem__(self, indices: range) -> SampleBlock:
+        return block_of(self._samples(indices), self.form, self.leaves)
+
+    def _samples(self, indices: range) -> list[Any]:
         before = marks()
         samples = self._at_once(list(indices)) or [self._tried(index) for index in indices]
         if self.seeds_itself or marks() == before:
@@ -172,69 +258,67 @@ class Chunks:
             return NotRead()
 
 
-def fill_store(store: Store, source: Any, options: StreamOptions, probe: Probe) -> None:
-    """Read the samples in order until the store is full."""
-    total, key = store.layout.num_slots, options.key
-    size = max(1, min(CHUNK, int(CHUNK_BYTES / max(1, probe.sample_bytes))))
+def write_cache(
+    source: Any, probe: Probe, limit: int | None, where: str, options: StreamOptions, writer: ColumnWriter
+) -> dict[str, Any]:
+    """Read the samples in order into a writer, until they are all there or have so many bytes. Return the facts:
+    how many there are, and the shapes of the leaves if they are those of all samples."""
+    total = len(source)
+    if limit is not None:
+        total = min(total, int(limit / max(1.0, probe.sample_bytes)))
+    size = max(1, min(CHUNK, int(CHUNK_BYTES / max(1.0, probe.sample_bytes))))
     chunks = [range(first, min(first + size, total)) for first in range(0, total, size)]
-    several = min(MAX_AUTO_WORKERS, usable_cores()) if total * probe.seconds > LONG_SECONDS else 0
-    if several < 2:
-        work = partial(_fill_apart, store, Chunks(source), chunks, key)
-        unlike, words, full = in_child(work, options)
-        store.words[:] = words  # of a file on a disk the child has a copy of its own
-        if full is not None:
-            raise CacheFull(full[0]) from OSError(*full[1])
-    else:
-        tell = progress_lines(key, options.report)
-        with closing(
-            _read_by_workers(Chunks(source), chunks, several, key)
-        ) as read:  # ends the workers after a fault
-            unlike = _write(store, source, chunks, read, tell)
-    if unlike and store.limit is None:
+    is_long = total * probe.seconds > LONG_SECONDS
+    num_workers = max(1, min(MAX_AUTO_WORKERS, usable_cores())) if is_long else 1
+    reader, leaves = BlockReader(source, probe.form, probe.leaves), probe.leaves
+    tell, num_bytes = progress_lines(options.key, options.report), 0
+    blocks: list[SampleBlock] = []  # without their values
+    with closing(
+        read_blocks(reader, chunks, num_workers, options.key)
+    ) as read:  # ends the workers after a fault
+        for chunk, block in zip(chunks, read, strict=True):
+            if block.random:
+                raise random_refused(source, block.random, where)
+            sizes = sum(block.sizes(leaves), np.zeros(len(chunk), np.int64))
+            fits = (
+                len(chunk)
+                if limit is None
+                else int(np.searchsorted(sizes.cumsum(), limit - num_bytes, "right"))
+            )
+            written = block if fits == len(chunk) else block.first(fits, leaves)
+            for number, values in enumerate(written.values):
+                writer.add(f"leaf.{number}", values)
+            blocks.append(written._replace(values=[]))
+            num_bytes += int(sizes[:fits].sum())
+            tell(chunk.start + len(chunk), total)
+            if fits < len(chunk):
+                break
+    num_unlike = sum(block.num_unlike for block in blocks)
+    if num_unlike and limit is None:
         LOG.warning(
             "%s: %d samples are of another kind than the first; such samples are read each time",
-            store.where, unlike,
-        )  # fmt: skip
+            where,
+            num_unlike,
+        )
+    is_kept = np.concatenate([block.is_kept for block in blocks])
+    shapes = [np.concatenate([block.shapes[number] for block in blocks]) for number in range(len(leaves))]
+    if is_kept.all() and all((shape == shape[0]).all() for shape in shapes):
+        return {"num_samples": len(is_kept), "shapes": [shape[0].tolist() for shape in shapes]}
+    writer.add("is_kept", is_kept)
+    for number, shape in enumerate(shapes):
+        writer.add(f"shapes.{number}", shape)
+    return {"num_samples": len(is_kept), "shapes": None}
 
 
-def _fill_apart(
-    store: Store, source: Chunks, chunks: list[range], key: str
-) -> tuple[int, Words, tuple[str, tuple[Any, ...]] | None]:
-    """Fill the file, in a child process. Return what `_write` does, the words of the store, and why it is full."""
-    unlike, full = 0, None
-    tell = progress_lines(key, send_sign)
+def read_blocks(
+    reader: BlockReader, chunks: list[range], num_workers: int, key: str
+) -> Generator[SampleBlock]:
+    """Yield the samples of each chunk, read by loader workers."""
+    workers = LoaderWorkers(reader, chunks, num_workers, StreamOptions(key, True, 1, 0))
     try:
-        unlike = _write(store, source.source, chunks, map(source.__getitem__, chunks), tell)
-    except CacheFull as error:
-        full = str(error), getattr(error.__cause__, "args", ())
-    return unlike, np.array(store.words), full
-
-
-def _write(
-    store: Store,
-    source: Any,
-    chunks: list[range],
-    read: Iterator[list[Any]],
-    tell: Callable[[int, int], None],
-) -> int:
-    """Write the samples that are read of each chunk. Return how many are of another kind than the first."""
-    unlike = number = 0
-    for chunk, samples in zip(chunks, read, strict=True):
-        for index, sample in zip(chunk, samples, strict=True):
-            readable = not isinstance(sample, NotRead)
-            if not readable and sample.random:
-                raise random_refused(source, sample.random, store.where)
-            unlike += readable and not store.write(index, sample)
-        number += len(chunk)
-        tell(number, store.layout.num_slots)
-    return unlike
-
-
-def _read_by_workers(source: Chunks, chunks: list[range], num_workers: int, key: str) -> Generator[list[Any]]:
-    workers = LoaderWorkers(source, chunks, num_workers, StreamOptions(key, True, 1, 0))
-    try:
-        for chunk, samples in zip(chunks, workers, strict=True):
-            yield [NotRead()] * len(chunk) if isinstance(samples, WorkerFailure) else samples
+        for chunk, block in zip(chunks, workers, strict=True):
+            lost = [NotRead()] * len(chunk)
+            yield block_of(lost, reader.form, reader.leaves) if isinstance(block, WorkerFailure) else block
     finally:
         workers.close()
 
@@ -250,22 +334,36 @@ def progress_lines(key: str, say: Callable[[str], Any]) -> Callable[[int, int], 
             left = seconds / done * (total - done)
             say(f"{key}: {done} of {total} samples are in the cache, {left:.0f} s to go")
             next_line = 2 * seconds
-        else:
-            send_sign()
 
     return tell
 
 
-@dataclass(frozen=True, eq=False)
 class Cached:
     """A map-style source behind its cache; what is not in that is read each time.
 
     Every sample is a copy of its own, equal to what the source gives. note: one line for the start of a run.
+    arrays: of each leaf `leaf.N` (bytes,), and if samples differ in their shapes, `shapes.N` (n, dimensions) and which
+    of them `is_kept` (n,). facts: see `write_cache`. form, leaves: of the first sample.
     """
 
-    source: Any
-    store: Store
-    note: str
+    def __init__(self, source: Any, arrays: Mapping[str, Array], facts: Mapping[str, Any], form: SampleForm,
+                 leaves: tuple[Leaf, ...], where: str, note: str) -> None:  # fmt: skip
+        self._arguments = (source, arrays, facts, form, leaves, where, note)
+        self.source, self.arrays, self.note, self.where = source, arrays, note, where
+        self._form, self._leaves = form, leaves
+        self.num_stored: int = facts["num_samples"]
+        self._fixed = None if facts["shapes"] is None else list(map(tuple, facts["shapes"]))
+        self._values = [arrays.get(f"leaf.{number}", EMPTY).view(np.ndarray) for number in range(len(leaves))]
+        self._mappings = mappings_of(arrays.values())
+        self._is_kept, self._shapes, self._ends = EMPTY, [], []
+        if self._fixed is None:
+            self._is_kept = np.array(arrays["is_kept"])
+            self._shapes = [arrays[f"shapes.{number}"].view(np.ndarray) for number in range(len(leaves))]
+            sizes = SampleBlock([], self._shapes, self._is_kept).sizes(leaves)
+            self._ends = [np.append(0, size.cumsum()) for size in sizes]
+
+    def __reduce__(self) -> Any:
+        return Cached, self._arguments
 
     def __len__(self) -> int:
         return len(self.source)
@@ -277,13 +375,15 @@ class Cached:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getitem__(self, index: int) -> Any:
-        index = self._position(index)
-        sample = self.store.read(index)
-        return self.source[index] if sample is MISSING else sample
+        position = self._position(index)
+        check_lengths(self._mappings)
+        sample = self.read(position)
+        return self.source[position] if sample is MISSING else sample
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         positions = [self._position(index) for index in indices]
-        samples = [self.store.read(index) for index in positions]
+        check_lengths(self._mappings)
+        samples = [self.read(index) for index in positions]
         missing = [row for row, sample in enumerate(samples) if sample is MISSING]
         at_once = getattr(self.source, "__getitems__", None)
         wanted = [positions[row] for row in missing]
@@ -291,15 +391,37 @@ class Cached:
         if len(new) != len(missing):
             name = type(self.source).__name__
             raise DataError(
-                f"{self.store.where}: {name}.__getitems__ gave {len(new)} samples for {len(missing)} indices"
+                f"{self.where}: {name}.__getitems__ gave {len(new)} samples for {len(missing)} indices"
             )
         for row, sample in zip(missing, new, strict=True):
             samples[row] = sample
         return samples
 
+    def has(self, index: int) -> bool:
+        """Whether a sample need not be read again."""
+        return index < self.num_stored and (self._fixed is not None or bool(self._is_kept[index]))
+
+    def read(self, index: int) -> Any:
+        """Return a copy of a sample, or MISSING."""
+        if not self.has(index):
+            return MISSING
+        leaves, buffers = self._leaves, []
+        shapes = self._fixed or [tuple(shape[index].tolist()) for shape in self._shapes]
+        leaves = tuple(leaf._replace(shape=shape) for leaf, shape in zip(leaves, shapes, strict=True))
+        for number, leaf in enumerate(leaves):
+            begin = int(self._ends[number][index]) if self._ends else index * leaf.num_bytes
+            buffers.append(self._values[number][begin : begin + leaf.num_bytes].copy())
+        return put_together(self._form, iter(leaves), iter(buffers))
+
     def as_columns(self) -> Columns | None:
         """Return all samples as mapped columns; None if one is missing or shapes differ."""
-        return self.store.columns() if self.store.layout.num_slots == len(self) else None
+        is_flat = all(part.container is None for part in self._form.parts)
+        if self.num_stored < len(self) or self._fixed is None or not is_flat:
+            return None
+        leaves = [leaf._replace(shape=shape) for leaf, shape in zip(self._leaves, self._fixed, strict=True)]
+        return (
+            columns_from(self.arrays, self._form, leaves) if all(leaf.is_plain for leaf in leaves) else None
+        )
 
     @property
     def thread_safe(self) -> bool:
@@ -312,7 +434,7 @@ class Cached:
 
     def num_kept(self) -> int:
         """Return how many samples are in the cache."""
-        return self.store.num_kept()
+        return self.num_stored if self._fixed is not None else int(np.count_nonzero(self._is_kept))
 
     def _position(self, index: int) -> int:
         position = operator.index(index)
@@ -320,3 +442,14 @@ class Cached:
         if not 0 <= position < len(self):
             raise IndexError(f"index {index} is outside of {len(self)} samples")
         return position
+
+
+def columns_from(arrays: Mapping[str, Array], form: SampleForm, leaves: Sequence[Leaf]) -> Columns:
+    """Return stored leaves as columns, mapped a second time: who writes to them changes a private copy."""
+    stored = [map_array(path_of(arrays[f"leaf.{number}"])) for number in range(len(leaves))]
+    values = [column(raw.view(np.ndarray), leaf) for raw, leaf in zip(stored, leaves, strict=True)]
+    rows = tuple(value.reshape(-1, *leaf.shape) for value, leaf in zip(values, leaves, strict=True))
+    again = partial(columns_from, arrays, form, leaves)
+    return Columns(
+        rows, form.keys, partial(packed, form), in_place=True, again=again, files=mappings_of(stored)
+    )

@@ -10,9 +10,7 @@ from itertools import product
 from operator import getitem
 from typing import Any, NamedTuple
 
-from trainrun.data.cache.room import HEADER_BYTES
-from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, take_apart
-from trainrun.data.cache.store import ALIGNMENT, Layout, kind_of, record_of
+from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, kind_of, take_apart
 from trainrun.data.engines.batch_reader import has_epochs
 from trainrun.data.engines.generators import marks, takes
 from trainrun.data.tensor_dataset import parts_of
@@ -28,31 +26,21 @@ RANDOM = ("and a cache would keep one draw for ever; move what is random to data
 class SampleDigest(NamedTuple):
     form: SampleForm
     leaves: tuple[Leaf, ...]
-    record_bytes: int
+    num_bytes: int
     digest: str
 
 
 class Probe(NamedTuple):
-    """form, leaves: of the first sample that can be read. alike: all that were looked at have its shapes.
+    """form, leaves: of the first sample that can be read. sample_bytes: what a sample takes.
 
-    sample_bytes: what a sample takes. digest: of all that was read. seconds: to read a sample.
+    digest: of all that was read. seconds: to read a sample.
     """
 
     form: SampleForm
     leaves: tuple[Leaf, ...]
-    alike: bool
     sample_bytes: float
     digest: str
     seconds: float = 0.0
-
-    def lay_out(self, num_slots: int) -> tuple[Layout, int]:
-        """Return where `num_slots` samples lie in the cache, and how many bytes they are expected to take."""
-        end, starts = HEADER_BYTES + 8 * num_slots, []
-        for leaf in self.leaves if self.alike else ():
-            starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
-            end = starts[-1] + num_slots * leaf.num_bytes
-        expected = end + (0 if self.alike else int(num_slots * self.sample_bytes))
-        return Layout(self.form, self.leaves, num_slots, tuple(starts), end), expected
 
 
 def look_at(source: Any, where: str) -> Probe:
@@ -88,20 +76,17 @@ def look_at(source: Any, where: str) -> Probe:
         ) from fault
     seconds = (time.perf_counter() - began) / (2 * len(rows))
     form, leaves, *_ = looks[0]
-    same = [look for look in looks if kind_of(look.form, look.leaves) == kind_of(form, leaves)]
-    alike = all(look.leaves == leaves for look in same)
-    mean = sum(look.record_bytes for look in same) / len(same)
-    size = sum(leaf.num_bytes for leaf in leaves) if alike else mean
-    return Probe(form, leaves, alike, size, repr([look.digest for look in looks]), seconds)
+    sizes = [look.num_bytes for look in looks if kind_of(look.form, look.leaves) == kind_of(form, leaves)]
+    return Probe(form, leaves, sum(sizes) / len(sizes), repr([look.digest for look in looks]), seconds)
 
 
 def _look(sample: Any) -> SampleDigest:
     """Return the digest of a sample, without keeping its buffers: a source may reuse them for its next sample."""
     form, leaves, buffers = take_apart(sample)
-    record = record_of(leaves, buffers)
     digest = hashlib.blake2b(repr((form, leaves)).encode(), digest_size=16)
-    digest.update(record.data)
-    return SampleDigest(form, leaves, record.nbytes, digest.hexdigest())
+    for buffer in buffers:
+        digest.update(buffer.data)
+    return SampleDigest(form, leaves, sum(buffer.nbytes for buffer in buffers), digest.hexdigest())
 
 
 def _refuse_generators(source: Any, where: str) -> None:

@@ -1,16 +1,14 @@
 """Caches on disks: which there are, how much room they may take, and which go first.
 
-A cache is a file `<key>.cache` (see `disk`) or a folder with a file `tokens` (of a text) or `meta.json` (columns). Who
-reads a file of one holds a shared lock of it, which ends with its process: a cache in use by a living process is never
-removed. Folders that hold caches are noted in `<cache home>/folders`. The limit is for all of them on one disk
-together.
+A cache is a folder of the column store, with a file `meta.json`. Who reads a file of one holds a shared lock of it,
+which ends with its process: a cache in use by a living process is never removed. Folders that hold caches are noted in
+`<cache home>/folders`. The limit is for all of them on one disk together.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -24,11 +22,8 @@ from trainrun.output import quantity
 
 LIMIT = "TRAINRUN_CACHE_GB"
 SHARE = 0.1  # of the disk, where the limit is not set
-HEADER_BYTES = 4096  # of a .cache file: JSON
-TOKENS, META, SOURCE = "tokens", "meta.json", "source"  # files of a folder
-LOST_SECONDS = 24 * 3600  # an unfinished folder that nobody has written to for so long is left over
-
-Say = Callable[[str], None]
+META, SOURCE = "meta.json", "source"  # files of a folder; its arrays are .npy files
+DRAFT = ".making-"  # begins the name of an unfinished folder
 
 
 class DiskCache(NamedTuple):
@@ -80,41 +75,16 @@ def _caches_in(folder: Path) -> Iterator[DiskCache]:
     with suppress(OSError):
         for path in sorted(folder.iterdir()):
             with suppress(OSError):  # gone meanwhile
-                if path.suffix == ".cache" and path.is_file():
-                    about = path.stat()
-                    yield DiskCache(path, about.st_size, about.st_atime, _source_of(path))
-                elif path.name[0] != "." and (markers := [*path.glob(TOKENS), *path.glob(META)]):
-                    size, used = (
-                        sum(part.stat().st_size for part in path.iterdir()),
-                        markers[0].stat().st_atime,
-                    )
-                    source = path / SOURCE
-                    yield DiskCache(path, size, used, source.read_text() if source.is_file() else "a text")
-
-
-def _source_of(path: Path) -> str:
-    found, about = "", path.stat()
-    with suppress(ValueError, AttributeError), path.open("rb") as opened:
-        found = str(json.loads(opened.read(HEADER_BYTES)).get("source", ""))
-    with suppress(OSError):  # to list it is no use of it
-        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
-    return found
-
-
-def unfinished_in(folder: Path) -> Iterator[Path]:
-    """Yield the unfinished files of cache builders in a folder, and their folders that nobody writes to any more."""
-    with suppress(OSError):
-        yield from folder.glob(".*.cache.unfinished")
-        for path in folder.glob(".making-*"):
-            with suppress(OSError):
-                if time.time() - max(part.stat().st_mtime for part in (path, *path.iterdir())) > LOST_SECONDS:
-                    yield path
+                if path.name[0] != "." and (path / META).is_file():
+                    size = sum(part.stat().st_size for part in path.iterdir())
+                    yield DiskCache(path, size, (path / META).stat().st_atime, (path / SOURCE).read_text())
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished files of builders that were killed. A running builder holds a lock on its file."""
-    for path in unfinished_in(folder):
-        _with_lock(path, lambda path=path: _delete(path))  # type: ignore[misc]
+    """Remove unfinished folders of builders that were killed. A running builder holds a lock on its folder."""
+    with suppress(OSError):
+        for path in folder.glob(f"{DRAFT}*"):
+            _with_lock(path, lambda path=path: _delete(path))  # type: ignore[misc]
 
 
 def hold(path: Path) -> int | None:
@@ -153,17 +123,15 @@ def limit_on(folder: Path) -> int:
     return int(limit)
 
 
-def make_room(folder: Path, needed: int, where: str, say: Say) -> None:
+def make_room(folder: Path, needed: int, where: str, say: Callable[[str], object]) -> None:
     """Remove caches until `needed` bytes more keep to the limit and fit on the disk, the least recently used first.
 
-    One that a living process uses stays. where: begins messages. DataError: the new one alone is above the limit.
+    One that a living process uses stays. where: begins messages. OSError: the new one alone is above the limit, or the
+    disk is too full.
     """
-    limit = limit_on(folder)
+    needs, limit = f"it needs about {quantity(needed)}B", limit_on(folder)
     if needed > limit:
-        raise DataError(
-            f"{where}: the cache needs about {quantity(needed)}B, and caches on this disk may take {quantity(limit)}B; "
-            f"set {LIMIT} to more gigabytes, or keep a part in memory with data.cache=pool:<size>"
-        )
+        raise OSError(f"{needs}, and caches on this disk may take {quantity(limit)}B ({LIMIT})")
     note_folder(folder)
     remove_unfinished(folder)
     device = folder.stat().st_dev
@@ -172,7 +140,7 @@ def make_room(folder: Path, needed: int, where: str, say: Say) -> None:
     total = sum(cache.num_bytes for cache in caches)
     for cache in caches:
         if total + needed <= limit and needed <= shutil.disk_usage(folder).free:
-            return
+            break
         if cache.remove():
             total -= cache.num_bytes
             say(f"{where}: removed the least recently used cache {cache.path} ({quantity(cache.num_bytes)}B)")
@@ -181,6 +149,9 @@ def make_room(folder: Path, needed: int, where: str, say: Say) -> None:
             f"{where}: caches in use take {quantity(total)}B, so with this one they are above the limit of "
             f"{quantity(limit)}B ({LIMIT})"
         )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(f"{needs}, {quantity(free)}B are free")
 
 
 def _with_lock(path: Path, action: Callable[[], None]) -> bool:
@@ -199,9 +170,6 @@ def _with_lock(path: Path, action: Callable[[], None]) -> bool:
 
 
 def _delete(path: Path) -> None:
-    if path.is_dir():
-        gone = path.with_name(f".making-gone-{os.getpid()}-{path.name.lstrip('.')}")
-        os.rename(path, gone)  # at once, so that nobody finds half of it
-        shutil.rmtree(gone, ignore_errors=True)
-    else:
-        path.unlink()
+    gone = path.with_name(f"{DRAFT}gone-{os.getpid()}-{path.name.lstrip('.')}")
+    os.rename(path, gone)  # at once, so that nobody finds half of it
+    shutil.rmtree(gone, ignore_errors=True)

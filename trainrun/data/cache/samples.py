@@ -99,6 +99,11 @@ def _leaf(value: Any) -> tuple[Leaf, Buffer]:
     return Leaf(name, array.dtype, array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+def kind_of(form: SampleForm, leaves: tuple[Leaf, ...]) -> Any:
+    """Return what two samples share that differ in nothing but the lengths of their dimensions."""
+    return form, [(leaf.kind, leaf.dtype, len(leaf.shape)) for leaf in leaves]
+
+
 def put_together(form: SampleForm, leaves: Iterator[Leaf], buffers: Iterator[Buffer]) -> Any:
     """Build a sample from its form, leaves and buffers. It owns the buffers: nothing else may write to them."""
     if form.container is None:

@@ -6,32 +6,36 @@ what: a source that has to be parsed (text tables, Parquet) is read once, block 
     builds it, others wait. Later starts map the arrays.
 when not: a small source is parsed at each start, into the same columns in memory. So is one whose columns cannot be
     stored, as on a full disk; a line says so.
+The caches of decoded samples (`data.cache`) and the tokens of texts lie in such folders too, or in files in memory.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from trainrun.data.cache.room import LIMIT, META, SOURCE, cache_home, hold, limit_on, make_room
+from trainrun.data.cache.room import DRAFT, META, SOURCE, cache_home, hold, make_room
 from trainrun.data.readers.free_space import check_memory
 from trainrun.data.readers.mapped_files import map_array
 from trainrun.errors import DataError
-from trainrun.output import counted, quantity, say
+from trainrun.output import counted, say
 
 STORED_FROM = 2**22  # bytes of a source; what is smaller is parsed faster than a user notices
 FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
+NUM_DIGEST_BLOCKS, DIGEST_BYTES = 16, 2**16  # of a file, by which damage is recognized
 TRIES = 5  # another process may remove columns that nobody has opened yet
 Array = np.ndarray[Any, Any]
 
@@ -46,10 +50,10 @@ class StoredColumns:
 
 
 class ColumnWriter:
-    """Takes columns block by block. folder: where their files go; None: they stay in memory."""
+    """Takes columns block by block. create: makes the file of a name; None: they stay in memory as arrays."""
 
-    def __init__(self, source: str, folder: Path | None) -> None:
-        self.folder, self._source = folder, source
+    def __init__(self, source: str, create: Callable[[str], IO[bytes]] | None) -> None:
+        self._create, self._source = create, source
         self._blocks: dict[str, list[Array]] = {}
         self._files: dict[str, GrowingFile] = {}
         self._ends: dict[str, int] = {}
@@ -57,11 +61,11 @@ class ColumnWriter:
 
     def add(self, name: str, values: Array) -> None:
         """Append rows (n, ...) to a fixed column. All its blocks have one type and row shape."""
-        if self.folder is None:
+        if self._create is None:
             self._blocks.setdefault(name, []).append(values)
             return
         if name not in self._files:
-            self._files[name] = GrowingFile(self.folder / f"{name}.npy", values)
+            self._files[name] = GrowingFile(self._create(name), values)
         self._files[name].append(values)
 
     def add_ragged(self, name: str, values: Array, lengths: Array) -> None:
@@ -74,7 +78,7 @@ class ColumnWriter:
 
     def report_progress(self, num_rows: int) -> None:
         """Print a line if building takes long."""
-        if self.folder is not None and time.monotonic() > self._next_line:
+        if self._create is not None and time.monotonic() > self._next_line:
             self._next_line = time.monotonic() + LINE_SECONDS
             say(
                 f"{self._source}: stores its columns once, {counted(num_rows, 'row')} so far", file=sys.stderr
@@ -84,16 +88,10 @@ class ColumnWriter:
         """Return the columns that were kept in memory."""
         return {name: np.concatenate(blocks) for name, blocks in self._blocks.items()}
 
-    def finish(self, facts: dict[str, Any]) -> None:
-        """Write the files to the disk, the facts last."""
-        assert self.folder is not None
-        self.close()
-        meta = {"arrays": list(self._files), "facts": facts}
-        (self.folder / SOURCE).write_text(self._source, encoding="utf-8")
-        with (self.folder / META).open("w", encoding="utf-8") as file:
-            json.dump(meta, file)
-            file.flush()
-            os.fsync(file.fileno())
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the columns stay arrays in the memory of this process."""
+        return self._create is None
 
     def close(self) -> None:
         for file in self._files.values():
@@ -103,9 +101,9 @@ class ColumnWriter:
 class GrowingFile:
     """A .npy file whose first dimension grows."""
 
-    def __init__(self, path: Path, first: Array) -> None:
+    def __init__(self, file: IO[bytes], first: Array) -> None:
         self._dtype, self._row_shape, self._length = first.dtype, first.shape[1:], 0
-        self._file: IO[bytes] = path.open("wb")
+        self._file = file
         self._write_header()  # NumPy leaves room in it for a larger first dimension
 
     def append(self, values: Array) -> None:
@@ -131,6 +129,11 @@ class GrowingFile:
 
 
 Build = Callable[[ColumnWriter], dict[str, Any]]
+Report = Callable[[str], Any]
+
+
+def report_on_stderr(line: str) -> None:
+    say(line, file=sys.stderr)
 
 
 def load_columns(key: str, source: str, num_bytes: int, build: Build) -> StoredColumns:
@@ -144,7 +147,7 @@ def load_columns(key: str, source: str, num_bytes: int, build: Build) -> StoredC
             return open_or_build(cache_home() / "columns", key, source, num_bytes, build)
         except OSError as error:
             reason = error.strerror or str(error)
-            say(f"{source}: its columns cannot be stored ({reason}), so they stay in memory", file=sys.stderr)
+            report_on_stderr(f"{source}: its columns cannot be stored ({reason}), so they stay in memory")
     check_memory(
         num_bytes,
         f"{source}: a copy of its columns",
@@ -155,8 +158,41 @@ def load_columns(key: str, source: str, num_bytes: int, build: Build) -> StoredC
     return StoredColumns(writer.arrays(), facts)
 
 
-def open_or_build(folder: Path, key: str, source: str, num_bytes: int, build: Build) -> StoredColumns:
-    """Return the stored columns; build them if they are not there, or damaged. OSError: they cannot be stored."""
+def build_in_memory(source: str, build: Build) -> StoredColumns:
+    """Return columns in files in memory, which other processes of this machine can map. OSError: there is no room."""
+    descriptors: dict[str, int] = {}
+
+    def create(name: str) -> IO[bytes]:
+        descriptors[name] = os.memfd_create("trainrun-cache")
+        return os.fdopen(os.dup(descriptors[name]), "wb")
+
+    writer = ColumnWriter(source, create)
+    try:
+        facts = build(writer)
+        writer.close()
+    except BaseException:
+        with suppress(OSError):  # what could not be written before
+            writer.close()
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+        raise
+    return StoredColumns({name: map_open_file(number) for name, number in descriptors.items()}, facts, True)
+
+
+def map_open_file(descriptor: int) -> Array:
+    """Map a .npy file in memory, which other processes open by this descriptor as long as the array is there."""
+    array = map_array(Path(f"/proc/{os.getpid()}/fd/{descriptor}"))
+    weakref.finalize(array if array.base is None else array.base, os.close, descriptor)
+    return array
+
+
+def open_or_build(
+    folder: Path, key: str, source: str, num_bytes: int, build: Build, report: Report = report_on_stderr
+) -> StoredColumns:
+    """Return the stored columns; build them if they are not there, or damaged. OSError: they cannot be stored.
+
+    report: takes lines about columns that are removed.
+    """
     path = folder / key
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(TRIES):
@@ -165,35 +201,55 @@ def open_or_build(folder: Path, key: str, source: str, num_bytes: int, build: Bu
                 return open_columns(path)
             except DataError as error:
                 if path.is_dir():  # else another process has just removed it to make room
-                    say(f"{error}; its columns are stored again", file=sys.stderr)
+                    report(f"{error}; its columns are stored again")
                     shutil.rmtree(path, ignore_errors=True)
         with draft_folder(path) as draft:
             if not path.is_dir():
-                build_columns(path, draft, source, num_bytes, build)
+                make_room(folder, num_bytes, source, report)
+                build_columns(draft, source, build)
+                os.rename(draft, path)
+                sync_folder(folder)
     raise OSError(f"{path} is removed again and again")
 
 
-def build_columns(path: Path, draft: Path, source: str, num_bytes: int, build: Build) -> None:
-    """Build columns and move them to their path. OSError: there is no room for them."""
-    needed, limit = f"they need about {quantity(num_bytes)}B", limit_on(path.parent)
-    if num_bytes > limit:
-        raise OSError(f"{needed}, caches may take {quantity(limit)}B ({LIMIT})")
-    make_room(path.parent, num_bytes, source, lambda line: say(line, file=sys.stderr))
-    free = shutil.disk_usage(path.parent).free
-    if num_bytes > free:
-        raise OSError(f"{needed}, {quantity(free)}B are free")
-    writer = ColumnWriter(source, draft)
+def build_columns(folder: Path, source: str, build: Build) -> None:
+    """Write columns into a folder, and to the disk, the file that says what they are last."""
+    writer = ColumnWriter(source, lambda name: (folder / f"{name}.npy").open("wb"))
     try:
-        writer.finish(build(writer))
+        facts = build(writer)
     finally:
         writer.close()
-    os.rename(draft, path)
+    digests = {path.stem: digest_of_file(path) for path in folder.glob("*.npy")}
+    (folder / SOURCE).write_text(source, encoding="utf-8")
+    with (folder / META).open("w", encoding="utf-8") as file:
+        json.dump({"digests": digests, "facts": facts}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def digest_of_file(path: Path) -> str:
+    """Hash the size and a few blocks of a file, the first and last among them, so that a large one opens quickly."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    begins = np.linspace(0, max(0, size - DIGEST_BYTES), NUM_DIGEST_BLOCKS).astype(np.int64)
+    with path.open("rb") as file:
+        for begin in np.unique(begins).tolist():
+            file.seek(begin)
+            digest.update(file.read(DIGEST_BYTES))
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # some file systems cannot sync a folder; the files themselves are safe
+        os.fsync(descriptor)
+    os.close(descriptor)
 
 
 @contextmanager
 def draft_folder(path: Path) -> Iterator[Path]:
     """The folder in which columns are built, empty and locked by this process. What a killed builder left goes."""
-    draft = path.with_name(f".making-{path.name}")
+    draft = path.with_name(f"{DRAFT}{path.name}")
     while True:
         draft.mkdir(exist_ok=True)
         descriptor = os.open(draft, os.O_RDONLY)
@@ -227,8 +283,12 @@ def open_columns(path: Path) -> StoredColumns:
             raise FileNotFoundError("removed")
         with open(descriptor, encoding="utf-8") as file:
             meta = json.load(file)
-        names: Sequence[str] = meta["arrays"]
+        digests: dict[str, str] = meta["digests"]
         facts = meta["facts"]
+        arrays = {name: map_array(path / f"{name}.npy") for name in digests}
+        damaged = [name for name, digest in digests.items() if digest_of_file(path / f"{name}.npy") != digest]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-    return StoredColumns({name: map_array(path / f"{name}.npy") for name in names}, facts, True)
+    if damaged:
+        raise DataError(f"{path}: {damaged[0]}.npy is damaged")
+    return StoredColumns(arrays, facts, True)

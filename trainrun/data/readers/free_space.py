@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from trainrun.runtime.machine import host_memory
 
 GZIP_MAGIC = b"\x1f\x8b"
 SHARE = 4  # of the free memory, for one part: train and val are both kept, and a step needs room too
-SPARE_DISK_BYTES = 2**28  # of a disk, which others need too: checkpoints, metrics
 
 
 def check_memory(num_bytes: int, what: str, way: str) -> None:
@@ -27,20 +25,6 @@ def in_memory(num_bytes: int, wanted: bool | str) -> bool:
     if wanted is True:
         check_memory(num_bytes, "data.train.in_memory=true: the data", "use data.train.in_memory=auto")
     return num_bytes * SHARE <= host_memory().free if wanted == "auto" else bool(wanted)
-
-
-def check_disk(num_bytes: int, folder: Path, what: str, way: str) -> None:
-    """Raises DataError if the disk of a folder has no room for so many more bytes."""
-    free = free_disk(folder)
-    if num_bytes + SPARE_DISK_BYTES > free:
-        needs = f"{shown(num_bytes)} or more in {folder}, where {shown(free)} are free"
-        raise DataError(f"{what} needs {needs}; {way}")
-
-
-def free_disk(folder: Path) -> int:
-    """The free bytes of the disk that a folder lies on, or will lie on."""
-    place = folder.absolute()
-    return shutil.disk_usage(next(one for one in (place, *place.parents) if one.exists())).free
 
 
 def unpacked_bytes(files: Iterable[Path]) -> int:

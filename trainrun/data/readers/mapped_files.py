@@ -36,8 +36,11 @@ class Mapped(Memmap):
 
 
 def open_mapped(file: str) -> Mapped:
-    """Its memory can be written to, which changes no file: torch takes it without a copy."""
-    array: Mapped = np.load(file, mmap_mode="c", allow_pickle=False).view(Mapped)
+    """Its memory can be written to, which changes no file: torch takes it without a copy. DataError: it is gone."""
+    try:
+        array: Mapped = np.load(file, mmap_mode="c", allow_pickle=False).view(Mapped)
+    except FileNotFoundError as error:
+        raise DataError(f"{file}: is gone; start again") from error
     return array
 
 
@@ -59,6 +62,11 @@ def map_array(path: Path) -> np.ndarray[Any, Any]:
         raise DataError(f"{path}: cannot be read, or shorter than it was ({error})") from error
 
 
+def path_of(array: Any) -> Path:
+    """Return the file of a mapped array."""
+    return Path(str(array.filename))
+
+
 class MappedFile(NamedTuple):
     """A map and the file that it is of. end: bytes that the file must have."""
 
@@ -67,29 +75,23 @@ class MappedFile(NamedTuple):
     end: int
 
 
-def map_file(path: Path, dtype: str, number: int, is_cache: bool = False) -> np.ndarray[Any, Any]:
-    """Map the first `number` values of a file, to be read alone. DataError: it cannot be read, or is shorter.
+class MappedBytes(Memmap):
+    """The bytes of a file, as it was when it was opened first: it is mapped again where it is unpickled."""
 
-    A file that grows meanwhile stays as it was. is_cache: it is held while it is mapped, so that nobody removes it.
-    """
+    def __reduce__(self) -> Any:
+        if type(self.base) is np.memmap:
+            return map_bytes, (str(self.filename), len(self))
+        return np.asarray(self).__reduce__()
+
+
+def map_bytes(file: str, number: int) -> np.ndarray[Any, Any]:
+    """Map the first bytes of a file, to be read alone. DataError: it cannot be read, or is shorter."""
+    if number == 0:
+        return np.empty(0, np.uint8)
     try:
-        if not is_cache:
-            return np.memmap(path, dtype, "r", shape=(number,))
-        descriptor = hold(path)
-        if descriptor is None:
-            raise FileNotFoundError("removed")
-        with open(descriptor, "rb") as opened:  # the map keeps a copy of the descriptor, and with it the lock
-            return np.memmap(opened, dtype, "r", shape=(number,))
+        return np.memmap(file, np.uint8, "r", shape=(number,)).view(MappedBytes)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read, or shorter than it was ({error})") from error
-
-
-def map_opened(descriptor: int, num_bytes: int, name: str) -> mmap.mmap:
-    """Map an open file; what is written to the map changes a private copy. DataError: it is shorter."""
-    try:
-        return mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{name}: cannot be mapped, or shorter than it was ({error}); start again") from error
+        raise DataError(f"{file}: cannot be read, or shorter than it was ({error})") from error
 
 
 def mapping_of(array: Any) -> MappedFile | None:

@@ -194,7 +194,7 @@ def write_columns(
         lines.extend(block.lines)
         for name, column in texts.items():
             column.extend(map(str.strip, block.words[name]))
-        if writer.folder is None:
+        if writer.is_in_memory:
             what = f"{files[block.file]}: after {len(lines)} rows the table"
             check_memory(len(lines) * row_bytes, what, FEWER)
         writer.report_progress(len(lines))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.readers.mapped_files import MappedFile, check_lengths, map_file, mappings_of
+from trainrun.data.readers.mapped_files import check_lengths, mappings_of
 from trainrun.data.readers.parts import Part, SplitFiles, SplitRequest
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.text.text_files import ENDINGS, text_files
@@ -51,17 +51,16 @@ class TextSamples:
         self._ends = ends
         self.notice = notice
         self.unused_arguments = unused_arguments
-        self._map: np.ndarray[Any, Any] | None = None
-        self._mappings: tuple[MappedFile, ...] = ()
+        self._values, self._mappings = tokens.values.view(np.ndarray), mappings_of([tokens.values])
         self.lengths = ends - begins - 1
         self.num_classes = tokens.vocabulary
         self.num_tokens = int(self.lengths.sum())
-        self.bytes_per_token = tokens.num_bytes / max(tokens.num_tokens, 1)
-        if self._is_cached():
-            self._mapped()  # from now on nobody removes it
+        self.bytes_per_token = tokens.num_bytes / max(len(tokens), 1)
 
-    def _is_cached(self) -> bool:
-        return self._tokens.path not in self._text.files
+    def __reduce__(self) -> Any:
+        return TextSamples, (
+            self._tokens, self._text, self._begins, self._ends, self.notice, self.unused_arguments,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -101,10 +100,6 @@ class TextSamples:
         values = (content[:-1].reshape(rows), content[1:].reshape(rows))
         return Columns(values, (), tuple, again=self._columns, int_dtype=torch.int64, unsigned=unsigned)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the map, of which pickle would copy the content."""
-        return {**self.__dict__, "_map": None, "_mappings": ()}
-
     def describe(self, index: int) -> str:
         """File and line, or for a block the place of its first token in the file."""
         begin, tokens = int(self._begins[index]), self._tokens
@@ -123,12 +118,8 @@ class TextSamples:
         return fingerprint_of(files, text.kind, text.max_bytes, self._begins.tobytes(), self._ends.tobytes())
 
     def _mapped(self) -> np.ndarray[Any, Any]:
-        if self._map is None:
-            tokens = self._tokens
-            self._map = map_file(tokens.path, tokens.dtype, tokens.num_tokens, self._is_cached())
-            self._mappings = mappings_of([self._map])
         check_lengths(self._mappings)
-        return self._map
+        return self._values
 
 
 def load(path: str | None, kind: Literal["blocks", "lines", "documents"] = "blocks",
@@ -165,7 +156,7 @@ def load(path: str | None, kind: Literal["blocks", "lines", "documents"] = "bloc
             needed = f"block_size + 1 = {block_size + 1}" if kind == "blocks" else f"2 in one of its {kind}"
             smaller = "a smaller data.train.block_size or " if kind == "blocks" else ""
             raise DataError(
-                f"{source}: {tokens.num_tokens} tokens are too few for the {split} part "
+                f"{source}: {len(tokens)} tokens are too few for the {split} part "
                 f"(val_fraction={val_fraction:g}): it needs at least {needed}; choose {smaller}another "
                 "data.train.val_fraction"
             )
@@ -181,7 +172,7 @@ def bounds_of_samples(
     """Return the begins and ends of the samples of a split, (N,) each."""
     middle = tokens.num_training
     if kind == "blocks":
-        begin, end = _cut(tokens.num_tokens, part, middle)
+        begin, end = _cut(len(tokens), part, middle)
         begins = begin + block_size * np.arange(max(end - begin - 1, 0) // block_size, dtype=np.int64)
         return begins, begins + block_size + 1
     begins, ends = np.append(0, tokens.sample_ends[:-1])[: len(tokens.sample_ends)], tokens.sample_ends

@@ -1,0 +1,74 @@
+"""A cache in memory that the ranks of one machine share: one of them builds it, the others map its arrays."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainrun.data.readers.column_store import StoredColumns, map_open_file
+from trainrun.data.readers.mapped_files import path_of
+from trainrun.errors import DataError
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def share_columns(
+    samples: str, build: Callable[[], StoredColumns], gather: Callable[[Any], list[Any]], where: str
+) -> tuple[StoredColumns, int]:
+    """Return the columns of the first rank with the same samples that can be reached, and how many ranks have them.
+
+    samples: tells sources apart. gather: the value of every rank, on every rank. where: begins messages. The others
+    wait for a lock of a file in memory, which ends with its owner, and not in a collective call, which has a limit.
+    """
+    own = os.memfd_create("trainrun-cache")
+    fcntl.flock(own, fcntl.LOCK_EX)
+    address = (os.getpid(), own, *identity_of(own))
+    offers = gather((samples, address))
+    first = next(offer for others, offer in offers if others == samples)
+    reached = None if first == address else open_address(first)
+    file = own if reached is None else reached
+    num_ranks = gather(identity_of(file)).count(identity_of(file))  # until then all offers stay open
+    try:
+        if reached is None:
+            columns = build()
+            paths = {name: str(path_of(array)) for name, array in columns.arrays.items() if array.size}
+            os.write(own, json.dumps([paths, columns.facts]).encode())
+            fcntl.flock(own, fcntl.LOCK_UN)
+            gather(None)  # until then the files are kept for the others
+            return columns, num_ranks
+        fcntl.flock(reached, fcntl.LOCK_SH)
+        text = os.pread(reached, os.fstat(reached).st_size, 0)
+        if not text:
+            raise DataError(f"{where}: the rank that fills the cache for the others has ended")
+        paths, facts = json.loads(text)
+        arrays = {
+            name: map_open_file(os.open(path, os.O_RDWR | os.O_CLOEXEC)) for name, path in paths.items()
+        }
+        gather(None)
+        return StoredColumns(arrays, facts, True), num_ranks
+    finally:
+        for descriptor in {own, file}:
+            os.close(descriptor)
+
+
+def open_address(address: Any) -> int | None:
+    """Return a descriptor of another process's file; None if it is of another user or machine, or has ended."""
+    process, number, *identity = address
+    try:
+        descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if list(identity_of(descriptor)) == identity:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def identity_of(descriptor: int) -> tuple[str, int, int]:
+    """Return what tells an open file from others of all machines."""
+    state = os.fstat(descriptor)
+    return BOOT.read_text(), state.st_dev, state.st_ino
