@@ -54,5 +54,5 @@ def test_a_full_disk_is_said_with_the_folder(tmp_path: Path, monkeypatch: pytest
 
     for name in ("draw_run", "draw_time", "draw_report"):
         monkeypatch.setattr(f"trainrun.plots.draw.{name}", write_to_full_disk)
-    problem = draw(RunDir(tmp_path), report=True)
+    problem = draw(RunDir(tmp_path))
     assert problem == f"{tmp_path}: cannot be written (No space left on device)"

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from trainrun.cli.main import main
-from trainrun.folder.run_folder import RunDir
-from trainrun.monitor.metric_rows import read_rows
 
 WORDS = (
     "monitor.hardware=false", "monitor.progress_bar=false", "trainer.num_threads=1", "trainer.max_steps=6",
@@ -74,33 +72,6 @@ def test_nothing_is_drawn_where_nobody_wants_pictures(workdir: Path) -> None:
 def test_fault_of_a_picture_hides_no_failure(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainrun.plots import draw
 
-    monkeypatch.setattr(draw, "draw", lambda run, report: 1 / 0)
+    monkeypatch.setattr(draw, "draw", lambda run, *options: 1 / 0)
     assert main([*WORDS, HOOK, "hook.end.kind=fault"]) == 1
     assert '"failed"' in (workdir / "run" / "status.json").read_text()
-
-
-def test_pictures_are_drawn_at_every_plot_step(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between log points too, and at a log point with its row."""
-    at: list[int] = []
-    newest: list[int] = []
-
-    def draw(run: RunDir, *options: Any) -> str:
-        at.append(Counts.step)
-        newest.append(max(row["step"] for row in read_rows(run.metrics)))
-        return ""
-
-    monkeypatch.setattr("trainrun.plots.draw.draw", draw)
-    hook = "hook.count._target_=tests.runs.test_page_at_every_end.Counts"
-    words = ("trainer.max_steps=100", "monitor.log_every_n_steps=45", "monitor.plot_every_n_steps=30")
-    assert main([*WORDS[:3], "output_dir=run", hook, *words]) == 0
-    assert at == [30, 60, 90, 100]
-    assert newest[2:] == [90, 100]
-
-
-class Counts:
-    """A hook that knows the step."""
-
-    step = 0
-
-    def on_step_end(self, run: Any, state: Any) -> None:
-        Counts.step = state.step

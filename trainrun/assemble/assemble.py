@@ -427,7 +427,6 @@ def build_monitors(
         context.parallel, context.monitors, lambda: update.schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
         rhythm.log_every is not None, context.on_position, context.on_log, unit_of(task), tidy, data.tokens,
         context.phases, task, find_nan_cause if data.validation else None, context.write,
-        config.monitor.plot_every_n_steps, rhythm.log_due,
     )  # fmt: skip
 
 

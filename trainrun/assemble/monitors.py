@@ -124,7 +124,7 @@ class Listeners:
             self._console.on_batch(step)
 
     def on_log(self, step: int) -> None:
-        """Pictures while the run goes on, every `monitor.plot_every_n_steps`; in a long one a page that follows it."""
+        """Start the page that follows a long run, in a process of its own."""
         if not (self._config.monitor.plots and self._has_file):
             return
         if self._page is None and perf_counter() - self._made > LIVE_AFTER_SECONDS:
@@ -133,10 +133,6 @@ class Listeners:
             self._page = subprocess.Popen(
                 command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
             )
-        every = self._config.monitor.plot_every_n_steps
-        if every and step % every == 0:
-            self.bus.flush()
-            self._draw(report=False)
 
     def flush(self) -> None:
         """Ahead of a checkpoint: a run that goes on from it has every row before it, also after a power loss."""
@@ -166,7 +162,7 @@ class Listeners:
             self.bus.write(row)
         self.bus.on_end(summary)
         if self._config.monitor.plots and self._has_file:
-            self._draw(report=True)
+            self._draw()
         self.bus.show_end(summary | {"ledger": self.bus.ledger or self._phases.read()})
 
     def _note_time(self) -> None:
@@ -180,10 +176,10 @@ class Listeners:
             self._page.kill()
             self._page.wait()
 
-    def _draw(self, report: bool) -> None:
+    def _draw(self) -> None:
         with self._phases.on(PLOTS):  # matplotlib costs half a second: only where it draws
             plots = satellite("plots.draw", "no pictures are drawn", self._note)
-            if plots is not None and (problem := plots.draw(self._run, report, self._note_time)):
+            if plots is not None and (problem := plots.draw(self._run, self._note_time)):
                 again = f"trainrun report {shlex.quote(str(self._run.root))}"
                 self._note(f"not all pictures were drawn: {problem}; where that is mended: {again}")
 

@@ -394,9 +394,6 @@ class MonitorConfig:
         50, "steps between log points; also as 0.5epoch, 1e6sample", parse=parse_distance,
         aliases=("log_every_n_steps", "trainer.log_every_n_steps", "logging_steps"),
     )  # fmt: skip
-    plot_every_n_steps: int | None = setting(
-        None, "draw the plots while the run goes on; null: at its end", at_least=1
-    )
     window_size: int = setting(20, "log points that are averaged in plots", at_least=1)
     progress_bar: bool = setting(True, "on the terminal", aliases=("trainer.enable_progress_bar",))
     samples_every: Any = setting(

@@ -35,8 +35,7 @@ class MetricLogger:
 
     logs: False if nothing is logged: then losses are forgotten at once and nothing is ever read.
     on_position: told the step after every step, a few hundred nanoseconds at most (a progress bar).
-    on_log: called at each log point after the row was handed on, and every `plot_every` steps between log points
-        (plots drawn while the run goes on). log_due: whether a step is a log point.
+    on_log: called at each log point after the row was handed on.
     unit: what an item is, `samples` or `tokens`. tokens: counts them for a task whose items are samples.
     learning_rates: of the coming update, for steps whose report does not say those of its own.
     tidy: called at the end of each log point (False) and of each validation (True), on every rank.
@@ -55,13 +54,11 @@ class MetricLogger:
         on_log: Callable[[int], None] | None, unit: str, tidy: Callable[[bool], None] | None,
         tokens: CountsTokens, phases: PhaseTimer, task: Any, why_nan: Callable[[], str] | None,
         write: Callable[[Mapping[str, Any]], None] | None,
-        plot_every: int | None = None, log_due: Callable[[int], bool] = lambda step: False,
     ) -> None:  # fmt: skip
         self._parallel, self._monitors, self._learning_rates = parallel, monitors, learning_rates
         self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
         self._on_position, self._on_log, self._tidy = on_position, on_log, tidy
         self._task, self._why_nan, self._write, self.speed_name = task, why_nan, write, f"{unit}_per_second"
-        self._plot_every, self._log_due = plot_every, log_due
         self._summarizes = isinstance(task, Summarizes)
         self._phases = phases
         self._saved_seconds = 0.0
@@ -95,12 +92,6 @@ class MetricLogger:
             self._add_sums(state, report)
         if self._on_position is not None:
             self._on_position(state.step)
-        plots = self._plot_every is not None and state.step % self._plot_every == 0
-        if (
-            plots and self._on_log is not None and not self._log_due(state.step)
-        ):  # else with the row of this step
-            with self.paused():
-                self._on_log(state.step)
 
     def on_validation_batch(self, number: int, total: int | None) -> None:
         """Store the position in a validation. number: of the batch, from 1. Called for every batch."""

@@ -11,15 +11,13 @@ from trainrun.plots.report import draw_report
 from trainrun.plots.run_curves import draw_run, draw_time
 
 
-def draw(run: RunDir, report: bool, note_time: Callable[[], None] = lambda: None) -> str:
-    """Draw all pictures of a run, and with `report` its page. Return what went wrong; empty if nothing did.
+def draw(run: RunDir, note_time: Callable[[], None] = lambda: None) -> str:
+    """Draw all pictures of a run, and its page. Return what went wrong; "" if nothing did.
 
     note_time: writes the account of time up to now; the picture of it, which comes last, has the time of the others.
     """
     problems: list[str] = []
-    works: list[Callable[[RunDir], object]] = [
-        partial(draw_run, time=False), draw_time, *([draw_report] if report else []),
-    ]  # fmt: skip
+    works: list[Callable[[RunDir], object]] = [partial(draw_run, time=False), draw_time, draw_report]
     for work in works:
         if work is draw_time:
             note_time()

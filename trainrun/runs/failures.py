@@ -119,7 +119,7 @@ def draw_end(run: RunDir, config: RunConfig) -> None:
     try:
         plots = satellite("plots.draw", "no pictures are drawn", lambda text: say(text, file=sys.stderr))
         if plots is not None:
-            problem = plots.draw(run, report=True)
+            problem = plots.draw(run)
     # The exception that ended the run is what counts, whatever the machine has left no room for.
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
