@@ -44,7 +44,7 @@ WORDS = ["model=secret_net.Net", "model.api_key=typed-1234", "model.token=${oc.e
 @pytest.mark.parametrize(
     "key",
     ["model.api_key", "wandb_api_key", "hf_token", "token", "data.train.accessToken", "password", "db.db_password",
-     "aws_secret_access_key", "client-secret", "apiKey", "credentials", "monitor.listeners.x.auth_token",
+     "aws_secret_access_key", "client-secret", "apiKey", "credentials", "monitor.x.auth_token",
      "model.api_key.0", "model.api_key[1]", "model.hosts.0.password", "headers.Authorization"],
 )  # fmt: skip
 def test_secrets_by_their_names(key: str) -> None:

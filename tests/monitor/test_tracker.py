@@ -160,14 +160,9 @@ def test_an_object_that_listens_to_nothing_is_refused(own: Path, capsys: pytest.
     assert told in capsys.readouterr().err
 
 
-def test_the_earlier_spelling_is_understood_and_said(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, "monitor.listeners.mine._target_=own.Rows"]) == 0
-    assert (own / "rows.txt").read_text() == "1 2 3 4 "
-    told = capsys.readouterr()
-    assert (
-        "monitor.listeners.mine._target_=own.Rows is read as monitor.mine._target_=own.Rows"
-        in told.out + told.err
-    )
+def test_arguments_of_a_monitor_without_a_target_are_refused(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*SHORT, "monitor.mine.at=1"]) == 2
     assert "is not named; name it, as monitor.mine._target_=" in capsys.readouterr().err
 

@@ -308,20 +308,3 @@ def test_the_state_of_another_optimizer_is_refused(before: Any, after: Any, goes
     else:
         load_named_optimizer_state(new, model, tree)
         new.step()
-
-
-def test_a_state_of_an_earlier_version_has_no_frozen_parameters() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    tree = named_optimizer_state(stepped(model), model)
-    frozen = ["0.weight", "0.bias"]
-    for group in tree["groups"]:
-        group["params"] = [name for name in group["params"] if name not in frozen]
-    tree["state"] = {name: state for name, state in tree["state"].items() if name not in frozen}
-    tree["shapes"] = {name: shape for name, shape in tree["shapes"].items() if name not in frozen}
-    resumed = FACTORIES["adamw fused"](model.parameters())
-    load_named_optimizer_state(resumed, model, tree)
-    assert_same(named_optimizer_state(resumed, model)["state"], tree["state"])
-    model[0].requires_grad_(True)
-    with refused(CheckpointError):
-        load_named_optimizer_state(resumed, model, tree)

@@ -41,7 +41,7 @@ class Flag:
         open("started", "w").close()
 """
 WORDS = ["data.train._target_=slow.Slow", "data.num_classes=10", "data.batch_size=8", "model=mlp",
-         "monitor.listeners.flag._target_=slow.Flag", "monitor.log_every_n_steps=2", "monitor.plots=false",
+         "monitor.flag._target_=slow.Flag", "monitor.log_every_n_steps=2", "monitor.plots=false",
          "trainer.max_epochs=100000", "output_dir=run"]  # fmt: skip
 ENGINES = {
     "workers": ["data.engine=workers", "data.num_workers=2"],

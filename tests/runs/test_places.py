@@ -64,9 +64,9 @@ def test_a_folder_that_goes_away_is_not_made_again(
 ) -> None:
     (workdir / "taking.py").write_text(TAKES_AWAY)
     listener = [
-        "monitor.listeners.x._target_=taking.Gone",
-        f"monitor.listeners.x.how={how}",
-        "monitor.listeners.x.at=3",
+        "monitor.x._target_=taking.Gone",
+        f"monitor.x.how={how}",
+        "monitor.x.at=3",
     ]
     assert main([*WORDS, *listener, *more, "monitor.log_every_n_steps=1", "output_dir=run"]) == 1
     said = capsys.readouterr().err

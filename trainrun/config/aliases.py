@@ -129,8 +129,6 @@ def setting_meant(key: str, is_group: Callable[[str], bool], schema: type = RunC
     names, key = aliases(schema), bare_name(key)
     if key in names:
         return names[key]
-    if key.startswith("monitor.listeners."):  # the field that holds what is typed, and saved, above it
-        return key.replace(".listeners", "", 1)
     head, dot, tail = key.partition(".")
     return names[head] + dot + tail if head in names and dot and not is_group(head) else key
 

@@ -125,7 +125,6 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
     cfg = _composed_choices(choices, folders, faults)
     if cfg is not None:
         faults += base_60_faults(files, folders[:-1], [*choices, *LEFT_OUT]) if files else []
-        raise_trackers(cfg)
         fill_splits(cfg)
         if cfg.monitor.tracker is not None:
             add_trackers(cfg, cfg.monitor.tracker)
@@ -169,12 +168,6 @@ def _fill_epochs(cfg: DictConfig) -> None:
         except ValueError:  # of another unit
             lifted = True
         cfg.trainer.max_epochs = None if lifted else settings()["trainer.max_epochs"].default
-
-
-def raise_trackers(cfg: DictConfig) -> None:
-    """Trackers below `listeners`, as in files of earlier versions, become keys of `monitor`."""
-    for name in list(cfg.monitor.listeners):
-        cfg.monitor[name] = cfg.monitor.listeners.pop(name)
 
 
 def tracker_nodes() -> dict[str, dict[str, Any]]:

@@ -24,7 +24,6 @@ from trainrun.config.overrides import (
     lower_trackers,
     override_fault,
     put,
-    raise_trackers,
     read_override,
     schema_node,
 )
@@ -188,7 +187,6 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
         key = str(getattr(error, "full_key", None) or "config")
         raise ConfigError(f"{path}: not a config of a run ({key}: {_first_line(error)})") from error
     assert isinstance(cfg, DictConfig)
-    raise_trackers(cfg)
     words = translated(overrides)
     faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
     wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}

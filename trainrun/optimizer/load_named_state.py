@@ -43,7 +43,7 @@ def load_named_optimizer_state(
     Groups that a hook has added are added again. configured: group fields that the config names (`weight_decay`), which
     stay as it says now in all other groups.
     """
-    _check_class(optimizer, tree.get("classes"))
+    _check_class(optimizer, tree["classes"])
     params = {name: param for param, name in names_of(optimizer, model).items()}
     _add_groups(params, optimizer, tree)
     _check_same(params, optimizer, tree)
@@ -65,13 +65,13 @@ def load_named_optimizer_state(
     optimizer.state.update(copy.deepcopy(tree["others"]))
 
 
-def _check_class(optimizer: Optimizer, stored: list[str] | None) -> None:
-    """Raise CheckpointError if the state is of an unrelated optimizer class.
+def _check_class(optimizer: Optimizer, stored: list[str]) -> None:
+    """Raise CheckpointError if the state is of another optimizer, neither a subclass nor a base class of this one.
 
-    stored: the class and its base classes.
+    stored: the names of the class of the saved optimizer and of its base classes.
     """
     known = [kind.__name__ for kind in type(optimizer).__mro__]
-    if stored and stored[0] not in known and known[0] not in stored:
+    if stored[0] not in known and known[0] not in stored:
         raise CheckpointError(
             f"optimizer: the checkpoint has the state of {stored[0][:LONGEST]}, which {known[0]} cannot go on with; "
             "use the optimizer of before, or begin a new run with its weights: init_from=RUN_DIR"
@@ -88,8 +88,6 @@ def _add_groups(params: Mapping[str, Tensor], optimizer: Optimizer, tree: dict[s
 def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
     """Raise CheckpointError unless names, shapes and groups of the checkpoint are those of the optimizer."""
     stored = tree["shapes"]
-    # checkpoints of earlier versions leave out parameters that were frozen
-    params = {name: param for name, param in params.items() if name in stored or param.requires_grad}
     faults = [f"{name} is new here" for name in params if name not in stored]
     faults += [f"{name[:LONGEST]} is not there now" for name in stored if name not in params]
     for name, shape in stored.items():

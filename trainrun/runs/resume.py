@@ -70,7 +70,7 @@ def readable_config(run: RunDir) -> dict[str, Any]:
         return plain_config(path)
     except ConfigError as error:
         seed = ""
-        with contextlib.suppress(ConfigError, KeyError):  # the second: of an older run
+        with contextlib.suppress(ConfigError):
             seed = f"seed={read_identity(run)[SEED]} "
         again = shlex.quote(f"ckpt_path={run.root}")
         raise ConfigError(
