@@ -23,7 +23,7 @@ UNIT, TRAIN, PROCESS, FAULT = LANES = ("unit", "train", "process", "fault")
 # Folders of tests/; what is not here is of the lane `unit`.
 LANE_OF = {
     "benchmark": TRAIN, "cli": TRAIN, "runs": TRAIN, "scheduler": TRAIN, "step": TRAIN, "training": TRAIN,
-    "transform": TRAIN, "export": TRAIN, "smaller": TRAIN,
+    "transform": TRAIN, "export": TRAIN, "smaller": TRAIN, "starter": TRAIN,
     "convert": PROCESS, "scripts": PROCESS, "verify": PROCESS,
     "faults": FAULT, "pretended_gpu": FAULT,
 }  # fmt: skip

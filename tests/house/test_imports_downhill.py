@@ -22,6 +22,7 @@ FLOORS = {
     11: ["sampling/sample_command", "export/", "embedding/", "watch/watch_command", "watch/ls_command",
          "convert/convert_command", "benchmark/diagnose_command", "benchmark/autotune_command",
          "verify/verify_command"],
+    10.5: ["starter/"],
     10: ["cli/", "runs/api"],
     9: ["benchmark/", "verify/", "convert/", "watch/"],
     8: ["runs/", "sweep/"],

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "trainrun"
 
 SATELLITES = (
     "plots", "summary", "benchmark", "verify", "sweep", "convert", "autotune", "sampling", "export", "embedding",
-    "smaller", "watch",
+    "smaller", "watch", "starter",
 )  # fmt: skip
 COMMANDS = PACKAGE / "cli"  # each belongs to the satellite that it calls
 TOLD = (

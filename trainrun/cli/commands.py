@@ -15,6 +15,7 @@ from trainrun.plugin_faults import missing_satellite
 from trainrun.user_code import of_the_system, user_traceback
 
 COMMANDS = {
+    "init": "the first files of a project: a model, data, an experiment and a notebook, which train as they are",
     "resume": "continue a run from its newest checkpoint",
     "again": "a new run, with the settings of another",
     "evaluate": "loss and metrics of a saved run",
@@ -44,6 +45,7 @@ MODULES = {  # where the file, or the function, has another name
     "compare": "cli.report_command:compare_command",
     "diagnose": "benchmark.diagnose_command",
     "autotune": "benchmark.autotune_command",
+    "init": "starter.init_command",
     "sample": "sampling.sample_command",
     "export": "export.export_command",
     "embed": "embedding.embed_command",
@@ -66,6 +68,7 @@ MEANT = {
     **dict.fromkeys(("profile", "bench", "benchmark"), ("diagnose",)),
     **dict.fromkeys(("sweep", "search", "multirun", "hpo"), ("--multirun",)),
     **dict.fromkeys(("continue", "restart"), ("resume",)),
+    **dict.fromkeys(("new", "create", "template", "scaffold"), ("init",)),
     **dict.fromkeys(("clone", "rerun", "repeat", "copy"), ("again",)),
     **dict.fromkeys(("list", "runs"), ("ls",)),
     **dict.fromkeys(("plot", "plots", "draw", "show"), ("report",)),

@@ -5,6 +5,7 @@ Nothing of Hydra or OmegaConf is left afterwards.
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,8 +79,9 @@ def choose_data_option(words: CommandLine, folders: list[Path]) -> None:
     """
     paths = [word for word in words.overrides if word.lstrip("+").startswith("data.path=")]
     has_own_root = any((folder / "trainrun.yaml").is_file() for folder in folders[:-1])
-    chosen = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
-    if not paths or has_own_root or not chosen.isdisjoint(("data", "experiment")):
+    typed_keys = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
+    chosen_groups = typed_keys | groups_of_experiment(words, folders)
+    if not paths or has_own_root or "data" in chosen_groups:
         return
     path = text_of_override(paths[-1])
     ways = [] if path is None else settings_for_path(path)
@@ -89,9 +91,17 @@ def choose_data_option(words: CommandLine, folders: list[Path]) -> None:
         lines = " or ".join(shlex.join([*way, path_word]) for way in ways)
         raise ConfigError(f"{typed}: can be read in several ways; write {lines}")
     for way in ways:
-        added = [word for word in way if word.partition("=")[0] not in chosen]
+        added = [word for word in way if word.partition("=")[0] not in chosen_groups]
         words.notes.append(f"{typed} is read as {' '.join([*added, path_word])}")
         words.overrides[:0] = added
+
+
+def groups_of_experiment(words: CommandLine, folders: list[Path]) -> set[str]:
+    """Return the groups whose options the experiment on the command line chooses."""
+    names = [word.partition("=")[2] for word in words.overrides if word.startswith("experiment=")]
+    files = [folder / "experiment" / f"{name}.yaml" for name in names for folder in folders]
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    return {group for text in texts for group in re.findall(r"^\s*- override /(\w+):", text, re.MULTILINE)}
 
 
 def settings_for_path(path: str) -> list[list[str]]:

@@ -1,0 +1,349 @@
+"""What each line of a small script of another trainer becomes here. The script is read, never run.
+
+Names of arguments are looked up in `config/aliases.py`, as on the command line. A line that no rule knows is listed as
+not understood; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainrun.config.aliases import OPTIONS, answer_to, answers, setting_meant, stands_for, value_meant
+from trainrun.config.argv import conf_dir, groups, options
+from trainrun.config.schema import settings
+
+ARGUMENT_CALLS = {  # whose arguments are settings, by the kind of the script
+    "lightning": ("Trainer",),
+    "hf": ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"),
+    "loop": (),
+}
+KINDS = tuple(ARGUMENT_CALLS)
+SEEDS = ("manual_seed", "seed_everything", "set_seed")
+LOSSES = {
+    **dict.fromkeys(("cross_entropy", "CrossEntropyLoss"), "classification"),
+    **dict.fromkeys(("mse_loss", "MSELoss"), "regression"),
+    **dict.fromkeys(("binary_cross_entropy_with_logits", "BCEWithLogitsLoss"), "multilabel"),
+}
+DONE = {  # what every run does
+    **dict.fromkeys(("zero_grad", "backward", "step", "update", "unscale_", "scale"), "done in every step"),
+    **dict.fromkeys(("train", "eval", "no_grad", "inference_mode", "evaluate"), "done in every validation"),
+    **dict.fromkeys(("to", "cuda", "is_available", "device"), "done: a GPU is used if there is one"),
+    **dict.fromkeys(("log", "log_dict", "print", "item", "format"), "done: losses and metrics are logged"),
+    **dict.fromkeys(("save", "save_model"), "done: the best and the last state are saved"),
+    **dict.fromkeys(("fit", "Trainer"), "the command itself"),
+    **dict.fromkeys(("GradScaler",), "done with precision=16-mixed"),
+    **dict.fromkeys(("save_hyperparameters", "__init__", "super"), "left out"),
+}
+MODULES = ("Module", "LightningModule", "PreTrainedModel")
+DATASETS = ("Dataset", "IterableDataset")
+HELD_OUT = ("val", "test", "eval", "dev")
+
+
+@dataclass
+class Mapping:
+    """What became of a script. known: line number, code and meaning; unknown: line number and code."""
+
+    known: list[tuple[int, str, str]] = field(default_factory=list)
+    unknown: list[tuple[int, str]] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def command(self) -> str:
+        return " ".join(["trainrun", *(f"{key}={value}" for key, value in self.settings.items())])
+
+
+def map_script(text: str, kind: str, module: str) -> Mapping:
+    """Return what each statement of a script becomes. kind: one of `KINDS`; module: its name as a module of Python."""
+    tree = ast.parse(text)
+    reader = ScriptReader(kind, module, tree)
+    for statement in reader.statements(tree.body):
+        reader.read(statement, text.splitlines()[statement.lineno - 1].strip())
+    return reader.mapping
+
+
+class ScriptReader:
+    """Reads the statements of one script in their order into a `Mapping`."""
+
+    def __init__(self, kind: str, module: str, tree: ast.Module) -> None:
+        self.mapping, self.kind, self.module = Mapping(), kind, module
+        self.constants: dict[str, Any] = {}
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        bases = {node.name: {name_of_call(base) for base in node.bases} for node in classes}
+        self.networks = [name for name, above in bases.items() if above & {"Module", "PreTrainedModel"}]
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        self.imported = {alias.name: node.module or "" for node in imports for alias in node.names}
+        self.known_groups = groups([conf_dir()])
+
+    def statements(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
+        """Yield the statements that a line of the mapping is about; those of networks and imports are left out."""
+        for statement in body:
+            if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass) or is_docstring(statement):
+                continue
+            if isinstance(statement, ast.ClassDef):
+                bases = {name_of_call(base) for base in statement.bases}
+                is_plain = not bases & {"LightningModule", "LightningDataModule"}
+                yield statement
+                yield from () if is_plain else self.statements(statement.body)
+                continue
+            if not isinstance(statement, ast.FunctionDef) and not is_main_guard(statement):
+                yield statement
+            for part in ("body", "orelse", "finalbody"):
+                yield from self.statements(getattr(statement, part, []))
+
+    def read(self, statement: ast.stmt, code: str) -> None:
+        """Put a statement among the known ones with its meaning, or among the unknown ones."""
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            value = self.value_of(statement.value)
+            if value is not None:
+                self.constants[statement.targets[0].id] = value
+                self.mapping.known.append((statement.lineno, code, "a constant"))
+                return
+        meanings: list[str] = []
+        faults: list[str] = []
+        for meaning, is_fault in self.meanings(statement):
+            (faults if is_fault else meanings).append(meaning)
+        if meanings:
+            self.mapping.known.append((statement.lineno, code, "; ".join(dict.fromkeys(meanings))))
+        if faults or not meanings:
+            reason = f": {', '.join(dict.fromkeys(faults))}" if faults else ""
+            self.mapping.unknown.append((statement.lineno, f"`{code}`{reason}"))
+
+    def meanings(self, statement: ast.stmt) -> Iterator[tuple[str, bool]]:
+        """Yield what a statement becomes, and whether this names something that is not understood."""
+        if isinstance(statement, ast.ClassDef):
+            yield from self.class_meaning(statement)
+        elif isinstance(statement, ast.For):
+            yield from self.loop_meaning(statement)
+        elif isinstance(statement, ast.Return) and self.kind == "lightning":
+            yield "the result is used by the run", False
+        else:
+            for call in calls_of(statement):
+                yield from self.call_meaning(call, assigned_name(statement))
+
+    def class_meaning(self, statement: ast.ClassDef) -> Iterator[tuple[str, bool]]:
+        bases = {name_of_call(base) for base in statement.bases}
+        path = f"{self.module}.{statement.name}"
+        if statement.name in self.networks:
+            yield self.set("model", path), False
+        elif bases & set(DATASETS):
+            yield f"data.train={path}, with its arguments as data.train.NAME=VALUE", False
+        elif "LightningModule" in bases:
+            yield "its network is the model, its training_step a task: trainrun help from_lightning", False
+        elif "LightningDataModule" in bases:
+            yield "its data sets are data.train and data.val", False
+
+    def loop_meaning(self, statement: ast.For) -> Iterator[tuple[str, bool]]:
+        call = statement.iter
+        is_outer = any(isinstance(node, ast.For) for child in statement.body for node in ast.walk(child))
+        if (
+            is_outer
+            and isinstance(call, ast.Call)
+            and name_of_call(call) in ("range", "trange")
+            and call.args
+        ):
+            count = self.value_of(call.args[-1])
+            yield (self.set("trainer.max_epochs", count), False) if count else ("no constant", True)
+        elif isinstance(statement.target, ast.Tuple | ast.Name):
+            yield "done: the batches of the data", False
+
+    def call_meaning(self, call: ast.Call, target: str) -> Iterator[tuple[str, bool]]:
+        """Yield what a call becomes; nothing for a call that no rule knows."""
+        name = name_of_call(call)
+        named = {word.arg: word.value for word in call.keywords if word.arg}
+        first = self.value_of(call.args[-1]) if call.args else None
+        if name in ARGUMENT_CALLS[self.kind]:
+            yield from self.arguments_meaning(named)
+        elif name == "DataLoader":
+            yield from self.loader_meaning(named, target)
+        elif name in SEEDS and first is not None:
+            yield self.set("seed", first), False
+        elif name in LOSSES:
+            yield self.set("task", LOSSES[name]), False
+            yield from self.arguments_meaning({key: named[key] for key in named if key == "label_smoothing"})
+        elif name in ("clip_grad_norm_", "clip_grad_value_"):
+            value = self.value_of(named.get("max_norm", named.get("clip_value", call.args[-1])))
+            yield (self.set("trainer.gradient_clip_val", value), False) if value else ("no constant", True)
+            if name == "clip_grad_value_":
+                yield self.set("trainer.gradient_clip_algorithm", "value"), False
+        elif name == "autocast":
+            is_bfloat16 = any("bfloat16" in ast.unparse(value) for value in [*call.args, *named.values()])
+            yield self.set("precision", "bf16-mixed" if is_bfloat16 else "16-mixed"), False
+        elif name == "EarlyStopping":
+            yield self.set("trainer.early_stopping", "true"), False
+            yield from self.prefixed_meaning("trainer.early_stopping", named)
+        elif name == "ModelCheckpoint":
+            yield from self.prefixed_meaning("checkpoint", named)
+        elif name == "compile":
+            yield self.set("trainer.compile", "true"), False
+        elif name == "DistributedDataParallel":
+            yield self.set("parallel", "ddp"), False
+        elif name in self.networks or (
+            name in self.imported and target.rpartition(".")[2] in ("model", "net")
+        ):
+            yield self.set("model", f"{self.imported.get(name, self.module)}.{name}"), False
+            yield from self.prefixed_meaning("model", named)
+        elif is_below(call, "optim") or name in ("AdamW", "Adam", "SGD"):
+            yield from self.optimizer_meaning(call, name, named)
+        elif name in DONE:
+            yield DONE[name], False
+
+    def optimizer_meaning(
+        self, call: ast.Call, name: str, named: dict[str, ast.expr]
+    ) -> Iterator[tuple[str, bool]]:
+        """Yield what an optimizer or a schedule of torch becomes."""
+        if is_below(call, "lr_scheduler"):
+            known = OPTIONS["scheduler"] | {
+                f"{option}lr": option for option in options("scheduler", [conf_dir()])
+            }
+            if name.lower() not in known:
+                yield f"{name}: see trainrun help training", True
+                return
+            yield self.set("scheduler", known[name.lower()]), False
+            kept = {
+                key: value for key, value in named.items() if key not in ("T_max", "total_steps", "optimizer")
+            }
+            yield from self.prefixed_meaning("scheduler", kept)
+            if call.args[2:] or (call.args[1:] and name != "CosineAnnealingLR"):
+                yield f"{name}: name the arguments, as scheduler.KEY=VALUE", True
+            return
+        if name.lower() in options("optimizer", [conf_dir()]):
+            yield self.set("optimizer", name.lower()), False
+        else:
+            yield self.set("optimizer._target_", f"torch.optim.{name}"), False
+        yield from self.prefixed_meaning("optimizer", {key: named[key] for key in named if key != "params"})
+        if call.args[1:]:
+            yield from self.prefixed_meaning("optimizer", {"lr": call.args[1]})
+
+    def loader_meaning(self, named: dict[str, ast.expr], target: str) -> Iterator[tuple[str, bool]]:
+        """Yield what a DataLoader becomes; one of held-out data has a batch size of its own."""
+        if any(word in target.lower() for word in HELD_OUT):
+            sizes = {"data.val_batch_size": named["batch_size"]} if "batch_size" in named else {}
+            for key, value in sizes.items():
+                yield self.set(key, self.value_of(value)), False
+            yield "data.val: the data set of this loader", False
+            return
+        yield "data.train: the data set of this loader", False
+        yield from self.prefixed_meaning(
+            "data", {key: value for key, value in named.items() if key != "dataset"}
+        )
+
+    def arguments_meaning(self, named: dict[str, ast.expr]) -> Iterator[tuple[str, bool]]:
+        """Yield what arguments of another trainer become, each by the words that the command line knows."""
+        for name, node in named.items():
+            value = self.value_of(node)
+            if value is None:
+                yield from self.object_meaning(name, node)
+                continue
+            text = text_of(value)
+            words = stands_for(f"{name}={text}")
+            if words != [f"{name}={text}"]:
+                yield "; ".join(self.set(*word.split("=", 1)) for word in words), False
+                continue
+            key = setting_meant(name, lambda word: word in self.known_groups)
+            key = "output_dir" if key == "hydra.run.dir" else key
+            key = f"trainer.{key}" if f"trainer.{key}" in settings() else key
+            if (
+                key in (*settings(), *self.known_groups, "output_dir")
+                or key.partition(".")[0] in self.known_groups
+            ):
+                yield self.set(key, value_meant(key, text)), False
+            elif name in answers():
+                yield f"{name}: {answer_to(name, text)}", False
+            else:
+                yield name, True
+
+    def object_meaning(self, name: str, node: ast.expr) -> Iterator[tuple[str, bool]]:
+        """Yield what an argument becomes whose value is made by calls, as a list of callbacks."""
+        if not any(isinstance(child, ast.Call) for child in ast.walk(node)):
+            yield f"{name}={ast.unparse(node)}", True
+
+    def prefixed_meaning(self, section: str, named: dict[str, ast.expr]) -> Iterator[tuple[str, bool]]:
+        for name, node in named.items():
+            value, key = self.value_of(node), f"{section}.{name}"
+            is_known = key in settings() or section in ("optimizer", "scheduler", "model")
+            if value is None or not is_known:
+                yield f"{name}={ast.unparse(node)}", True
+            else:
+                yield self.set(key, value), False
+
+    def set(self, key: str, value: Any) -> str:
+        """Note a setting, the first of its values, and return it as it is typed."""
+        text = text_of(value)
+        if key.endswith(".monitor"):
+            text = re.sub(r"^(train|val|test)_", r"\1/", text)
+        self.mapping.settings.setdefault(key, text)
+        return f"{key}={text}"
+
+    def value_of(self, node: ast.expr) -> Any:
+        """Return the value of a constant, or of a name that has one; None for anything else."""
+        if isinstance(node, ast.Name):
+            return self.constants.get(node.id)
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError):
+            return None
+
+
+def name_of_call(node: ast.expr) -> str:
+    """Return the last part of the name of a call, an attribute or a name."""
+    inner = node.func if isinstance(node, ast.Call) else node
+    return inner.attr if isinstance(inner, ast.Attribute) else inner.id if isinstance(inner, ast.Name) else ""
+
+
+def calls_of(statement: ast.stmt) -> list[ast.Call]:
+    """Return the calls in a statement; of one with a body those in its first line."""
+    parts: list[ast.AST] = [statement]
+    if isinstance(statement, ast.With):
+        parts = [item.context_expr for item in statement.items]
+    elif isinstance(statement, ast.If | ast.While):
+        parts = [statement.test]
+    return [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)]
+
+
+def is_below(call: ast.Call, module: str) -> bool:
+    return module in ast.unparse(call.func).split(".")[:-1]
+
+
+def assigned_name(statement: ast.stmt) -> str:
+    """Return the name that a statement assigns, or of the function that holds a returned value; empty without one."""
+    return ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+
+
+def is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def is_main_guard(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+
+
+def text_of(value: Any) -> str:
+    """Return a value as it is typed on a command line."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(text_of, value))}]"
+    return str(value)
+
+
+def mapping_page(mapping: Mapping, script: str) -> str:
+    """Return the mapping as Markdown: a table, what is not understood, and the command."""
+    known = [(line, code.replace("|", r"\|"), meaning) for line, code, meaning in mapping.known]
+    rows = [f"| {line} | `{code}` | {meaning} |" for line, code, meaning in known]
+    unknown = [f"- line {line}: {text}" for line, text in mapping.unknown] or [
+        "Every line has a counterpart."
+    ]
+    parts = [
+        f"# {script} in trainrun",
+        "\n".join(["| line | in the script | here |", "| --- | --- | --- |", *rows]),
+        "## Not understood",
+        "\n".join(unknown),
+        "## The command",
+        "Data and network are importable names, as `data.train=my_data.make` and `model=my_model.Net`.",
+        f"    {mapping.command}",
+    ]
+    return "\n\n".join(parts) + "\n"
