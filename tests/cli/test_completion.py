@@ -15,42 +15,78 @@ from trainrun.config.argv import conf_dir
 from trainrun.errors import ConfigError
 
 NAMES = all_names(list(COMMANDS), [conf_dir()])
-TAB = """
+LINES = (
+    "trainrun model=c", "trainrun model=cnn trainer.max_e", "trainrun optimizer.l", "trainrun resume ru", "trainrun ev",
+    "trainrun trainer.gradient_checkpointing=s", "trainrun --mul", "trainrun model=nothing_like_it",
+    "trainrun data.path=pho",
+)  # fmt: skip
+# What each shell does at a Tab after each of its arguments; a line of proposals for each.
+TABS = {
+    "bash": """
 compopt() { :; }
-COMP_LINE=$1 COMP_POINT=${#1} COMP_WORDS=($1)
-case $1 in *" ") COMP_WORDS+=("") ;; esac
-COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-_trainrun
-echo "${COMPREPLY[*]}"
-"""
+for line; do
+    COMP_LINE=$line COMP_POINT=${#line} COMP_WORDS=($line)
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
+    _trainrun
+    [ ${#COMPREPLY[@]} -gt 0 ] || COMPREPLY=($(compgen -f -- "${line##*[ =]}"))
+    echo "${COMPREPLY[*]}"
+done
+""",
+    "zsh": """
+compset() { prefix=${words[CURRENT]#*=}; }
+_files() { found+=(${prefix:-${words[CURRENT]}}*(N)); }
+compadd() {
+    while [ $1 != -- ]; do shift; done
+    local more=(${(M)@:#${words[CURRENT]}*})
+    found+=($more)
+    (( $#more ))
+}
+for line; do
+    words=(${=line}) CURRENT=${#words} found=() prefix=
+    _trainrun
+    echo $found
+done
+""",
+    "fish": """
+for line in $argv
+    echo (complete -C $line)
+end
+""",
+}
+START = {"bash": ["bash", "-c"], "zsh": ["zsh", "-f", "-c"], "fish": ["fish", "--no-config", "-c"]}
 
 
-def completed(line: str, folder: Path) -> list[str]:
-    """Return what bash proposes at the end of a line."""
-    script = completion_script("bash", NAMES) + TAB
+@pytest.mark.process
+@pytest.mark.parametrize("shell", SCRIPTS)
+def test_a_tab_proposes_what_may_follow(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "photos").mkdir()
+    script = completion_script(shell, NAMES).replace("compdef _trainrun trainrun", "") + TABS[shell]
+    name = [] if shell == "fish" else [shell]
     done = subprocess.run(
-        ["bash", "-c", script, "bash", line],
-        cwd=folder,
+        [*START[shell], script, *name, *LINES],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    return done.stdout.split()
-
-
-@pytest.mark.process
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_proposes_what_may_follow(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    assert {"resume", "model=", "trainer."} <= set(completed("trainrun ", tmp_path))
-    assert set(completed("trainrun model=c", tmp_path)) == {"cnn", "custom"}
-    assert "trainer.max_epochs=" in completed("trainrun model=cnn trainer.max_", tmp_path)
-    assert "optimizer.lr=" in completed("trainrun optimizer.l", tmp_path)
-    assert "runs" in completed("trainrun resume ru", tmp_path)
-    assert completed("trainrun trainer.gradient_checkpointing=s", tmp_path) == ["selective"]
-    assert completed("trainrun --mul", tmp_path) == ["--multirun"]
-    assert completed("trainrun model=nothing_like_it", tmp_path) == []
+    found = [
+        {word.rstrip("/").rpartition("=")[2] or word for word in line.split()}
+        for line in done.stdout.splitlines()
+    ]
+    proposed = dict(zip(LINES, found, strict=True))
+    assert {"cnn", "custom"} <= proposed["trainrun model=c"]
+    assert "trainer.max_epochs=" in proposed["trainrun model=cnn trainer.max_e"]
+    assert "optimizer.lr=" in proposed["trainrun optimizer.l"]
+    assert "runs" in proposed["trainrun resume ru"]
+    assert "evaluate" in proposed["trainrun ev"]
+    assert "selective" in proposed["trainrun trainer.gradient_checkpointing=s"]
+    assert proposed["trainrun --mul"] == {"--multirun"}
+    assert proposed["trainrun model=nothing_like_it"] == set()
+    assert "photos" in proposed["trainrun data.path=pho"]
 
 
 @pytest.mark.process

@@ -50,7 +50,9 @@ def faults_of(path: Path, group: str) -> list[str]:
         target = locate(node["_target_"], group)
         if not node["_target_"].startswith("trainrun."):
             continue
-        parameters = list(inspect.signature(target).parameters.values())[RUNTIME_ARGUMENTS.get(group, 0) :]
+        is_transform = node["_target_"].startswith("trainrun.transform.")
+        first = 1 if is_transform else RUNTIME_ARGUMENTS.get(group, 0)
+        parameters = list(inspect.signature(target).parameters.values())[first:]
         named = {item.name for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)}
         keys = (
             set(node)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +52,7 @@ def test_the_readme_leads_to_every_topic() -> None:
 
 def test_the_site_has_every_topic() -> None:
     pages = re.findall(r": (\w+)\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(pages) == sorted(topics())
+    assert sorted(pages) == sorted([*topics(), "index"])
 
 
 def test_the_tables_of_settings_are_those_of_the_config() -> None:
@@ -97,3 +100,50 @@ def test_a_mistyped_topic_names_the_nearest() -> None:
 def test_slugs_are_those_of_links() -> None:
     assert slug("What it does, and why") == "what-it-does-and-why"
     assert sections("# A\n\n## One\nx\n## Two\ny\n") == {"one": "## One\nx\n", "two": "## Two\ny\n"}
+
+
+def test_links_of_a_published_readme_are_absolute() -> None:
+    url = "https://example.org/team/trainrun"
+    hook = runpy.run_path(str(ROOT / "scripts" / "release_metadata.py"))
+    text = hook["published_readme"](README.read_text(encoding="utf-8"), url)
+    targets = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", text)
+    assert len(targets) > 10
+    for mark, target in targets:
+        kind, path = "raw" if mark else "blob", target.partition("#")[0].removeprefix(url)
+        assert target.startswith(f"{url}/{kind}/main/")
+        assert (ROOT / path.removeprefix(f"/{kind}/main/")).is_file()
+    elsewhere = "[a](https://other.org) [b](#here) ![c](d.png)"
+    assert hook["published_readme"](elsewhere, url) == elsewhere.replace("d.png", f"{url}/raw/main/d.png")
+
+
+def test_a_release_has_the_addresses_of_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = runpy.run_path(str(ROOT / "scripts" / "release_metadata.py"))["ReleaseMetadata"](str(ROOT), {})
+    for url in ("https://example.org/team/trainrun", ""):
+        monkeypatch.setenv("TRAINRUN_URL", url)
+        metadata: dict[str, Any] = {}
+        hook.update(metadata)
+        assert ("Documentation" in metadata["urls"]) == bool(url)
+        assert f"]({url + '/raw/main/' if url else ''}trainrun/manual/pictures" in metadata["readme"]["text"]
+
+
+def test_pictures_load_nothing_from_elsewhere_and_have_a_text() -> None:
+    for page in PAGES:
+        for words, target in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            assert len(words) > 10, f"{page.name}: {target} has no text"
+            picture = (page.parent / target).read_bytes()
+            assert re.search(rb"(?:src|href|url\()\s*=?\s*[\"']?https?:", picture) is None
+
+
+def test_the_first_page_of_the_site_is_the_readme_with_links_that_hold_there() -> None:
+    text = runpy.run_path(str(ROOT / "scripts" / "site_home.py"))["home_page"]()
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
+    assert [target for target in targets if not (FOLDER / target).is_file()] == []
+
+
+@pytest.mark.process
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="the extra `docs`")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "learning rate" in (tmp_path / "search" / "search_index.json").read_text(encoding="utf-8")

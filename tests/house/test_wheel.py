@@ -37,7 +37,7 @@ def test_the_wheel_holds_every_module_and_every_option(wheel: Path):
     others = [
         path
         for path in (ROOT / "trainrun").rglob("*")
-        if path.suffix in (".md", ".png", ".yaml", ".js", ".css")
+        if path.suffix in (".md", ".png", ".svg", ".yaml", ".js", ".css")
     ]
     pages = {str(path.relative_to(ROOT)) for path in others}
     assert names == modules | options | pages | {"trainrun/data/readers/builtin/digits.npz"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ def test_the_files_of_init_train_as_they_are(workdir: Path) -> None:
     run = trainrun.train("experiment=first", *QUIET)
     assert run.status["state"] == "done"
     assert max(row["val/acc"] for row in run.metrics if "val/acc" in row) > 0.6  # 0.33 by chance
+    shown = unescape(run._repr_html_())
+    assert shown.index("best val/acc") < shown.index("<figure") < shown.index("Evaluations")
     code = [
         cell["source"]
         for cell in json.loads(Path("first.ipynb").read_text())["cells"]

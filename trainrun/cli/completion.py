@@ -25,6 +25,7 @@ NO_RUN = (
     "diagnose",
     "help",
     "import",
+    "init",
     "autotune",
     "verify",
 )  # other commands take a folder
@@ -43,9 +44,9 @@ _trainrun() {{
     esac
     COMPREPLY=($(compgen -W "$names" -- "$cur"))
     case " "{with_run}" " in *" ${{COMP_WORDS[1]}} "*)
-        [ "$COMP_CWORD" -gt 1 ] && COMPREPLY+=($(compgen -d -- "$cur")) ;;
+        [ "$COMP_CWORD" -gt 1 ] && COMPREPLY+=($(compgen -d -S / -- "$cur")) ;;
     esac
-    case ${{COMPREPLY[0]}} in *[=.]) compopt -o nospace ;; esac
+    case ${{COMPREPLY[0]}} in *[=./]) compopt -o nospace ;; esac
     case $cur in *=*) COMPREPLY=("${{COMPREPLY[@]#*=}}") ;; esac
 }}
 complete -o default -F _trainrun trainrun
@@ -58,7 +59,7 @@ _trainrun() {{
     local cur=${{words[CURRENT]}}
     case $cur in
         -*) compadd -- {flags_list} ;;
-        *=*) compadd -- {values_list} || _files ;;
+        *=*) compadd -- {values_list} || {{ compset -P '*='; _files; }} ;;
         *.*) compadd -S '' -- {keys_list} ;;
         *) compadd -S '' -- {heads_list}
            if (( CURRENT == 2 )); then compadd -- {commands_list}; else _files; fi ;;

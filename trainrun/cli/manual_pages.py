@@ -78,16 +78,17 @@ def manual_text(topic: str) -> str:
 
 
 def _mentioned(topic: str, known: dict[str, str]) -> str:
-    """The sections with the word in their heading, else in their text; by their names where they are many."""
+    """The sections with the word in their heading, else in their text, most mentions first; their names if many."""
     word = re.compile(rf"\b{re.escape(topic)}", re.IGNORECASE)
     pages = [text for page, text in known.items() if page != "settings"]
     parts = {name: part for text in pages for name, part in sections(text).items() if word.search(part)}
     headed = {name: part for name, part in parts.items() if word.search(part.partition("\n")[0])}
     matches = headed or parts
+    names = sorted(matches, key=lambda name: -len(word.findall(matches[name])))
     if len(matches) <= MOST_SECTIONS:
-        return "\n\n".join(map(_shown, matches.values()))
+        return "\n\n".join(_shown(matches[name]) for name in names)
     lines = [f"{topic} is in these sections:"]
-    for name in sorted(matches, key=lambda name: -len(word.findall(matches[name])))[:MOST_NAMES]:
+    for name in names[:MOST_NAMES]:
         line = next(line for line in matches[name].splitlines() if word.search(line))
         lines.append(f"  trainrun help {name:<28} {_shown(line).strip(' #|')}")
     return "\n".join(lines)

@@ -40,6 +40,11 @@ from trainrun.errors import ConfigError
 from trainrun.folder.named_run import best_run, is_sweep
 from trainrun.limits import NODES, choices_of
 
+MODELS_OF_DATA = {  # beside the option that a path chooses
+    "text": ("model=gpt", "task=language_modeling"),
+    "image_folder": ("model=cnn",),
+}
+
 
 @dataclass(frozen=True)
 class Composition:
@@ -106,9 +111,7 @@ def groups_of_experiment(words: CommandLine, folders: list[Path]) -> set[str]:
 
 def settings_for_path(path: str) -> list[list[str]]:
     """Return the settings of each way to read what is at a path."""
-    ways = {option: [f"data={option}"] for option in data_options(path)}
-    if "text" in ways:
-        ways["text"] += ["model=gpt", "task=language_modeling"]
+    ways = {option: [f"data={option}", *MODELS_OF_DATA.get(option, ())] for option in data_options(path)}
     if "image_folder" in ways and "csv" in ways:
         tables = sorted(file.name for file in Path(path).expanduser().glob("*.csv"))
         ways["image_folder"] += [f"data.train.labels={as_path(name, False)}" for name in tables[:1]]

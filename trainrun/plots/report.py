@@ -83,13 +83,13 @@ def curves_page(run: RunDir) -> str:
 
 
 def overview_page(run: RunDir) -> str:
-    """Return a page with state, result, evaluations and curves of a run."""
+    """Return a page with state, best result, curves and evaluations of a run."""
     history = read_history(run)
     parts = [
         state_banner(history),
-        page.pairs("Result", result_rows(history)),
-        evaluation_table(history),
+        page.pairs("Result", result_rows(history)[:1]),
         charts_html(metric_charts(curves_in(history.in_order))),
+        evaluation_table(history),
     ]
     return page.page(run.root.name, parts)
 

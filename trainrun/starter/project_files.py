@@ -49,7 +49,7 @@ def shapes(count: int, seed: int) -> tuple[Tensor, Tensor]:
     squares = torch.maximum(down, right) < 3.5
     crosses = (torch.minimum(down, right) < 1.2) & (torch.maximum(down, right) < 5)
     drawn = torch.stack([disks, squares, crosses], dim=1).float()
-    pictures = drawn[torch.arange(count), labels] + 0.3 * torch.randn(count, 16, 16, generator=generator)
+    pictures = drawn[torch.arange(count), labels] + 0.2 * torch.randn(count, 16, 16, generator=generator)
     return pictures[:, None], labels
 '''
 
@@ -79,7 +79,7 @@ data:
     seed: 1
 
 optimizer:
-  lr: 3.0e-3
+  lr: 1.0e-2
 
 trainer:
   max_epochs: 5
