@@ -156,7 +156,7 @@ def test_what_is_not_there(run: Any, tmp_path: Path) -> None:
     with refused(CheckpointError):
         resolve(run.folder, "bset")
     for word in ("best", "last"):
-        with pytest.raises(CheckpointError, match=f"{word}: "):
+        with refused(CheckpointError, "checkpoint"):
             resolve(tmp_path / "empty", word)
 
 

@@ -131,7 +131,9 @@ def test_several_files_in_the_order_of_their_names(tmp_path):
     named = load(str(tmp_path), inputs="x", target="y", val_path=str(tmp_path))["train"]
     assert named.tensors[0].tolist() == [[1], [2], [3]]
     written(tmp_path, "x,y\n3,0\nno,1\n", "b.csv")
-    assert "b.csv line 3: column 'x' is 'no'" in fault(str(tmp_path), target="y")
+    text = fault(str(tmp_path), target="y")
+    assert "b.csv: " in text
+    assert "column 'x': 'no' in line 3" in text
 
 
 def test_forms_of_text(tmp_path):

@@ -185,7 +185,10 @@ def weights_of(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
     """
     if isinstance(given, list):
         return np.asarray(given), f"[{', '.join(map(str, given[:3]))}{', ...' if len(given) > 3 else ''}]"
-    found = {name: column_of(source, given) for name, source in named.items()}
+    try:
+        found = {name: column_of(source, given) for name, source in named.items()}
+    except DataError as error:
+        raise DataError(f"data.weights={given}: must be a column of numbers; {error}") from error
     told = {name: column for name, column in found.items() if column is not None}
     if 0 < len(told) < len(found):
         has, lacks = next(iter(told)), next(name for name in found if name not in told)
