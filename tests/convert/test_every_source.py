@@ -53,7 +53,7 @@ EVERY_FORMAT = ("pictures", "pictures_as_bytes", "npz", "text_lines")
 def test_each_sample_is_what_it_was(kind: str, to: str, workdir: Path, capsys: pytest.CaptureFixture[str]):
     words = SOURCES[kind](workdir)
     source, *settings = words
-    code = convert(source, "out", "--to", to, "--num-workers", "0", *settings)
+    code = convert(source, "out", "--to", to, *settings)
     out, err = capsys.readouterr()
     if is_refused(kind, to):
         assert code == 2
@@ -74,7 +74,7 @@ def test_each_sample_is_what_it_was(kind: str, to: str, workdir: Path, capsys: p
                                           ("tfrecord", "npz"), ("webdataset", "pictures")])  # fmt: skip
 def test_a_run_trains_with_the_words(kind: str, to: str, workdir: Path, capsys: pytest.CaptureFixture[str]):
     source, *settings = SOURCES[kind](workdir)
-    assert convert(source, "o u,t", "--to", to, "--num-workers", "0", *settings) == 0
+    assert convert(source, "o u,t", "--to", to, *settings) == 0
     words = use_of(capsys.readouterr().out)
     settings = ["trainer.max_steps=2", "data.batch_size=4", "monitor=fast", "parallel.accelerator=cpu"]
     code = main([*words, *settings, "hydra.run.dir=run"])
@@ -92,44 +92,41 @@ def test_what_was_converted_is_a_source(workdir: Path, capsys: pytest.CaptureFix
         assert_same(first[name], second[name], exact=True)
 
 
-@pytest.mark.parametrize("to", ["parquet", "webdataset", "lmdb", "tfrecord"])
-def test_files_of_pictures_stay_as_they_are(to: str, workdir: Path):
-    source, *settings = SOURCES["pictures"](workdir)
-    assert convert(source, "out", "--to", to, "data.val=null", *settings) == 0
-    written = [path for path in Path("out").rglob("*") if path.is_file()]
-    content = b"".join(path.read_bytes() for path in written)
-    files = [path.read_bytes() for path in sorted(Path("pics").glob("*/*"))]
-    assert sum(file in content for file in files) == 22, "24 less the 2 that are held out"
-
-
-@pytest.mark.parametrize("to", FORMATS)
-def test_pictures_take_no_more_room_than_their_files(to: str, workdir: Path):
+def test_files_of_pictures_stay_as_they_are_from_format_to_format(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+):
     noise = np.random.default_rng(0)
-    for name in ("a", "b"):
-        Path("pics", name).mkdir(parents=True)
-        for i in range(10):
-            pixels = noise.integers(0, 256, (128, 128, 3), np.uint8)
-            Image.fromarray(pixels).save(f"pics/{name}/{i}.jpg", quality=90)
-    size = sum(path.stat().st_size for path in Path("pics").glob("*/*"))
-    settings = ["data.train.dtype=uint8"] if to in ARRAYS_ONLY else []
-    assert convert("pics", "out", "--to", to, "data.shape=[3,32,32]", *settings) == 0
-    assert sum(path.stat().st_size for path in Path("out").rglob("*") if path.is_file()) < 1.4 * size
+    for i in range(20):
+        path = Path("pics", "ab"[i % 2], f"{i:02}.{'jpg' if i % 4 else 'png'}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 256, (128, 128, 3), np.uint8)).save(path)
+    files = [path.read_bytes() for path in Path("pics").glob("*/*")]
+    source, settings = "pics", ["data.shape=[3,32,32]", "data.train.val_fraction=0.25"]
+    first = sources_of(["data=image_folder", "data.path=pics", *settings])
+    for hop, to in enumerate(["webdataset", "lmdb", "tfrecord", "parquet", "webdataset"]):
+        dest = f"{hop}-{to}"
+        assert convert(source, dest, "--to", to, *settings) == 0
+        after = sources_of(use_of(capsys.readouterr().out))
+        assert first.keys() == after.keys() == {"train", "val"}
+        for name in first:
+            assert_same(first[name], after[name], exact=True)
+        written = [path.read_bytes() for path in Path(dest).rglob("*") if path.is_file()]
+        assert all(any(file in content for content in written) for file in files)
+        assert sum(map(len, written)) < 1.3 * sum(map(len, files))
+        source, settings = dest, []
 
 
-@pytest.mark.parametrize("to", ["npy", "lmdb", "tfrecord"])
-def test_equal_inputs_give_equal_bytes(to: str, workdir: Path):
-    """By one process and by several, which divide the work anew each time."""
-    source, *settings = SOURCES["digits"](workdir)
-    shards = ["--shard-size", "50"] if to == "tfrecord" else []
-    for dest, workers in (("a", "0"), ("b", "2")):
-        assert convert(source, dest, "--to", to, "--num-workers", workers, *shards, *settings) == 0
-    assert contents("a") == contents("b")
-
-
-def contents(folder: str) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
-    }
+@pytest.mark.parametrize("to", ["npy", "hdf5"])
+def test_arrays_take_pictures_only_as_pixels_that_are_asked_for(
+    to: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+):
+    source, *settings = SOURCES["pictures"](workdir)
+    assert convert(source, "tar", "--to", "webdataset", *settings) == 0
+    for pictures in (source, "tar"):
+        capsys.readouterr()
+        assert convert(pictures, "out", "--to", to, *settings) == 2
+        assert "data.train.dtype=uint8" in capsys.readouterr().err
+    assert convert("tar", "out", "--to", to, "data.train.dtype=uint8", *settings) == 0
 
 
 @pytest.mark.parametrize(
@@ -138,10 +135,7 @@ def contents(folder: str) -> dict[str, bytes]:
 def test_shard_borders(kind: str, size: int, shards: int, workdir: Path, capsys: pytest.CaptureFixture[str]):
     words = SOURCES[kind](workdir)
     source, *settings = words
-    assert (
-        convert(source, "out", "--to", "tfrecord", "--shard-size", str(size), "--num-workers", "2", *settings)
-        == 0
-    )
+    assert convert(source, "out", "--to", "tfrecord", "--shard-size", str(size), *settings) == 0
     names = sorted(path.name for path in Path("out/train").glob("*.tfrecord"))
     assert names == [f"train-{i:05d}-of-{shards:05d}.tfrecord" for i in range(shards)]
     after = sources_of(use_of(capsys.readouterr().out))["train"]

@@ -43,7 +43,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["a.npz", "out", "--to", "npy", "data.batch_size=3"], "data.batch_size=3: means nothing"),
         (["a.npz", "out", "--to", "npy", "--shard-size", "3"], "--shard-size 3: --to npy has one file a split"),
         (["a.npz", "out", "--to", "parquet", "--shard-size", "0"], "--shard-size 0: must be 1 or more"),
-        (["a.npz", "out", "--to", "parquet", "--num-workers", "-1"], "--num-workers -1: must be 0 or more"),
         (["a.npz", "a.bin", "--to", "npy"], "a.bin: this is a file; DEST is a folder that does not exist"),
         (["a.npz", "mixed", "--to", "npy"], "mixed: exists and is no conversion of trainrun's (it has a.csv)"),
         (["folder", "folder/out", "--to", "parquet"], "folder/out: lies in SOURCE, which must not change"),
@@ -105,7 +104,7 @@ def test_other_words_or_another_source(workdir: Path, capsys: pytest.CaptureFixt
     words = ["out", "--to", "parquet", "--shard-size", "5", *settings]
     assert convert(source, *words) == 0
     kept = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
-    assert convert(source, *words, "--num-workers", "1") == 0, "the same words again find it complete"
+    assert convert(source, *words) == 0, "the same words again find it complete"
     assert "24 samples" not in capsys.readouterr().err
     assert "out: holds a finished conversion" in refusal(capsys, source, *words, "data.val=null")
     assert "--shard-size=5" in refusal(capsys, source, "out", "--to", "parquet", *settings)

@@ -69,7 +69,7 @@ def test_a_run_trains_on_what_was_written_of_the_right_layer(
     )
 
 
-@pytest.mark.parametrize(("ending", "num_written"), [("npy", 600), ("parquet", 900)])
+@pytest.mark.parametrize(("ending", "num_written"), [("npy", 900), ("parquet", 900)])
 def test_a_stopped_one_goes_on_and_gives_the_same_bytes(
     run: str, monkeypatch: pytest.MonkeyPatch, ending: str, num_written: int
 ) -> None:

@@ -40,7 +40,7 @@ UNQUOTED = re.compile(r"[\w./{}-]*")
 
 def convert(
     to: str, dest: Path, read_source: Callable[[], tuple[str, dict[str, Samples]]], arguments: list[str],
-    shard_size: int | None, num_workers: int, say: Callable[[str], None], source: str = "the source is",
+    shard_size: int | None, say: Callable[[str], None], source: str = "the source is",
 ) -> None:  # fmt: skip
     """Write DEST or what is missing of it, check it, and say how it is used.
 
@@ -67,7 +67,7 @@ def convert(
         files = [
             file
             for name, samples in splits.items()
-            for file in write_split(dest, name, samples, formats[name], shard_size, num_workers, say)
+            for file in write_split(dest, name, samples, formats[name], shard_size, say)
         ]
         use_test, count = check_written(to, dest, splits, use)
         sizes = {str(file.relative_to(dest)): file.stat().st_size for file in files}
@@ -81,8 +81,7 @@ def convert(
 
 
 def write_split(
-    dest: Path, name: str, samples: Samples, output: Format, shard_size: int | None, num_workers: int,
-    say: Callable[[str], None],
+    dest: Path, name: str, samples: Samples, output: Format, shard_size: int | None, say: Callable[[str], None]
 ) -> list[Path]:  # fmt: skip
     """Write the files of a split that are missing, and return all of them. Each gets its name when it is whole."""
     started = time.monotonic()
@@ -91,7 +90,7 @@ def write_split(
     ranges = [range(shard.begin + num_written(output, shard), shard.end) for shard in missing]
     num_missing = sum(map(len, ranges))
     as_files = output.as_files and samples.has_files
-    items = iterate_encoded(samples, output.encode, as_files, ranges, num_workers)
+    items = iterate_encoded(samples, output.encode, as_files, ranges)
     flag = StopFlag(training=False)  # Ctrl-C raises KeyboardInterrupt
     items = with_progress(items, name, len(samples), len(samples) - num_missing, flag)
     facts = dest / name / META_NAME

@@ -37,13 +37,10 @@ def main(argv: list[str]) -> int:
     arguments += [f"--shard-size={options_given.shard_size}"] if options_given.shard_size else []
     arguments += options_given.overrides
     from trainrun.convert.conversion import convert, read_splits
-    from trainrun.runtime.machine import usable_cores
 
-    num_workers = options_given.num_workers
-    num_workers = min(usable_cores(), 8) if num_workers is None else num_workers
     shard_size = options_given.shard_size
     try:
-        convert(options_given.to, dest, lambda: read_splits(config), arguments, shard_size, num_workers, say)
+        convert(options_given.to, dest, lambda: read_splits(config), arguments, shard_size, say)
     except KeyboardInterrupt:
         say(INTERRUPTED, file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -67,7 +64,6 @@ def convert_parser() -> Parser:
         type=int,
         help=f"samples a file (default: about 128 MiB); {', '.join(SHARDED)}",
     )
-    add("--num-workers", metavar="N", type=int, help="processes that read (default: one a core, up to 8)")
     settings = "settings of the source, as data.train.dtype=uint8"
     add("overrides", metavar="key=value", nargs="*", default=[], help=settings)
     return parser
@@ -86,12 +82,8 @@ def check_arguments(options: Namespace) -> Namespace:
                 f"{setting}: means nothing to a conversion, which keeps what {', '.join(NODES)} give; allowed: "
                 f"their settings, {', '.join(KEYS)}"
             )
-    for flag, value, least in (
-        ("--shard-size", options.shard_size, 1),
-        ("--num-workers", options.num_workers, 0),
-    ):
-        if value is not None and value < least:
-            errors.append(f"{flag} {value}: must be {least} or more")
+    if options.shard_size is not None and options.shard_size < 1:
+        errors.append(f"--shard-size {options.shard_size}: must be 1 or more")
     if options.shard_size is not None and options.to not in SHARDED:
         errors.append(
             f"--shard-size {options.shard_size}: --to {options.to} has one file a split; leave it out"

@@ -338,7 +338,7 @@ def fixed_fields(samples: Samples, to: str) -> tuple[Field, ...]:
     """Return the fields for a format of arrays of one shape. DataError: dicts, or pictures that it would blow up."""
     if any(isinstance(part, dict) for part in as_parts(samples.probes[0])):
         raise DataError(f"{samples.key}: its samples are dicts, which --to {to} cannot keep; {OTHER_FORMATS}")
-    if samples.has_files and samples.source.form.dtype != "uint8":
+    if samples.form is not None and samples.form.dtype != "uint8":
         raise DataError(
             f"--to {to}: holds arrays, so each pixel of a decoded picture would become a float32 of 4 bytes; keep the "
             "files as they are by --to webdataset, parquet, tfrecord or lmdb, or store pixels as bytes by "
@@ -373,9 +373,9 @@ def input_dtype(fields: Sequence[Field]) -> str:
 
 def picture_settings(samples: Samples) -> list[str]:
     """Return the settings with which files of pictures are decoded as the source decodes them."""
-    if not samples.has_files:
+    form = samples.form
+    if form is None:
         return []
-    form = samples.source.form
     settings = ["data.shape=null" if form.shape is None else f"data.shape={format_list(form.shape)}"]
     settings += [f"data.train.dtype={form.dtype}"] if form.dtype != "float32" else []
     settings += [f"data.train.fit={form.fit}"] if form.fit != "crop" else []

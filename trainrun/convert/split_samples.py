@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -10,10 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from trainrun.data.facts import facts_of
-from trainrun.data.readers.pictures.image_folder import ImageFolder, content_of
+from trainrun.data.readers.pictures.decode import Form
+from trainrun.data.readers.pictures.image_folder import ImageFolder
+from trainrun.data.readers.reader_protocol import ReaderDataset
+from trainrun.data.readers.records.values import PICTURE_MAGICS
 from trainrun.data.tensor_dataset import Columns, columns_of, length_of
 from trainrun.errors import DataError, TrainrunError
 from trainrun.user_code import line_of
@@ -27,8 +29,8 @@ END = object()
 class Samples:
     """A split of the data. key: how the user names it, as `data.train`.
 
-    has_files: a sample is a JPEG or PNG file and a target, so the bytes of the file can be kept.
-    sequential: samples come one after the other, so one process reads them all.
+    form: how a picture is decoded, if each sample is a JPEG or PNG file and a target: then the file is kept as it is.
+    sequential: samples come one after the other.
     probes: up to `num_probes` samples, spread over the split. sample_bytes: the mean size of one, as it is stored.
     tolerance: how far a sample that is computed may be from what was written, relative to its largest number.
     """
@@ -39,7 +41,7 @@ class Samples:
         self.sequential = isinstance(source, IterableDataset)
         self.columns: Columns | None = None if self.sequential else columns_of(source, key)
         self._rows = source if self.columns is None else self.columns
-        self.has_files = isinstance(source, ImageFolder)
+        self.form = form_of_files(source)
         self._position = 0
         self._rest: Iterator[Any] = iter(())
         with self._errors_name(0):
@@ -54,6 +56,10 @@ class Samples:
         stored = self.read_files(numbers) if self.has_files else self.probes
         self.sample_bytes = max(1, sum(map(size_of, stored)) // count)
 
+    @property
+    def has_files(self) -> bool:
+        return self.form is not None
+
     def __len__(self) -> int:
         return self._length
 
@@ -66,11 +72,12 @@ class Samples:
         return self.read_single(numbers)
 
     def read_files(self, numbers: Sequence[int]) -> list[tuple[bytes, Any]]:
-        """Return the bytes of each picture's file, not decoded, and its target."""
-        contents = [content_of(self.source.describe(number)) for number in numbers]
-        return [
-            (content, self.source.labels[number]) for content, number in zip(contents, numbers, strict=True)
-        ]
+        """Return the bytes of each picture's file, not decoded, and its target. DataError: one is something else."""
+        samples = self.source.read_files(numbers)
+        for number, sample in zip(numbers, samples, strict=True):
+            if not is_file_and_target(sample):
+                raise DataError(f"{self.describe(number)}: is not a picture and a number, as sample 0 is")
+        return list(samples)
 
     def read_single(self, numbers: Sequence[int]) -> list[Any]:
         """Return samples read one by one. A sequential source begins again for an earlier one."""
@@ -115,57 +122,33 @@ class Samples:
             ) from error
 
 
-class EncodedBlocks:
-    """Blocks of samples as a format stores them, for a `DataLoader`. An error is an item: its text stays as it is."""
+def form_of_files(source: Any) -> Form | None:
+    """Return how the pictures of a source are decoded, if each of its samples is a picture's file and a target."""
+    if not isinstance(source, ImageFolder | ReaderDataset) or source.form is None or len(source) == 0:
+        return None
+    return source.form if is_file_and_target(source.read_files([0])[0]) else None
 
-    def __init__(
-        self, samples: Samples, encode: Callable[[int, Any], Any], as_files: bool, ranges: Sequence[range]
-    ) -> None:
-        self._samples, self._encode, self._as_files = samples, encode, as_files
-        size = max(1, min(MAX_BLOCK, BLOCK_BYTES // samples.sample_bytes))
-        self._blocks = [numbers[i : i + size] for numbers in ranges for i in range(0, len(numbers), size)]
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __getitem__(self, index: int) -> list[Any] | TrainrunError:
-        numbers = self._blocks[index]
-        try:
-            block = self._samples.read_files(numbers) if self._as_files else self._samples.read(numbers)
-            return [self._encode(number, sample) for number, sample in zip(numbers, block, strict=True)]
-        except TrainrunError as error:
-            return error
+def is_file_and_target(sample: Any) -> bool:
+    """Whether a sample is the bytes of a JPEG or PNG file, and a number or an array of them."""
+    if not isinstance(sample, tuple) or len(sample) != 2 or not isinstance(sample[0], bytes):
+        return False
+    target = array_of(sample[1])
+    is_number = isinstance(target, np.ndarray) and target.dtype.kind in "biuf"
+    return is_number and sample[0].startswith(PICTURE_MAGICS)
 
 
 def iterate_encoded(
-    samples: Samples, encode: Callable[[int, Any], Any], as_files: bool, ranges: Sequence[range], num_workers: int
-) -> Iterator[Any]:  # fmt: skip
-    """Yield each sample of the ranges as `encode` makes it, in order. num_workers: 0 and 1 read in this process."""
-    blocks: Any = EncodedBlocks(samples, encode, as_files, ranges)
-    is_parallel = num_workers > 1 and len(blocks) > 1 and not samples.sequential
-    loader = DataLoader(
-        blocks,
-        batch_size=None,
-        collate_fn=unchanged,
-        num_workers=min(num_workers, len(blocks)) if is_parallel else 0,
-        multiprocessing_context=("fork" if sys.platform == "linux" else "spawn") if is_parallel else None,
-    )
-    try:
-        for block in loader:
-            if isinstance(block, TrainrunError):
-                raise block
-            yield from block
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise DataError(
-            "convert: a process that read samples was killed by the system, perhaps because memory ran out; run the "
-            "same command with --num-workers 1: it continues after the files that are written"
-        ) from error
-
-
-def unchanged(block: Any) -> Any:
-    return block
+    samples: Samples, encode: Callable[[int, Any], Any], as_files: bool, ranges: Sequence[range]
+) -> Iterator[Any]:
+    """Yield each sample of the ranges as `encode` makes it, in order."""
+    size = max(1, min(MAX_BLOCK, BLOCK_BYTES // samples.sample_bytes))
+    read = samples.read_files if as_files else samples.read
+    for numbers in ranges:
+        for begin in range(0, len(numbers), size):
+            block = numbers[begin : begin + size]
+            for number, sample in zip(block, read(block), strict=True):
+                yield encode(number, sample)
 
 
 def leaves_of(sample: Any) -> Iterator[tuple[str, Any]]:

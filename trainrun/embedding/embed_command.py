@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     try:
         convert(
             FORMATS[out.suffix], out, lambda: _parts(run_dir, config, checkpoint, asked.layer, asked.trust), arguments,
-            -(-PART // size) * size, 0, say, "the run, or its data, is",
+            -(-PART // size) * size, say, "the run, or its data, is",
         )  # fmt: skip
     except KeyboardInterrupt:
         say(

@@ -16,6 +16,7 @@ import numpy as np
 
 from trainrun.data.readers.parts import RandomRows, Rows, SplitFiles, group_numbers, rows_of
 from trainrun.data.readers.paths import fingerprint_of
+from trainrun.data.readers.pictures.decode import Form
 from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
 
@@ -31,7 +32,8 @@ class Info:
     the same bits. thread_safe: several threads may call `read` at once, which only its author can know. column: (N,)
     of another column of a table, by its name; None: it has none of that name. input_columns: of a table, what each
     input column holds. columns: those whose rows the samples are. read_cut: a part of a sample, see `Pieces` of the
-    sequences.
+    sequences. form: how pictures are decoded; None: there are
+    none. read_files: as `read`, with the bytes of its file in place of each picture.
     """
 
     files: tuple[Path, ...]
@@ -47,6 +49,8 @@ class Info:
     input_columns: Mapping[str, str] | None = None
     columns: Columns | None = None
     read_cut: Callable[[int, Callable[[str, Any], Any]], Any] | None = None
+    form: Form | None = None
+    read_files: Callable[[Sequence[int]], list[Any]] | None = None
 
 
 class Reader(Protocol):
@@ -89,6 +93,16 @@ class ReaderDataset:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return self._read(self._numbers(indices))
+
+    @property
+    def form(self) -> Form | None:
+        """How pictures are decoded, if there may be some."""
+        return self._info.form
+
+    def read_files(self, indices: Sequence[int]) -> list[Any]:
+        """Return samples with the bytes of its file in place of each picture."""
+        assert self._info.read_files is not None
+        return self._read(self._numbers(indices), self._info.read_files)
 
     def whole_batch(self, indices: Sequence[int]) -> Any:
         """The bits that collating the samples gives; None if the reader makes no batches."""
@@ -157,13 +171,15 @@ class ReaderDataset:
         numbers: list[int] = (places if self.rows is None else self.rows[places]).tolist()
         return numbers
 
-    def _read(self, numbers: list[int]) -> list[Any]:
+    def _read(
+        self, numbers: list[int], read: Callable[[Sequence[int]], list[Any]] | None = None
+    ) -> list[Any]:
         try:
-            return self.reader.read(numbers)
+            return self.reader.read(numbers) if read is None else read(numbers)
         except (ValueError, OverflowError) as error:
             if len(numbers) == 1:
                 raise DataError(f"{self._where(numbers[0])}: {error}") from error
-        return [sample for number in numbers for sample in self._read([number])]
+        return [sample for number in numbers for sample in self._read([number], read)]
 
     def _where(self, number: int) -> str:
         return (

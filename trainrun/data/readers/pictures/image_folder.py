@@ -62,6 +62,10 @@ class ImageFolder:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self._read(index), self.labels[index]
 
+    def read_files(self, indices: Sequence[int]) -> list[tuple[bytes, Tensor]]:
+        """Return the bytes of each picture's file, not decoded, and its target."""
+        return [(content_of(self.describe(index)), self.labels[index]) for index in indices]
+
     def whole_batch(self, indices: list[int]) -> tuple[Tensor, Tensor] | None:
         """Pictures (B, C, H, W) and targets (B,), each picture written to its place once."""
         if self.form.shape is None or self._deep:

@@ -71,27 +71,34 @@ class LmdbReader:
                 says = f"holds {self._length} records, but its entry __meta__ says {facts.length}"
                 raise DataError(f"{file}: {says}")
         self.info = Info(
-            (file,), form, None, facts.class_names, facts.num_classes, self._where, thread_safe=True
-        )
+            (file,), form, None, facts.class_names, facts.num_classes, self._where, thread_safe=True,
+            form=form, read_files=self.read_files,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, indices: Sequence[int]) -> list[Any]:
-        with _ENVIRONMENTS[self._name].begin() as transaction:
-            return [self._decoded(transaction.get(self._key(number))) for number in indices]
+        return self._read(indices, self._form)
 
-    def _decoded(self, content: bytes | None) -> Any:
+    def read_files(self, indices: Sequence[int]) -> list[Any]:
+        return self._read(indices, None)
+
+    def _read(self, indices: Sequence[int], form: Form | None) -> list[Any]:
+        with _ENVIRONMENTS[self._name].begin() as transaction:
+            return [self._decoded(transaction.get(self._key(number)), form) for number in indices]
+
+    def _decoded(self, content: bytes | None, form: Form | None) -> Any:
         if content is None:
             raise ValueError("there is no such record")
         if is_sample(content):
             sample = decode_sample(content)
             is_picture = isinstance(sample, tuple) and isinstance(sample[0], bytes)
             if is_picture and sample[0].startswith(PICTURE_MAGICS):
-                return (picture(sample[0], self._form), *sample[1:])
+                return (picture(sample[0], form), *sample[1:])
             return sample
         if content.startswith((*PICTURE_MAGICS, NPY_MAGIC)):
-            return guessed_value(content, self._form)
+            return guessed_value(content, form)
         raise ValueError(
             "neither a sample written by `trainrun convert` nor a picture nor a .npy array (pickled objects "
             "are not read: they could run anything); write the data again with trainrun convert"

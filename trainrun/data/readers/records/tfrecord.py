@@ -89,16 +89,20 @@ class TfrecordReader:
         self._ends = np.cumsum([len(places) for places in self._places], dtype=np.int64)
         facts, settings = facts_beside(files), (columns, sorted(sequences), form)
         self.info = Info(
-            tuple(files), settings, None, facts.class_names, facts.num_classes, self._where, thread_safe=True
-        )
+            tuple(files), settings, None, facts.class_names, facts.num_classes, self._where, thread_safe=True,
+            form=form, read_files=self.read_files,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def read(self, indices: Sequence[int]) -> list[Any]:
-        return [self._one(number) for number in indices]
+        return [self._one(number, self._form) for number in indices]
 
-    def _one(self, number: int) -> Any:
+    def read_files(self, indices: Sequence[int]) -> list[Any]:
+        return [self._one(number, None) for number in indices]
+
+    def _one(self, number: int, form: Form | None) -> Any:
         features = parse_example(self._content(number))
         if self._columns is None and list(features) == [SAMPLE]:
             whole = features[SAMPLE]
@@ -107,19 +111,19 @@ class TfrecordReader:
         names = sorted(features) if self._columns is None else self._columns
         if missing := [name for name in names if name not in features]:
             raise ValueError(f"has no feature {missing[0]}; it has {', '.join(sorted(features)) or 'none'}")
-        values = {name: self._value(name, features[name]) for name in names}
+        values = {name: self._value(name, features[name], form) for name in names}
         if self._columns is None:
             return values
         return tuple(values.values()) if len(values) > 1 else next(iter(values.values()))
 
-    def _value(self, name: str, feature: Feature) -> Any:
+    def _value(self, name: str, feature: Feature, form: Form | None) -> Any:
         if isinstance(feature, np.ndarray):
             return feature.reshape(()) if feature.size == 1 and name not in self._sequences else feature
         if len(feature) != 1:
             raise ValueError(
                 f"feature {name} holds {len(feature)} byte strings, not one; name others with data.train.columns"
             )
-        return guessed_value(feature[0], self._form)
+        return guessed_value(feature[0], form)
 
     def _content(self, number: int) -> bytes:
         file, record = self._at(number)

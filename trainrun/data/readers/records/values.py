@@ -19,11 +19,11 @@ NPY_FAULTS = (ValueError, SyntaxError, TypeError, KeyError, EOFError, OverflowEr
               tokenize.TokenError)  # fmt: skip
 
 
-def decode_value(extension: str, content: bytes, form: Form) -> Any:
+def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
     """The value of bytes with a file's extension; ValueError if they are damaged.
 
-    Pictures are tensors (C, H, W), numbers are ints, .npy arrays. An unknown extension is decoded as
-    `guessed_value` does.
+    Pictures are tensors (C, H, W), or without a form their bytes. Numbers are ints, .npy arrays. An unknown extension
+    is decoded as `guessed_value` does.
     """
     kind = extension.rpartition(".")[2]
     if kind in NUMBERS:
@@ -38,7 +38,7 @@ def decode_value(extension: str, content: bytes, form: Form) -> Any:
     return picture(content, form) if kind in PICTURES else guessed_value(content, form)
 
 
-def guessed_value(content: bytes, form: Form) -> Any:
+def guessed_value(content: bytes, form: Form | None) -> Any:
     """By the first bytes: a JPEG or PNG picture, a .npy array; all else as an array (L,) of uint8."""
     if content.startswith(PICTURE_MAGICS):
         return picture(content, form)
@@ -47,7 +47,10 @@ def guessed_value(content: bytes, form: Form) -> Any:
     return np.frombuffer(bytearray(content), np.uint8)
 
 
-def picture(content: bytes, form: Form) -> Any:
+def picture(content: bytes, form: Form | None) -> Any:
+    """Return a picture as a tensor; without a form the bytes of its file."""
+    if form is None:
+        return content
     try:
         return form.decode(content)
     except FAULTS as error:

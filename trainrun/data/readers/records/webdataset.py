@@ -69,32 +69,36 @@ class TarReader:
         self._check_columns()
         settings = (self._columns, self._tuple, form)
         self.info = Info(
-            tuple(files), settings, None, facts.class_names, facts.num_classes, self._where, thread_safe=True
-        )
+            tuple(files), settings, None, facts.class_names, facts.num_classes, self._where, thread_safe=True,
+            form=form, read_files=self.read_files,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def read(self, indices: Sequence[int]) -> list[Any]:
-        return [self._one(number) for number in indices]
+        return [self._one(number, self._form) for number in indices]
 
-    def _one(self, number: int) -> Any:
+    def read_files(self, indices: Sequence[int]) -> list[Any]:
+        return [self._one(number, None) for number in indices]
+
+    def _one(self, number: int, form: Form | None) -> Any:
         there = self._extensions_of(number)
         values = {}
         for column in self._columns:
             extension = next(name for name in column if name in there)
-            values[extension] = self._decoded(extension, there[extension])
+            values[extension] = self._decoded(extension, there[extension], form)
         if not self._tuple:
             return values
         return tuple(values.values()) if len(values) > 1 else next(iter(values.values()))
 
-    def _decoded(self, extension: str, member: int) -> Any:
+    def _decoded(self, extension: str, member: int, form: Form | None) -> Any:
         _, _, place, size, file = self._members[member].tolist()
         content = self._shards.read(file, place, size)
         try:
             if extension == WHOLE:
                 return decode_sample(content)
-            return decode_value(extension, content, self._form)
+            return decode_value(extension, content, form)
         except ValueError as error:
             raise ValueError(f"its {extension}: {error}") from error
 

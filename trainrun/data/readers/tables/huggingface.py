@@ -36,9 +36,9 @@ from trainrun.data.readers.tables.arrow_files import (
     table_of,
 )
 from trainrun.data.readers.tables.stored_samples import (
+    DecodePicture,
     SampleField,
     StoredSamples,
-    decode_picture,
     decode_text,
     number_of,
 )
@@ -164,7 +164,7 @@ def samples_of(paths: tuple[Path, ...], open_file: type[TableFile], stored: Stor
 
 def stored_column(stored: StoredColumns, number: int, name: str, kind: str, form: Form) -> SampleField:
     """Return a column of the store as a column of samples."""
-    converters = {"number": number_of, "word": decode_text, "picture": partial(decode_picture, form)}
+    converters = {"number": number_of, "word": decode_text, "picture": DecodePicture(form)}
     is_sequence = kind in ("list", "nested")
     convert = converters.get(kind)
     return stored_field(stored.arrays, f"column.{number}", name, convert=convert, is_sequence=is_sequence)

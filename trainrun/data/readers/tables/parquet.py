@@ -27,7 +27,7 @@ from trainrun.data.readers.tables.arrow_columns import (
     write_ragged,
 )
 from trainrun.data.readers.tables.arrow_files import ArrowTable, ParquetFile, table_of
-from trainrun.data.readers.tables.stored_samples import SampleField, StoredSamples, decode_picture, tensor_of
+from trainrun.data.readers.tables.stored_samples import DecodePicture, SampleField, StoredSamples, tensor_of
 from trainrun.data.readers.tables.table_choice import TableChoice, coding_in, facts_of_coding, load_table
 from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
 from trainrun.data.tensor_dataset import Columns, Splits
@@ -133,7 +133,7 @@ def samples_of(table: ArrowTable, choice: TableChoice, form: InputForm, stored: 
 
 def converter_of(kind: Kind, pictures: Form) -> Any:
     """Return what is made of the values of a row of inputs; None: a copy of them."""
-    return partial(decode_picture, pictures) if kind.name == "picture" else None
+    return DecodePicture(pictures) if kind.name == "picture" else None
 
 
 def pack_sample(names: tuple[str, ...] | None, has_target: bool, cells: Sequence[Any]) -> Any:

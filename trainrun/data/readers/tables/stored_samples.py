@@ -90,8 +90,18 @@ class SampleField:
         return np.array(value if cut is None else cut(value))
 
 
-def decode_picture(form: Form, values: Array, where: Where) -> Any:
-    return decoded(values.tobytes(), form, where)
+@dataclass(frozen=True)
+class DecodePicture:
+    """Makes a tensor of the bytes of a picture."""
+
+    form: Form
+
+    def __call__(self, values: Array, where: Where) -> Any:
+        return decoded(values.tobytes(), self.form, where)
+
+
+def file_of(values: Array, where: Where) -> bytes:
+    return values.tobytes()
 
 
 def decode_text(values: Array, where: Where) -> str:
@@ -127,7 +137,11 @@ class StoredSamples:
         rows = [one.rows_of_one_shape() for one in fields] if columns is not None else [None]
         whole = [array for array in rows if array is not None]
         gathered = columns(whole) if columns is not None and len(whole) == len(rows) else None
-        self.info = replace(info, lengths=lengths, thread_safe=True, columns=gathered, read_cut=self.read_cut)
+        forms = [one.convert.form for one in fields if isinstance(one.convert, DecodePicture)]
+        self.info = replace(
+            info, lengths=lengths, thread_safe=True, columns=gathered, read_cut=self.read_cut,
+            form=forms[0] if forms else None, read_files=self.read_files,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._fields[0])
@@ -136,14 +150,23 @@ class StoredSamples:
         check_lengths(mappings_of(self._arrays))
         return [self._sample(index) for index in indices]
 
+    def read_files(self, indices: Sequence[int]) -> list[Any]:
+        fields = [
+            replace(one, convert=file_of) if isinstance(one.convert, DecodePicture) else one
+            for one in self._fields
+        ]
+        return [self._sample(index, fields=fields) for index in indices]
+
     def read_cut(self, index: int, cut: Callable[[str, Any], Any]) -> Any:
         """Return one sample of which `cut(name, values)` says what part of each list is copied."""
         check_lengths(mappings_of(self._arrays))
         return self._sample(index, cut)
 
-    def _sample(self, index: int, cut: Callable[[str, Any], Any] | None = None) -> Any:
+    def _sample(
+        self, index: int, cut: Callable[[str, Any], Any] | None = None, fields: Sequence[SampleField] = ()
+    ) -> Any:
         cells = []
-        for one, name in zip(self._fields, self._names, strict=True):
+        for one, name in zip(fields or self._fields, self._names, strict=True):
             cell_cut = None if cut is None else partial(cut, name)
             cells.append(one.cell(index, partial(self._where, one.name, index), cell_cut))
         return self._pack(cells)
