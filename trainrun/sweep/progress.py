@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from statistics import fmean
 
 from trainrun.folder.run_folder import RunDir
 from trainrun.output import clock as clock_text
@@ -92,15 +93,23 @@ class SweepProgress:
         return "  ".join(fields[number][1] for number in shown)[:width]
 
     def seconds_left(self) -> float | None:
-        """Estimate the time to the end by the jobs that ended and by how far those that run are; None at first."""
-        fractions = self._fractions()
-        waiting = len(self._unfinished()) - len(fractions)
-        finished = sum(self._finished) + sum(self._clock() - began for began in self._running.values())
-        units = len(self._finished) + sum(fractions.values())
-        if units <= 0:
+        """Estimate the time to the end; None at first.
+
+        A job takes as long as those that ended or, before one has, as its finished part of the steps says.
+        """
+        now, fractions = self._clock(), self._fractions()
+        elapsed = {num: now - began for num, began in self._running.items()}
+        if self._finished:
+            each = fmean(self._finished)
+        elif sum(fractions.values()) > 0:
+            each = sum(elapsed.values()) / sum(fractions.values())
+        else:
             return None
-        rest = waiting + sum(1 - fraction for fraction in fractions.values())
-        return finished / units * rest / self._side_by_side
+        rest = (len(self._unfinished()) - len(fractions)) * each
+        for num, fraction in fractions.items():
+            by_steps = each * (1 - fraction)
+            rest += max(by_steps, each - elapsed[num]) if self._finished else by_steps
+        return rest / self._side_by_side
 
     def _unfinished(self) -> Collection[int]:
         ended = ("done", "failed")

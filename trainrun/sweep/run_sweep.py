@@ -22,18 +22,19 @@ from trainrun.config.argv import OWN_KEYS, CommandLine
 from trainrun.config.compose import compose_run
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.lock import only_writer
-from trainrun.folder.run_folder import RunDir, is_there
-from trainrun.output import counted, say
+from trainrun.folder.run_folder import RunDir, is_there, write_text
+from trainrun.output import counted, path_to_paste, say
 from trainrun.parallel.devices import num_devices
 from trainrun.runtime.signals import catch_stops
-from trainrun.sweep.conclusion import conclude
 from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
 from trainrun.sweep.jobs import Sweep, calls_to_resume, open_sweep
 from trainrun.sweep.leases import Leases, find_places
 from trainrun.sweep.options import read_options, split_options
+from trainrun.sweep.points import REPEATED, best_job, ranked_jobs
 from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import Job
 from trainrun.sweep.space import words_to_check
+from trainrun.sweep.table import MEANS, jobs_csv, points_csv, print_tables, repeated_keys
 
 PARALLEL_WORDS = ("parallel", "experiment", "preset", "--")  # that may say how many devices a job needs
 
@@ -121,6 +122,41 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
     done = all(sweep.jobs[num].result.state == "done" for num in sweep.wanted)
     return EXIT_DONE if done else EXIT_FAILED
+
+
+def conclude(sweep: Sweep) -> None:
+    """Print the tables, write them with the picture, and print where they are and how to go on."""
+    jobs = ranked_jobs(list(sweep.jobs.values()))
+    print_tables(sweep)
+    write_text(sweep.folder / "sweep.csv", jobs_csv(sweep))
+    say(f"table: {sweep.folder / 'sweep.csv'}")
+    if repeated_keys(sweep):
+        write_text(sweep.folder / MEANS, points_csv(sweep.points()))
+        say(f"means: {sweep.folder / MEANS}")
+    metrics = sorted({job.result.monitor for job in jobs if job.result.value is not None})
+    if len(metrics) > 1:
+        (sweep.folder / "sweep.png").unlink(missing_ok=True)
+        say(f"picture: none, {' and '.join(metrics)} have no axis in common")
+    elif metrics:
+        from trainrun.sweep.picture import draw_sweep
+
+        try:
+            draw_sweep(sweep.folder / "sweep.png", jobs, sweep.swept_keys(), REPEATED)
+            say(f"picture: {sweep.folder / 'sweep.png'}")
+        except OSError as error:  # the table is what counts
+            say(f"picture: {sweep.folder / 'sweep.png'} cannot be written ({error.strerror})")
+    best = best_job(sweep.points())
+    if best is not None:
+        from trainrun.sweep.sweep_page import PAGE, best_text, longer_command, write_page
+
+        try:
+            say(f"page: {write_page(sweep)}")
+        except OSError as error:
+            say(f"page: {sweep.folder / PAGE} cannot be written ({error.strerror})")
+        say(f"best: {best_text(sweep.points()[0], best)}")
+        say(f"train the best longer: {longer_command(sweep, best)}")
+    if any(sweep.jobs[num].result.state != "done" for num in sweep.wanted):
+        say(f"what is not done: trainrun resume {path_to_paste(sweep.folder)}", flush=True)
 
 
 def remove_refused(sweep: Sweep) -> None:

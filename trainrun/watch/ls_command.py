@@ -24,12 +24,12 @@ from trainrun.plots import page
 from trainrun.plots.compare import differing_keys, text_table
 from trainrun.plots.history import flat, read_config
 from trainrun.sweep.jobs import load_sweep
+from trainrun.sweep.sweep_page import PAGE as PAGE_OF_SWEEP
 from trainrun.watch.follow import somebody_in
 from trainrun.watch.screen import settings_in
 
 MOST_DEEP = 4  # folders below the one that is listed
 PAGE = "runs.html"
-PAGE_OF_SWEEP = "sweep.html"
 COLUMNS = ("name", "state", "age", "best", "what differs", "time")
 FILTER = re.compile(r"(?P<key>[\w./]+)(?P<sign><=|>=|!=|==?|<|>)(?P<value>.+)")
 SIGNS: dict[str, Callable[[Any, Any], bool]] = {
