@@ -32,6 +32,7 @@ from trainrun.cli.commands import COMMANDS
 from trainrun.cli.main import main
 from trainrun.cli.manual_pages import FOLDER
 from trainrun.config.compose import compose_run, prepare_command_line
+from trainrun.errors import EXIT_USAGE
 from trainrun.sweep.space import expand
 
 pytestmark = pytest.mark.process
@@ -64,6 +65,7 @@ WHOLE = (
     "reference",
 )  # pages that are run from top to bottom, without added limits
 MEASURED = "measurements"
+REFUSED = "# is refused"  # a command whose error message the page shows
 ALIKE = ("trainrun parallel=ddp  ",)  # another page runs the like
 
 
@@ -231,7 +233,7 @@ def test_every_block_is_run_or_marked_as_output(page: str) -> None:
             assert [line for line in lines if line not in known and not line.startswith("export ")] == []
         elif word in ("output", "text"):
             assert [
-                line for line in lines if re.match(r"(\$ *)?(trainrun|python|bash|srun|torchrun)\b", line)
+                line for line in lines if re.match(r"(\$ *)?(trainrun|python|bash|srun|torchrun)\b(?!:)", line)
             ] == []
         elif word == "yaml":
             file = Path(name_of(body))
@@ -327,7 +329,7 @@ def run_part(part: Part, project: Path, names: dict[str, object]) -> None:
     if words[0] == "python" and not words[1].startswith("scripts/"):
         runpy.run_path(str(project / words[1]), run_name="__main__")
     elif words[0] == "trainrun" and words[1] not in LONG:
-        assert main(words[1:]) == 0
+        assert main(words[1:]) == (EXIT_USAGE if REFUSED in part.text else 0)
 
 
 @pytest.mark.parametrize("page", [name for name, text in PAGES.items() if "```output" in text])
