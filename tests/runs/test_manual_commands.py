@@ -233,7 +233,9 @@ def test_every_block_is_run_or_marked_as_output(page: str) -> None:
             assert [line for line in lines if line not in known and not line.startswith("export ")] == []
         elif word in ("output", "text"):
             assert [
-                line for line in lines if re.match(r"(\$ *)?(trainrun|python|bash|srun|torchrun)\b(?!:)", line)
+                line
+                for line in lines
+                if re.match(r"(\$ *)?(trainrun|python|bash|srun|torchrun)\b(?!:)", line)
             ] == []
         elif word == "yaml":
             file = Path(name_of(body))
