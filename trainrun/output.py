@@ -219,7 +219,7 @@ PLAIN = ("null", "None", "true", "True", "false", "False", "''", '""')
 
 
 def is_secret(key: str) -> bool:
-    """Whether a setting is named like a secret: `token`, `x.api_key`, `db_password`; not `num_token`, `attn_key`."""
+    """Return whether a setting has the name of a secret: `token`, `x.api_key`, `db_password`; not `num_token`."""
     names = [name for name in re.split(r"[.\[\]]+", key) if not re.fullmatch(r"-?\d*", name)]
     return bool(names) and SECRET_NAME.fullmatch(names[-1].lower().replace("-", "_")) is not None
 

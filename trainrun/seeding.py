@@ -208,7 +208,7 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` evaluates without gradients; the modes of modules and random numbers are as before afterwards."""
+    """Evaluate `model` inside without gradients. Restore the modes of modules and the random state afterwards."""
     whole, modes = model.training, [(module, module.training) for module in model.modules()]
     model.eval()
     try:

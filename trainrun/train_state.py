@@ -133,6 +133,6 @@ class RollBack(Exception):
         self.rollbacks, self.seconds = state.rollbacks + 1, state.seconds
 
     def apply(self, state: TrainState) -> None:
-        """To the state of that checkpoint."""
+        """Apply the rollback to the state of the checkpoint."""
         state.epoch, state.batches = self.epoch, self.batches
         state.rollbacks, state.seconds = self.rollbacks, self.seconds

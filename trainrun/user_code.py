@@ -22,7 +22,7 @@ def is_of_torch(error: BaseException) -> bool:
 
 
 def named(error: BaseException) -> str:
-    """Its words, which alone say little where it is of a kind like KeyError."""
+    """Return the message of an error, with its class if the message says little, as of KeyError."""
     plain = isinstance(error, TypeError | ValueError | RuntimeError)
     return str(error) if plain else f"{type(error).__name__}: {error}"
 

@@ -192,7 +192,7 @@ class WholeStep:
         return StepReport(*found, run.update())
 
     def _accumulate(self, run: Components, micro_batches: list[MicroBatch]) -> Gradients:
-        """As the plain one."""
+        """Run forward and backward of a window in the graph of the step."""
         batches = [flattened(batch.data) for batch in micro_batches]
         kinds = [self._kinds.get(kind) or self._new_kind(kind, leaves) for kind, leaves, _ in batches]
         if not all(kind.full for kind in kinds):

@@ -97,7 +97,7 @@ def count_flops(run: Components, batch: Any) -> float:
 
 @contextmanager
 def eagerly(counted: FlopCounterMode) -> Iterator[None]:
-    """What is compiled is not run as such; where nothing is, torch's compiler stays unloaded, which takes 1.3 s."""
+    """Run compiled modules eagerly inside. Without any, torch's compiler stays unloaded: loading takes 1.3 s."""
     loaded = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
     mode: Any = counted.mode

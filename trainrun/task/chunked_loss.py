@@ -43,7 +43,7 @@ class Head(NamedTuple):
 
 
 def head_of(layer: nn.Linear, states: Tensor) -> Head:
-    """As autocast would call it now."""
+    """Return the head as autocast would call it now."""
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
     return Head(layer.weight, layer.bias, dtype)
@@ -74,7 +74,7 @@ def chunked_loss(states: Tensor, target: Tensor, head: Head, chunks: int) -> Ten
 
 @torch.no_grad()
 def chunked_right(states: Tensor, target: Tensor, head: Head, chunks: int) -> Tensor:
-    """How many tokens the largest logit names."""
+    """Return the number of tokens that the largest logit predicts."""
     head = head.cast()
     pairs = zip(states.chunk(chunks), target.chunk(chunks), strict=True)
     with torch.autocast(states.device.type, enabled=False):

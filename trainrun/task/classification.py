@@ -144,7 +144,7 @@ class Classification:
         return StepOutput(loss, {"acc": lambda: self._num_right(logits, target), **sums}, rows=rows)
 
     def measured(self, logits: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the metrics of an evaluation are made of. logits: (B, C, ...); target: (B, ...)."""
+        """Return the sums and rows for the metrics of an evaluation. logits: (B, C, ...); target: (B, ...)."""
         if self.metrics is None or torch.is_grad_enabled():
             return {}, {}
         return self.metrics.measure(*self.real(logits, target))

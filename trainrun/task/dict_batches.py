@@ -54,7 +54,7 @@ def positional_inputs(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
 def asked_for(
     model: nn.Module, inputs: Any, batch: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model gets of a dict: by position, and by name."""
+    """Return the fields of a dict that a model receives, by position and by name."""
     fields, taken, by_place = fields_of(model, batch)
     if "segment_ids" in batch and "segment_ids" not in taken:
         name = type(bare_model(model)).__name__
@@ -89,7 +89,7 @@ def _several_inputs(
 
 
 def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
-    """Whether the model's forward takes every field by its name."""
+    """Return whether the model's forward takes every field by its name."""
     taken, *_ = fields_of(model, fields)
     return len(taken) == len(fields)
 
@@ -111,7 +111,7 @@ def forward_of(model: nn.Module) -> Callable[..., Any]:
 
 
 def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
-    """What to say of an error of torch's that tells of shapes, where one of our networks gets other samples than it was
+    """Return the message for an error of torch on shapes, where one of our networks gets other samples than it was
     built for."""
     model = bare_model(model)
     said = str(error)

@@ -41,7 +41,7 @@ class Teacher:
             check_layer(network, name, "task.hidden: the teacher")
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Its answers, of which a backward may save what it likes."""
+        """Return the teacher's outputs, which a backward pass may save."""
         inputs = inputs_and_maybe_target(batch)[0]
         mixed = self._autocast is not None
         device = next((weight.device.type for weight in self.network.parameters()), "cpu")
@@ -174,7 +174,7 @@ class Distillation:
 
 @contextmanager
 def outputs_of(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """What layers give in a forward inside, by their names; of several tensors the first."""
+    """Collect the outputs of layers in a forward inside, by name; of several tensors the first."""
     seen: dict[str, Tensor] = {}
 
     def keep(name: str, output: Any) -> None:

@@ -47,7 +47,10 @@ def without_reduction(loss: Any) -> Any:
 
 
 def arguments(loss: Any) -> Mapping[str, Any]:
-    """By name, none of what is not written in Python. PluginError: it does not take two tensors."""
+    """Return the arguments of a loss by name; {} if it is not written in Python.
+
+    Raise PluginError if it does not take two tensors.
+    """
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except ValueError:
@@ -68,7 +71,7 @@ def loss_name(loss: Any) -> str:
 
 
 def is_summed(loss: Any) -> bool:
-    """Whether a 0-d result of this loss is known to be a sum."""
+    """Return whether a 0-d result of this loss is known to be a sum."""
     inner, keywords = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
     return keywords.get("reduction", getattr(inner, "reduction", None)) == "sum"
 

@@ -120,7 +120,7 @@ def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
 
 
 def is_additive(whole: float, parts: Sequence[float], tolerance: float) -> bool:
-    """Whether the sum over some rows is that over their parts; so is what is not finite, which tells nothing."""
+    """Return whether the sum over some rows equals the sum over their parts. Values that are not finite pass."""
     size = max(abs(whole), sum(map(abs, parts)))
     return not isfinite(size) or abs(whole - sum(parts)) <= tolerance * size
 

@@ -95,7 +95,7 @@ class MultiLabel:
         )
 
     def _measured(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What the metrics of an evaluation are made of."""
+        """Return the values from which the metrics of an evaluation are computed."""
         if self.metrics is None or torch.is_grad_enabled():
             return {}, {}
         return self.metrics.measure(logits, labels)

@@ -96,7 +96,7 @@ class Vae:
         return self._output(model, batch, beta, {"beta": beta * self.count(batch)})
 
     def beta_at(self, step: int) -> float:
-        """What the divergence weighs in the update after `step` updates."""
+        """Return the weight of the divergence in the update after `step` updates."""
         if self.schedule == "constant" or step >= self._steps:
             return self.beta
         if self.schedule == "linear":
@@ -196,7 +196,7 @@ def whole_sequences(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
 
 
 def has_next_tokens(batch: Any) -> bool:
-    """Whether the targets of a batch are the tokens that come next, as of data=text. DataError: it holds no tokens."""
+    """Return whether the targets of a batch are its next tokens, as of data=text. Raise DataError without tokens."""
     tokens, target = inputs_and_maybe_target(batch)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
         raise DataError(

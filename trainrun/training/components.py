@@ -130,7 +130,7 @@ class Components:
         return grad
 
     def show_gradients(self) -> None:
-        """To the hooks, before each update."""
+        """Show the gradients to the hooks, before each update."""
         for look in self.hooks.on_gradients:
             look(self)
             self.after_user_code()
@@ -200,7 +200,7 @@ class Components:
         return named_optimizer_state(self.optimizer, self.model)
 
     def stream(self) -> dict[str, Any]:
-        """What a position in the data means: samples in a micro-batch of all ranks, in an epoch; classes and inputs."""
+        """Return what a position in the data depends on: sizes of micro-batch and epoch, classes, inputs."""
         ranks, size = self.parallel.world_size, self.config.data.batch_size
         return {"samples_per_batch": size * ranks, "num_samples": self.train.num_samples, "order": ORDER,
                 "ranks": ranks, "parts": self.places.parts, "by": dict(self.order),

@@ -61,7 +61,7 @@ Named = Mapping[str, NamedOptimizer]
 
 
 def end_step(named: Named) -> bool:
-    """Whether any of them skipped an update."""
+    """End the step of each optimizer. Return whether any of them skipped an update."""
     skips = [one.end_step() for one in named.values()]
     return any(skips)
 

@@ -145,7 +145,7 @@ def _nothing() -> None:
 
 
 def wants_info(task: Any) -> bool:
-    """Whether `step` has an argument `info`. Raises PluginError for another argument that nobody would give."""
+    """Return whether `step` has an argument `info`. Raise PluginError for an argument that no caller would pass."""
     try:
         parameters = list(inspect.signature(task.step).parameters.values())
     except (TypeError, ValueError):  # a callable without a readable signature

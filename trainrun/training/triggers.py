@@ -61,7 +61,7 @@ class Every:
     lengths: Lengths
 
     def passed(self, state: TrainState) -> bool:
-        """Whether the step just made ends one."""
+        """Return whether the last step ends an interval."""
         if state.step == 0:
             return False
         if self.unit == "epoch" and self.amount >= 1:
@@ -73,7 +73,7 @@ class Every:
         return after // self.amount > before // self.amount
 
     def over(self, state: TrainState) -> bool:
-        """Whether the run is so long already."""
+        """Return whether the run has reached this length."""
         if self.unit == "epoch" and (self.lengths.steps_per_epoch is None or state.step == 0):
             return state.epoch >= self.amount
         return state.step > 0 and self.lengths.done(state, self.unit)[1] + 1e-9 >= self.amount
@@ -121,7 +121,7 @@ class Intervals:
         return self.lengths.accumulate
 
     def log_due(self, step: int) -> bool:
-        """Whether a step ends in a log point."""
+        """Return whether a step ends in a log point."""
         every, total = self.log_every, self.total_steps
         if every is None:
             return False
@@ -131,7 +131,7 @@ class Intervals:
         return is_short and step < every and step & (step - 1) == 0
 
     def sample_due(self, step: int) -> bool:
-        """Whether the metrics of a training step are wanted: of every k-th, and at the end of a row without a k-th."""
+        """Return whether metrics of a training step are wanted: every k-th step, and at the end of a row."""
         every, distance = self.log_every, self.sample_every
         if every is None:
             return False
@@ -153,7 +153,7 @@ class MetricTracker:
 
     @property
     def name(self) -> str:
-        """As it is remembered."""
+        """Return the name under which the metric is saved."""
         return f"{self.metric} {self.mode}"
 
     def better(self, value: float, than: float | None) -> bool:
@@ -233,7 +233,7 @@ class Triggers:
         self._validations = self._by_time()
 
     def after_step(self, state: TrainState) -> Due:
-        """What is due now; `state.stop_reason` says why the run ends here. Also asked ahead of the first step.
+        """Return what is due now. `state.stop_reason` says why the run ends here. Called before the first step too.
 
         Raises TrainingError or RollBack where the run cannot go on.
         """
@@ -265,28 +265,28 @@ class Triggers:
         return Due(validate, False, self.log)
 
     def check(self, state: TrainState, wait: bool) -> None:
-        """Raises TrainingError or RollBack where training cannot go on. `wait` allows a wait for the device."""
+        """Raise TrainingError or RollBack if training cannot go on. `wait` allows a wait for the device."""
         failure = self._failure(wait)
         if failure or state.bad is not None:
             self._on_bad(state, failure)
 
     def stop_request(self) -> int:
-        """What this rank asks for: nothing, the end of its time, or what a signal asked for."""
+        """Return the stop request of this rank: none, the end of its time, or a signal."""
         if self._stop.request:
             return self._stop.request + 1
         return STOP_TIME if time.monotonic() >= self._deadline else 0
 
     def validation_request(self) -> bool:
-        """Whether the clock of this rank asks for a validation."""
+        """Return whether a validation is due by the clock of this rank."""
         return self._by_time() > self._validations
 
     def _by_time(self) -> float:
-        """How many validations by time there were to be until now."""
+        """Return the number of validations that were due by time until now."""
         every = self.rhythm.val_seconds
         return 0.0 if every is None else (self._seconds_before + time.monotonic() - self._started) // every
 
     def interrupted(self) -> bool:
-        """Whether a signal asked this rank to stop; a validation ends for it, for the end of the time it does not.
+        """Return whether a signal stops this rank. A validation ends for a signal, and not for the end of the time.
 
         Asked at every batch of a validation, which is progress.
         """
@@ -322,8 +322,11 @@ class Triggers:
         return val.unit != "epoch" or epoch % self.rhythm.every_n_epoch == 0
 
     def note_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
-        """Whether it was scheduled: only those update early stopping, a plateau schedule and hooks, so that a run
-        that was ended and resumed uses the same ones as a run that never stopped."""
+        """Note a validation. Return whether it was scheduled.
+
+        Only scheduled validations update early stopping, a plateau schedule and hooks. So a resumed run uses the same
+        ones as a run that never stopped.
+        """
         scheduled = not self._again and state.step != state.validated_step and self._scheduled(state)
         self._again = False
         state.validated_step, state.last_metrics = state.step, dict(metrics)

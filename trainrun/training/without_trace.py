@@ -60,7 +60,7 @@ def first_batches(batches: Batches, count: int = 1, epoch: int = 0, start: int =
 
 
 def endless(batches: Batches, place: list[int]) -> Generator[MicroBatch]:
-    """Those from `place` on, an epoch and the number of a batch, which moves along; as above, closed at the end."""
+    """Iterate over batches from `place` on (an epoch and the number of a batch), and move it along."""
     while True:
         epoch, start = place
         found = batches.epoch(epoch, start)

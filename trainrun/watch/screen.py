@@ -110,7 +110,7 @@ class RunsView:
             self.ended = "failed" if states & {"failed", "dead"} else "done"
 
     def is_over(self, states: set[str]) -> bool:
-        """Whether nothing more is to come. states: how the runs ended, "" for one that goes on."""
+        """Return whether nothing more is to come. states: how the runs ended, "" for one that goes on."""
         return "" not in states
 
     def settings(self, folder: Path) -> dict[str, str]:

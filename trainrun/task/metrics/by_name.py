@@ -75,7 +75,7 @@ class ClassMetrics:
         self._names, self._own, self._per_class = names, own, per_class
 
     def check(self, logits: Tensor, target: Tensor) -> None:
-        """Raises ConfigError for a topK that is always right, or another metric that cannot read these."""
+        """Raise ConfigError for a topK that is always right, or another metric that cannot read these."""
         num_classes = logits.shape[1]
         if self._own is not None:
             self._own.check(logits.detach().double().softmax(1), target)
@@ -132,7 +132,7 @@ class LabelMetrics:
         self._names, self._own, self._per_class = names, own, per_class
 
     def check(self, logits: Tensor, labels: Tensor) -> None:
-        """Raises ConfigError for a metric that cannot read these."""
+        """Raise ConfigError for a metric that cannot read these."""
         if self._own is not None:
             self._own.check(logits.detach().double().sigmoid(), labels.long())
 
@@ -173,7 +173,7 @@ class NumberMetrics:
         self._names, self._own = names, own
 
     def check(self, output: Tensor, target: Tensor, padded: bool) -> None:
-        """Raises ConfigError for a metric that cannot read these. padded: sequences of several lengths."""
+        """Raise ConfigError for a metric that cannot read these. padded: sequences of several lengths."""
         if padded and ("r2" in self._names or self._own is not None):
             raise ConfigError(
                 f"task.metrics={format_names(self._names)}: r2 and metrics with _target_ are not defined for sequences "
@@ -220,7 +220,7 @@ def flat(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
-    """How many targets are among the `size` largest; of equal logits the first class counts as larger."""
+    """Return the number of targets among the `size` largest logits. Of equal logits the first class is larger."""
     own = logits.gather(1, target[:, None])
     after = torch.arange(logits.shape[1], device=logits.device) > target[:, None]
     below = (logits < own) | ((logits == own) & after)  # not for NaN, which is never right
@@ -228,7 +228,7 @@ def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
 
 
 def ratios(counts: Tensor) -> dict[str, Tensor]:
-    """By name one number a class, NaN where a class does not occur. counts: (3, C): right, found, there."""
+    """Return one number per class by name, NaN for a class that does not occur. counts: (3, C): right, found, there."""
     right, found, there = counts.double()
     occurs = found + there > 0
 

@@ -75,7 +75,7 @@ class TorchMetrics:
                 metric.set_dtype(torch.float64)
 
     def check(self, scores: Tensor, target: Tensor) -> None:
-        """Raises ConfigError for a metric that cannot read them, PluginError for one that makes no number of them."""
+        """Raise ConfigError for a metric that cannot read them, PluginError for one that makes no number of them."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of few items
             for name, metric in self._metrics.items():
@@ -144,7 +144,7 @@ def alone() -> bool:
 
 
 def adds_up(metric: Any) -> bool:
-    """Whether all its states are tensors that ranks add up, by torchmetrics' own account."""
+    """Return whether all its states are tensors that ranks add up, by torchmetrics' own account."""
     reductions = getattr(metric, "_reductions", None)
     if not reductions or next(metric.children(), None) is not None:
         return False
@@ -153,14 +153,14 @@ def adds_up(metric: Any) -> bool:
 
 
 def grows(metric: Any) -> bool:
-    """Whether an update gave its states other shapes, as R2Score of several outputs does; a reset is of the first."""
+    """Return whether an update gave the states other shapes than a reset, as R2Score of several outputs does."""
     shapes = [value.shape for value in metric.metric_state.values()]
     metric.reset()
     return shapes != [value.shape for value in metric.metric_state.values()]
 
 
 def set_states(metric: Any, flat: Tensor) -> None:
-    """Those that `measure` laid out one after the other, in their own shapes and types."""
+    """Set the states that `measure` laid out one after the other, in their own shapes and types."""
     metric.reset()
     first = 0
     for name, value in metric.metric_state.items():

@@ -157,7 +157,7 @@ def look_of(run: Components) -> Callable[..., dict[str, Pair]]:
 
 
 def rounding_of(run: Components) -> float:
-    """What whole and parts may differ by without autocast, as a share of them."""
+    """Return the relative rounding error that whole and parts may differ by without autocast."""
     if any(parameter.dtype in HALF_TYPES for parameter in run.model.parameters()):
         return SAME
     return ROUNDING if torch.get_float32_matmul_precision() == "highest" else ROUNDING_TF32
@@ -236,8 +236,10 @@ def loss_and_sums(task: Any, counting: Counting, data: Any, out: Any) -> dict[st
 
 
 def are_hits(looks: Looks, key: str) -> bool:
-    """Whether each number is whole and from 1 to its count, as of samples found among the others of their batch: of
-    two alike the first is taken, so that as many are found in a batch given twice."""
+    """Return whether each number is whole and from 1 to its count, as of samples found among others of their batch.
+
+    Of two equal samples the first is taken, so a batch that is given twice has as many hits.
+    """
     pairs = [seen[key] for seen in (*looks.once, *looks.twice)]
     return all(bool(((value % 1 == 0) & (value >= 1) & (value <= count)).all()) for value, count in pairs)
 

@@ -31,7 +31,7 @@ MASK = "attention_mask"
 
 
 def check_padding(run: Components, data: Any) -> bool:
-    """Whether the batches of the ranks could tell: one is padded. The host waits for its mask."""
+    """Check the loss on a padded batch. Return whether a rank had one. The host waits for its mask."""
     mask = batch_fields(data).get(MASK)
     mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
     if not run.parallel.sum_over_ranks([mask is not None])[0]:
@@ -100,7 +100,7 @@ def shortened(data: Any, filled: list[bool], length: int) -> Any:
 
 
 def is_filled(leaf: Any, mask: Tensor) -> bool:
-    """Whether it has the positions of the mask, and one and the same value wherever there is padding."""
+    """Return whether a tensor has the positions of the mask, and one value wherever there is padding."""
     if not isinstance(leaf, Tensor) or leaf.shape[:2] != mask.shape:
         return False
     hidden = leaf[~mask]

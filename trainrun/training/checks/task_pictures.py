@@ -15,7 +15,7 @@ MOST_PICTURES = 25  # of one name
 
 
 def save_pictures(file: Path, found: Any, name: str) -> None:
-    """Raises PluginError for what is no picture."""
+    """Save the pictures of a task. Raise PluginError for a value that is no picture."""
     from safetensors.torch import save_file
 
     if not isinstance(found, Mapping):

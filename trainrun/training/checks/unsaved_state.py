@@ -106,12 +106,12 @@ class UnsavedState:
 
 
 def is_of_library(owner: Any) -> bool:
-    """Whether the class of an object is trainrun's, torch's or Python's own."""
+    """Return whether the class of an object is trainrun's, torch's or Python's own."""
     return type(owner).__module__.partition(".")[0] in ("builtins", "torch", "trainrun")
 
 
 def saves_all(owner: Any) -> bool:
-    """Whether the owner says itself what is saved, by a `state_dict` that is not torch's for modules."""
+    """Return whether the owner has a `state_dict` of its own, other than torch's for modules."""
     return (
         isinstance(owner, KeepsState) and getattr(type(owner), "state_dict", None) is not nn.Module.state_dict
     )

@@ -289,7 +289,7 @@ def batch_norm_in(model: nn.Module) -> str:
 
 
 def coupling(model: nn.Module, task: Task, data: Any) -> str:
-    """Whether the loss of two samples is another than their two losses: a contrastive one, for instance."""
+    """Return whether the loss of two samples differs from the sum of their losses, as of a contrastive loss."""
     count = num_rows(data)
     try:
         with evaluating(model):

@@ -154,7 +154,7 @@ def position(run: Components, place: str, shared: dict[str, Any]) -> int:
 
 
 def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: torch.device) -> None:
-    """Raises CheckpointError if the owner's own method fails."""
+    """Load a state by the owner's own method. Raise CheckpointError if it fails."""
     on_cpu = set(kept.get("on_cpu", ()))
 
     def moved(path: tuple[str, ...], tensor: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: t
 
 
 def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raises CheckpointError for data that numbers other classes; names: its classes, empty if it has no names."""
+    """Raise CheckpointError for data that numbers other classes; names: its classes, empty if it has no names."""
     before = shared.get("stream", {}).get("classes") or []
     if not (before and names) or list(before) == list(names):
         return
@@ -184,7 +184,7 @@ def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -
 
 
 def check_inputs(place: str, shared: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
-    """Raises CheckpointError for a table whose input columns are others, or in another order."""
+    """Raise CheckpointError for a table whose input columns are others, or in another order."""
     before = shared.get("stream", {}).get("inputs") or {}
     if not (before and inputs) or list(before.items()) == list(inputs.items()):
         return
@@ -197,7 +197,7 @@ def check_inputs(place: str, shared: Mapping[str, Any], inputs: Mapping[str, str
 
 
 def check_task_state(place: str, task: Any, kept: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if this task cannot go on from that state."""
+    """Raise CheckpointError if this task cannot go on from that state."""
     name = type(task).__name__
     if "state" in kept and not isinstance(task, KeepsState):
         raise CheckpointError(
@@ -220,7 +220,7 @@ def load_task_state(place: str, task: Any, kept: Mapping[str, Any], device: torc
 
 
 def load_train_state(state: TrainState, saved: dict[str, Any]) -> None:
-    """Raises CheckpointError for a value that no state of ours has."""
+    """Load the training state. Raise CheckpointError for a value that no run saves."""
     for name, value in saved.items():
         if not _fits(name, value):
             raise CheckpointError(f"the state says {str(name)[:40]}={str(value)[:40]}")
@@ -230,7 +230,7 @@ def load_train_state(state: TrainState, saved: dict[str, Any]) -> None:
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Whether a field has such values; counts are not below zero, and steps not below -1, which is none."""
+    """Return whether a field can have such a value. Counts are at least 0, and steps at least -1 (none)."""
     kind = KINDS.get(name, "")
     if kind == "int":
         return type(value) is int and -1 <= value < 2**53 and (value >= 0 or name.endswith("_step"))
