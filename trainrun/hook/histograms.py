@@ -32,8 +32,10 @@ class Histograms:
     def on_gradients(self, run: Components) -> None:
         """Keep them over the update, which uses and clears them."""
         if (run.monitors.step + 1) % self._every == 0 and run.parallel.rank == 0:
-            found = {name: param.grad for name, param in run.model.named_parameters()}
-            self._gradients |= {f"gradients/{name}": grad for name, grad in found.items() if grad is not None}
+            gradients = {name: param.grad for name, param in run.model.named_parameters()}
+            self._gradients |= {
+                f"gradients/{name}": grad for name, grad in gradients.items() if grad is not None
+            }
 
     def on_step_end(self, run: Components, state: TrainState) -> None:
         if state.step % self._every or run.parallel.rank:
@@ -50,10 +52,10 @@ def histograms(tensors: dict[str, Tensor]) -> dict[str, Any]:
     counted = {name: _counts(values) for name, values in real.items() if values.numel()}
     if not counted:
         return {}
-    found = torch.stack(list(counted.values())).tolist()  # the host waits for the device here
+    numbers = torch.stack(list(counted.values())).tolist()  # the host waits for the device here
     rows = {
         name: (low, high, [int(count) for count in counts])
-        for name, (low, high, *counts) in zip(counted, found, strict=True)
+        for name, (low, high, *counts) in zip(counted, numbers, strict=True)
     }
     return {name: [low, high, counts] for name, (low, high, counts) in rows.items() if sum(counts)}
 

@@ -42,9 +42,9 @@ def mutual_information(mean: Tensor, log_var: Tensor, noise: Tensor) -> float:
     # log q(z_i | x_k) up to a constant: the square written out, so that it is three products of matrices
     distance = drawn.square() @ precision.T - 2 * drawn @ (mean * precision).T
     distance += (mean.square() * precision + log_var).sum(1)
-    own = -0.5 * (noise.square() + log_var).sum(1)
+    log_density = -0.5 * (noise.square() + log_var).sum(1)
     mixture = torch.logsumexp(-0.5 * distance, dim=1) - math.log(len(mean))
-    return float((own - mixture).mean())
+    return float((log_density - mixture).mean())
 
 
 def noise_for_code_of(mean: Tensor, log_var: Tensor, code: Tensor) -> Tensor:

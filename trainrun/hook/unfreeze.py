@@ -33,9 +33,11 @@ def faults_of_unfreezing(said: Mapping[str, Any]) -> list[str]:
             )
     if (value := said.get("unfreeze_at")) is not None:
         try:
-            whole = parse_duration(value, STEP, EPOCH).amount.is_integer()
+            is_whole = parse_duration(value, STEP, EPOCH).amount.is_integer()
             faults += (
-                [] if whole else [f"model.unfreeze_at={value}: must be whole epochs; use steps, as 500step"]
+                []
+                if is_whole
+                else [f"model.unfreeze_at={value}: must be whole epochs; use steps, as 500step"]
             )
         except ValueError as error:
             faults.append(f"model.unfreeze_at={value}: {error}")
@@ -47,8 +49,8 @@ def build_unfreezing(frozen: Frozen, until: str | None, model: nn.Module) -> Unf
     frozen.set(model, True)
     if until is None:
         return Unfreeze(frozen, None, False)
-    found = parse_duration(until, STEP, EPOCH)
-    return Unfreeze(frozen, int(found.amount), found.unit == EPOCH, until)
+    duration = parse_duration(until, STEP, EPOCH)
+    return Unfreeze(frozen, int(duration.amount), duration.unit == EPOCH, until)
 
 
 def describe_unfreezing(frozen: Frozen, until: str | None) -> str:
@@ -65,9 +67,9 @@ def begin_training(model: nn.Module, notes: list[str]) -> None:
     others = {name: layer for name, layer in model.named_modules() if not layer.training}
     model.train()
     if changed := [name or type(model).__name__ for name, layer in others.items() if layer.training]:
-        more = f" and {counted(len(changed) - 1, 'other module')}" if len(changed) > 1 else ""
+        rest = f" and {counted(len(changed) - 1, 'other module')}" if len(changed) > 1 else ""
         notes.append(
-            f"model: {changed[0]}{more} came in evaluation mode (no dropout, batch norm as it is), now in training "
+            f"model: {changed[0]}{rest} came in evaluation mode (no dropout, batch norm as it is), now in training "
             "mode; model.freeze_norm=true keeps frozen batch norms as they are"
         )
 

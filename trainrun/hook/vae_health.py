@@ -101,8 +101,8 @@ class VaeHealth:
             task.free_bits = max(self._free_bits, task.free_bits)
 
     def on_step_end(self, run: Components, state: TrainState) -> None:
-        if state.step % self._every == 0 and (found := self._look(run, state)):
-            self._judge(run, found)
+        if state.step % self._every == 0 and (health := self._look(run, state)):
+            self._judge(run, health)
 
     def on_validation_end(self, run: Components, state: TrainState, metrics: Mapping[str, float]) -> None:
         self._tell(run, state)
@@ -126,17 +126,17 @@ class VaeHealth:
         with run.monitors.paused(), run.evaluating():
             if not self._held:
                 self._held = held_samples(run, self._num_samples)
-            found = look(run, self._held, state.step, self._fast)  # waits for the device
-        numbers = [*found["kl_of_dimensions"], *found["activity"], found["kl"], found.get("gain", 0.0)]
+            health = look(run, self._held, state.step, self._fast)  # waits for the device
+        numbers = [*health["kl_of_dimensions"], *health["activity"], health["kl"], health.get("gain", 0.0)]
         if not all(map(math.isfinite, numbers)):
             self._kl.clear()  # not a collapse: nan_policy and the validation say what is wrong
             return None
-        run.monitors.write_row("vae", state.step, found | {"seconds": perf_counter() - started})
-        if self._verbose and not self._said_beta and ("values" in found or "tokens" in found):
+        run.monitors.write_row("vae", state.step, health | {"seconds": perf_counter() - started})
+        if self._verbose and not self._said_beta and ("values" in health or "tokens" in health):
             self._said_beta = True
-            run.monitors.note(effective_beta(run.task, found))
-        self._line = format_health(found)
-        return found
+            run.monitors.note(effective_beta(run.task, health))
+        self._line = format_health(health)
+        return health
 
     def state_dict(self) -> dict[str, Any]:
         """Empty while nothing was found: such a run also goes on without the watch."""
@@ -181,8 +181,10 @@ def held_samples(run: Components, num_samples: int) -> list[Any]:
     if number and samples:
         wanted = min(number, math.ceil(num_samples * number / samples))
         places = [place * number // wanted for place in range(wanted)]
-        found = (next(iter(stream.epoch(0, place)), None) for place in places)
-        batches = [batch for batch in found if batch is not None]  # of a last one not every rank has a share
+        first_batches = (next(iter(stream.epoch(0, place)), None) for place in places)
+        batches = [
+            batch for batch in first_batches if batch is not None
+        ]  # of a last one not every rank has a share
     else:
         size = run.config.data.batch_size * run.parallel.world_size
         batches = list(islice(stream.epoch(0), math.ceil(num_samples / size)))
@@ -198,9 +200,9 @@ def look(run: Components, held: list[Any], step: int, fast: bool) -> dict[str, A
             return [task.terms(run.model, batch) for batch in batches]
 
     def joined(terms: list[Any], name: str) -> Tensor:
-        return torch.cat([getattr(one, name) for one in terms]).double()
+        return torch.cat([getattr(term, name) for term in terms]).double()
 
-    own: dict[str, Any] = {
+    totals: dict[str, Any] = {
         "mean": [],
         "log_var": [],
         "reconstruction": [],
@@ -211,13 +213,13 @@ def look(run: Components, held: list[Any], step: int, fast: bool) -> dict[str, A
     if held:
         terms = terms_of(held)
         mean, log_var, rebuilt = (joined(terms, name) for name in ("mean", "log_var", "reconstruction"))
-        own |= {"mean": mean.tolist(), "log_var": log_var.tolist(), "reconstruction": rebuilt.tolist()}
-        own["values"] = getattr(terms[0], "num_values", 0)
-        own["tokens"] = sum(int(getattr(one, "num_tokens", None) or 0) for one in terms)
+        totals |= {"mean": mean.tolist(), "log_var": log_var.tolist(), "reconstruction": rebuilt.tolist()}
+        totals["values"] = getattr(terms[0], "num_values", 0)
+        totals["tokens"] = sum(int(getattr(term, "num_tokens", None) or 0) for term in terms)
         if not fast and takes_noise(held, mean.shape[1]) and len(mean) > 1:
             others = joined(terms_of(with_codes_of_others(held, mean, log_var)), "reconstruction")
-            own["gain"] = (others - rebuilt).tolist()
-    ranks = run.parallel.gather(own)
+            totals["gain"] = (others - rebuilt).tolist()
+    ranks = run.parallel.gather(totals)
     means, log_vars, reconstructions, gains = (
         torch.tensor([row for rank in ranks for row in rank[name]], dtype=torch.float64)
         for name in ("mean", "log_var", "reconstruction", "gain")
@@ -251,8 +253,8 @@ def normal_like(tensor: Tensor) -> Tensor:
 
 def takes_noise(held: list[Any], dimensions: int) -> bool:
     """Return whether the batches hold noise of the latent code alone."""
-    found = [batch_fields(batch).get("noise") for batch in held]
-    return all(isinstance(noise, Tensor) and noise.shape[1:] == (dimensions,) for noise in found)
+    noises = [batch_fields(batch).get("noise") for batch in held]
+    return all(isinstance(noise, Tensor) and noise.shape[1:] == (dimensions,) for noise in noises)
 
 
 def with_codes_of_others(held: list[Any], mean: Tensor, log_var: Tensor) -> list[Any]:
@@ -332,9 +334,9 @@ def word_dropout(run: Components) -> float:
 def effective_beta(task: Any, found: Mapping[str, Any]) -> str:
     """Describe the effective beta, whatever the losses are summed or averaged over."""
     number = found.get("values") or found["tokens"]
-    what = "values" if "values" in found else "tokens, on average,"
+    terms = "values" if "values" in found else "tokens, on average,"
     return (
-        f"vae: effective beta {task.beta:.3g}: a sum over {number:.4g} {what} and one over {len(found['activity'])} "
+        f"vae: effective beta {task.beta:.3g}: a sum over {number:.4g} {terms} and one over {len(found['activity'])} "
         f"dimensions of a sample; beside a reconstruction averaged over them it is {task.beta / number:.2g}"
     )
 

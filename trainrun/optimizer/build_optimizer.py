@@ -49,14 +49,14 @@ def build_optimizer(
     params: some of them, for one of several optimizers. closures: it may compute the loss several times in a step.
     rules: of parameter groups, each of which adds a line to the note.
     """
-    whole = params is None
+    has_all_params = params is None
     members = list(model.parameters()) if params is None else params
     params = [param for param in members if param.is_floating_point() or param.is_complex()]
     if not any(param.requires_grad for param in model.parameters()):
         raise PluginError("model: the model has no parameter that wants a gradient; nothing can be trained")
     name = getattr(factory, "__name__", type(factory).__name__)
     make_groups = getattr(factory, "parameter_groups", None)  # of Muon, or of a user's own
-    if make_groups is not None and not whole:
+    if make_groups is not None and not has_all_params:
         raise PluginError(
             f"optimizer: {name} divides the parameters of a whole model; it cannot be one of several"
         )
@@ -110,8 +110,8 @@ def choose_kernel(
 
     Raise PluginError if `fused=True` is among them and would compute wrong values.
     """
-    keywords, own = settings[0], set(params)
-    strided = [name for name, p in model.named_parameters() if p in own and not is_dense(p)]
+    keywords, param_set = settings[0], set(params)
+    strided = [name for name, p in model.named_parameters() if p in param_set and not is_dense(p)]
     if keywords.get("fused") is True and is_wrong(factory, params):
         raise PluginError(
             "optimizer.fused=true: torch's fused SGD of a CPU computes wrong values for 16-bit weights; choose "
@@ -174,9 +174,11 @@ def has_switch(factory: Callable[..., Optimizer], name: str, default: bool | Non
 
 def is_known(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
     """Return whether torch 2.8 and later have a correct fused kernel for these parameters."""
-    ours = factory in PLAIN or getattr(factory, "__module__", "") == "trainrun.optimizer.muon"
-    known = all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params)
-    return ours and known and not is_wrong(factory, params)
+    is_known_class = factory in PLAIN or getattr(factory, "__module__", "") == "trainrun.optimizer.muon"
+    has_known_params = all(
+        param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params
+    )
+    return is_known_class and has_known_params and not is_wrong(factory, params)
 
 
 def is_wrong(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
@@ -211,16 +213,16 @@ def move_parameters_to_added_groups(optimizer: Optimizer) -> None:
     """
 
     def add_param_group(param_group: dict[str, Any]) -> None:
-        given = param_group["params"]
-        params = [given] if isinstance(given, Tensor) else list(given)
-        moved, before = set(params), [one["params"] for one in optimizer.param_groups]
-        for one in optimizer.param_groups:
-            one["params"] = [param for param in one["params"] if param not in moved]
+        added = param_group["params"]
+        params = [added] if isinstance(added, Tensor) else list(added)
+        moved, before = set(params), [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param not in moved]
         try:
             type(optimizer).add_param_group(optimizer, {**param_group, "params": params, ADDED: True})
         except Exception:
-            for one, members in zip(optimizer.param_groups, before, strict=True):
-                one["params"] = members
+            for group, members in zip(optimizer.param_groups, before, strict=True):
+                group["params"] = members
             raise
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
@@ -285,15 +287,15 @@ def is_of_frozen(param: Tensor, state: Any) -> bool:
 
 def names_of(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:
     """Return the name of each parameter of the optimizer, in the order of its groups."""
-    known: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    strangers = sum(param not in known for param in params)
+    strangers = sum(param not in names for param in params)
     if strangers:
         raise CheckpointError(
             f"optimizer: {strangers} of its {len(params)} tensors are no parameters of the model, "
             "so their state cannot be saved; make them parameters of the model"
         )
-    return {param: known[param] for param in params}
+    return {param: names[param] for param in params}
 
 
 def _own_fields(optimizer: Optimizer) -> dict[str, Any]:

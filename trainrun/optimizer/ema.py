@@ -144,14 +144,15 @@ class Ema:
             return
         parameters = dict(self._model.named_parameters())
         same = len(parameters) == len(self._parameters) and all(
-            ours is theirs for ours, theirs in zip(self._parameters, parameters.values(), strict=True)
+            old_parameter is new_parameter
+            for old_parameter, new_parameter in zip(self._parameters, parameters.values(), strict=True)
         )
         if same and list(parameters) == list(self._averages):
             return
-        kept = self._averages
+        averages = self._averages
         self._averages = {
-            name: kept[name]
-            if name in kept and kept[name].shape == parameter.shape
+            name: averages[name]
+            if name in averages and averages[name].shape == parameter.shape
             else _at_least_float32(parameter.detach()).clone()
             for name, parameter in parameters.items()
         }

@@ -85,11 +85,11 @@ class Division:
             divided: dict[SharedOptions, list[nn.Parameter]] = {}
             for param in group["params"]:
                 entry = owners.get(param, -1)
-                own = rules.options(entry) if entry >= 0 else {}
+                entry_options = rules.options(entry) if entry >= 0 else {}
                 part = SharedOptions(
                     entry,
-                    0 if "lr" in own else above.get(param, 0),
-                    "weight_decay" not in own and param in undecayed,
+                    0 if "lr" in entry_options else above.get(param, 0),
+                    "weight_decay" not in entry_options and param in undecayed,
                 )
                 divided.setdefault(part, []).append(param)
             self._parts += sorted(divided)
@@ -130,9 +130,9 @@ class Division:
         kind = type(built).__name__
         for name in options:
             if name not in built.defaults:
-                known = ", ".join(built.defaults)
+                option_names = ", ".join(built.defaults)
                 raise ConfigError(
-                    f"{place}.{name}: {kind} has one for all parameters; a group may have {known}"
+                    f"{place}.{name}: {kind} has one for all parameters; a group may have {option_names}"
                 )
         return {name: built.defaults[name] for name in options}
 
@@ -180,15 +180,17 @@ def without_decay(model: nn.Module) -> set[nn.Parameter]:
     what
     the method `no_weight_decay` of a module names (timm).
     """
-    found = {param for param in model.parameters() if param.ndim <= 1}
+    undecayed = {param for param in model.parameters() if param.ndim <= 1}
     for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        whole = isinstance(module, UNDECAYED)
-        found |= {param for name, param in own.items() if whole or name.endswith("bias")}
+        own_parameters = dict(module.named_parameters(recurse=False))
+        is_undecayed_class = isinstance(module, UNDECAYED)
+        undecayed |= {
+            param for name, param in own_parameters.items() if is_undecayed_class or name.endswith("bias")
+        }
         if callable(listed := getattr(module, "no_weight_decay", None)):
             below = dict(module.named_parameters())
-            found |= {below[name] for name in listed() if name in below}
-    return found
+            undecayed |= {below[name] for name in listed() if name in below}
+    return undecayed
 
 
 def summary(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -207,5 +209,5 @@ def peaks_of_groups(keywords: dict[str, Any], optimizer: Optimizer) -> dict[str,
     rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
     if len(set(rates)) < 2 or not rates[0]:
         return {}
-    given = {name: keywords[name] for name in PEAKS if isinstance(keywords.get(name), int | float)}
-    return {name: [rate * (value / rates[0]) for rate in rates] for name, value in given.items()}
+    peaks = {name: keywords[name] for name in PEAKS if isinstance(keywords.get(name), int | float)}
+    return {name: [rate * (value / rates[0]) for rate in rates] for name, value in peaks.items()}

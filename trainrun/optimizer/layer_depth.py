@@ -21,12 +21,12 @@ def layers_above(
     What comes before the first block is depth 0, and so are embeddings; what comes after the last block is one depth
     more. A norm counts with the layer before it. Raise ConfigError if the model has no numbered blocks, or two rows.
     """
-    own = set(members)
+    member_set = set(members)
     blocks = block_classes(model)
     rows = [
         row
         for row in numbered_rows(model, blocks)
-        if own & {param for layer in row.values() for param in layer.parameters()}
+        if member_set & {param for layer in row.values() for param in layer.parameters()}
     ]
     depth_of_layer = number_layers(choose_row(rows, blocks, key))
     num_layers = max(depth_of_layer.values())
@@ -36,7 +36,7 @@ def layers_above(
     names: dict[int, list[str]] = {}
     latest = 0
     for name, param in model.named_parameters():
-        if param not in own:
+        if param not in member_set:
             continue
         layer = next((layer for layer in depth_of_layer if name.startswith(f"{layer}.")), None)
         if layer is not None:
@@ -116,5 +116,5 @@ def number_of_layers(row: Row) -> int:
 
 
 def list_names(names: list[str]) -> str:
-    more = ", ..." if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
+    rest = ", ..." if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{rest}"

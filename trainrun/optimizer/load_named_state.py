@@ -56,8 +56,8 @@ def load_named_optimizer_state(
             if name in tree["state"]:  # a parameter without a gradient so far may have none
                 optimizer.state[params[name]] = _copied(tree["state"][name], params[name], on_device)
         cycled = CYCLED if "base_momentum" in stored else ()  # a schedule moves them
-        kept = () if stored.get(ADDED) else configured
-        _load_fields(group, stored, {name for name in kept if name not in cycled})
+        fixed_fields = () if stored.get(ADDED) else configured
+        _load_fields(group, stored, {name for name in fixed_fields if name not in cycled})
     if tree.get("inner"):
         inner = inner_of(optimizer)
         for name, stored in tree["inner"].items():
@@ -70,10 +70,10 @@ def _check_class(optimizer: Optimizer, stored: list[str]) -> None:
 
     stored: the names of the class of the saved optimizer and of its base classes.
     """
-    known = [kind.__name__ for kind in type(optimizer).__mro__]
-    if stored[0] not in known and known[0] not in stored:
+    classes = [kind.__name__ for kind in type(optimizer).__mro__]
+    if stored[0] not in classes and classes[0] not in stored:
         raise CheckpointError(
-            f"optimizer: the checkpoint has the state of {stored[0][:LONGEST]}, which {known[0]} cannot go on with; "
+            f"optimizer: the checkpoint has the state of {stored[0][:LONGEST]}, which {classes[0]} cannot go on with; "
             "use the optimizer of before, or begin a new run with its weights: init_from=RUN_DIR"
         )
 
@@ -100,10 +100,10 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
             "the parameters are grouped differently (groups, no_decay and layer_decay of the optimizer)"
         ]
     if faults:
-        shown, more = "; ".join(faults[:MAX_FAULTS_SHOWN]), len(faults) - MAX_FAULTS_SHOWN
+        shown, num_more = "; ".join(faults[:MAX_FAULTS_SHOWN]), len(faults) - MAX_FAULTS_SHOWN
         raise CheckpointError(
             f"optimizer: the state in the checkpoint belongs to other parameters: {shown}"
-            + (f"; and {more} more" if more > 0 else "")
+            + (f"; and {num_more} more" if num_more > 0 else "")
             + "; its weights alone can begin a new run: init_from=RUN_DIR"
         )
 

@@ -60,9 +60,22 @@ class Muon(Optimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> None:
-        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        muon_options = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
         super().__init__(
-            params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "muon": False, **own}
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "betas": betas,
+                "eps": eps,
+                "muon": False,
+                **muon_options,
+            },
         )
         others = self._groups(False)
         for group in others:
@@ -96,8 +109,8 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        found: Tensor | None = getattr(self, "found_inf", None)
-        spoilt = None if found is None else found != 0
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        spoilt = None if found_inf is None else found_inf != 0
         for group in self._groups(True):
             for param in group["params"]:
                 if param.grad is not None:
@@ -107,7 +120,7 @@ class Muon(Optimizer):
             self._adamw = _sharing(AdamW, others, **self._kernel)
         if self._adamw is not None:
             self._adopt(self._adamw, others)
-            self._adamw.found_inf, self._adamw.grad_scale = found, None  # type: ignore[attr-defined]
+            self._adamw.found_inf, self._adamw.grad_scale = found_inf, None  # type: ignore[attr-defined]
             self._update_others()
 
     def _adopt(self, adamw: Optimizer, others: list[dict[str, Any]]) -> None:
@@ -130,8 +143,8 @@ class Muon(Optimizer):
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
-        kept: Tensor = state["momentum_buffer"]
-        momentum = kept if spoilt is None else kept.clone()
+        momentum_buffer: Tensor = state["momentum_buffer"]
+        momentum = momentum_buffer if spoilt is None else momentum_buffer.clone()
         momentum.lerp_(grad, 1 - group["momentum"])
         direction = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         matrix = direction.flatten(1)
@@ -144,7 +157,7 @@ class Muon(Optimizer):
         else:
             moved.add_(update, alpha=-rate)
         if spoilt is not None:
-            kept.copy_(torch.where(spoilt, kept, momentum))
+            momentum_buffer.copy_(torch.where(spoilt, momentum_buffer, momentum))
             param.copy_(torch.where(spoilt, param, moved))
 
 

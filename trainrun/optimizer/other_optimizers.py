@@ -29,11 +29,11 @@ def check_contract(optimizer: Any, name: str, closures: bool) -> None:
         return
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if isinstance(optimizer, LBFGS):
-        asked = {name: optimizer.param_groups[0][name] for name in ("max_iter", "line_search_fn")}
-        if asked != {"max_iter": 1, "line_search_fn": None}:
+        limits = {name: optimizer.param_groups[0][name] for name in ("max_iter", "line_search_fn")}
+        if limits != {"max_iter": 1, "line_search_fn": None}:
             raise PluginError(
-                f"optimizer.max_iter={asked['max_iter']}: LBFGS computes the loss again for each further iteration and "
-                "in a line search, which a step over micro-batches cannot offer; use optimizer.max_iter=1 and "
+                f"optimizer.max_iter={limits['max_iter']}: LBFGS computes the loss again for each further iteration "
+                "and in a line search, which a step over micro-batches cannot offer; use optimizer.max_iter=1 and "
                 "optimizer.line_search_fn=null, which is exact: one iteration a step; or a step of your own that calls "
                 "run.update(closure)"
             )
@@ -49,11 +49,11 @@ def lost_at_a_resume(optimizer: Optimizer, model: nn.Module) -> str:
     """Describe what an optimizer stores outside its state, where no checkpoint holds it; empty if nothing."""
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return ""
-    kept = ", ".join(
+    lost = ", ".join(
         dict.fromkeys(name.partition(".")[0] for name, value in _kept(optimizer) if _is_lost(value, model))
     )
     return (
-        f"; a resume begins with a new {kept}: keep it in its state, or in its state_dict()" if kept else ""
+        f"; a resume begins with a new {lost}: keep it in its state, or in its state_dict()" if lost else ""
     )
 
 
@@ -72,8 +72,8 @@ def inner_of(optimizer: Optimizer) -> dict[str, Optimizer]:
 
 
 def _is_of(optimizer: Optimizer, model: nn.Module) -> bool:
-    known = set(model.parameters())
-    return all(param in known for group in optimizer.param_groups for param in group["params"])
+    model_parameters = set(model.parameters())
+    return all(param in model_parameters for group in optimizer.param_groups for param in group["params"])
 
 
 def _kept(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -106,7 +106,9 @@ TAKES_SPARSE = {"SGD": ("nesterov", "weight_decay"), "Adagrad": ("weight_decay",
 def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters whose module says that their gradients are sparse."""
     tables = [
-        one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     ]
     return [param for table in tables for param in table.parameters(recurse=False)]
 
@@ -130,25 +132,26 @@ def _check_sparse_of_one(
     kind = type(optimizer).__name__
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     for group in optimizer.param_groups:
-        known = [param for param in group["params"] if param in names]
-        own = [names[param] for param in known if param in sparse]
-        others = [names[param] for param in known if param in dense]
+        named_params = [param for param in group["params"] if param in names]
+        names_here = [names[param] for param in named_params if param in sparse]
+        others = [names[param] for param in named_params if param in dense]
         if kind == "SparseAdam" and others:
             raise PluginError(
                 f"optimizer: SparseAdam updates from sparse gradients alone, and that of {others[0]} is dense; "
                 f"{_ways_for_sparse(names, sparse)}"
             )
-        if own and kind not in TAKES_SPARSE:
+        if names_here and kind not in TAKES_SPARSE:
             raise PluginError(
-                f"optimizer: {kind} does not take sparse gradients, as that of {own[0]} is; "
+                f"optimizer: {kind} does not take sparse gradients, as that of {names_here[0]} is; "
                 f"{_ways_for_sparse(names, sparse)}"
             )
         option = next((option for option in TAKES_SPARSE.get(kind, ()) if group[option]), None)
-        if own and option is not None:
+        if names_here and option is not None:
             off = "false" if option == "nesterov" else "0"
             raise PluginError(
-                f"optimizer.{option}={str(group[option]).lower()}: does not go with sparse gradients, of {own[0]}; use "
-                f"optimizer.{option}={off} (or for it alone, in optimizer.groups), or sparse=False in the embedding"
+                f"optimizer.{option}={str(group[option]).lower()}: does not go with sparse gradients, of "
+                f"{names_here[0]}; use optimizer.{option}={off} (or for it alone, in optimizer.groups), or "
+                "sparse=False in the embedding"
             )
 
 

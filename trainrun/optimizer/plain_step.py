@@ -139,12 +139,12 @@ class Prepared:
 
     def is_of(self, group: dict[str, Any], state: Any) -> bool:
         """Return whether the states of all parameters are those of the prepared lists."""
-        kept = zip(self.params, self.counters, self.exp_avgs, self.exp_avg_sqs, strict=True)
+        held = zip(self.params, self.counters, self.exp_avgs, self.exp_avg_sqs, strict=True)
         return group is self.group and all(
             state[param].get("step") is counter
             and state[param].get("exp_avg") is mean
             and state[param].get("exp_avg_sq") is square
-            for param, counter, mean, square in kept
+            for param, counter, mean, square in held
         )
 
     def update(self, grads: list[Tensor]) -> None:
@@ -280,16 +280,21 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     If the method is not torch's own, has hooks, or is wrapped by a scheduler, return `optimizer.step` itself.
     """
     wrapped = type(optimizer).step
-    plain = inspect.unwrap(wrapped)
+    function = inspect.unwrap(wrapped)
     if isinstance(optimizer, LBFGS):  # of one iteration: it asks once, and the gradients are there
         return lambda: optimizer.step(lambda: 0.0)  # type: ignore[no-untyped-call]
-    own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
-    if not own or plain is wrapped or optimizer.defaults.get("differentiable", True) or has_hooks(optimizer):
+    is_torch_step = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    if (
+        not is_torch_step
+        or function is wrapped
+        or optimizer.defaults.get("differentiable", True)
+        or has_hooks(optimizer)
+    ):
         return optimizer.step
 
     def step() -> None:
         with torch.no_grad():
-            plain(optimizer)
+            function(optimizer)
 
     return step
 

@@ -38,8 +38,10 @@ def step_with_closure(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [param.detach().clone() for param in params]
     state = {
-        key: {name: _kept(value) for name, value in own.items()} if isinstance(own, dict) else own
-        for key, own in optimizer.state.items()
+        key: {name: _kept(value) for name, value in param_state.items()}
+        if isinstance(param_state, dict)
+        else param_state
+        for key, param_state in optimizer.state.items()
     }
     norms: list[Tensor | None] = []
 
@@ -60,8 +62,8 @@ def step_with_closure(
     except NotFinite:
         skipped = True
         with torch.no_grad():
-            for param, kept in zip(params, before, strict=True):
-                param.copy_(kept)
+            for param, value_before in zip(params, before, strict=True):
+                param.copy_(value_before)
         optimizer.state.clear()
         optimizer.state.update(state)
     precision.end_step(not skipped)

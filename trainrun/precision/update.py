@@ -175,9 +175,9 @@ class Update:
         self._with_gradient = self._gradients.with_gradient
         self.had_gradient |= set(self._with_gradient)
         parts = joined_optimizers(optimizer) or [optimizer]
-        for one in parts:
-            start_momentum(one)
-        if self._gradients.sparse or any(type(one) is SparseAdam for one in parts):
+        for part in parts:
+            start_momentum(part)
+        if self._gradients.sparse or any(type(part) is SparseAdam for part in parts):
             sparse = set(self._gradients.sparse)
             check_sparse(optimizer, self._model, sparse, set(self._with_gradient) - sparse)
         if self._parallel is not None and self._parallel.adopt_trained(self._model):
@@ -284,8 +284,8 @@ def _no_step() -> None:
 
 def takes_flag(optimizer: Optimizer) -> bool:
     """Return whether its `step` reads `found_inf` on the device, as torch's own fused optimizers do, and Muon here."""
-    own = type(optimizer).__module__.startswith(("torch.optim.", "trainrun.optimizer."))
-    return own and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    is_known_class = type(optimizer).__module__.startswith(("torch.optim.", "trainrun.optimizer."))
+    return is_known_class and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def build_scaler(device: torch.device) -> torch.amp.GradScaler:

@@ -27,26 +27,26 @@ def resolve_warmup(
 ) -> int:  # fmt: skip
     """Return the warmup in steps. At most one of steps, ratio (of all steps) and epochs may be set."""
     words = {"steps": steps or None, "ratio": ratio, "epochs": epochs}
-    given = {word: value for word, value in words.items() if value is not None}
-    if not given:
+    typed = {word: value for word, value in words.items() if value is not None}
+    if not typed:
         return 0
-    if len(given) > 1:
-        keys = " and ".join(f"scheduler.warmup_{word}" for word in given)
+    if len(typed) > 1:
+        keys = " and ".join(f"scheduler.warmup_{word}" for word in typed)
         raise ConfigError(f"{keys}: set only one of them, and the other to null")
-    ((word, value),) = given.items()
-    said = f"scheduler.warmup_{word}={value:g}"
+    ((word, value),) = typed.items()
+    setting = f"scheduler.warmup_{word}={value:g}"
     if value < 0 or (word == "ratio" and value > 1):
-        raise ConfigError(f"{said}: must be {'between 0 and 1' if word == 'ratio' else '0 or more'}")
+        raise ConfigError(f"{setting}: must be {'between 0 and 1' if word == 'ratio' else '0 or more'}")
     if word == "ratio" and total_steps is None:
-        raise ConfigError(f"{said}: {UNKNOWN_LENGTH}, or use scheduler.warmup_steps")
+        raise ConfigError(f"{setting}: {UNKNOWN_LENGTH}, or use scheduler.warmup_steps")
     if word == "epochs" and steps_per_epoch is None:
-        raise ConfigError(f"{said}: the length of an epoch is not known; use scheduler.warmup_steps")
-    found = round(value * ({"ratio": total_steps, "epochs": steps_per_epoch}.get(word) or 1))
-    if total_steps is not None and found > total_steps:
+        raise ConfigError(f"{setting}: the length of an epoch is not known; use scheduler.warmup_steps")
+    rounded = round(value * ({"ratio": total_steps, "epochs": steps_per_epoch}.get(word) or 1))
+    if total_steps is not None and rounded > total_steps:
         raise ConfigError(
-            f"{said}: a warmup of {found} steps is longer than the run of {total_steps}; use less, or 0"
+            f"{setting}: a warmup of {rounded} steps is longer than the run of {total_steps}; use less, or 0"
         )
-    return found
+    return rounded
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> tuple[float, str]:
@@ -119,10 +119,10 @@ def _with_length(
     target: Callable[..., Any], name: str, keywords: dict[str, Any], left: int | None
 ) -> dict[str, Any]:
     """Return the keywords, with the length of the training if the target takes it and the user did not set it."""
-    asked = [word for word in (*LENGTHS, LENGTHS_OF_CLASS.get(name)) if word in _parameters(target)]
+    length_names = [word for word in (*LENGTHS, LENGTHS_OF_CLASS.get(name)) if word in _parameters(target)]
     if keywords.get("epochs") is not None and keywords.get("steps_per_epoch") is not None:
         return keywords  # OneCycleLR computes its length from these
-    missing = [word for word in asked if word is not None and keywords.get(word) is None]
+    missing = [word for word in length_names if word is not None and keywords.get(word) is None]
     if missing and left is None:
         raise ConfigError(f"scheduler.{missing[0]}: {UNKNOWN_LENGTH}, or scheduler.{missing[0]} itself")
     return keywords | dict.fromkeys(missing, left)

@@ -54,7 +54,7 @@ class Schedule:
     def peak_lrs(self) -> list[float]:
         """The rate of each group that the schedule starts from, or climbs to."""
         pairs = zip(self._optimizer.param_groups, self._base_lrs, strict=True)
-        return [float(one.get("max_lr", base or one.get("initial_lr", base))) for one, base in pairs]
+        return [float(group.get("max_lr", base or group.get("initial_lr", base))) for group, base in pairs]
 
     @property
     def lrs(self) -> list[float]:

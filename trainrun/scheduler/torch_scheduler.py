@@ -60,8 +60,10 @@ class TorchScheduler:
         losses = (name for name in metrics if name.startswith("val/") and name.endswith("/loss"))
         name = self._metric or next(losses, "val/loss")  # of the first validation set
         if name not in metrics:
-            known = ", ".join(sorted(metrics)) or "none"
-            raise ConfigError(f"scheduler.metric={name}: validation has no such metric; it has: {known}")
+            metric_names = ", ".join(sorted(metrics)) or "none"
+            raise ConfigError(
+                f"scheduler.metric={name}: validation has no such metric; it has: {metric_names}"
+            )
         self._scheduler.step(metrics[name])
 
     def state_dict(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def rehearse(run: Components, batch: Any) -> None:
 
     try:
         with torch.no_grad(), put_back((run.model,), run.parallel.device):
-            draws, kept, attributes = forward()
+            draws, outputs, attributes = forward()
             draws_now, kept_now, attributes_now = forward()
     except NoTrial as error:
         raise PluginError(
@@ -63,7 +63,7 @@ def rehearse(run: Components, batch: Any) -> None:
         fault = "draws from Python's or NumPy's random numbers"
     if moved := [name for name in attributes if attributes_now.get(name) != attributes[name]]:
         fault = f"changes its Python attribute {moved[0]}"
-    if moved := changed(kept, kept_now):
+    if moved := changed(outputs, kept_now):
         owner, fault = type(run.task).__name__, f"changes its attribute {moved[0]}"
     if fault:
         raise PluginError(
@@ -134,7 +134,7 @@ class OnCuda:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Threads that pin the next batches meanwhile would break a capture of the usual kind, and it them.
-        pool = next((one.pool() for one in self._graphs), None)
+        pool = next((recorded.pool() for recorded in self._graphs), None)
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             outputs = run()
         self._graphs.add(graph)
@@ -162,7 +162,7 @@ def captured(function: Function, inputs: list[Tensor], num_held: int, record: Re
             "trainer.cuda_graphs=true: the model keeps a tensor on the host, which a recorded step would never change; "
             "use trainer.cuda_graphs=false"
         )
-    kept = [tensor.clone() for tensor in held]
+    copies = [tensor.clone() for tensor in held]
 
     def run() -> list[Tensor]:
         return function(*held, *fed)
@@ -170,7 +170,7 @@ def captured(function: Function, inputs: list[Tensor], num_held: int, record: Re
     try:
         with torch.no_grad(), kept_random_state():
             replay, outputs = record(run)
-            for tensor, before in zip(held, kept, strict=True):
+            for tensor, before in zip(held, copies, strict=True):
                 tensor.copy_(before)
     except RuntimeError as error:  # of CUDA, or of the user's code in it: there are many
         if isinstance(error, TrainrunError) or no_memory(error):

@@ -101,9 +101,9 @@ def found_network(asked: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.
             )
         asked = build({TARGET: asked}, KEY)
     if not isinstance(asked, nn.Module):
-        what = "null" if asked is None else f"a {type(asked).__name__}"
+        kind = "null" if asked is None else f"a {type(asked).__name__}"
         raise ConfigError(
-            f"{KEY}: is {what}; it must be a run folder, as outputs/first, or what gives a torch.nn.Module with its "
+            f"{KEY}: is {kind}; it must be a run folder, as outputs/first, or what gives a torch.nn.Module with its "
             "weights, as my_net.teacher"
         )
     weight = next((p.dtype for p in asked.parameters()), torch.float32)
@@ -125,14 +125,14 @@ def check_normalized(trained: RunConfig, config: RunConfig) -> None:
 
 def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
     """And its text cut alike: another tokenizer of that size gives other tokens the same numbers."""
-    nodes = [one.data.train or {} for one in (trained, config)]
+    nodes = [run_config.data.train or {} for run_config in (trained, config)]
     if not all("tokenizer" in node for node in nodes):
         return
     specs = [node["tokenizer"] for node in nodes]
     files = [spec.partition("@")[2] if is_trained(spec) else spec for spec in specs]
-    theirs, ours = (None if file is None else open_tokenizer(file)[1] for file in files)
-    if theirs != ours:
-        way_out = "null" if theirs is None else files[0]
+    teacher_tokens, student_tokens = (None if file is None else open_tokenizer(file)[1] for file in files)
+    if teacher_tokens != student_tokens:
+        way_out = "null" if teacher_tokens is None else files[0]
         raise ConfigError(
             f"{KEY}: reads other tokens than this run, whose tokenizer is not the same; set "
             f"data.train.tokenizer={way_out}"
@@ -181,28 +181,33 @@ def all_answers(
 ) -> tuple[Mapping[str, Tensor] | None, str, str]:
     """The answers by the number of the sample, how many are right, and why there are none."""
     tables: dict[str, Tensor] = {}
-    right = asked = 0
+    right = num_targets = 0
     limit = MOST_OF_FREE * min(parallel.gather(free_bytes(parallel.device))) / parallel.local_world_size
     for batch in stream.epoch(0):
         numbers = batch_fields(batch.data).get("index")
         if numbers is None:
             return None, "", "data.augment.index, which numbers the samples, was taken away"
-        found = teacher(batch.data)
-        shapes = {name: (stream.num_samples or 0, *rows.shape[1:]) for name, rows in found.items()}
+        output = teacher(batch.data)
+        shapes = {name: (stream.num_samples or 0, *rows.shape[1:]) for name, rows in output.items()}
         if not tables:
-            size = sum(rows.element_size() * torch.Size(shapes[name]).numel() for name, rows in found.items())
+            size = sum(
+                rows.element_size() * torch.Size(shapes[name]).numel() for name, rows in output.items()
+            )
             if size > limit:
                 return (
                     None,
                     "",
                     f"its answers take {size / 1e6:.3g} MB, an eighth of the free memory is {limit / 1e6:.3g}",
                 )
-            tables = {name: torch.full(shapes[name], torch.nan).to(rows) for name, rows in found.items()}
+            tables = {name: torch.full(shapes[name], torch.nan).to(rows) for name, rows in output.items()}
         if any(table.shape != shapes[name] for name, table in tables.items()):
             return None, "", "its answers differ in shape"
-        for name, rows in found.items():
+        for name, rows in output.items():
             tables[name][numbers] = rows
         target = inputs_and_target(batch.data)[1]
-        if target.ndim == 1 and not target.is_floating_point() and found[LOGITS].ndim == 2:
-            right, asked = right + int((found[LOGITS].argmax(1) == target).sum()), asked + len(target)
-    return tables, f", {100 * right / asked:.1f} % of them right" if asked else "", ""
+        if target.ndim == 1 and not target.is_floating_point() and output[LOGITS].ndim == 2:
+            right, num_targets = (
+                right + int((output[LOGITS].argmax(1) == target).sum()),
+                num_targets + len(target),
+            )
+    return tables, f", {100 * right / num_targets:.1f} % of them right" if num_targets else "", ""

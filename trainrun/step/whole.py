@@ -149,14 +149,14 @@ class Body:
 
 def own_memory(params: list[nn.Parameter], grads: Any, share: Tensor) -> Flat:
     """The gradients in the layout of their parameters, as fused updates read them, no two in the same memory."""
-    found: Flat = []
-    known = {id(share)}
+    copied: Flat = []
+    seen_ids = {id(share)}
     for param, grad in zip(params, [grad for grad in grads if grad is not None], strict=True):
-        if grad.layout is torch.strided and (id(grad) in known or grad.stride() != param.stride()):
+        if grad.layout is torch.strided and (id(grad) in seen_ids or grad.stride() != param.stride()):
             grad = torch.empty_like(param).copy_(grad)
-        known.add(id(grad))
-        found.append(grad)
-    return found
+        seen_ids.add(id(grad))
+        copied.append(grad)
+    return copied
 
 
 class Seen:
@@ -224,7 +224,7 @@ class WholeStep:
     def _new_kind(self, kind: Kind, leaves: Flat) -> Seen:
         full = all(leaf.shape[0] == self._batch_size for leaf in leaves if leaf.ndim)
         seen = self._kinds[kind] = Seen(full)
-        if sum(one.full for one in self._kinds.values()) > MAX_SHAPES:
+        if sum(other_kind.full for other_kind in self._kinds.values()) > MAX_SHAPES:
             raise TrainingError(
                 f"trainer.compile.scope=step: the batches have more than {MAX_SHAPES} shapes, and each is a "
                 "graph; use data.padding=max, or trainer.compile.scope=model"
@@ -247,7 +247,7 @@ class WholeStep:
 
     def _new_graph(self, run: Components, seen: Seen, batch: Flattened) -> tuple[Function, Body]:
         _, leaves, rebuild = batch
-        again = any(one.graph for one in self._kinds.values())
+        again = any(kind_of_batch.graph for kind_of_batch in self._kinds.values())
         self._log.begin()
         rehearse(run, rebuild(leaves))
         held, body = self._hold(run), Body(run, rebuild)
@@ -270,8 +270,8 @@ class WholeStep:
 
 def flattened(data: Any) -> Flattened:
     """A batch's kind (all that a graph is specialised on), its tensors, and the way back."""
-    plain = type(data) is tuple and all(isinstance(leaf, Tensor) for leaf in data)
-    if plain and not fields_beside(data):
+    is_plain_tuple = type(data) is tuple and all(isinstance(leaf, Tensor) for leaf in data)
+    if is_plain_tuple and not fields_beside(data):
         return tuple([(leaf.shape, leaf.dtype, leaf.stride()) for leaf in data]), list(data), tuple
     tensors: list[Tensor] = []
 

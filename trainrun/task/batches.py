@@ -53,9 +53,9 @@ def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         return batch[0], batch[1] if len(batch) == 2 else None
     if isinstance(batch, Mapping):
-        own, target = input_key(batch), target_key(batch)
-        inputs = fields_but_target(batch) if own is None else batch[own]
-        if own is not None or inputs:
+        input_name, target = input_key(batch), target_key(batch)
+        inputs = fields_but_target(batch) if input_name is None else batch[input_name]
+        if input_name is not None or inputs:
             return inputs, None if target is None else batch[target]
     raise DataError(
         f"data: a batch is {form_of(batch)}; this task reads (inputs, target), ((a, b), target) for several inputs, "
@@ -93,15 +93,15 @@ def output_tensor(output: Any) -> Tensor:
     PluginError: none of these.
     """
     if not isinstance(output, Tensor):
-        found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-        if not isinstance(found, Tensor):
-            own = isinstance(getattr(output, "loss", None), Tensor)
+        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            has_loss = isinstance(getattr(output, "loss", None), Tensor)
             raise PluginError(
                 f"model: the output is {form_of(output)}; the task needs a tensor, "
                 'an object with .logits, or a dict with "logits"'
-                + ("; for the loss that it has: task=model_loss" if own else "")
+                + ("; for the loss that it has: task=model_loss" if has_loss else "")
             )
-        return output_tensor(found)
+        return output_tensor(logits)
     return output.float() if output.dtype in HALF_TYPES else output
 
 

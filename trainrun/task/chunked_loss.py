@@ -120,8 +120,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 for_weight += slope.t() @ part.to(ctx.dtype)
             if for_bias is not None:
                 for_bias += slope.sum(0, dtype=exact)
-        given = None if for_weight is None else for_weight.to(weight.dtype)
-        return for_states, given, None if for_bias is None else for_bias.to(bias.dtype), None, None, None
+        weight_gradient = None if for_weight is None else for_weight.to(weight.dtype)
+        return (
+            for_states,
+            weight_gradient,
+            None if for_bias is None else for_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def slope_of(logits: Tensor, target: Tensor, gradient: Tensor) -> Tensor:

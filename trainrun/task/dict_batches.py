@@ -38,8 +38,8 @@ def arguments_of(
     if not fields or (isinstance(inputs, Mapping) and not takes_each(model, inputs)):
         return positional_inputs(model, inputs), {}
     if isinstance(inputs, Mapping):
-        own = input_key(fields)
-        return asked_for(model, fields[own] if own else inputs, fields)
+        input_name = input_key(fields)
+        return asked_for(model, fields[input_name] if input_name else inputs, fields)
     args, named = asked_for(model, inputs, {"inputs": inputs, **fields})
     return (positional_inputs(model, inputs) if args else args), named
 
@@ -55,21 +55,21 @@ def asked_for(
     model: nn.Module, inputs: Any, batch: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the fields of a dict that a model receives, by position and by name."""
-    fields, taken, by_place = fields_of(model, batch)
-    if "segment_ids" in batch and "segment_ids" not in taken:
+    fields, wanted, by_place = fields_of(model, batch)
+    if "segment_ids" in batch and "segment_ids" not in wanted:
         name = type(bare_model(model)).__name__
         raise PluginError(
             f"model: data.padding=pack puts several sequences into a row, and {name}.forward has no "
             "argument segment_ids to keep them apart (see trainrun.tensors.segment_mask); "
             "add one, or use data.padding=bucket"
         )
-    own = input_key(batch)
-    asked = {key: value for key, value in fields.items() if key not in (*TARGET_KEYS, own)}
-    if own is None:
-        return _several_inputs(model, inputs, asked)
-    if own in taken[2:] or not by_place:  # after self and the first
-        return (), {own: inputs, **asked}
-    return (inputs,), asked
+    input_name = input_key(batch)
+    other_fields = {key: value for key, value in fields.items() if key not in (*TARGET_KEYS, input_name)}
+    if input_name is None:
+        return _several_inputs(model, inputs, other_fields)
+    if input_name in wanted[2:] or not by_place:  # after self and the first
+        return (), {input_name: inputs, **other_fields}
+    return (inputs,), other_fields
 
 
 def _several_inputs(
@@ -80,9 +80,9 @@ def _several_inputs(
         return (), named
     if len(inputs) == 1:  # there is nothing to choose from
         return tuple(inputs.values()), {}
-    taken, *_ = keywords_of(forward_of(model))
+    names, *_ = keywords_of(forward_of(model))
     raise PluginError(
-        f"model: {type(bare_model(model)).__name__}.forward has the arguments {', '.join(taken[1:]) or 'none'}, and a "
+        f"model: {type(bare_model(model)).__name__}.forward has the arguments {', '.join(names[1:]) or 'none'}, and a "
         f"batch has {', '.join(map(str, inputs))}; give both the same names, or call the field of the inputs "
         f"{INPUT_KEYS[0]}"
     )
@@ -90,17 +90,17 @@ def _several_inputs(
 
 def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
     """Return whether the model's forward takes every field by its name."""
-    taken, *_ = fields_of(model, fields)
-    return len(taken) == len(fields)
+    names, *_ = fields_of(model, fields)
+    return len(names) == len(fields)
 
 
 def fields_of(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], bool]:
     """The fields of a batch that a model's forward takes by name, its arguments, and whether one goes by its place."""
-    taken, takes_all, by_place = keywords_of(forward_of(model))
+    names, takes_all, by_place = keywords_of(forward_of(model))
     fields = {
-        key: value for key, value in batch.items() if key in taken or (takes_all and key not in NOT_ITS)
+        key: value for key, value in batch.items() if key in names or (takes_all and key not in NOT_ITS)
     }
-    return fields, taken, by_place
+    return fields, names, by_place
 
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:
@@ -114,16 +114,16 @@ def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
     """Return the message for an error of torch on shapes, where one of our networks gets other samples than it was
     built for."""
     model = bare_model(model)
-    said = str(error)
-    of_none = isinstance(error, AttributeError | TypeError | ValueError) and OF_NO_LABELS.search(said)
+    message = str(error)
+    of_none = isinstance(error, AttributeError | TypeError | ValueError) and OF_NO_LABELS.search(message)
     if of_none and isinstance(batch, Mapping) and "labels" in batch and "decoder_input_ids" not in batch:
-        taken, _, _ = keywords_of(type(model).forward)
-        if {"labels", "decoder_input_ids"} <= set(taken):
+        argument_names, _, _ = keywords_of(type(model).forward)
+        if {"labels", "decoder_input_ids"} <= set(argument_names):
             return (
                 f"model: {type(model).__name__} failed without its labels, from which it makes decoder_input_ids "
-                f"({type(error).__name__}: {said}); use its own loss, task=model_loss, or let the data give those"
+                f"({type(error).__name__}: {message}); use its own loss, task=model_loss, or let the data give those"
             )
-    missing = MISSING_ARGUMENT.search(said) if isinstance(error, TypeError) else None
+    missing = MISSING_ARGUMENT.search(message) if isinstance(error, TypeError) else None
     if missing and missing[1] in (
         type(model).__name__,
         type(model).__qualname__,
@@ -137,18 +137,18 @@ def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
         )
     if not type(model).__module__.startswith("trainrun.model.") or not isinstance(inputs, Tensor):
         return ""
-    known = getattr(model, "tokens", None)
-    if isinstance(error, ValueError) and said.startswith("context="):
+    tokens = getattr(model, "tokens", None)
+    if isinstance(error, ValueError) and message.startswith("context="):
         return f"model.{error}"
-    if isinstance(known, nn.Embedding) and isinstance(error, IndexError):
-        size = getattr(model, "nothing", known.num_embeddings)
+    if isinstance(tokens, nn.Embedding) and isinstance(error, IndexError):
+        size = getattr(model, "nothing", tokens.num_embeddings)
         wrong = inputs[(inputs < 0) | (inputs >= size)]
         return f"model.vocab_size={size}: the data has token {int(wrong[0])}" if wrong.numel() else ""
-    built_for, given = getattr(model, "in_shape", None), tuple(inputs.shape[1:])
-    if built_for in (None, given) or not is_of_torch(error) or not OF_SHAPES.search(said):
+    built_for, input_shape = getattr(model, "in_shape", None), tuple(inputs.shape[1:])
+    if built_for in (None, input_shape) or not is_of_torch(error) or not OF_SHAPES.search(message):
         return ""
-    said = said.splitlines()[0]
-    return f"model.in_shape={list(built_for)}: a sample of the data has the shape {list(given)} ({said})"
+    message = message.splitlines()[0]
+    return f"model.in_shape={list(built_for)}: a sample of the data has the shape {list(input_shape)} ({message})"
 
 
 @lru_cache(maxsize=16)

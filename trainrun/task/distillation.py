@@ -55,13 +55,13 @@ class Teacher:
 
     def mark(self) -> str:
         """A hash of its weights."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, value in self.network.state_dict().items():
             if not isinstance(value, Tensor):  # of a layer's get_extra_state
                 continue
-            found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()[:16]
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()[:16]
 
 
 class Distillation:
@@ -195,7 +195,7 @@ def outputs_of(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Ten
 
 
 def check_layer(model: nn.Module, name: str, whose: str) -> None:
-    names = [known for known, _ in model.named_modules() if known]
+    names = [layer for layer, _ in model.named_modules() if layer]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3, cutoff=0) or names[:3]
         raise ConfigError(f"{whose} has no layer {name}; near names: {', '.join(near)}")
@@ -207,7 +207,7 @@ def distance(student: Tensor, teacher: Tensor, key: str) -> Tensor:
     if student.shape == teacher.shape:
         return (student - teacher).square().flatten(1).mean(1)
     if student.ndim == teacher.ndim == 4 and student.shape[2:] == teacher.shape[2:]:
-        maps = [normalize(one.square().mean(1).flatten(1), dim=1) for one in (student, teacher)]
+        maps = [normalize(features.square().mean(1).flatten(1), dim=1) for features in (student, teacher)]
         return (maps[0] - maps[1]).square().sum(1)
     raise ConfigError(
         f"{key}: the student's output is {tuple(student.shape)}, the teacher's {tuple(teacher.shape)}; choose layers "

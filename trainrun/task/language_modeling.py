@@ -180,8 +180,8 @@ def check_states(states: Any, target: Tensor, layer: nn.Linear) -> None:
     """The same where the model gives the inputs of its last layer."""
     shape = (*target.shape, layer.in_features)
     if not isinstance(states, Tensor) or tuple(states.shape) != shape:
-        found = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__
-        raise PluginError(f"model: forward(..., return_states=True) gave {found}, but its head reads {shape}")
+        form = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__
+        raise PluginError(f"model: forward(..., return_states=True) gave {form}, but its head reads {shape}")
     check_range(target, layer.out_features)
 
 

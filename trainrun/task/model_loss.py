@@ -55,12 +55,12 @@ class ModelLoss:
 
 def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """0-d."""
-    given, *_ = fields_of(model, batch)
-    output = model(**given)
+    keywords, *_ = fields_of(model, batch)
+    output = model(**keywords)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise PluginError(
-            f"model: {type(bare_model(model)).__name__} was given {', '.join(given) or 'nothing'} of a batch with "
+            f"model: {type(bare_model(model)).__name__} was given {', '.join(keywords) or 'nothing'} of a batch with "
             f"{', '.join(map(str, batch))}, and returned {form_of(output)} without a .loss of one number; name the "
             "fields as its forward does, or choose another task"
         )
@@ -68,19 +68,19 @@ def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def labels_in_batch(batch: Mapping[str, Any]) -> tuple[str, Tensor] | None:
-    found = ((key, batch[key]) for key in TARGET_KEYS if key in batch)
-    return next(((key, value) for key, value in found if isinstance(value, Tensor)), None)
+    labels = ((key, batch[key]) for key in TARGET_KEYS if key in batch)
+    return next(((key, value) for key, value in labels if isinstance(value, Tensor)), None)
 
 
 def count_labels(batch: Mapping[str, Any], rule: str) -> Tensor | int:
     """The items of a batch. PluginError: it has no labels of the form that the rule counts."""
-    found = labels_in_batch(batch)
+    labelled = labels_in_batch(batch)
     if rule == "samples":
         tensor = next(value for value in batch.values() if isinstance(value, Tensor))
         return len(tensor)
-    if found is None or found[1].ndim < (2 if rule == "next_labels" else 1):
+    if labelled is None or labelled[1].ndim < (2 if rule == "next_labels" else 1):
         raise PluginError(f"task.count={rule}: a batch with {', '.join(map(str, batch))} has no such labels")
-    labels = found[1][:, 1:] if rule == "next_labels" else found[1]
+    labels = labelled[1][:, 1:] if rule == "next_labels" else labelled[1]
     return (labels != IGNORED).sum()
 
 
@@ -94,7 +94,7 @@ def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
     with evaluating(model), torch.autocast(batch_device(batch), enabled=False):
         pair = probe(batch, labels)
         parts = [copy_rows(pair, [0]), copy_rows(pair, [1])]
-        whole, *means = (float(loss_of(model, part)) for part in (pair, *parts))
+        both, *means = (float(loss_of(model, part)) for part in (pair, *parts))
         rules: tuple[str, ...] = RULES[:1]
         if labels is not None and labels[1].ndim > 1:  # one that shifts does not look at the first label
             other = parts[1] | {labels[0]: with_another_first(parts[1][labels[0]])}
@@ -105,10 +105,10 @@ def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
     for rule in rules:
         counts = [int(count_labels(part, rule)) for part in parts]
         sums = [mean * count for mean, count in zip(means, counts, strict=True)]
-        fitting += [rule] if is_additive(whole * sum(counts), sums, tolerance) else []
+        fitting += [rule] if is_additive(both * sum(counts), sums, tolerance) else []
     if len(fitting) != 1:
         raise PluginError(
-            f"task.count=auto: the loss {whole:.6g} of two rows, {means[0]:.6g} and {means[1]:.6g} of each, may be the "
+            f"task.count=auto: the loss {both:.6g} of two rows, {means[0]:.6g} and {means[1]:.6g} of each, may be the "
             f"mean over {' or '.join(fitting) or 'none of ' + ', '.join(rules)}; {WAY_OUT}"
         )
     if fitting == ["labels"] and labels is not None and copies(batch, labels[1]):
@@ -158,8 +158,8 @@ def copy_rows(batch: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
 
 
 def copies(batch: Mapping[str, Any], labels: Tensor) -> bool:
-    own = input_key(batch)
-    inputs = None if own is None else batch[own]
+    input_name = input_key(batch)
+    inputs = None if input_name is None else batch[input_name]
     real = labels != IGNORED
     if not isinstance(inputs, Tensor) or inputs.shape != labels.shape:
         return False

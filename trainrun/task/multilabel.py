@@ -57,8 +57,8 @@ class MultiLabel:
         self.checked = False
         self.metrics: LabelMetrics | None = None
         if metrics:
-            given = "probabilities (B, C) and labels (B, C) of 0 and 1"
-            self.metrics = LabelMetrics(*chosen(metrics, OF_LABELS, "multilabel", given), per_class)
+            needs = "probabilities (B, C) and labels (B, C) of 0 and 1"
+            self.metrics = LabelMetrics(*chosen(metrics, OF_LABELS, "multilabel", needs), per_class)
         elif per_class:
             raise ConfigError("task.per_class=true: needs the names of metrics, as task.metrics=[f1]")
 
@@ -81,16 +81,16 @@ class MultiLabel:
             raise lost_dimension(logits, f"{tuple(target.shape)}, as the targets are")
         target = torch.where((target >= 0) & (target <= 1), target.to(logits.dtype), torch.nan)  # no later -1
         loss = binary_cross_entropy_with_logits(logits, target, pos_weight=self.weights, reduction="sum")
-        labels, found = target >= 0.5, logits > 0
+        labels, predicted = target >= 0.5, logits > 0
 
         def right() -> Tensor:
             """True positives, labels found, labels there."""
-            return torch.stack([(found & labels).sum(), found.sum(), labels.sum()])
+            return torch.stack([(predicted & labels).sum(), predicted.sum(), labels.sum()])
 
         sums, rows = self._measured(logits, labels)
         return StepOutput(
             loss / logits.shape[1],
-            {"acc": lambda: ((found == labels).sum(), labels.numel()), "right": right, **sums},
+            {"acc": lambda: ((predicted == labels).sum(), labels.numel()), "right": right, **sums},
             rows=rows,
         )
 
@@ -101,9 +101,9 @@ class MultiLabel:
         return self.metrics.measure(logits, labels)
 
     def summarize(self, sums: dict[str, Any], count: float) -> dict[str, Any]:
-        both, found, there = sums["right"]
-        more = {} if self.metrics is None else self.metrics.summarize(sums, count)
-        return {"f1": 2 * both / (found + there)} | more
+        both, predicted, there = sums["right"]
+        own_values = {} if self.metrics is None else self.metrics.summarize(sums, count)
+        return {"f1": 2 * both / (predicted + there)} | own_values
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction` (B, C): the probability of each label; and `target` where the data has one."""

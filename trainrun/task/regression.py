@@ -44,8 +44,8 @@ class Regression:
     def __init__(self, loss: Any = "mse", metrics: str | list[Any] | dict[str, Any] | None = None) -> None:
         if isinstance(loss, str):
             if loss not in LOSSES:
-                known = ", ".join(LOSSES)
-                raise ConfigError(f"task.loss={loss}: must be one of {known}, or task.loss._target_=...")
+                loss_names = ", ".join(LOSSES)
+                raise ConfigError(f"task.loss={loss}: must be one of {loss_names}, or task.loss._target_=...")
             self.loss: Any = partial(LOSSES[loss], reduction="sum")
             self.elementwise: Any = partial(LOSSES[loss], reduction="none")
             self.sums_elements = True
@@ -85,8 +85,8 @@ class Regression:
         sums: Sums = {"mae": lambda: (output - target).abs().sum() * share}
         rows: dict[str, Tensor] = {}
         if self.metrics is not None and not torch.is_grad_enabled():
-            more, rows = self.metrics.measure(output, target)
-            sums = {**sums, **more}
+            metric_sums, rows = self.metrics.measure(output, target)
+            sums = {**sums, **metric_sums}
         return StepOutput(self._loss_sum(output, target, share), sums, rows=rows)
 
     def _without_padding(
@@ -155,14 +155,14 @@ def mean_by_sample(each: Tensor, weight: Tensor) -> Tensor:
 
 
 def shapes_differ(output: Tensor, target: Tensor) -> PluginError:
-    found, wanted = tuple(output.shape), tuple(target.shape)
+    output_shape, wanted = tuple(output.shape), tuple(target.shape)
     hint = "make the two equal"
-    if wanted == (*found, 1):
+    if wanted == (*output_shape, 1):
         hint = "end the model with .unsqueeze(-1), or give targets of shape (B,)"
-    elif len(found) == len(wanted) == 2:
+    elif len(output_shape) == len(wanted) == 2:
         hint = f"make the two equal; trainrun's own models take model.num_classes={wanted[1]}"
-    elif len(found) == 2 and len(wanted) == 1:
+    elif len(output_shape) == 2 and len(wanted) == 1:
         hint = "one number a sample is wanted; where the targets are classes, use task=classification"
     return PluginError(
-        f"model: the output has shape {found}, but task=regression needs {wanted}, as the targets are; {hint}"
+        f"model: the output has shape {output_shape}, but task=regression needs {wanted}, as the targets are; {hint}"
     )

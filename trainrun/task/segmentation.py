@@ -45,8 +45,8 @@ class Segmentation:
         self._pixels = Classification(loss, label_smoothing, class_dim, ignore_index, class_weights)
         self.count, self.sizes, self.predict = self._pixels.count, self._pixels.sizes, self._pixels.predict
         if metrics:
-            own = ClassMetrics(*chosen(metrics, OF_CLASSES, "segmentation", GIVEN), per_class)
-            self._pixels.metrics, self.summarize = own, own.summarize
+            class_metrics = ClassMetrics(*chosen(metrics, OF_CLASSES, "segmentation", GIVEN), per_class)
+            self._pixels.metrics, self.summarize = class_metrics, class_metrics.summarize
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """DataError: the targets are no maps of classes."""
@@ -60,7 +60,7 @@ class Segmentation:
 
     def pictures(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Classes as grey levels: the targets on the left, what is predicted on the right."""
-        target, found = inputs_and_target(batch)[1], self.predict(model, batch)["prediction"]
-        both = torch.stack([target[:SHOWN].clamp(min=0), found[:SHOWN]], 2).float()  # (B, H, 2, W)
+        target, predicted = inputs_and_target(batch)[1], self.predict(model, batch)["prediction"]
+        both = torch.stack([target[:SHOWN].clamp(min=0), predicted[:SHOWN]], 2).float()  # (B, H, 2, W)
         both = pad(both / both.max().clamp(min=1), (0, 1), value=1.0)  # a white line after each
         return {"target and prediction": both.flatten(2)[:, None, :, :-1]}

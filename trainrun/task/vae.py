@@ -186,13 +186,13 @@ def whole_sequences(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
     """The tokens (B, T) and which are no padding. with_last: the targets are the next tokens, and so the last of them
     belongs to the sequence."""
     tokens, target = inputs_and_maybe_target(batch)
-    given = batch_fields(batch).get("attention_mask")
-    mask = torch.ones_like(tokens, dtype=torch.bool) if given is None else given.bool()
+    attention_mask = batch_fields(batch).get("attention_mask")
+    mask = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if not with_last or target is None:
         return tokens, mask
     follows = (target != IGNORED) & mask
-    whole = torch.cat([tokens[:, :1], target.masked_fill(~follows, 0).to(tokens.dtype)], dim=1)
-    return whole, torch.cat([mask[:, :1], follows], dim=1)
+    sequences = torch.cat([tokens[:, :1], target.masked_fill(~follows, 0).to(tokens.dtype)], dim=1)
+    return sequences, torch.cat([mask[:, :1], follows], dim=1)
 
 
 def has_next_tokens(batch: Any) -> bool:
@@ -205,8 +205,8 @@ def has_next_tokens(batch: Any) -> bool:
         )
     if not isinstance(target, Tensor) or target.shape != tokens.shape:
         return False
-    given = batch_fields(batch).get("attention_mask")
-    real = target[:, :-1] != IGNORED if given is None else given[:, 1:].bool()
+    mask = batch_fields(batch).get("attention_mask")
+    real = target[:, :-1] != IGNORED if mask is None else mask[:, 1:].bool()
     return bool((target[:, :-1] == tokens[:, 1:])[real].all())
 
 
@@ -237,9 +237,9 @@ def check_tokens(output: Any, tokens: Tensor) -> None:
     """The same of sequences."""
     fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)
     if not fits or output[0].ndim != 3 or output[0].shape[:2] != tokens.shape or output[1].ndim != 2:
-        found = ", ".join(str(tuple(x.shape)) for x in output) if fits else form_of(output)
+        shapes = ", ".join(str(tuple(x.shape)) for x in output) if fits else form_of(output)
         raise PluginError(
-            f"model: gives {found} for tokens {tuple(tokens.shape)}; task=vae needs (logits (B, T, vocabulary), mean, "
+            f"model: gives {shapes} for tokens {tuple(tokens.shape)}; task=vae needs (logits (B, T, vocabulary), mean, "
             "log_var), as model=sequence_vae gives; or task.likelihood=gaussian for whole numbers that are no tokens"
         )
     most = int(tokens.max())

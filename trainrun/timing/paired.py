@@ -78,7 +78,7 @@ class Ratio(NamedTuple):
         """Return `1.38 to 1.49`, or every pair if there are too few: `pairs: 1.40, 1.49`."""
         if self.has_interval:
             return f"{self.low:.2f} to {self.high:.2f}"
-        listed = ", ".join(f"{one:.2f}" for one in sorted(self.each))
+        listed = ", ".join(f"{ratio:.2f}" for ratio in sorted(self.each))
         return f"pairs: {listed}" if self.pairs > 1 else "one pair"
 
     def turns(self) -> str:
@@ -90,7 +90,7 @@ class Ratio(NamedTuple):
     def inverse(self) -> Ratio:
         """Return how many times as fast the first candidate is as the second."""
         high = 1 / self.low if self.low > 0 else math.inf
-        return Ratio(1 / self.value, 1 / self.high, high, self.pairs, tuple(1 / one for one in self.each))
+        return Ratio(1 / self.value, 1 / self.high, high, self.pairs, tuple(1 / ratio for ratio in self.each))
 
     def __str__(self) -> str:
         return f"{self.value:.2f}x ({self.interval()})"
@@ -153,7 +153,7 @@ class Comparison:
         """Return items per second of a candidate or of `BASE`, as the median of its turns."""
         if name == BASE:
             return median(base for pairs in self.pairs.values() for base, _ in pairs)
-        return median(own for _, own in self.pairs[name])
+        return median(rate for _, rate in self.pairs[name])
 
     def speeds(self, base: str) -> dict[str, float]:
         """Return the median items per second of the candidates that did not fail and of the base, here named
@@ -186,17 +186,17 @@ def compare(
 ) -> Comparison:
     """Take turns until it is clear what is fastest, or the time is over. A base that fails ends it."""
     turns = Turns({BASE: base, **others}, clock, rules.deadline)
-    found = Comparison({name: [] for name in others})
+    comparison = Comparison({name: [] for name in others})
     staying, rounds, done = list(others), rules.first_rounds, 0
     while staying:
         for _ in range(rounds):
             order = staying if done % 2 == 0 else staying[::-1]
-            if not turns.round(order, found, in_any_case=done < rules.least_rounds):
-                return found
+            if not turns.round(order, comparison, in_any_case=done < rules.least_rounds):
+                return comparison
             done += 1
-            staying = [name for name in staying if name not in found.failed]
-        staying, rounds = survivors(found, staying, rules), min(done, rules.most_pairs - done)
-    return found
+            staying = [name for name in staying if name not in comparison.failed]
+        staying, rounds = survivors(comparison, staying, rules), min(done, rules.most_pairs - done)
+    return comparison
 
 
 def survivors(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
@@ -209,16 +209,16 @@ def survivors(comparison: Comparison, staying: Sequence[str], rules: Rules) -> l
     leader = ratios[order[0]]
     half = order[: math.ceil(len(order) / 2)]
     least = max(1 + rules.smallest, leader.low)
-    kept = []
+    surviving = []
     for name in staying:
         if name not in ratios:
             continue
         close = ratios[name].value * (1 + rules.smallest) >= leader.value
         hopeless = ratio_of_turns(comparison.pairs[name], DROPPED).high < least
         if (name in half or close) and not hopeless:
-            kept.append(name)
-    alone = len(kept) == 1 and leader.pairs >= rules.least_pairs and settled(leader, rules.smallest)
-    return [] if alone or leader.pairs >= rules.most_pairs else kept
+            surviving.append(name)
+    alone = len(surviving) == 1 and leader.pairs >= rules.least_pairs and settled(leader, rules.smallest)
+    return [] if alone or leader.pairs >= rules.most_pairs else surviving
 
 
 class Turns:
@@ -273,7 +273,7 @@ def student_ratio(logs: Sequence[float], confidence: float) -> Ratio:
     half = math.inf
     if count > 1:
         half = student_t(confidence, count - 1) * stdev(logs, middle) / math.sqrt(count)
-    each = tuple(math.exp(one) for one in logs)
+    each = tuple(math.exp(log_ratio) for log_ratio in logs)
     return Ratio(math.exp(middle), math.exp(middle - half), exponential(middle + half), count, each)
 
 
@@ -323,7 +323,7 @@ def half_interval(residuals: Sequence[float], confidence: float = 0.95) -> float
     count = len(residuals)
     if count < 2:
         return math.inf
-    spread = math.sqrt(sum(one**2 for one in residuals) * count / (count - 1))
+    spread = math.sqrt(sum(residual**2 for residual in residuals) * count / (count - 1))
     return student_t(confidence, count - 1) * spread
 
 

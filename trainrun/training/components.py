@@ -94,9 +94,9 @@ class Components:
 
     def agree(self, items: int) -> Agreed:
         """One exchange between the ranks: the mean of their items in this step, and what they ask for."""
-        ours = self.triggers
-        wishes = 2 * ours.stop_request() + ours.validation_request()
-        mean, wishes, save, _ = self.parallel.agree(items, wishes, ours.save_request())
+        triggers = self.triggers
+        wishes = 2 * triggers.stop_request() + triggers.validation_request()
+        mean, wishes, save, _ = self.parallel.agree(items, wishes, triggers.save_request())
         return Agreed(mean, wishes // 2, save, wishes % 2 == 1)
 
     def update(self, closure: Callable[[], Tensor] | None = None) -> GradReport:
@@ -158,7 +158,7 @@ class Components:
             raise TrainingError(f"step {state.step}: {failure}")
         self.trained.check()
         with nullcontext(False) if self.ema is None else self.ema.out_of_model() as in_evaluation:
-            shared, ours = self._trees(state)
+            shared, rank_tree = self._trees(state)
             if in_evaluation:  # the model is about to hold the averages again
                 model = shared["model"].items()
                 shared["model"] = {
@@ -167,11 +167,11 @@ class Components:
                 }
         if self.base is not None:
             shared = self.base.left_out(shared)
-        return self.parallel.state_dict(shared), ours
+        return self.parallel.state_dict(shared), rank_tree
 
     def _trees(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         saved = state.state_dict()
-        own = {name: saved.pop(name) for name in OF_THIS_RANK}
+        rank_state = {name: saved.pop(name) for name in OF_THIS_RANK}
         shared = {
             "model": self.model.state_dict(),
             "ema": {} if self.ema is None else self.ema.state_dict(),
@@ -183,16 +183,16 @@ class Components:
             "train": saved,
             "stream": self.stream(),
         }
-        ours: dict[str, Any] = {"random": random_state(), "train": own}
-        if kept := self.task_calls.state_dict():
-            (ours if self.parallel.rank else shared)["task"] = kept
+        rank_tree: dict[str, Any] = {"random": random_state(), "train": rank_state}
+        if task_state := self.task_calls.state_dict():
+            (rank_tree if self.parallel.rank else shared)["task"] = task_state
         if states := self.hooks.state_dict():
-            (ours if self.parallel.rank else shared)["hooks"] = states
-        if kept := saved_state(self.own_step, self.parallel.device):
-            (ours if self.parallel.rank else shared)["step"] = kept
+            (rank_tree if self.parallel.rank else shared)["hooks"] = states
+        if task_state := saved_state(self.own_step, self.parallel.device):
+            (rank_tree if self.parallel.rank else shared)["step"] = task_state
         if stands := self.places.at(state.epoch, state.batches):
-            ours["source"] = {"stands": stands}
-        return shared, ours
+            rank_tree["source"] = {"stands": stands}
+        return shared, rank_tree
 
     def _optimizer_state(self) -> dict[str, Any]:
         if self.optimizers:

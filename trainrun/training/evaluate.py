@@ -25,11 +25,11 @@ def validate(run: Components, state: TrainState) -> None:
     """
     metrics: dict[str, float] = {}
     for split in run.validation:
-        found = evaluate(run, split)
-        if not found:
+        values = evaluate(run, split)
+        if not values:
             state.stop_request = run.parallel.agree(0, run.triggers.stop_request(), 0).stop
             return
-        metrics |= found
+        metrics |= values
     scheduled = run.triggers.note_validation(state, metrics)
     if scheduled:
         run.hooks.on_validation_end(run, state, metrics)
@@ -46,14 +46,14 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
     task = run.task
     sums: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
-    items, started, stopped, whole = 0, perf_counter(), False, ""
+    items, started, stopped, problem = 0, perf_counter(), False, ""
     with run.evaluating() as model:
         run.task_calls.evaluation_starts(model, split)
         for number, batch in enumerate(batches.epoch(0), start=1):
             run.monitors.on_validation_batch(number, batches.num_batches)
             if stopped := run.triggers.interrupted():
                 break
-            whole = whole or batch.whole
+            problem = problem or batch.whole
             run.task_calls.evaluation_sees(model, batch.data)
             for found, kept, late in run.retry.in_pieces(batch, lambda piece: sums_of(run, model, piece)):
                 add_flat_sums(sums, found, task)
@@ -63,11 +63,11 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
             items = items + batch.counted_by(task)
         else:
             run.task_calls.evaluation_ends(model)
-    answers = run.parallel.gather((list(rows), stopped, whole))
-    if len({whole for *_, whole in answers}) > 1:
+    answers = run.parallel.gather((list(rows), stopped, problem))
+    if len({problem for *_, problem in answers}) > 1:
         from trainrun.data.same_samples import check_same
 
-        check_same([whole for *_, whole in answers], f"data.{split.replace('/', '.')}")
+        check_same([problem for *_, problem in answers], f"data.{split.replace('/', '.')}")
     if any(stopped for _, stopped, _ in answers):
         return {}
     totals, (count,) = over_ranks(run.parallel, sums, [float(items)])  # waits for the device

@@ -62,7 +62,7 @@ Named = Mapping[str, NamedOptimizer]
 
 def end_step(named: Named) -> bool:
     """End the step of each optimizer. Return whether any of them skipped an update."""
-    skips = [one.end_step() for one in named.values()]
+    skips = [named_optimizer.end_step() for named_optimizer in named.values()]
     return any(skips)
 
 
@@ -71,17 +71,21 @@ class JoinedOptimizers(Optimizer):
 
     def __init__(self, named: Named) -> None:
         self._named = named
-        self.parts = [one.optimizer for one in named.values()]
+        self.parts = [item.optimizer for item in named.values()]
         self.defaults: dict[str, Any] = {}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [group for one in self._named.values() for group in one.optimizer.param_groups]
+        return [
+            group
+            for named_optimizer in self._named.values()
+            for group in named_optimizer.optimizer.param_groups
+        ]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        states = (one.optimizer.state for one in self._named.values())
-        return defaultdict(dict, {key: own for state in states for key, own in state.items()})
+        states = (named_optimizer.optimizer.state for named_optimizer in self._named.values())
+        return defaultdict(dict, {key: param_state for state in states for key, param_state in state.items()})
 
     def step(self, closure: Any = None) -> NoReturn:
         refuse_single_update(self._named)
@@ -104,24 +108,30 @@ class JoinedPrecision:
 
     @property
     def had_gradient(self) -> set[Tensor]:
-        return {param for one in self._named.values() for param in one.guarded.had_gradient}
+        return {
+            param
+            for named_optimizer in self._named.values()
+            for param in named_optimizer.guarded.had_gradient
+        }
 
     def look_again(self) -> None:
-        for one in self._named.values():
-            one.guarded.look_again()
+        for named_optimizer in self._named.values():
+            named_optimizer.guarded.look_again()
 
     def failure(self, wait: bool) -> str:
-        told = ((name, one.guarded.failure(wait)) for name, one in self._named.items())
-        return next((f"optimizer.{name}: {failure}" for name, failure in told if failure), "")
+        failures = (
+            (name, named_optimizer.guarded.failure(wait)) for name, named_optimizer in self._named.items()
+        )
+        return next((f"optimizer.{name}: {failure}" for name, failure in failures if failure), "")
 
     def state_dict(self) -> dict[str, Any]:
-        named = {name: one.guarded.state_dict() for name, one in self._named.items()}
+        named = {name: item.guarded.state_dict() for name, item in self._named.items()}
         scales = {name: state["scaler"] for name, state in named.items() if state["scaler"] is not None}
         return {"named": named, "scaler": scales or None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, one in self._named.items():
-            one.guarded.load_state_dict(state["named"][name])
+        for name, item in self._named.items():
+            item.guarded.load_state_dict(state["named"][name])
 
 
 class JoinedSchedules:
@@ -129,7 +139,7 @@ class JoinedSchedules:
 
     def __init__(self, named: Named, together: bool) -> None:
         self._together = together
-        self._schedules = {name: one.schedule for name, one in named.items()}
+        self._schedules = {name: item.schedule for name, item in named.items()}
 
     @property
     def lr(self) -> float:
@@ -137,38 +147,43 @@ class JoinedSchedules:
 
     @property
     def rates(self) -> dict[str, float]:
-        return {"lr": self.lr} | {f"lr/{name}": one.lr for name, one in self._schedules.items()}
+        return {"lr": self.lr} | {f"lr/{name}": schedule.lr for name, schedule in self._schedules.items()}
 
     @property
     def peak_lrs(self) -> list[float]:
-        return [rate for one in self._schedules.values() for rate in one.peak_lrs]
+        return [rate for schedule in self._schedules.values() for rate in schedule.peak_lrs]
 
     @property
     def warmup_steps(self) -> int:
-        return max(one.warmup_steps for one in self._schedules.values())
+        return max(schedule.warmup_steps for schedule in self._schedules.values())
 
     def step(self) -> None:
-        for one in self._schedules.values() if self._together else ():
-            one.step()
+        for schedule in self._schedules.values() if self._together else ():
+            schedule.step()
 
     def end_epoch(self) -> None:
-        for one in self._schedules.values():
-            one.end_epoch()
+        for schedule in self._schedules.values():
+            schedule.end_epoch()
 
     def on_validation(self, metrics: dict[str, float]) -> None:
-        for one in self._schedules.values():
-            one.on_validation(metrics)
+        for schedule in self._schedules.values():
+            schedule.on_validation(metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: one.state_dict() for name, one in self._schedules.items()}
+        return {name: item.state_dict() for name, item in self._schedules.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, one in self._schedules.items():
-            one.load_state_dict(state[name])
+        for name, item in self._schedules.items():
+            item.load_state_dict(state[name])
 
 
 def optimizer_states(named: Named, model: nn.Module) -> dict[str, Any]:
-    return {"named": {name: named_optimizer_state(one.optimizer, model) for name, one in named.items()}}
+    return {
+        "named": {
+            name: named_optimizer_state(named_optimizer.optimizer, model)
+            for name, named_optimizer in named.items()
+        }
+    }
 
 
 def load_optimizer_states(
@@ -177,10 +192,14 @@ def load_optimizer_states(
     """config: the node of the optimizers, whose arguments hold where they differ from the stored ones."""
     stored = tree.get("named", {})
     if list(stored) != list(named):
-        known = ", ".join(stored) or "one without a name"
-        raise CheckpointError(f"checkpoint {place}: its optimizers are {known}; now {', '.join(named)}")
-    for name, one in named.items():
-        load_named_optimizer_state(one.optimizer, model, stored[name], configured_fields(config[name]))
+        stored_names = ", ".join(stored) or "one without a name"
+        raise CheckpointError(
+            f"checkpoint {place}: its optimizers are {stored_names}; now {', '.join(named)}"
+        )
+    for name, named_optimizer in named.items():
+        load_named_optimizer_state(
+            named_optimizer.optimizer, model, stored[name], configured_fields(config[name])
+        )
 
 
 def nobody_looks() -> None:

@@ -30,17 +30,17 @@ def build_own_step(node: Mapping[str, Any]) -> Any:
     if faults := bind_faults(node, "step", [] if is_class else ["run", "micro_batches"]):
         raise ConfigError(*faults)
     if is_class:
-        own = build(node, "step")
+        own_step = build(node, "step")
     else:
-        own = build({**node, "_partial_": True}, "step") if len(node) > 1 else target
-    if not callable(own):
+        own_step = build({**node, "_partial_": True}, "step") if len(node) > 1 else target
+    if not callable(own_step):
         raise PluginError(
             f"step._target_={node['_target_']}: must be a function (run, micro_batches) -> StepReport, or a class "
             "whose objects are called so"
         )
-    check_halves(own, "step")
-    check_state(own, "step")
-    return own
+    check_halves(own_step, "step")
+    check_state(own_step, "step")
+    return own_step
 
 
 class OwnStep:
@@ -62,11 +62,11 @@ class OwnStep:
             or type(report.items) is not int
             or report.items < 0
         ):
-            given = f"a {type(report).__name__}"
+            got = f"a {type(report).__name__}"
             if isinstance(report, StepReport):
-                given = f"losses as a {type(report.losses).__name__} and items={report.items!r}"
+                got = f"losses as a {type(report.losses).__name__} and items={report.items!r}"
             raise PluginError(
-                f"step: {self._name} gave {given}; it must return trainrun.interfaces.StepReport(losses, items) with "
+                f"step: {self._name} gave {got}; it must return trainrun.interfaces.StepReport(losses, items) with "
                 "a list of the summed loss of each micro-batch and the number of items that they are over"
             )
         report.losses = [torch.as_tensor(loss).detach() for loss in report.losses]  # loss.item() too

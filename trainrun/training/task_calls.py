@@ -153,12 +153,12 @@ def wants_info(task: Any) -> bool:
     if any(parameter.name == "info" for parameter in parameters):
         return True
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    more = [
+    unknown = [
         item for item in parameters if item.kind in positional and item.default is inspect.Parameter.empty
     ]
-    if len(more) > 2:
+    if len(unknown) > 2:
         raise PluginError(
-            f"task: {type(task).__name__}.step: its third argument is named {more[2].name}; it must be info"
+            f"task: {type(task).__name__}.step: its third argument is named {unknown[2].name}; it must be info"
         )
     return False
 
@@ -324,5 +324,5 @@ def check_hook(key: str, hook: Any) -> None:
 
 
 def _method(hook: Any, name: str) -> Any:
-    found = getattr(hook, name, None)
-    return found if callable(found) else None
+    method = getattr(hook, name, None)
+    return method if callable(method) else None

@@ -381,6 +381,6 @@ class Triggers:
 
 def _metric(metrics: dict[str, float], tracker: MetricTracker, key: str) -> float:
     if (name := tracker.metric or "") not in metrics:
-        known = ", ".join(known for known in metrics if not known.endswith("/seconds"))
-        raise ConfigError(f"{key}={name}: no such metric; there are {known}")
+        names = ", ".join(names for names in metrics if not names.endswith("/seconds"))
+        raise ConfigError(f"{key}={name}: no such metric; there are {names}")
     return watched_value(metrics, name, tracker.named)

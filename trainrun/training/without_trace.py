@@ -63,13 +63,13 @@ def endless(batches: Batches, place: list[int]) -> Generator[MicroBatch]:
     """Iterate over batches from `place` on (an epoch and the number of a batch), and move it along."""
     while True:
         epoch, start = place
-        found = batches.epoch(epoch, start)
+        epoch_batches = batches.epoch(epoch, start)
         try:
-            for number, batch in enumerate(found, start + 1):
+            for number, batch in enumerate(epoch_batches, start + 1):
                 place[:] = (epoch + 1, 0) if batch.last else (epoch, number)
                 yield batch
         finally:
-            getattr(found, "close", lambda: None)()
+            getattr(epoch_batches, "close", lambda: None)()
         place[:] = epoch + 1, 0
 
 
@@ -100,16 +100,16 @@ def put_back(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
 
     Raises NoTrial if the memory of the device does not suffice for a copy.
     """
-    kept = _KeptState()
-    kept.keep(owners)
-    if 2 * kept.num_bytes > free_bytes(device):
+    kept_state = _KeptState()
+    kept_state.keep(owners)
+    if 2 * kept_state.num_bytes > free_bytes(device):
         raise NoTrial("the model fills the memory")
-    kept.copy_memory()
+    kept_state.copy_memory()
     with kept_random_state():
         try:
             yield
         finally:
-            kept.put_back()
+            kept_state.put_back()
 
 
 class _KeptState:
@@ -225,7 +225,7 @@ class _KeptState:
     def _note_slots(self, value: Any) -> Iterable[Any]:
         held = []
         classes = [cls for cls in type(value).__mro__ if "__slots__" in vars(cls)]
-        for member in (one for cls in classes for one in vars(cls).values()):
+        for member in (class_member for cls in classes for class_member in vars(cls).values()):
             if isinstance(member, types.MemberDescriptorType) and hasattr(value, member.__name__):
                 contents = member.__get__(value)
                 self._undo.append(functools.partial(member.__set__, value, contents))

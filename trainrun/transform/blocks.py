@@ -93,8 +93,8 @@ def _runs(sequential: nn.Sequential) -> Iterator[ModelBlock]:
 
 def _worthy(sequential: nn.Sequential, run: list[nn.Module], end: int) -> Iterator[ModelBlock]:
     """The run, where computing it again forgets more than its own input and output."""
-    more = [layer for layer in run[1:] if not isinstance(layer, SAVE_NOTHING_MORE)]
-    if more or (run and next(run[0].children(), None) is not None):
+    worthy_layers = [layer for layer in run[1:] if not isinstance(layer, SAVE_NOTHING_MORE)]
+    if worthy_layers or (run and next(run[0].children(), None) is not None):
         yield ModelBlock(sequential, tuple(run), end - len(run))
 
 

@@ -42,22 +42,22 @@ def compile_model(
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     check_compile_options(mode, backend, on_cpu)
     options: dict[str, Any] = {"mode": mode, "backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
-    plain: Callable[..., Any] = model._call_impl
-    call = plain
+    plain_call: Callable[..., Any] = model._call_impl
+    call = plain_call
     if regional:
         for block in repeated_blocks(model):
             block.compile(**options)
     else:
         # Dynamo skips frames that begin in torch itself: nn.Sequential.compile() compiles nothing, without
         # a word (pytorch/pytorch#132923, torch 2.13). A frame that begins in this file is compiled.
-        call = torch.compile(lambda *args, **kwargs: plain(*args, **kwargs), **options)
+        call = torch.compile(lambda *args, **kwargs: plain_call(*args, **kwargs), **options)
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if not sizes or first is None or first.shape[0] in sizes:
             return call(*args, **kwargs)
         with torch.compiler.set_stance("force_eager"):
-            return plain(*args, **kwargs)
+            return plain_call(*args, **kwargs)
 
     model._compiled_call_impl = dispatch
     return model
@@ -73,13 +73,13 @@ def keep_gradients(model: nn.Module) -> None:
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost modules that stand next to others of their class in a list, as a transformer's layers."""
-    found = _blocks_in(model)
-    if not found:
+    blocks = _blocks_in(model)
+    if not blocks:
         raise RuntimeError(
             f"trainer.compile.scope=regional: {type(model).__name__} has no repeated block (two or more modules of "
             "one class, with modules inside, in a ModuleList or Sequential); use trainer.compile.scope=model"
         )
-    return found
+    return blocks
 
 
 def _blocks_in(module: nn.Module) -> list[nn.Module]:
@@ -100,9 +100,9 @@ def check_compile_options(mode: str | None, backend: str, on_cpu: bool) -> None:
     if backend == "inductor":
         from torch._inductor import list_mode_options
 
-        known = list(list_mode_options())
-        if mode is not None and mode not in known:
-            raise RuntimeError(f"trainer.compile.mode={mode}: must be one of {', '.join(known)}, or null")
+        modes = list(list_mode_options())
+        if mode is not None and mode not in modes:
+            raise RuntimeError(f"trainer.compile.mode={mode}: must be one of {', '.join(modes)}, or null")
         if on_cpu:
             check_compiler()
     elif mode is not None:
@@ -134,8 +134,8 @@ def gpu_compiler_problem(
     """Return what the compiler lacks, with the way out; "" if nothing. It builds a launcher in C for every kernel."""
     include = include or sysconfig.get_path("include")
     if capability < OLDEST_GPU:
-        found, needed = (".".join(map(str, version)) for version in (capability, OLDEST_GPU))
-        return f"needs compute capability {needed}, and this one has {found}; use another GPU"
+        have, needed = (".".join(map(str, version)) for version in (capability, OLDEST_GPU))
+        return f"needs compute capability {needed}, and this one has {have}; use another GPU"
     if importlib.util.find_spec(module) is None:
         return f"needs triton, and it is not installed: pip install {module}"
     if not (os.environ.get("CC") or any(map(find, ("cc", "gcc", "clang")))):
@@ -150,11 +150,11 @@ def broken_library(error: BaseException) -> str:
 
     A compiler that is killed leaves such a library in torch's cache, and torch would load it forever: it is removed.
     """
-    found = re.search(r"(/\S+\.so): file too short", str(error))
-    if found is None:
+    match = re.search(r"(/\S+\.so): file too short", str(error))
+    if match is None:
         return ""
-    Path(found[1]).unlink(missing_ok=True)
+    Path(match[1]).unlink(missing_ok=True)
     return (
-        f"{found[1]}: compiled code is cut short, as a compiler leaves it that was killed; it is removed now: run "
+        f"{match[1]}: compiled code is cut short, as a compiler leaves it that was killed; it is removed now: run "
         "the same command again"
     )

@@ -22,9 +22,9 @@ class Frozen:
     """
 
     def __init__(self, model: nn.Module, patterns: Patterns, norms: bool = False) -> None:
-        found = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
-        names = matching(found, patterns, "model.freeze")
-        chosen = dict.fromkeys(found[name] for name in names)
+        parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
+        names = matching(parameters, patterns, "model.freeze")
+        chosen = dict.fromkeys(parameters[name] for name in names)
         self.params = [param for param in chosen if param.requires_grad]
         if sum(param.requires_grad for param in model.parameters()) == len(self.params) > 0:
             raise ValueError(
@@ -52,14 +52,14 @@ class Frozen:
 
 def norms_of(model: nn.Module, patterns: Patterns, frozen: set[str]) -> list[str]:
     """The names of batch norms that are frozen whole."""
-    found = []
+    norms = []
     for name, layer in model.named_modules():
         if getattr(layer, "running_mean", None) is not None:
             beginning = f"{name}." if name else ""
-            own = {f"{beginning}{each}" for each, _ in layer.named_parameters()}
-            if own <= frozen if own else is_named(f"{beginning}running_mean", patterns):
-                found.append(name)
-    return found
+            own_names = {f"{beginning}{each}" for each, _ in layer.named_parameters()}
+            if own_names <= frozen if own_names else is_named(f"{beginning}running_mean", patterns):
+                norms.append(name)
+    return norms
 
 
 def is_named(name: str, patterns: Patterns) -> bool:

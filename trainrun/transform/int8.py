@@ -187,7 +187,7 @@ def run_recurrent(layer: Any, cells: list[Any], x: Tensor, state: Any = None) ->
     if isinstance(layer, nn.GRU):
         output, after = torch.quantized_gru(x.float(), state.float(), cells, *options)
         return output.to(x.dtype), after.to(x.dtype)
-    state = [one.float() for one in state]
+    state = [part.float() for part in state]
     output, hidden, cell = torch.quantized_lstm(
         x.float(), state, cells, *options, dtype=torch.qint8, use_dynamic=True
     )
@@ -275,18 +275,20 @@ def numeric_padding(layer: nn.Conv2d) -> tuple[int, ...] | None:
         d * (k - 1) * (layer.padding == "same")
         for d, k in zip(layer.dilation, layer.kernel_size, strict=True)
     ]
-    return None if any(one % 2 for one in both) else tuple(one // 2 for one in both)
+    return None if any(width % 2 for width in both) else tuple(width // 2 for width in both)
 
 
 def untied_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers with matrices whose parameters are not shared with another layer, by name."""
-    counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
-    found = {}
+    counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    layers = {}
     for name, layer in model.named_modules():
-        own = [*layer.parameters(recurse=False)]
-        if any(one.ndim > 1 for one in own) and all(counts[id(one)] == 1 for one in own):
-            found[name] = layer
-    return found
+        weights = [*layer.parameters(recurse=False)]
+        if any(parameter.ndim > 1 for parameter in weights) and all(
+            counts[id(parameter)] == 1 for parameter in weights
+        ):
+            layers[name] = layer
+    return layers
 
 
 def has_computed_weight(layer: nn.Module) -> bool:
@@ -303,7 +305,10 @@ def explain_float_layers(model: nn.Module, what: str = "bytes") -> dict[str, str
         else f"no {what} for this {type(layer).__name__}"
         + ", whose weight is computed" * has_computed_weight(layer)
         for name, layer in model.named_modules()
-        if any(one.ndim > 1 and one.is_floating_point() for one in layer.parameters(recurse=False))
+        if any(
+            parameter.ndim > 1 and parameter.is_floating_point()
+            for parameter in layer.parameters(recurse=False)
+        )
     }
 
 

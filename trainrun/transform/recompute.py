@@ -153,8 +153,8 @@ def is_kept(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return True
     names = [argument.name for argument in function._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return "dropout_p" in names and not given.get("dropout_p", 0.0)
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" in names and not arguments.get("dropout_p", 0.0)
 
 
 def nested_tensors(tree: Any) -> Iterator[Tensor]:

@@ -45,12 +45,12 @@ def chosen(
 
     Raises ConfigError for a name that is not known.
     """
-    names, own = [metrics] if isinstance(metrics, str) else metrics, None
+    names, own_metrics = [metrics] if isinstance(metrics, str) else metrics, None
     if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
         from trainrun.task.metrics.torch_metrics import TorchMetrics, told_apart
 
         names, objects = told_apart(metrics)
-        own = TorchMetrics(objects, f"{given}, as task={task} gives them")
+        own_metrics = TorchMetrics(objects, f"{given}, as task={task} gives them")
     for name in names:
         is_top = "top5" in known and isinstance(name, str) and re.fullmatch(r"top[1-9]\d*", name)
         if name not in known and not is_top:
@@ -61,7 +61,7 @@ def chosen(
                 f"{' (or another number)' if 'top5' in known else ''}, or any class of torchmetrics by "
                 f"_target_.{guess}"
             )
-    return tuple(names), own
+    return tuple(names), own_metrics
 
 
 def format_names(names: Iterable[object]) -> str:
@@ -93,9 +93,9 @@ class ClassMetrics:
             if name.startswith("top"):
                 sums[name] = num_in_top(logits, target, int(name[3:]))
         if set(self._names) & {"f1", "precision", "recall", "balanced_accuracy", "iou"}:
-            found = logits.argmax(1)
-            right = target[found == target]
-            counts = [torch.bincount(which, minlength=classes) for which in (right, found, target)]
+            predicted = logits.argmax(1)
+            right = target[predicted == target]
+            counts = [torch.bincount(which, minlength=classes) for which in (right, predicted, target)]
             sums[PER_CLASS] = torch.stack(counts)
         if set(self._names) & set(RANKED):
             wide = logits.cpu().double()
@@ -111,7 +111,7 @@ class ClassMetrics:
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
         """Empty for the sums of a training step."""
-        more = {} if self._own is None else self._own.summarize(sums)
+        own_values = {} if self._own is None else self._own.summarize(sums)
         each: dict[str, Tensor] = {}
         if PER_CLASS in sums:
             each = ratios(sums[PER_CLASS])
@@ -122,7 +122,7 @@ class ClassMetrics:
             hot = labels[:, None] == torch.arange(scores.shape[1])
             each |= ranking_scores(scores, hot, self._names)
         each = {name: each[name] for name in self._names if name in each}
-        return means(each) | (by_class(each) if self._per_class else {}) | more
+        return means(each) | (by_class(each) if self._per_class else {}) | own_values
 
 
 class LabelMetrics:
@@ -138,10 +138,10 @@ class LabelMetrics:
 
     def measure(self, logits: Tensor, labels: Tensor) -> Measured:
         """logits: (B, C); labels: (B, C) bool."""
-        found, sums, rows = logits > 0, {}, {}
+        predicted, sums, rows = logits > 0, {}, {}
         if "exact_match" in self._names:
-            sums["exact_match"] = (found == labels).all(1).sum()
-        sums[PER_CLASS] = torch.stack([(found & labels).sum(0), found.sum(0), labels.sum(0)])
+            sums["exact_match"] = (predicted == labels).all(1).sum()
+        sums[PER_CLASS] = torch.stack([(predicted & labels).sum(0), predicted.sum(0), labels.sum(0)])
         if set(self._names) & set(RANKED):
             rows = {SCORES: logits.cpu().double(), LABELS: labels.cpu()}
         if self._own is not None:
@@ -154,16 +154,16 @@ class LabelMetrics:
         if PER_CLASS not in sums:
             return {}
         micro = ratios(sums[PER_CLASS].sum(1, keepdim=True))
-        found: dict[str, float] = {name: float(micro[name]) for name in MICRO if name in self._names}
+        results: dict[str, float] = {name: float(micro[name]) for name in MICRO if name in self._names}
         parts = ratios(sums[PER_CLASS])
         each = {name: parts[name.removesuffix("_macro")] for name in self._names if name.endswith("_macro")}
         if SCORES in sums:
             each |= ranking_scores(sums[SCORES], sums[LABELS], self._names)
-        found |= means(each)
+        results |= means(each)
         if self._per_class:
             each |= {name: parts[name] for name in ("f1", "precision", "recall") if name in self._names}
-            found |= by_class({name.removesuffix("_macro"): values for name, values in each.items()})
-        return found if self._own is None else found | self._own.summarize(sums)
+            results |= by_class({name.removesuffix("_macro"): values for name, values in each.items()})
+        return results if self._own is None else results | self._own.summarize(sums)
 
 
 class NumberMetrics:
@@ -192,24 +192,24 @@ class NumberMetrics:
             return sums, rows
         if squares is not None:
             return {ERRORS: torch.nn.functional.pad(squares.reshape(1, 1), (0, 0, 0, 2))}, rows
-        found, wanted = (item.cpu().double().reshape(len(item), -1) for item in (output, target))
-        errors = (found - wanted).square()
+        predicted, wanted = (item.cpu().double().reshape(len(item), -1) for item in (output, target))
+        errors = (predicted - wanted).square()
         return sums | {ERRORS: torch.stack([errors.sum(0), wanted.sum(0), wanted.square().sum(0)])}, rows
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
         """Empty for the sums of a training step. r2: the mean over the outputs of a sample."""
-        more = {} if self._own is None else self._own.summarize(sums)
+        own_values = {} if self._own is None else self._own.summarize(sums)
         if ERRORS not in sums:
-            return more
+            return own_values
         errors, total, squares = sums[ERRORS]
         mse = float(errors.mean()) / count if count else math.nan
-        found = {"mse": mse, "rmse": math.sqrt(mse), "r2": math.nan}
+        values = {"mse": mse, "rmse": math.sqrt(mse), "r2": math.nan}
         if count:
             spread = squares - total.square() / count
             varies = spread > CONSTANT * squares
             explained = 1 - errors / torch.where(varies, spread, 1.0)
-            found["r2"] = float(torch.where(varies, explained, (errors == 0).double()).mean())
-        return {name: found[name] for name in self._names if name in found} | more
+            values["r2"] = float(torch.where(varies, explained, (errors == 0).double()).mean())
+        return {name: values[name] for name in self._names if name in values} | own_values
 
 
 def flat(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,26 +221,28 @@ def flat(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
     """Return the number of targets among the `size` largest logits. Of equal logits the first class is larger."""
-    own = logits.gather(1, target[:, None])
+    target_logits = logits.gather(1, target[:, None])
     after = torch.arange(logits.shape[1], device=logits.device) > target[:, None]
-    below = (logits < own) | ((logits == own) & after)  # not for NaN, which is never right
+    below = (logits < target_logits) | (
+        (logits == target_logits) & after
+    )  # not for NaN, which is never right
     return (below.sum(1) >= logits.shape[1] - size).sum()
 
 
 def ratios(counts: Tensor) -> dict[str, Tensor]:
     """Return one number per class by name, NaN for a class that does not occur. counts: (3, C): right, found, there."""
-    right, found, there = counts.double()
-    occurs = found + there > 0
+    right, predicted, there = counts.double()
+    occurs = predicted + there > 0
 
     def share(part: Tensor, whole: Tensor, where: Tensor) -> Tensor:
         return torch.where(where, part / whole.clamp(min=1), math.nan)
 
     return {
-        "f1": share(2 * right, found + there, occurs),
-        "precision": share(right, found, occurs),
+        "f1": share(2 * right, predicted + there, occurs),
+        "precision": share(right, predicted, occurs),
         "recall": share(right, there, occurs),
         "balanced_accuracy": share(right, there, there > 0),
-        "iou": share(right, found + there - right, occurs),
+        "iou": share(right, predicted + there - right, occurs),
     }
 
 
@@ -278,5 +280,9 @@ def means(each: dict[str, Tensor]) -> dict[str, float]:
 
 
 def by_class(each: dict[str, Tensor]) -> dict[str, float]:
-    found = {name: values for name, values in each.items() if name != "balanced_accuracy"}
-    return {f"{name}/{i}": value for name, values in found.items() for i, value in enumerate(values.tolist())}
+    per_class_values = {name: values for name, values in each.items() if name != "balanced_accuracy"}
+    return {
+        f"{name}/{i}": value
+        for name, values in per_class_values.items()
+        for i, value in enumerate(values.tolist())
+    }

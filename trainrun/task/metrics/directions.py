@@ -34,7 +34,9 @@ def known_direction(metric: str) -> str | None:
     words = re.findall("[a-z]+", re.split("(?<=[a-z0-9])(?:[^a-z]at[^a-z]|@)", name)[0])  # `fpr_at_95_recall`
     small = [word in SMALL_WORDS or any(part in word for part in SMALL) for word in words]
     large = [word in LARGE_WORDS or any(part in word for part in LARGE) for word in words]
-    large = [one and word not in SMALL_WORDS for word, one in zip(words, large, strict=True)]  # `mismatch`
+    large = [
+        is_large and word not in SMALL_WORDS for word, is_large in zip(words, large, strict=True)
+    ]  # `mismatch`
     if any(small) and any(large):  # the last word is what it is: `hard_acc`, `acc_loss`
         small, large = small[-1:], large[-1:]
     is_small = any(small) or name in PARTS_OF_LOSS
@@ -46,22 +48,22 @@ def asked_direction(key: str, metric: str, mode: str, is_named: bool) -> str | N
 
     is_named: the user named the metric beside the mode, so that only a loss or an accuracy is sure.
     """
-    known, sure = known_direction(metric), not is_named or metric.endswith(("/loss", "/acc"))
-    if mode != "auto" and known not in (None, mode) and sure:
-        better = "smaller" if known == "min" else "larger"
+    usual, sure = known_direction(metric), not is_named or metric.endswith(("/loss", "/acc"))
+    if mode != "auto" and usual not in (None, mode) and sure:
+        better = "smaller" if usual == "min" else "larger"
         raise ConfigError(
-            f"{key}.mode={mode}: {metric} is better when {better}; use {key}.mode={known}, or name the metric that "
+            f"{key}.mode={mode}: {metric} is better when {better}; use {key}.mode={usual}, or name the metric that "
             f"is meant, as {key}.{'metric' if key == 'scheduler' else 'monitor'}=val/mine"
         )
-    return known if mode == "auto" else mode
+    return usual if mode == "auto" else mode
 
 
 def taken_as_larger(config: RunConfig, default: str | None) -> str:
     """A note on a metric that `mode=auto` knows nothing of. default: the metric where none is named."""
     stops, keep = config.trainer.early_stopping, config.checkpoint
-    asked = {"checkpoint": (keep.monitor or default, keep.mode)} if keep.enabled and keep.save_top_k else {}
-    asked |= {"trainer.early_stopping": (stops.monitor or default, stops.mode)} if stops.enabled else {}
-    for key, (metric, mode) in asked.items():
+    modes = {"checkpoint": (keep.monitor or default, keep.mode)} if keep.enabled and keep.save_top_k else {}
+    modes |= {"trainer.early_stopping": (stops.monitor or default, stops.mode)} if stops.enabled else {}
+    for key, (metric, mode) in modes.items():
         if metric and mode == "auto" and known_direction(metric) is None:
             return (
                 f"{key}.mode=auto: {metric} is taken as better when larger; if it is not, set {key}.mode=min"

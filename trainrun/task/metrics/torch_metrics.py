@@ -106,7 +106,7 @@ class TorchMetrics:
 
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Empty for the sums of a training step."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             if STATES + name in sums:
                 set_states(metric, sums[STATES + name])
@@ -117,7 +117,7 @@ class TorchMetrics:
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-                    found |= numbers(name, metric.compute())
+                    values |= numbers(name, metric.compute())
             except PluginError:
                 raise
             except Exception as error:  # of somebody else's code
@@ -125,7 +125,7 @@ class TorchMetrics:
                     f"task.metrics.{name}: {type(metric).__name__}.compute() failed: {line(error)}"
                 ) from error
             metric.reset()
-        return found
+        return values
 
     @staticmethod
     def _updated(metric: Any, scores: Tensor, target: Tensor) -> None:
@@ -148,7 +148,7 @@ def adds_up(metric: Any) -> bool:
     reductions = getattr(metric, "_reductions", None)
     if not reductions or next(metric.children(), None) is not None:
         return False
-    sums = all(getattr(one, "__name__", "") == "dim_zero_sum" for one in reductions.values())
+    sums = all(getattr(reduction, "__name__", "") == "dim_zero_sum" for reduction in reductions.values())
     return sums and all(isinstance(value, Tensor) for value in metric.metric_state.values())
 
 
@@ -180,12 +180,12 @@ def name_in_bases(metric: Any, word: str) -> bool:
 def numbers(name: str, value: Any) -> dict[str, float]:
     """`kappa`, or `kappa/3` of several numbers, as of single classes. PluginError: something else."""
     if isinstance(value, Mapping):
-        found = [numbers(f"{name}/{key}", item) for key, item in value.items()]
-        return {key: number for item in found for key, number in item.items()}
+        inner_numbers = [numbers(f"{name}/{key}", item) for key, item in value.items()]
+        return {key: number for item in inner_numbers for key, number in item.items()}
     is_numeric = isinstance(value, float | int) or hasattr(value, "__array__")  # a tensor, or of NumPy
     if is_numeric and (tensor := torch.as_tensor(value)).ndim < 2:
         return (
-            {f"{name}/{i}": float(one) for i, one in enumerate(tensor)}
+            {f"{name}/{i}": float(item_value) for i, item_value in enumerate(tensor)}
             if tensor.ndim
             else {name: float(value)}
         )

@@ -93,9 +93,9 @@ def check_task(run: Components, data: Any) -> None:
             f"divided by the count once more. Give the sum, or the pair (sum, its own count). {way_out}"
         )
     if no_sum_of_parts(looks) is None and (wrong := not_additive(looks, exempt=hits)):
-        whole, parts = (ratio_of(pairs, wrong[0]) for pairs in (looks.parts[:1], looks.parts[1:]))
+        of_all, parts = (ratio_of(pairs, wrong[0]) for pairs in (looks.parts[:1], looks.parts[1:]))
         raise PluginError(
-            f'task: sums["{wrong[0]}"] of {name}.step() is {whole:.6g} an item for some rows, and {parts:.6g} for '
+            f'task: sums["{wrong[0]}"] of {name}.step() is {of_all:.6g} an item for some rows, and {parts:.6g} for '
             "their halves together, so it depends on data.val_batch_size. Tensors of shapes (B, 1) and (B,) may have "
             "been broadcast to (B, B): give both the same shape. A metric of a whole batch is the pair (value, 1); "
             f"one that needs all rows at once is made by summarize() from StepOutput(rows=...). {way_out}"
@@ -112,9 +112,9 @@ def check_task(run: Components, data: Any) -> None:
             "count: where it is a mean (of a contrastive loss, for instance), return StepOutput(loss_mean=loss, "
             "count=number of items)"
         )
-    elif (found := no_sum_of_parts(looks)) is not None:
+    elif (broken := no_sum_of_parts(looks)) is not None:
         run.monitors.note(
-            f"task: the loss of {name}.step() is {found[0]:.6g} for some rows, and {found[1]:.6g} for their halves "
+            f"task: the loss of {name}.step() is {broken[0]:.6g} for some rows, and {broken[1]:.6g} for their halves "
             "together, so trainer.accumulate_grad_batches, ranks and data.val_batch_size change it (`trainrun verify` "
             "shows it). Let count be what a mean is over, and add a penalty times the count. A contrastive loss sees "
             "the pairs of one micro-batch: with several ranks gather the embeddings"
@@ -128,13 +128,13 @@ class BadOutput(Exception):
 def looks_at(run: Components, data: Any) -> Looks:
     count = num_rows(data)
     rows = min(max(count // 2, 1), MOST_ROWS)
-    whole = min(max(rows, LEAST_WHOLE), count)
+    num_whole = min(max(rows, LEAST_WHOLE), count)
     look = look_of(run)
     few = rows_of(data, 0, rows, count)
     looks = Looks([look(few)], [look(twice(few, rows))], [], rounding_of(run))
     looks.once.append(look(few))
-    if whole > 1:
-        ends = ((0, whole), (0, whole // 2), (whole // 2, whole))
+    if num_whole > 1:
+        ends = ((0, num_whole), (0, num_whole // 2), (num_whole // 2, num_whole))
         with suppress(Exception):  # where not even fewer rows, or float32, will do: what is above decides
             looks.parts.extend([look(rows_of(data, *pair, count), exact=True) for pair in ends])
     if not all(same(*(seen[key][0] for seen in looks.once)) for key in looks.once[0]):
@@ -166,10 +166,10 @@ def rounding_of(run: Components) -> float:
 def no_sum_of_parts(looks: Looks) -> tuple[float, float] | None:
     """The loss of some rows and that of their halves, if these clearly differ, and no random number is the reason."""
     once, again = (float(seen[LOSS][0]) for seen in looks.once[:2])
-    whole, *halves = (float(seen[LOSS][0]) for seen in looks.parts) if looks.parts else (once, once)
-    if max(map(abs, (whole, *halves))) < LEAST or abs(once - again) > 0.1 * looks.rounding * abs(once):
+    whole_loss, *halves = (float(seen[LOSS][0]) for seen in looks.parts) if looks.parts else (once, once)
+    if max(map(abs, (whole_loss, *halves))) < LEAST or abs(once - again) > 0.1 * looks.rounding * abs(once):
         return None
-    return None if is_additive(whole, halves, looks.rounding) else (whole, sum(halves))
+    return None if is_additive(whole_loss, halves, looks.rounding) else (whole_loss, sum(halves))
 
 
 def not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
@@ -187,11 +187,11 @@ def not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
             continue
         if not torch.allclose(first[name][0], again[name][0], rtol=0.1 * looks.rounding, equal_nan=True):
             continue
-        whole, parts = ratio_of(looks.parts[:1], name), ratio_of(looks.parts[1:], name)
+        ratio_whole, parts = ratio_of(looks.parts[:1], name), ratio_of(looks.parts[1:], name)
         # whole numbers count rows, of which rounding may move one from one side of a threshold to the other
         counted_rows = all(float(part[name][0]).is_integer() for part in looks.parts)
-        slack = max(2 / float(count), 0.1 * max(abs(whole), abs(parts))) if counted_rows else 0.0
-        if abs(whole - parts) > slack and not is_additive(whole, [parts], looks.rounding):
+        slack = max(2 / float(count), 0.1 * max(abs(ratio_whole), abs(parts))) if counted_rows else 0.0
+        if abs(ratio_whole - parts) > slack and not is_additive(ratio_whole, [parts], looks.rounding):
             names.append(name)
     return names
 
@@ -207,9 +207,9 @@ def loss_and_sums(task: Any, counting: Counting, data: Any, out: Any) -> dict[st
     """The loss and all sums, each with what it is divided by. BadOutput: they are not what the contract says."""
     name, loss = type(task).__name__, getattr(out, "loss_sum", None)
     if not isinstance(loss, Tensor):
-        given = type(out).__name__ if loss is None else f"loss_sum as a {type(loss).__name__}"
+        got = type(out).__name__ if loss is None else f"loss_sum as a {type(loss).__name__}"
         raise BadOutput(
-            f"task: {name}.step() gave a {given}; it must return "
+            f"task: {name}.step() gave a {got}; it must return "
             "trainrun.interfaces.StepOutput(loss_sum, {...}) with a tensor"
         )
     if loss.dim() != 0 or not (loss.requires_grad or bool(loss == 0)):

@@ -53,13 +53,13 @@ class WatchGradients:
         by_rank = run.parallel.gather(names)
         steps = "the first step" if self._steps == 1 else f"the first {self._steps} steps"
         if any(each != by_rank[0] for each in by_rank):
-            told = "; ".join(
+            message = "; ".join(
                 f"on rank {rank} {short_list(each)}" for rank, each in enumerate(by_rank) if each
             )
         else:
-            told = short_list(names)
-        if told:
+            message = short_list(names)
+        if message:
             run.monitors.note(
-                f"model: no gradient in {steps} for {told}: the loss does not depend on them; leave them out of the "
+                f"model: no gradient in {steps} for {message}: the loss does not depend on them; leave them out of the "
                 "model, or use them in its forward"
             )

@@ -36,12 +36,12 @@ def check_padding(run: Components, data: Any) -> bool:
     mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
     if not run.parallel.sum_over_ranks([mask is not None])[0]:
         return False
-    told, owners = "", (run.model, run.task, data, run.optimizer, *run.hooks.by_key.values())
+    message, owners = "", (run.model, run.task, data, run.optimizer, *run.hooks.by_key.values())
     # What the user's code does with two rows, with fewer positions or in a copy is no fault of the run.
     with suppress(Exception):
-        told = run_trial(partial(difference, run, data, mask), run.parallel.device, *owners)
-    if told := next(filter(None, run.parallel.gather(told)), ""):
-        run.monitors.note(told)
+        message = run_trial(partial(difference, run, data, mask), run.parallel.device, *owners)
+    if message := next(filter(None, run.parallel.gather(message)), ""):
+        run.monitors.note(message)
     return True
 
 
@@ -69,10 +69,12 @@ def difference(run: Components, data: Any, mask: Tensor | None) -> str:
         for name, leaf in fields.items()
         if is_filled(leaf, mask) and name not in (MASK, *named, *INPUT_KEYS, *TARGET_KEYS)
     }
-    whole = {name: leaf for name, leaf in others.items() if is_integer(leaf) and leaf.dtype is not torch.bool}
-    zeros = [name for name, leaf in whole.items() if not bool(leaf[~mask].any())]
+    integer_leaves = {
+        name: leaf for name, leaf in others.items() if is_integer(leaf) and leaf.dtype is not torch.bool
+    }
+    zeros = [name for name, leaf in integer_leaves.items() if not bool(leaf[~mask].any())]
     width = mask.shape[1]
-    told = (
+    message = (
         f"data: samples differ in length: the loss of one of {length} positions is {own_loss / 2:.6g} over "
         f"{own_count / 2:g} items alone, and {loss / 2:.6g} over {count / 2:g} where it is padded to {width}, so "
         "data.batch_size, trainer.accumulate_grad_batches, ranks and data.val_batch_size change results (`trainrun "
@@ -80,17 +82,17 @@ def difference(run: Components, data: Any, mask: Tensor | None) -> str:
         "is True at real positions: leave out the others"
     )
     if MASK not in named and not takes_all:
-        told += f"; {model.__name__}.forward does not take it"
+        message += f"; {model.__name__}.forward does not take it"
     if zeros:
-        told += f". {', '.join(zeros)}: filled with 0, which may be a class; under the name labels it is with -100"
-    return told
+        message += f". {', '.join(zeros)}: filled with 0, which may be a class; under the name labels it is with -100"
+    return message
 
 
 def filled_leaves(data: Any, mask: Tensor) -> list[bool]:
     """Say of each leaf of a batch whether it is padded where the mask says so."""
-    found: list[bool] = []
-    map_leaves(data, lambda leaf: found.append(is_filled(leaf, mask)))
-    return found
+    filled: list[bool] = []
+    map_leaves(data, lambda leaf: filled.append(is_filled(leaf, mask)))
+    return filled
 
 
 def shortened(data: Any, filled: list[bool], length: int) -> Any:

@@ -78,24 +78,24 @@ class UnsavedState:
     def _held(self) -> dict[str, dict[str, str]]:
         """Return for each owner its attributes as texts that can be compared."""
         run, owners = self._run, self._owners()
-        known = {id(part) for part in (*vars(run).values(), *owners.values())}
-        known |= ids_of_saved_parts(run.model)
-        held = {key: comparable_values(owner, known) for key, owner in owners.items()}
+        runner_ids = {id(part) for part in (*vars(run).values(), *owners.values())}
+        runner_ids |= ids_of_saved_parts(run.model)
+        held = {key: comparable_values(owner, runner_ids) for key, owner in owners.items()}
         modules = users_modules(run.model)
         if modules:
             held["model"] = {
                 f"{place}.{name}".lstrip("."): text
                 for place, module in modules.items()
-                for name, text in comparable_values(module, known).items()
+                for name, text in comparable_values(module, runner_ids).items()
             }
         return held
 
     def _tell_untrained(self) -> None:
         """Name parameters of the task that get gradients and that nothing updates."""
-        own = task_parameters(self._run.task, self._run.model)
+        untrained = task_parameters(self._run.task, self._run.model)
         still = [
             name
-            for name, value in own
+            for name, value in untrained
             if value.grad is not None and value._version == self._own_versions.get(name)
         ]
         if still:
@@ -119,29 +119,29 @@ def saves_all(owner: Any) -> bool:
 
 def task_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the tensors that take gradients and that attributes of the task hold, and the model does not."""
-    known = {id(parameter) for parameter in model.parameters()}
-    found: list[tuple[str, Tensor]] = []
+    model_ids = {id(parameter) for parameter in model.parameters()}
+    parameters: list[tuple[str, Tensor]] = []
     if isinstance(task, nn.Module):
-        found += task.named_parameters()
+        parameters += task.named_parameters()
     for name, value in getattr(task, "__dict__", {}).items():
         if isinstance(value, nn.Module):
-            found += [(f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters()]
+            parameters += [(f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters()]
         elif isinstance(value, Tensor) and value.is_leaf:
-            found.append((name, value))
-    return [(name, value) for name, value in found if value.requires_grad and id(value) not in known]
+            parameters.append((name, value))
+    return [(name, value) for name, value in parameters if value.requires_grad and id(value) not in model_ids]
 
 
 def users_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of the user's classes, but for parts of one that saves more than its tensors."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     saved: set[int] = set()
     for name, module in model.named_modules():
         kind = type(module)
         if (kind.get_extra_state, kind.state_dict) != (nn.Module.get_extra_state, nn.Module.state_dict):
             saved |= {id(part) for part in module.modules()}
         if id(module) not in saved and is_users_class(kind):
-            found[name] = module
-    return found
+            modules[name] = module
+    return modules
 
 
 def ids_of_saved_parts(model: nn.Module) -> set[int]:

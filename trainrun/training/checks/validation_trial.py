@@ -103,12 +103,12 @@ def metric_names(run: Components) -> list[str]:
         with contextlib.suppress(AttributeError):  # a stream that is no generator has nothing to close
             batches.close()  # type: ignore[attr-defined]
     try:
-        found = metrics_of({name: total.cpu() for name, total in sums.items()}, count, run.task, rows)
+        metrics = metrics_of({name: total.cpu() for name, total in sums.items()}, count, run.task, rows)
     except ReservedName:
         raise
     except Exception:  # a summary of one batch may not exist, as an AUROC of one class
         return []
-    return sorted(f"{split}/{name}" for split in run.validation for name in found)
+    return sorted(f"{split}/{name}" for split in run.validation for name in metrics)
 
 
 def retry_after_step(run: Components, state: TrainState, error: Exception) -> None:

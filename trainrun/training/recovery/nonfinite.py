@@ -115,12 +115,12 @@ class BadSteps:
         place = self._folder / f"step-{state.step:08d}"
         wrong = sum(facts["nonfinite"] for row in _facts(bad) for facts in row["tensors"].values())
         room = place.exists() or len(list(self._folder.glob("step-*"))) < MAX_WRITTEN
-        told = self._parallel.gather((all(map(math.isfinite, losses)), wrong, room))
-        causes = [(rank, describe_cause(finite, wrong)) for rank, (finite, wrong, _) in enumerate(told)]
+        gathered = self._parallel.gather((all(map(math.isfinite, losses)), wrong, room))
+        causes = [(rank, describe_cause(finite, wrong)) for rank, (finite, wrong, _) in enumerate(gathered)]
         several = self._parallel.world_size > 1
         about = "; ".join(f"rank {rank}: {cause}" if several else cause for rank, cause in causes if cause)
         about = f"Cause: {about or 'unknown, since losses and batches had finite values alone'}"
-        if not told[0][2]:
+        if not gathered[0][2]:
             return f"{about}. The batch is not saved: {self._folder} has {MAX_WRITTEN} such batches already"
         fault = ""
         try:

@@ -273,9 +273,11 @@ def coupled(model: nn.Module, task: Task, batches: list[MicroBatch]) -> str:
         pieces = cut(batch, num_rows(batch.data))
         if not counts_before(task):
             break  # the outputs of the pieces say their counts
-        whole, parts = (sum(task.count(one.data) for one in some) for some in ([batch], pieces))
-        if whole != parts:
-            return f"task.count says {whole} for a batch and {parts} for its samples one by one"
+        count_whole, parts = (
+            sum(task.count(batch_part.data) for batch_part in some) for some in ([batch], pieces)
+        )
+        if count_whole != parts:
+            return f"task.count says {count_whole} for a batch and {parts} for its samples one by one"
     largest = max(batches, key=lambda batch: num_rows(batch.data))
     return coupling(model, task, largest.data) if num_rows(largest.data) > 1 else ""
 
@@ -293,17 +295,17 @@ def coupling(model: nn.Module, task: Task, data: Any) -> str:
     count = num_rows(data)
     try:
         with evaluating(model):
-            one, other, both, again = (
+            first, other, both, again = (
                 float(task.step(model, rows_of(data, *rows, count)).loss_sum)
                 for rows in ((0, 1), (1, 2), (0, 2), (0, 2))
             )
     except (PluginError, MemoryError, RuntimeError) as error:
         return f"the task cannot compute single samples: {str(error).partition(chr(10))[0]}"
-    tolerance = COUPLED * (abs(one) + abs(other) + abs(both))
-    if abs(both - again) > tolerance or abs(both - one - other) <= tolerance:
+    tolerance = COUPLED * (abs(first) + abs(other) + abs(both))
+    if abs(both - again) > tolerance or abs(both - first - other) <= tolerance:
         return ""  # drawn at random, so that nothing can be compared; or the sum that it should be
     return (
-        f"the task's loss of two samples ({both:.4g}) is not the sum of their losses ({one:.4g} and {other:.4g}), "
+        f"the task's loss of two samples ({both:.4g}) is not the sum of their losses ({first:.4g} and {other:.4g}), "
         "so it depends on which samples come together"
     )
 
@@ -416,9 +418,9 @@ class BufferCopies:
 
 def restore_buffer(model: nn.Module, name: str, buffer: Tensor, contents: Tensor) -> None:
     """Restore a buffer; the same tensor, also where the model put another in its place."""
-    module, _, own = name.rpartition(".")
+    module, _, buffer_name = name.rpartition(".")
     buffer.copy_(contents)
-    setattr(model.get_submodule(module), own, buffer)
+    setattr(model.get_submodule(module), buffer_name, buffer)
 
 
 def not_finite(model: nn.Module) -> list[str]:

@@ -57,8 +57,8 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     check_classes(place, shared, run.data_facts.class_names)
     check_inputs(place, shared, run.data_facts.inputs)
     check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))
-    kept = {**shared, **(own or {})}.get("task", {})
-    check_task_state(place, run.task, kept)
+    task_state = {**shared, **(own or {})}.get("task", {})
+    check_task_state(place, run.task, task_state)
     kept_step = {**shared, **(own or {})}.get("step", {})
     if kept_step and not isinstance(run.own_step, KeepsState):
         raise CheckpointError(f"checkpoint {place}: holds the state of a step; name the step of before")
@@ -78,14 +78,14 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     run.precision.load_state_dict(shared["precision"])
     if "retry" in shared:  # else the checkpoint is older than this
         run.retry.load_state_dict(shared["retry"])
-    if told := load_task_state(place, run.task, kept, run.parallel.device):
-        run.monitors.note(told)
-    if anew := kept.get("anew"):
+    if problem := load_task_state(place, run.task, task_state, run.parallel.device):
+        run.monitors.note(problem)
+    if anew := task_state.get("anew"):
         run.monitors.note(
             f"checkpoint {place} does not hold what changed in {', '.join(anew)}: that begins anew, so this may not be "
             "the run that never stopped, if its results depend on it"
         )
-    run.task_calls.unsaved_before = list(kept.get("anew", ()))
+    run.task_calls.unsaved_before = list(task_state.get("anew", ()))
     run.hooks.load_state_dict(place, {**shared, **(own or {})}.get("hooks", {}))
     if kept_step:
         load_state(place, run.own_step, kept_step, run.parallel.device)
@@ -133,9 +133,9 @@ def position(run: Components, place: str, shared: dict[str, Any]) -> int:
     before, by = then.get("by", {}), now["by"]
     other = [f"{key}={before[key]} (now {by[key]})" for key in by if before.get(key, by[key]) != by[key]]
     if shared["train"]["batches"] and other:
-        told = ", ".join(other).replace("'", "")
+        changes = ", ".join(other).replace("'", "")
         raise CheckpointError(
-            f"checkpoint {place}: saved in the middle of an epoch with {told}: samples of it would come again or "
+            f"checkpoint {place}: saved in the middle of an epoch with {changes}: samples of it would come again or "
             "never; go on as before, or begin with these weights alone: init_from=RUN_DIR"
         )
     parts = then.get("parts", 1)
@@ -174,7 +174,9 @@ def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -
     before = shared.get("stream", {}).get("classes") or []
     if not (before and names) or list(before) == list(names):
         return
-    first = next(i for i, (one, other) in enumerate(zip_longest(before, names)) if one != other)
+    first = next(
+        i for i, (class_before, other) in enumerate(zip_longest(before, names)) if class_before != other
+    )
     then, now = (", ".join(some[first : first + MOST_CLASSES]) or "no more" for some in (before, names))
     raise CheckpointError(
         f"checkpoint {place}: was trained on other classes than this data has: number {first} and up were {then}; now "
