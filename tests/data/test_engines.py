@@ -227,7 +227,7 @@ def test_containers_come_back_as_they_were(source):
 def test_batches_gathered_together_are_those_gathered_one_by_one(case, monkeypatch):
     source, changes, _ = CASES[case]
     found = everything(source(), 0, 1, engine="resident", **changes)
-    monkeypatch.setattr("trainrun.data.engines.in_memory.BATCHES_BYTES", 1)
+    monkeypatch.setattr("trainrun.data.engines.in_memory.SMALL_BATCH_BYTES", 0)
     assert everything(source(), 0, 1, engine="resident", **changes) == found
 
 
