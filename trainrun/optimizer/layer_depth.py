@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from torch import nn
 
 from trainrun.errors import ConfigError
 
 SHOWN = 3
-Row = dict[str, nn.Module]  # numbered layers beside each other, by their names in the model
 
 
 def layers_above(
@@ -22,13 +21,7 @@ def layers_above(
     more. A norm counts with the layer before it. Raise ConfigError if the model has no numbered blocks, or two rows.
     """
     member_set = set(members)
-    blocks = block_classes(model)
-    rows = [
-        row
-        for row in numbered_rows(model, blocks)
-        if member_set & {param for layer in row.values() for param in layer.parameters()}
-    ]
-    depth_of_layer = number_layers(choose_row(rows, blocks, key))
+    depth_of_layer = number_blocks(model, member_set, key)
     num_layers = max(depth_of_layer.values())
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     embeddings = {param for table in tables for param in table.parameters()}
@@ -56,52 +49,49 @@ def layers_above(
     return {param: deepest - depth for param, depth in depths.items()}, ", ".join(parts)
 
 
-def block_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """Return the classes, made of layers, of which the model has several under numbers."""
-    composite = [
-        type(module)
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2].isdigit() and next(module.children(), None) is not None
-    ]
-    return {kind for kind, count in Counter(composite).items() if count > 1}
+def number_blocks(model: nn.Module, own: Collection[nn.Parameter], key: str) -> dict[str, int]:
+    """Return the depth of each layer of the row of blocks, from 1 on, by name.
 
-
-def numbered_rows(module: nn.Module, blocks: set[type[nn.Module]], prefix: str = "") -> Iterator[Row]:
-    """Yield the layers of each module that are named by numbers; none inside blocks (experts, heads)."""
-    children = {f"{prefix}.{name}".lstrip("."): child for name, child in module.named_children()}
-    numbered = {name: child for name, child in children.items() if name.rpartition(".")[2].isdigit()}
-    row = {name: child for name, child in numbered.items() if next(child.parameters(), None) is not None}
-    if row:
-        yield row
-    for name, child in children.items():
-        if name not in row or type(child) not in blocks:
-            yield from numbered_rows(child, blocks, name)
-
-
-def choose_row(rows: list[Row], blocks: set[type[nn.Module]], key: str) -> Row:
-    """Return the longest row of blocks, or of layers if there is none. ConfigError: there are none, or several rows."""
-    candidates = [row for row in rows if blocks & set(map(type, row.values()))] or rows
-    length = max((number_of_layers(row) for row in candidates), default=0)
+    A row is what one module has under numbers. Rows with blocks (layers made of layers, of a class that comes several
+    times) go before others. Raise ConfigError if there is no row, or a second one at least half as long.
+    """
+    rows: dict[str, dict[str, nn.Module]] = {}
+    for name, layer in model.named_modules():
+        parent, _, number = name.rpartition(".")
+        if number.isdigit() and any(param in own for param in layer.parameters()):
+            rows.setdefault(parent, {})[name] = layer
+    kinds = Counter(type(layer) for row in rows.values() for layer in row.values() if has_layers(layer))
+    blocks = {name for row in rows.values() for name, layer in row.items() if kinds[type(layer)] > 1}
+    candidates = [
+        number_layers(row) for parent, row in rows.items() if not is_inside(parent, blocks) and blocks & set(row)
+    ] or [number_layers(row) for row in rows.values()]  # fmt: skip
+    best = max(candidates, key=lambda row: max(row.values()), default={})
+    length, way_out = max(best.values(), default=0), "name parameters and their rates in groups"
     if length < 2:
         raise ConfigError(
             f"{key}: the model has no blocks that are numbered (torch.nn.ModuleList, torch.nn.Sequential), which give "
-            "the depth; name parameters and their rates in groups"
+            f"the depth; {way_out}"
         )
-    best = next(row for row in candidates if number_of_layers(row) == length)
-    outside = [
-        row for row in candidates if not next(iter(row)).startswith(tuple(f"{name}." for name in best))
-    ]
-    rivals = [row for row in outside if row is not best and 2 * number_of_layers(row) >= length]
-    if rivals:
-        first, second = next(iter(best)), next(iter(rivals[0]))
-        raise ConfigError(
-            f"{key}: two rows of layers, from {first} and from {second} on, so the depth is not clear; name "
-            "parameters and their rates in groups"
-        )
+    rivals = [row for row in candidates if row is not best and 2 * max(row.values()) >= length]
+    for rival in (next(iter(row)) for row in rivals):
+        if not is_inside(rival, best):
+            raise ConfigError(
+                f"{key}: two rows of layers, from {next(iter(best))} and from {rival} on, so the depth is not clear; "
+                f"{way_out}"
+            )
     return best
 
 
-def number_layers(row: Row) -> dict[str, int]:
+def has_layers(layer: nn.Module) -> bool:
+    return next(layer.children(), None) is not None
+
+
+def is_inside(name: str, blocks: Collection[str]) -> bool:
+    """Return whether a module is a block, or inside of one: what it has under numbers are experts or heads."""
+    return any(f"{name}.".startswith(f"{block}.") for block in blocks)
+
+
+def number_layers(row: dict[str, nn.Module]) -> dict[str, int]:
     """Return the depth of each layer, from 1 on; one with vectors alone has that of the layer before it."""
     depths: dict[str, int] = {}
     depth = 0
@@ -109,10 +99,6 @@ def number_layers(row: Row) -> dict[str, int]:
         depth += any(param.ndim > 1 for param in layer.parameters())
         depths[name] = depth
     return depths
-
-
-def number_of_layers(row: Row) -> int:
-    return max(number_layers(row).values(), default=0)
 
 
 def list_names(names: list[str]) -> str:

@@ -28,52 +28,43 @@ from trainrun.timing.paired import PROCESS_SPREAD, Comparison, Rules, compare
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from trainrun.benchmark.worker_messages import Turn
-    from trainrun.config.schema import RunConfig
-
 MOST_OF_FREE = 0.8
 REFINED = 3  # sizes between the largest that fits and the smallest that does not
 COMPARED = 6  # sizes, besides the one that was typed
 SMALLEST = 0.02
+OUT_OF_MEMORY = "out of memory"
 HEAD = ("batch", "memory", "speed", "x yours", "lr linear", "lr sqrt", "")
 
 
 @dataclass
-class Tried:
-    """peak_bytes: None where it did not fit, or could not be. why: it did not."""
+class Attempt:
+    """A size that was tried. why: it did not fit, "" if it did."""
 
     size: int
-    peak_bytes: int | None
+    peak_bytes: int | None = None
     unit: str = ""
     world_size: int = 1
     why: str = ""
 
 
-def computes_on_cpu(accelerator: str) -> bool:
-    """Return whether the run uses a CPU. It asks the driver, since torch would make GPUs unusable in forked
-    processes.
-    """
-    if accelerator != "auto":
-        return accelerator == "cpu"
-    return not (count_gpus() or torch.version.hip or torch.backends.mps.is_available())
-
-
-class Finder:
+class BatchFinder:
     """words: of the run. most_bytes: that one process on a CPU may take; None is what is free."""
 
     def __init__(
         self, pool: WorkerPool, words: list[str], budget: Budget, most_bytes: int | None, progress: Any
     ) -> None:
         self._pool, self._words, self._budget, self._progress = pool, words, budget, progress
-        self._most_bytes, self.tried = most_bytes, list[Tried]()
-        self.config: RunConfig = config_of(words)
-        self._on_cpu = computes_on_cpu(self.config.parallel.accelerator)
-        self.stopped = ""
+        self._most_bytes = most_bytes or int(MOST_OF_FREE * host_memory().free)
+        self.tried, self.config = list[Attempt](), config_of(words)
+        # Asks the driver, since torch would make GPUs unusable in forked processes.
+        has_gpu = count_gpus() or torch.version.hip or torch.backends.mps.is_available()
+        accelerator = self.config.parallel.accelerator
+        self._on_cpu = accelerator == "cpu" or (accelerator == "auto" and not has_gpu)
 
     def start(self, size: int) -> WorkerProcess:
         own = [f"data.batch_size={size}", "trainer.out_of_memory=stop"]
-        free = self._most_bytes or int(MOST_OF_FREE * host_memory().free)
-        return self._pool.start(config_of(replaced(self._words, own)), memory=free if self._on_cpu else None)
+        config = config_of(replaced(self._words, own))
+        return self._pool.start(config, memory=self._most_bytes if self._on_cpu else None)
 
     def fits(self, size: int) -> bool:
         """Return whether two steps with this batch size succeed in a process of their own."""
@@ -81,62 +72,55 @@ class Finder:
         worker = None
         try:
             worker = self.start(size)
-            turn: Turn = worker.train(1, warm=1, restart=False)
-            info = worker.info
-            self.tried.append(Tried(size, turn.peak_bytes, info.unit, info.world_size))
-            return True
+            peak = worker.train(1, warm=1, restart=False).peak_bytes
+            self.tried.append(Attempt(size, peak, worker.info.unit, worker.info.world_size))
         except WorkerFailed as error:
             text = str(error)
-            died = ("ended with -9", "ended with 1") if self._on_cpu else "ended with -9"
-            memory = "memory" in text.lower() or text.endswith(died)
-            if not memory and (error.exit_code != EXIT_USAGE or not self.tried):
+            is_killed = text.endswith(("ended with -9", "ended with 1") if self._on_cpu else "ended with -9")
+            is_memory = is_killed or "memory" in text.lower()
+            if not is_memory and (error.exit_code != EXIT_USAGE or not self.tried):
                 raise
-            self.tried.append(Tried(size, None, why="out of memory" if memory else text.partition(";")[0]))
-            return False
+            self.tried.append(Attempt(size, why=OUT_OF_MEMORY if is_memory else text.partition(";")[0]))
         finally:
             if worker is not None:
                 worker.close()
+        return not self.tried[-1].why
 
-    def search(self) -> None:
-        """Double the batch size until it does not fit, then bisect. Raise TrainingError if no size fits."""
-        size = self.config.data.batch_size
+    def search(self) -> str:
+        """Double the batch size until it does not fit, then bisect. Return why no larger size was tried.
+
+        Raise TrainingError if no size fits.
+        """
+        size, too_large, refined = self.config.data.batch_size, 0, 0
         while not self.fits(size):
-            if size == 1 or self.tried[-1].why != "out of memory":
+            why = self.tried[-1].why
+            if size == 1 or why != OUT_OF_MEMORY:
                 key = f"data.batch_size={size}: "
-                raise TrainingError(key + self.tried[-1].why.removeprefix(key))
-            size //= 2
-        largest, too_large = size, min((one.size for one in self.tried if one.peak_bytes is None), default=0)
-        while not too_large:
-            if self._budget.left(0.6) < 0:
-                self.stopped = f"more than {largest} were not tried: the time is over (--budget)"
-                return
-            if self.fits(2 * largest):
-                largest *= 2
-            else:
-                too_large = 2 * largest
-        for _ in range(REFINED if self.tried[-1].why == "out of memory" else 0):
-            middle = (largest + too_large) // 2
-            if middle in (largest, too_large) or self._budget.left(0.7) < 0:
-                return
+                raise TrainingError(key + why.removeprefix(key))
+            size, too_large = size // 2, size
+        while refined < REFINED and self._budget.left(0.65) > 0:
+            middle = (size + too_large) // 2 if too_large else 2 * size
+            if middle == size:
+                break
+            refined += too_large > 0
             if self.fits(middle):
-                largest = middle
+                size = middle
             else:
                 too_large = middle
+        return "" if too_large else f"more than {size} were not tried: the time is over (--budget)"
 
-    def compared(self) -> Comparison:
+    def sizes(self) -> list[int]:
+        """Return the sizes that fit, the smallest first."""
+        return sorted(attempt.size for attempt in self.tried if not attempt.why)
+
+    def compare_speeds(self) -> Comparison:
         """Compare the speed of the configured batch size with that of the largest ones, in alternating turns."""
-        base = (
-            self.fitting()[0]
-            if self.config.data.batch_size not in self.fitting()
-            else self.config.data.batch_size
-        )
-        others = [size for size in self.fitting() if size > base][-COMPARED:]
-        turns = {str(size): self._turn(size) for size in others}
+        sizes, typed = self.sizes(), self.config.data.batch_size
+        base = typed if typed in sizes else sizes[0]
+        turns = {str(size): self._turn(size) for size in sizes if size > base}
+        turns = dict([*turns.items()][-COMPARED:]) or {"": self._turn(base)}
         rules = Rules(SMALLEST, self._budget.deadline())
-        return compare(self._turn(base), turns or {"": self._turn(base)}, rules, self._budget.clock)
-
-    def fitting(self) -> list[int]:
-        return sorted(one.size for one in self.tried if one.peak_bytes is not None)
+        return compare(self._turn(base), turns, rules, self._budget.clock)
 
     def _turn(self, size: int) -> Any:
         """Return a function that measures seconds per item in a process, which starts at its first call."""
@@ -165,55 +149,46 @@ def main(wish: Namespace, words: list[str], budget: float, write: Any) -> int:
     typed, folder = begin("autotune-batch", words)
     most = None if wish.memory is None else int(wish.memory * 1e9)
     with WorkerPool() as pool, progress_line() as progress:
-        finder = Finder(pool, typed, Budget(budget), most, progress)
-        finder.search()
-        found = finder.compared()
-    base = finder.config.data.batch_size
-    rows = [row_of(finder, found, one) for one in sorted(finder.tried, key=lambda one: one.size)]
-    say(text_table(HEAD, rows))
-    fastest, largest = found.best(PROCESS_SPREAD, 0.95) or str(base), finder.fitting()[-1]
-    limit = next((one.why for one in finder.tried if one.size > largest), finder.stopped)
+        finder = BatchFinder(pool, typed, Budget(budget), most, progress)
+        stopped = finder.search()
+        speeds = finder.compare_speeds()
+    base, tried = finder.config.data.batch_size, sorted(finder.tried, key=lambda attempt: attempt.size)
+    say(text_table(HEAD, [format_row(finder, speeds, attempt) for attempt in tried]))
+    fastest, largest = speeds.best(PROCESS_SPREAD, 0.95) or str(base), finder.sizes()[-1]
+    limit = next((attempt.why for attempt in tried if attempt.size > largest), stopped)
     say(f"largest that fits: data.batch_size={largest}" + (f" (above: {limit})" if limit else ""))
-    say(
-        f"fastest: data.batch_size={fastest}"
-        + ("; no larger one is clearly faster" if fastest == str(base) else "")
-        + f" (one process each, so a difference below {100 * PROCESS_SPREAD:.0f} % does not count)"
-    )
+    unchanged = "; no larger one is clearly faster" if fastest == str(base) else ""
+    spread = f"one process each, so a difference below {100 * PROCESS_SPREAD:.0f} % does not count"
+    say(f"fastest: data.batch_size={fastest}{unchanged} ({spread})")
     say("a rule for the rate says where to begin: linear for SGD, sqrt for Adam and its kin "
         f"(scheduler.lr_scaling=... scheduler.base_batch_size={global_batch(finder, base)})")  # fmt: skip
     write(folder, typed, {"largest": largest, "fastest": int(fastest), "tried": [vars(one) for one in finder.tried],
-                          "speeds": found.speeds(str(base))})  # fmt: skip
+                          "speeds": speeds.speeds(str(base))})  # fmt: skip
     say(f"details: {shown(folder / 'autotune.json')}")
     return EXIT_DONE
 
 
-def global_batch(finder: Finder, size: int) -> int:
+def global_batch(finder: BatchFinder, size: int) -> int:
     """Return the number of samples in a step over all ranks."""
-    ranks = next(one.world_size for one in finder.tried if one.peak_bytes is not None)
+    ranks = next(attempt.world_size for attempt in finder.tried if not attempt.why)
     config = finder.config
     return config.data.global_batch_size or size * config.trainer.accumulate_grad_batches * ranks
 
 
-def row_of(finder: Finder, found: Comparison, one: Tried) -> list[str]:
-    base, lr = finder.config.data.batch_size, (finder.config.optimizer or {}).get("lr")
-    rates = ["", ""]
+def format_row(finder: BatchFinder, speeds: Comparison, attempt: Attempt) -> list[str]:
+    """Return the cells of `HEAD` for one size."""
+    base, name = finder.config.data.batch_size, str(attempt.size)
+    if attempt.peak_bytes is None:
+        return [name, "", "", "", "", "", attempt.why]
+    rates, lr = ["", ""], (finder.config.optimizer or {}).get("lr")
     if isinstance(lr, int | float):
-        now = global_batch(finder, one.size), global_batch(finder, base)
-        rates = [f"{scaled_lr(lr, rule, *now)[0]:.3g}" for rule in ("linear", "sqrt")]
-    speeds = found.speeds(str(base))
-    speed, name = speeds.get(str(one.size)), str(one.size)
-    if one.peak_bytes is None:
-        return [name, "", "", "", "", "", one.why]
-    ratio = "1.00x" if one.size == base else ""
-    if found.pairs.get(name):
-        measured = found.ratio(name)
+        sizes = global_batch(finder, attempt.size), global_batch(finder, base)
+        rates = [f"{scaled_lr(lr, rule, *sizes)[0]:.3g}" for rule in ("linear", "sqrt")]
+    ratio = "1.00x" if attempt.size == base else ""
+    if speeds.pairs.get(name):
+        measured = speeds.ratio(name)
         ratio = f"{measured.value:.2f}x ({measured.turns()})"
-    shown_speed = f"{quantity(speed)} {one.unit}/s" if speed else "not measured"
-    return [
-        name,
-        f"{one.peak_bytes / 1e9:.2f} GB",
-        shown_speed,
-        ratio,
-        *rates,
-        "yours" if one.size == base else "",
-    ]
+    speed = speeds.speeds(str(base)).get(name)
+    shown_speed = f"{quantity(speed)} {attempt.unit}/s" if speed else "not measured"
+    mine = "yours" if attempt.size == base else ""
+    return [name, f"{attempt.peak_bytes / 1e9:.2f} GB", shown_speed, ratio, *rates, mine]
