@@ -107,6 +107,7 @@ def test_recurrent_layers_become_bytes(kind: type[nn.RNNBase], options: dict[str
     torch.testing.assert_close(model(x, after)[0], base(x, state)[0], atol=tolerance, rtol=0)
     assert isinstance(model.recurrent, Int8Layer) is (mode == "int8-dynamic")
     assert model.recurrent.hidden_size == 24
+    assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
     sizes = [sum(value.nbytes for value in net.state_dict().values()) for net in (model, base)]
     assert sizes[0] < 0.4 * sizes[1]
     again = int8(Tagger(kind, **options), mode).eval()  # type: ignore[arg-type]
@@ -337,7 +338,7 @@ def test_a_quantized_run(workdir: Path, mode: str, capsys: pytest.CaptureFixture
     found = json.loads(Path("small/evaluation-val.json").read_text())
     assert f"{found['val/acc']:.5g}" == after
     assert main(["predict", "small"]) == 0
-    assert main(["export", "small", "--to", "torch.export"]) == 0
+    assert main(["export", "small", "--to", "torch.export,safetensors"]) == 0
     assert main(["resume", "small", "trainer.max_steps=3"]) != 0
     assert "bytes are not trained" in capsys.readouterr().err
     assert main(["quantize", "run", "--to", mode, "--out", "small"]) == 2

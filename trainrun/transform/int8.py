@@ -74,6 +74,8 @@ class Int8Layer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):  # `__deepcopy__` of the layer would copy the layer alone
+                raise
             return getattr(super().__getattr__("layer"), name)
 
     def _load_from_state_dict(self, *args: Any) -> None:
