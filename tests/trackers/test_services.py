@@ -15,7 +15,7 @@ from quiet_runs import QUIET
 
 from trainrun.cli.main import main
 from trainrun.trackers import sender
-from trainrun.trackers.mlflow_run import MlflowRun, accepted
+from trainrun.trackers.mlflow_run import MlflowRun, valid_name
 
 pytestmark = pytest.mark.process
 
@@ -74,7 +74,7 @@ def test_a_table_of_another_run_is_left_as_it_is(workdir: Path, capsys: pytest.C
 
 def test_a_name_becomes_one_that_mlflow_takes() -> None:
     names = ["train/hit@1", "val/mAP@0.5", "val/acc(%)", "val/iou: road", "optimizer.lr"]
-    assert [accepted(name) for name in names] == [
+    assert [valid_name(name) for name in names] == [
         "train/hit_1", "val/mAP_0.5", "val/acc___", "val/iou: road", "optimizer.lr"
     ]  # fmt: skip
 

@@ -103,14 +103,15 @@ def write_run(
     config = with_values(config, {
         "init_from": None, "init": InitConfig(), "ckpt_path": None, "checkpoint.adapter_only": False
     })  # fmt: skip
-    told = read_identity(source)
+    source_identity = read_identity(source)
     with atomic_folder(run) as part, only_writer(part):
         new_run(Composition(config, {}, [], {}), [f"# {words}"], part)
         if source.tokenizer.is_file():
             shutil.copyfile(source.tokenizer, part.tokenizer)
         names = ("data", "precision", "num_threads", SEAL)
-        write_identity(part, read_identity(part) | {name: told[name] for name in names if name in told})
-        identity = read_identity(part)
+        copied = {name: source_identity[name] for name in names if name in source_identity}
+        identity = read_identity(part) | copied
+        write_identity(part, identity)
         site = RunContext(
             part,
             identity["run_id"],
@@ -133,10 +134,7 @@ def write_run(
         give_task_state(parts.task, parts.task_calls, loaded, parts.parallel.device)
         state = TrainState(stop_reason=words)
         if parts.validation:
-            found: dict[str, float] = {}
-            for split in parts.validation:
-                found |= evaluate(parts, split)
-            parts.triggers.note_validation(state, found)
+            parts.triggers.note_validation(state, evaluate_all(parts))
         parts.checkpoints.save(parts, state)
         parts.checkpoints.close()
         note_saved(part)
@@ -163,12 +161,17 @@ class Measurement:
     model: nn.Module
 
 
+def evaluate_all(parts: Components) -> dict[str, float]:
+    """Return the metrics of every validation set."""
+    metrics: dict[str, float] = {}
+    for split in parts.validation:
+        metrics |= evaluate(parts, split)
+    return metrics
+
+
 def measure_run(parts: Components) -> Measurement:
     """Measure the metrics of every validation set, and the bytes of the weights; tied tensors count once."""
-    found: dict[str, float] = {}
-    for split in parts.validation:
-        found |= evaluate(parts, split)
-    metrics = {name: value for name, value in found.items() if not name.endswith("/seconds")}
+    metrics = {name: value for name, value in evaluate_all(parts).items() if not name.endswith("/seconds")}
     tensors = {id(tensor): tensor for tensor in parts.model.state_dict(keep_vars=True).values()}
     return Measurement(metrics, sum(tensor.nbytes for tensor in tensors.values()), parts.model.eval())
 
@@ -211,21 +214,21 @@ def measure_speeds(
     (batch,) = first_batches(parts.val or parts.train)
     tensors, call = record_call(before.model, parts.task, batch)
     for name, count in (("latency of 1", 1), ("throughput", BATCH)):
-        given = [one[:count] if one.ndim else one for one in tensors]
+        inputs = [tensor[:count] if tensor.ndim else tensor for tensor in tensors]
 
-        def run(model: nn.Module, given: Any = given) -> Any:
-            args, named = call.filled(given)
+        def run(model: nn.Module, inputs: Any = inputs) -> Any:
+            args, named = call.filled(inputs)
             return output_tensors(model(*args, **named))
 
-        found = compare(
+        comparison = compare(
             turn_of(partial(run, before.model)), {"after": turn_of(partial(run, after.model))},
             Rules(deadline=time.perf_counter() + SECONDS),
         )  # fmt: skip
-        size = next(len(one) for one in given if one.ndim)
+        size = next(len(tensor) for tensor in inputs if tensor.ndim)
         shown = {
             side: f"{1e3 / speed:.3f} ms" if count == 1 else f"{quantity(speed * size)} a second"
-            for side, speed in found.speeds("before").items()
+            for side, speed in comparison.speeds("before").items()
         }
-        ratio = found.ratio("after")
+        ratio = comparison.ratio("after")
         slower = ", SLOWER" if ratio.pairs > 1 and max(ratio.each) < 1 else ""
         yield name, shown["before"], shown["after"], f"{ratio.value:.2f}x as fast ({ratio.turns()}){slower}"

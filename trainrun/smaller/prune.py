@@ -62,9 +62,9 @@ def maskable_layers(model: nn.Module) -> dict[str, Any]:
     """Return linear layers and convolutions with weights of their own, by name."""
     kinds = (nn.Linear, *CONVOLUTIONS)
     return {
-        name: one
-        for name, one in untied_layers(model).items()
-        if type(one) in kinds and not has_computed_weight(one)
+        name: layer
+        for name, layer in untied_layers(model).items()
+        if type(layer) in kinds and not has_computed_weight(layer)
     }
 
 
@@ -160,14 +160,14 @@ def remove_group(
     if layer not in graph.module2node:
         raise ValueError("is not used by the model itself")
     remove = graph.get_pruner_of_module(layer).prune_out_channels
-    whole = graph.get_pruning_group(layer, remove, list(range(len(layer.weight))))  # type: ignore[arg-type]
-    members = [item.dep.target.module for item in whole]
+    all_channels = graph.get_pruning_group(layer, remove, list(range(len(layer.weight))))  # type: ignore[arg-type]
+    members = [item.dep.target.module for item in all_channels]
     for member in members:
         if names.get(member, root) not in untied and not isinstance(member, NORMS) and has_matrix(member):
             raise ValueError("shares its weight with another layer")
         if isinstance(member, nn.Parameter) or (has_matrix(member) and not isinstance(member, NARROWED)):
             raise ValueError(f"its channels are those of a {type(member).__name__}")
-    worth = torch_pruning.importance.MagnitudeImportance(p=1)(whole)
+    worth = torch_pruning.importance.MagnitudeImportance(p=1)(all_channels)
     number = len(worth) - max(1, round((1 - amount) * len(worth)))
     weakest = worth.topk(number, largest=False).indices.sort().values.tolist()
     if not weakest:
@@ -188,7 +188,9 @@ def remove_group(
     pairs = zip(outputs, expected, strict=True)
     if not is_counted and not all(torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in pairs):
         raise ValueError("the code of the model mixes its channels")
-    writers = [item.dep.target.module for item in whole if graph.is_out_channel_pruning_fn(item.dep.handler)]
+    writers = [
+        item.dep.target.module for item in all_channels if graph.is_out_channel_pruning_fn(item.dep.handler)
+    ]
     return {names[layer] for layer in writers if layer in names}
 
 

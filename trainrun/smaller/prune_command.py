@@ -90,11 +90,11 @@ def training_limits(text: str | None) -> dict[str, int | None]:
     if text is None:
         return {}
     try:
-        found = parse_duration(text, EPOCH, STEP)
-        if not found.amount.is_integer():
+        limit = parse_duration(text, EPOCH, STEP)
+        if not limit.amount.is_integer():
             raise ValueError("must be a whole number, as 2epoch or 500step")
     except ValueError as error:
         raise ConfigError(f"--finetune {text}: {error}") from error
-    number = int(found.amount)
-    epochs = number if found.unit == EPOCH else None
+    number = int(limit.amount)
+    epochs = number if limit.unit == EPOCH else None
     return {"trainer.max_epochs": epochs, "trainer.max_steps": None if epochs else number}

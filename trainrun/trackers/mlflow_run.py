@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from zlib import crc32
 
-from trainrun.trackers.packages import needed
+from trainrun.trackers.packages import require_package
 
 RUN_ID = "trainrun.run_id"
 LONGEST = 500  # characters of a parameter
@@ -24,13 +24,13 @@ class MlflowRun:
     """A service: `monitor.tracker=mlflow`. tracking_uri: null is MLFLOW_TRACKING_URI, or MLflow's own default."""
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "trainrun") -> None:
-        needed("mlflow", "mlflow")
+        require_package("mlflow", "mlflow")
         self._uri, self._experiment = tracking_uri, experiment
         self._client: Any = None
         self._id = ""
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
-        """The run with our id, or a new one."""
+        """Continue the run with this id, or begin a new one."""
         os.environ.setdefault(
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"
         )  # of its own: minutes; the sender tries a row again
@@ -38,16 +38,17 @@ class MlflowRun:
         from mlflow.entities import Param
 
         self._client = client = MlflowClient(tracking_uri=self._uri)
-        found = client.get_experiment_by_name(self._experiment)
-        place = found.experiment_id if found else client.create_experiment(self._experiment)
-        runs = client.search_runs([place], f"tags.`{RUN_ID}` = '{run['run_id']}'")
+        experiment = client.get_experiment_by_name(self._experiment)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
+        runs = client.search_runs([experiment_id], f"tags.`{RUN_ID}` = '{run['run_id']}'")
         if runs:
             self._id = runs[0].info.run_id
             client.update_run(self._id, status="RUNNING")
             return  # parameters cannot be written twice with other values
         tags = {RUN_ID: run["run_id"], "trainrun.folder": run["folder"]}
-        self._id = client.create_run(place, tags=tags, run_name=run["name"]).info.run_id
-        params = [Param(accepted(name), str(value)[:LONGEST]) for name, value in flat(run["config"]) if name]
+        self._id = client.create_run(experiment_id, tags=tags, run_name=run["name"]).info.run_id
+        settings = {valid_name(name): value for name, value in iterate_parameters(run["config"]) if name}
+        params = [Param(name, str(value)[:LONGEST]) for name, value in settings.items()]
         for start in range(0, len(params), AT_ONCE):
             client.log_batch(self._id, params=params[start : start + AT_ONCE])
 
@@ -56,7 +57,7 @@ class MlflowRun:
 
         at = int(1000 * seconds)
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        metrics = [Metric(accepted(name), value, at, step) for name, value in finite.items()]
+        metrics = [Metric(valid_name(name), value, at, step) for name, value in finite.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def text(self, name: str, text: str, step: int) -> None:
@@ -72,15 +73,15 @@ class MlflowRun:
         self._client.set_terminated(self._id)
 
 
-def accepted(name: str) -> str:
-    """`hit@1` -> `hit_1`: of a name that MLflow does not take, it refuses the whole row."""
+def valid_name(name: str) -> str:
+    """Return a name that MLflow accepts, as `hit_1` for `hit@1`: it refuses a whole row for one wrong name."""
     return re.sub(r"[^\w./: -]", "_", name)
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"a": {"b": 1}}` -> `a.b`, 1"""
+def iterate_parameters(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value with its dotted name, as `a.b`, 1 for `{"a": {"b": 1}}`."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
+            yield from iterate_parameters(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

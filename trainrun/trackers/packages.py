@@ -1,4 +1,4 @@
-"""Whether the package of a tracker is there, without importing it: that is done where it cannot slow the training."""
+"""Check that the package of a tracker is installed, without importing it: its thread does that."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib.util
 from trainrun.errors import ConfigError
 
 
-def needed(package: str, extra: str) -> None:
-    """Raise ConfigError that names the extra."""
+def require_package(package: str, extra: str) -> None:
+    """Raise ConfigError, with the extra to install, if the package is missing."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"monitor.tracker={extra}: needs a package that is not there ({package}): pip install 'trainrun[{extra}]'"

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainrun.trackers.packages import needed
+from trainrun.trackers.packages import require_package
 
 
 class TrackioRun:
     """A service: `monitor.tracker=trackio`. space_id: null is this machine."""
 
     def __init__(self, project: str = "trainrun", space_id: str | None = None) -> None:
-        needed("trackio", "trackio")
+        require_package("trackio", "trackio")
         self._project, self._space_id = project, space_id
         self._run: Any = None
 

@@ -10,14 +10,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from trainrun.trackers.packages import needed
+from trainrun.trackers.packages import require_package
 
 
 class WandbRun:
     """A service: `monitor.tracker=wandb`. mode: online, offline; null: WANDB_MODE, or online."""
 
     def __init__(self, project: str = "trainrun", entity: str | None = None, mode: str | None = None) -> None:
-        needed("wandb", "wandb")
+        require_package("wandb", "wandb")
         self._arguments: dict[str, Any] = {"project": project, "entity": entity, "mode": mode}
         self._run: Any = None
 
