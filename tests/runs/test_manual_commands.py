@@ -57,7 +57,7 @@ LONG = ("diagnose", "verify", "autotune")
 ELSEWHERE = (
     "on a cluster",
     "on a GPU",
-    *(f"needs {name}" for name in ("transformers", "timm", "lightning", "torch_pruning") if lacks(name)),
+    *(f"needs {name}" for name in ("transformers", "timm", "lightning") if lacks(name)),
 )
 WHOLE = (
     "first_run",

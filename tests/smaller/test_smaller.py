@@ -142,11 +142,6 @@ def test_table_shows_milliseconds_a_sample_and_samples_a_second(monkeypatch: pyt
     assert all("SLOWER" in row[3] for row in new_run.measure_speeds(*nets, parts))  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def torch_pruning() -> None:
-    pytest.importorskip("torch_pruning", reason="needs the extra prune")
-
-
 class Streams(nn.Module):
     """A residual sum, a depthwise convolution, a map made flat, and a layer norm."""
 
@@ -174,7 +169,6 @@ def streams() -> nn.Module:
     return Streams().eval()
 
 
-@pytest.mark.usefixtures("torch_pruning")
 @torch.no_grad()
 def test_channels_that_are_zero_can_go_without_a_trace() -> None:
     model = streams()
@@ -200,7 +194,6 @@ def test_channels_that_are_zero_can_go_without_a_trace() -> None:
     assert model.stem.weight.shape[0] == 8  # what was given is as it was
 
 
-@pytest.mark.usefixtures("torch_pruning")
 def test_channels_of_a_layer_norm_are_removed_with_it() -> None:
     _, sizes, left = remove_channels(streams(), [X], {}, 0.5)
     assert ["norm", 5, 0] in sizes
@@ -250,7 +243,6 @@ class Recurrent(Fixed):
         return self.c(self.lstm(self.b(self.a(x).relu()))[0])
 
 
-@pytest.mark.usefixtures("torch_pruning")
 @pytest.mark.parametrize(
     ("net", "unchanged"),
     [
@@ -277,7 +269,6 @@ class Tied(Fixed):
         return self.b(self.a(x))
 
 
-@pytest.mark.usefixtures("torch_pruning")
 @pytest.mark.parametrize(
     "net", [nn.Linear(4, 4), Twice(), Tied(), nn.Tanh()], ids=["one", "twice", "tied", "none"]
 )
@@ -355,7 +346,6 @@ def test_a_worse_metric_is_marked(workdir: Path, capsys: pytest.CaptureFixture[s
     assert lines[monitored].split()[-1] == "WORSE"
 
 
-@pytest.mark.usefixtures("torch_pruning")
 @pytest.mark.parametrize("words", [["--structured"], []], ids=["channels", "weights"])
 def test_a_pruned_run_goes_on(workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trainer.ema=true", *SHORT]) == 0
@@ -446,7 +436,6 @@ def test_a_tokenizer_goes_along(workdir: Path) -> None:
     assert Path("small/tokenizer.json").read_bytes() == Path("base/tokenizer.json").read_bytes()
 
 
-@pytest.mark.usefixtures("torch_pruning")
 def test_a_student_is_pruned(workdir: Path) -> None:
     none = ["trainer.max_steps=0", "monitor=none"]
     assert main([*none, "output_dir=teacher"]) == 0

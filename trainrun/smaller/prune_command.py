@@ -15,11 +15,11 @@ from trainrun.output import counted, say
 from trainrun.runs.restore_config import checkpoint_of, load_parts
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run, resume_run
+from trainrun.smaller.channels import format_reasons
 from trainrun.smaller.new_run import UNCOMPILED, choose_folder, compare_runs, measure_run, write_run
 from trainrun.smaller.prune import (
     Mask,
     explain_unmasked,
-    format_reasons,
     mask_weights,
     narrow_layers,
     remove_channels,

@@ -15,8 +15,8 @@ from trainrun.output import counted, say
 from trainrun.runs.restore_config import checkpoint_of, load_parts
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run
+from trainrun.smaller.channels import format_reasons
 from trainrun.smaller.new_run import UNCOMPILED, choose_folder, compare_runs, measure_run, write_run
-from trainrun.smaller.prune import format_reasons
 from trainrun.transform.int8 import MODES, explain_float_layers, int8, record_ranges
 
 STEP = "int8"  # its name in `transform`
