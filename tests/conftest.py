@@ -36,6 +36,7 @@ from omegaconf import DictConfig  # noqa: E402
 from trainrun.cli.main import main  # noqa: E402
 from trainrun.config import overrides  # noqa: E402
 from trainrun.parallel import launch  # noqa: E402
+from trainrun.plots import draw  # noqa: E402
 
 REAL_START = launch.start_rank
 
@@ -76,6 +77,12 @@ def own_threads() -> None:
     for thread in threading.enumerate():
         if thread is not threading.main_thread():
             thread.name = f"trainrun tests {thread.name.removeprefix('trainrun tests ')}"
+
+
+@pytest.fixture(autouse=True)
+def _draw_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run draws its pictures before it ends, so that no process outlives a test."""
+    monkeypatch.setattr(draw, "start_drawing", lambda run: draw.draw(run))
 
 
 @pytest.fixture(autouse=True)

@@ -152,7 +152,8 @@ class Task(Protocol):
     If `step` has a third argument `info`, it receives a `StepInfo`. Optional methods, called on every rank:
     `on_epoch_start(model, info)`, `on_epoch_end(model, info)`, and without gradients `on_validation_start(model, info)`
     and `on_validation_end(model, info)`. On rank 0, `pictures(model, batch)` is called with the first batch of each
-    validation. It returns tensors by name for `report.html`: (C, H, W) or (B, C, H, W), in 0 to 1 or in bytes.
+    validation. It returns tensors by name for `report.html`: (C, H, W) or (B, C, H, W), in 0 to 1 or in bytes; or pairs
+    of such a tensor and a list of B captions. `a | b` in a name stands below the left and the right half of a picture.
     """
 
     def count(self, batch: Any) -> int:

@@ -51,17 +51,21 @@ def write_run(
         file.write({"kind": "ledger", "step": 1, "time": 1.0, "seconds": seconds})
     file.on_note("saved <b>best</b> & last")
     file.write({
-        "kind": "confusion", "step": 100, "split": "val", "class_names": ["cat", "$dog_"], "matrix": [[5, 1], [0, 4]],
+        "kind": "confusion", "step": 100, "weights_step": 80, "split": "val",
+        "class_names": ["cat", "$dog_"], "matrix": [[5, 1], [0, 4]],
     })  # fmt: skip
     file.on_end({
         "reason": "trainer.max_epochs=10 reached", "monitor": "val/acc", "value": 0.98, "best_step": 100,
         "step": 100, "epoch": 10.0, "seconds": 3.5, "samples_per_second": 6050.0, "metrics": {"val/loss": 2.0},
     })  # fmt: skip
-    images = np.linspace(0, 1, 3 * 1 * 8 * 6, dtype=np.float32).reshape(3, 1, 8, 6)
-    labels = {"target": np.array([0, 1, 1]), "prediction": np.array([0, 0, 1])}
-    save_file(
-        {"images": images, **labels}, run.samples, metadata={"class_names": json.dumps(["cat", "$dog_"])}
-    )
+    images = np.arange(3 * 8 * 6, dtype=np.uint8).reshape(3, 1, 8, 6)
+    columns = {
+        "target": np.array([1, 0, 1]),
+        "prediction": np.array([0, 0, 1]),
+        "confidence": np.array([0.9, 0.6, 1]),
+    }
+    about = {"class_names": json.dumps(["cat", "$dog_"]), "num_worst": "2"}
+    save_file({"images": images, **columns}, run.samples, metadata=about)
     write_text(run.config, f"run_name: {name}\noptimizer:\n  lr: {lr}\nmonitor:\n  window_size: 5\n")
     write_json(run.environment, {"python": "3.11", "packages": {"torch": "2.8.0"}})
     write_text(run.overrides, "optimizer.lr=<0.001>\n")

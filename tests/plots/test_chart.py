@@ -13,8 +13,9 @@ import pytest
 
 from tests.plots.chart_pages import charts_in
 from trainrun.plots import page
-from trainrun.plots.chart import Chart, Curve, charts_html, metric_charts, thin_by_extremes
-from trainrun.plots.series import RunningClock, curves_in
+from trainrun.plots.chart import Chart, Curve, charts_html
+from trainrun.plots.run_curves import metric_charts, without_short_end
+from trainrun.plots.series import RunningClock, curves_in, thin_by_extremes
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -48,6 +49,19 @@ def test_metrics_of_splits_share_a_chart_and_the_loss_is_first() -> None:
     assert train.axes["epoch"].tolist() == [0.1, 0.2, 0.3]
 
 
+def test_rates_of_several_groups_share_a_chart() -> None:
+    rows = [row("train", 1, 1.0, **{"lr/backbone": 0.1, "lr/head": 0.2})]
+    (chart,) = metric_charts(curves_in(rows))
+    assert chart.title == "lr"
+    assert [curve.name for curve in chart.curves] == ["backbone", "head"]
+
+
+@pytest.mark.parametrize(("last", "count"), [(107.0, 2), (140.0, 3)])
+def test_a_short_last_window_has_no_point(last: float, count: int) -> None:
+    curve = Curve("samples", {"step": np.array([50.0, 100.0, last])}, np.ones(3))
+    assert len(without_short_end(curve).values) == count
+
+
 def test_time_counts_no_pause_between_sessions() -> None:
     clock = RunningClock()
     assert [clock.read(one) for one in ROWS] == [0, 1, 2, 3, 3, 5]
@@ -65,7 +79,7 @@ def test_thinning_keeps_spikes_and_the_means_of_all_values() -> None:
     assert means is not None
     assert len(index) <= 1000
     assert (np.diff(index) > 0).all()
-    assert {7, 54_321} <= set(index.tolist())
+    assert {0, 7, 54_321, 99_999} <= set(index.tolist())
     assert abs(means).max() < 1.6  # a mean over a part, in which the spike is one of 200 values
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainrun.cli.main import main
-from trainrun.folder.run_folder import RunDir
-from trainrun.plots.draw import draw
+from trainrun.folder.run_folder import RunDir, write_identity
+from trainrun.plots import draw
 
 pytestmark = pytest.mark.train
+REAL_DRAWING = draw.start_drawing  # before the tests replace it
 
 OWN = """
 from pathlib import Path
@@ -48,11 +52,40 @@ def test_a_run_whose_pictures_cannot_be_drawn_has_ended_all_the_same(
     assert (place / "loss.png").is_file()
 
 
-def test_a_full_disk_is_said_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("work", "name"), [(draw.draw, "draw_run"), (draw.write_report, "draw_report")])
+def test_a_full_disk_is_said_with_the_folder(
+    work: Callable[[RunDir], str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write_to_full_disk(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")  # of a write: without the name of a file
 
-    for name in ("draw_run", "draw_time", "draw_report"):
-        monkeypatch.setattr(f"trainrun.plots.draw.{name}", write_to_full_disk)
-    problem = draw(RunDir(tmp_path))
-    assert problem == f"{tmp_path}: cannot be written (No space left on device)"
+    monkeypatch.setattr(draw, name, write_to_full_disk)
+    assert f"{tmp_path}: cannot be written (No space left on device)" in work(RunDir(tmp_path))
+
+
+def test_the_process_draws_and_notes_problems_in_the_log(
+    make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.nice", lambda niceness: 0)
+    run = make_run(tmp_path / "run")
+    write_identity(run, {"run_id": "x"})
+    draw.main([str(run.root)])
+    assert sorted(path.name for path in run.plots.iterdir())[-1] == "time.png"
+    assert not run.log.read_text()
+    shutil.rmtree(run.plots)
+    run.plots.touch()
+    draw.main([str(run.root)])
+    assert "not all pictures were drawn" in run.log.read_text()
+    shutil.rmtree(run.root)
+    draw.main([str(run.root)])
+    assert not run.root.exists()  # the folder of a run that is gone is not made again
+
+
+def test_a_machine_without_room_for_a_process_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_process(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("subprocess.Popen", no_process)
+    assert "Cannot allocate memory" in REAL_DRAWING(RunDir(tmp_path))

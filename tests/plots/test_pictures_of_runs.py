@@ -15,12 +15,8 @@ from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir
 from trainrun.monitor.bus import Bus
 from trainrun.plots.history import read_history
-from trainrun.plots.prediction_grids import confusion_picture, predictions_picture
-from trainrun.plots.run_curves import (
-    draw_run,
-    loss_picture,
-    memory_picture,
-)
+from trainrun.plots.prediction_grids import GAP, WRONG, boards, confusion_picture, shorten
+from trainrun.plots.run_curves import charts_picture, draw_run, hardware_charts, latent_charts, run_charts
 
 ALL = [
     "loss.png",
@@ -56,9 +52,9 @@ def test_a_whole_run_has_all_pictures(make_run: Any, tmp_path: Path) -> None:
     assert sorted(path.name for path in run.plots.iterdir()) == sorted(ALL)  # no temporary file is left
     for path in paths:
         width, height = size_of(path)
-        assert 300 <= width <= 1300
-        assert 250 <= height <= 1300
-        assert path.stat().st_size > 5000
+        assert 150 <= width <= 1300
+        assert 150 <= height <= 1300
+        assert path.stat().st_size > 500
     assert str(dict(matplotlib.rcParams)) == before  # a user's own plots look as they did
 
 
@@ -85,9 +81,8 @@ def test_loss_shows_values_the_best_step_and_resumes(make_run: Any, tmp_path: Pa
     run = make_run(tmp_path / "run")
     with run.metrics.open("a") as file:
         file.write('{"kind": "start", "step": 50, "facts": {"name": "x", "steps_per_epoch": 10}}\n')
-    picture = loss_picture(read_history(run), 5)
-    assert picture is not None
-    ax = picture.axes[0]
+    history = read_history(run)
+    ax = charts_picture("loss", run_charts(history)["loss"], history, 5).axes[0]
     assert texts_of(ax) == ["train", "val", "best val/acc 0.98 (step 100)", "resumed"]
     raw, val, best, resumed = ax.get_lines()
     assert list(raw.get_xdata()) == list(range(2, 101, 2))
@@ -109,9 +104,7 @@ def test_every_gpu_and_rank_has_its_curve(open_run: OpenRun) -> None:
     for step in (1, 2):
         file.write({"kind": "hardware", "step": step, **row})
     file.close()
-    picture = memory_picture(read_history(run))
-    assert picture is not None
-    curves = {ax.get_ylabel(): len(ax.get_lines()) for ax in picture.axes}
+    curves = {chart.title: len(chart.curves) for chart in hardware_charts(read_history(run))}
     assert curves == {
         "memory (GiB)": 10,
         "load (%)": 9,
@@ -122,6 +115,22 @@ def test_every_gpu_and_rank_has_its_curve(open_run: OpenRun) -> None:
     }
 
 
+def test_a_latent_code_has_kl_and_activity_by_dimension_the_largest_kl_first(open_run: OpenRun) -> None:
+    run, file = open_run
+    for step, kl in ((1, [0.0, 0.1]), (2, [0.5, 3.0])):
+        row = {"kl": sum(kl), "beta": 0.5, "mutual_information": 0.1, "marginal_kl": 0.2, "active_units": 1}
+        file.write({"kind": "vae", "step": step, "kl_of_dimensions": kl, "activity": [0.001, 0.9], **row})
+    file.close()
+    charts = {chart.title: chart for chart in latent_charts(read_history(run))}
+    assert charts["KL by dimension"].curves[0].values.tolist() == [3.0, 0.5]
+    assert charts["activity by dimension"].curves[0].values.tolist() == [0.9, 0.001]
+    ways = charts["KL of the largest dimensions"].curves
+    assert [(curve.name, curve.values.tolist()) for curve in ways] == [
+        ("dimension 1", [0.1, 3.0]), ("dimension 0", [0.0, 0.5]),
+    ]  # fmt: skip
+    assert (run.plots / "latents.png") in draw_run(run)
+
+
 def test_confusion_is_normalised_by_row_and_says_the_accuracy(make_run: Any, tmp_path: Path) -> None:
     picture = confusion_picture(read_history(make_run(tmp_path / "run")))
     assert picture is not None
@@ -129,26 +138,26 @@ def test_confusion_is_normalised_by_row_and_says_the_accuracy(make_run: Any, tmp
     np.testing.assert_allclose(ax.get_images()[0].get_array(), [[5 / 6, 1 / 6], [0, 1]])
     cells = {(int(text.get_position()[0]), int(text.get_position()[1])): text.get_text() for text in ax.texts}
     assert cells == {(0, 0): "5", (1, 0): "1", (1, 1): "4"}  # x is the prediction; an empty cell says nothing
-    assert ax.get_title() == "val accuracy 90.0 % of 10 samples (step 100)"
+    assert ax.get_title() == "val accuracy 90.0 % of 10 samples\nthe best checkpoint (step 80)"
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("predicted", "true")
     assert [label.get_text() for label in ax.get_yticklabels()] == ["cat", "$dog_"]
 
 
-def test_wrong_predictions_are_red_and_right_ones_are_not(make_run: Any, tmp_path: Path) -> None:
-    picture = predictions_picture(make_run(tmp_path / "run"))
-    assert picture is not None
-    ax = picture.axes[0]
-    titles = {text.get_text(): text.get_color() for text in ax.texts}
-    assert titles == {"cat (cat)": "#333333", "cat ($dog_)": "#C00000", "$dog_ ($dog_)": "#333333"}
-    assert picture.get_suptitle() == "predicted (true): 1 of 3 wrong"
-    (image,) = ax.get_images()
-    board = np.asarray(image.get_array())
-    (red,) = [frame for frame in ax.patches if matplotlib.colors.to_hex(frame.get_edgecolor()) == "#c00000"]
-    assert (red.get_width(), red.get_height()) == (6, 8)
-    assert red.get_x() > board.shape[1] / 2  # the second of two columns
-    left, top = round(red.get_x() + 0.5), round(red.get_y() + 0.5)
-    shown = np.linspace(0, 1, 3 * 8 * 6, dtype=np.float32).reshape(3, 8, 6)[1]  # as `write_run` kept it
-    assert (board[top : top + 8, left : left + 6, 0] == (255 * shown).round()).all()
+def test_wrong_predictions_have_a_red_frame_on_the_board(make_run: Any, tmp_path: Path) -> None:
+    pixels = np.asarray(boards(make_run(tmp_path / "run"))["predictions.png"])
+    high, wide = 8 * 12, 6 * 12  # twelve pixels for each of a sample
+    assert pixels.shape == (2 * (high + GAP) + GAP, 2 * (wide + GAP) + GAP, 3)
+    first = pixels[GAP : GAP + high, GAP : GAP + wide]
+    assert (first[::12, ::12, 0] == np.arange(48).reshape(8, 6)).all()
+    red = (pixels == WRONG).all(axis=2)
+    assert red[GAP - 1, GAP]
+    assert not red[:, GAP + wide + GAP // 2 :].any()  # the second and the third are right
+
+
+def test_long_names_keep_what_differs() -> None:
+    names = [f"a quite long class name of species {number}" for number in range(30)]
+    assert len(set(map(shorten, names))) == 30
+    assert shorten("cat") == "cat"
 
 
 def test_a_damaged_samples_file_is_named(make_run: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from tests.plots.chart_pages import charts_in
 from trainrun.plots.compare import compare
 from trainrun.plots.report import draw_report
-from trainrun.plots.run_curves import draw_run
 
 EVIL = '<script>alert("x")</script>&'
 
@@ -40,14 +40,15 @@ def read(path: Path) -> Reader:
 
 def test_the_report_holds_everything_and_needs_nothing(make_run: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", choices=("data.engine=resident: fits",))
-    draw_run(run)
     assert draw_report(run) == run.report
+    assert not run.plots.exists()
     page = read(run.report)
-    assert len(page.sources) == 4  # confusion, predictions, time, memory
+    assert len(page.sources) == 3  # a picture a sample
     assert all(source.startswith("data:image/png;base64,iVBOR") for source in page.sources)
     for expected in (
         "trainer.max_epochs=10 reached", "0.98 at step 100", "data.engine=resident: fits", "packages.torch",
         "2.8.0", "optimizer.lr=<0.001>", "window_size: 5", "saved <b>best</b> & last", "6.05k", "3.5 s", "train/loss",
+        "Confusion matrix of the best checkpoint (step 80)", "cat 0.90, is $dog_", "cat 0.60", "forward 60.0 % (3.0 s)",
     ):  # fmt: skip
         assert expected in page.text
 
@@ -68,6 +69,35 @@ def test_metrics_of_single_classes_are_a_table(make_run: Any, tmp_path: Path) ->
         "test": "<th>class</th><th>f1</th></tr><tr><td>cat</td><td>0.25</td>",
     }.items():
         assert f'<h2>Classes: {split}</h2><div class="wide"><table><tr>{rows}' in html
+
+
+def test_classes_have_recall_precision_and_names_of_any_length(open_run: Any) -> None:
+    run, file = open_run
+    names = [f"a quite long class name of species {number}" for number in range(3)]
+    matrix = [[8, 2, 0], [0, 5, 0], [0, 0, 0]]
+    file.write({"kind": "confusion", "step": 5, "split": "val", "class_names": names, "matrix": matrix})
+    file.close()
+    html = draw_report(run).read_text(encoding="utf-8")
+    rows = dict(re.findall(r"<tr><th><span>(a quite long[^<]*)</span></th>(.*)</tr>", html))
+    cells = {name: re.findall(r"<td[^>]*>([^<]*)</td>", row) for name, row in rows.items()}
+    assert cells == {
+        names[0]: ["80.0 %", "100.0 %", "10", "8", "2", ""],
+        names[1]: ["100.0 %", "71.4 %", "5", "", "5", ""],
+        names[2]: ["", "", "0", "", "", ""],  # of a class without samples nothing is known
+    }
+    assert "the last step (5)" in html
+
+
+def test_a_regression_has_predictions_against_targets_and_residuals(open_run: Any) -> None:
+    run, file = open_run
+    file.write(
+        {"kind": "regression", "step": 5, "split": "val", "target": [[2.0, 1.0]], "prediction": [[2.5, 0.0]]}
+    )
+    file.close()
+    charts = charts_in(draw_report(run).read_text(encoding="utf-8"))
+    assert [chart["series"][0]["x"] for chart in charts] == [{"target": [1.0, 2.0]}] * 2
+    assert [chart["series"][0]["y"] for chart in charts] == [[0.0, 2.5], [-1.0, 0.5]]
+    assert [chart["series"][0]["dots"] for chart in charts] == [True, True]
 
 
 def test_texts_of_a_run_cannot_become_code(make_run: Any, tmp_path: Path) -> None:

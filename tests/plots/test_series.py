@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from trainrun.plots.series import (
     Series,
     exponential_mean,
-    join_short_end,
     names_in,
     series_of,
     smoothed,
     thinned,
-    window_steps,
 )
 
 
@@ -90,32 +88,11 @@ def test_spike_hides_nothing_on_a_logarithmic_axis() -> None:
     assert mean.values[125] < 0.1
 
 
-def test_speed_is_averaged_as_items_over_seconds() -> None:
-    steps, items = np.array([10.0, 20.0, 21.0]), np.array([100.0, 100.0, 10.0])
-    step_seconds = Series(steps, np.array([0.1, 0.1, 9.0]))
-    seconds = step_seconds.values * window_steps(step_seconds)
-    assert seconds.tolist() == [1.0, 1.0, 9.0]
-    means = exponential_mean(Series(steps, items / seconds), 10**6, seconds)
-    assert means.values[2] == pytest.approx(items.sum() / seconds.sum(), rel=1e-4)
-
-
-def test_short_last_window_is_joined_with_the_one_before() -> None:
-    speed, seconds = join_short_end(
-        Series(np.array([50.0, 100.0, 107.0]), np.array([800.0, 800.0, 400.0])),
-        Series(np.array([50.0, 100.0, 107.0]), np.array([0.01, 0.01, 0.02])),
-    )
-    assert speed.steps.tolist() == seconds.steps.tolist() == [50, 107]
-    assert speed.values[-1] == pytest.approx((800 * 0.5 + 400 * 0.14) / 0.64)
-    assert seconds.values[-1] == pytest.approx(0.64 / 57)
-    whole = Series(np.array([50.0, 100.0, 140.0]), np.ones(3))
-    assert join_short_end(whole, whole) == (whole, whole)
-
-
 def test_thinning_keeps_extremes_ends_and_order() -> None:
     values = np.sin(np.arange(300_000) / 5000)
     values[123_456], values[200_001] = 50.0, -50.0
     values[7] = np.nan
-    thin = thinned(Series(np.arange(300_000.0), values), most=2000)
+    thin = thinned(Series(np.arange(300_000.0), values))
     assert 1000 < len(thin) <= 2000
     assert thin.steps[thin.values.argmax()] == 123_456
     assert thin.steps[thin.values.argmin()] == 200_001

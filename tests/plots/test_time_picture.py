@@ -22,7 +22,7 @@ def test_blocks_are_differences_and_a_resume_counts_anew() -> None:
 
 
 def test_the_picture_names_what_is_large(make_run: Any, tmp_path: Any) -> None:
-    picture = ledger_picture(read_history(make_run(tmp_path / "run")), "title")
+    picture = ledger_picture(read_history(make_run(tmp_path / "run")))
     assert picture is not None
     (ax,) = picture.axes
     legend = [text.get_text() for text in picture.legends[0].get_texts()]

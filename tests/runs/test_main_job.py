@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,13 @@ def test_the_default_command_trains_digits_and_leaves_everything(trainrun, workd
         "run.log",
     ]:
         assert (workdir / "run" / name).stat().st_size > 0, name
-    plots = {path.stem for path in (workdir / "run" / "plots").glob("*.png")}
-    assert {"loss", "metrics", "lr", "throughput", "memory", "confusion", "predictions"} <= plots
+    names = ("loss", "metrics", "lr", "throughput", "memory", "confusion", "predictions")
+    pictures = [workdir / "run" / "plots" / f"{name}.png" for name in names]
+    patience = time.monotonic() + 60.0
+    while time.monotonic() < patience and not all(path.exists() for path in pictures):
+        time.sleep(0.05)  # a process beside draws them
+    assert all(path.exists() for path in pictures)
+    assert not list((workdir / "run" / "plots").glob(".*"))
     assert "\r" not in done.stdout
     assert "\x1b" not in done.stdout
     assert "  batch      32\n" in done.stdout

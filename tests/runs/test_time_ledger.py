@@ -157,18 +157,20 @@ def test_what_a_script_did_before_its_exec_is_not_the_runs_time():
 
 def test_the_rows_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "trainrun.plots.draw.start_drawing", lambda run, earlier: None
+    )  # another process draws
     began = time.perf_counter()
     run = train("trainer.max_epochs=2", "monitor.hardware=false")
     wall = time.perf_counter() - began
     rows = [row for row in run.metrics if row["kind"] == "ledger"]
     totals = [sum(row["seconds"].values()) for row in rows]
     assert len(rows) >= 3
-    assert totals == sorted(totals)  # start, end of the training, end of the pictures
+    assert totals == sorted(totals)  # start, end of the training, end of the predictions
     assert 0.5 * wall < totals[-1] <= wall
     assert set(rows[-1]["seconds"]) <= set(ACCOUNTS)
     assert rows[-1]["seconds"]["forward"] > 0
     assert rows[-1]["seconds"]["plots"] > rows[0]["seconds"].get("plots", 0)
-    assert (run.folder / "plots" / "time.png").stat().st_size > 1000
     assert run.status["samples_per_second"] * run.status["seconds"] == pytest.approx(2 * 1438)
     assert " in all: " in (run.folder / "run.log").read_text()
     json.dumps(rows)

@@ -133,10 +133,10 @@ def test_free_bits_are_those_of_each_sample_and_dimension_in_training_alone() ->
 def test_pictures_show_each_sample_beside_its_reconstruction() -> None:
     x, rebuilt = some(2, 1, 3, 4).sigmoid(), some(2, 1, 3, 4)
     code = some(2, 5)
-    found = Vae(likelihood="bernoulli").pictures(Fixed(rebuilt, code, code), x)["original-reconstruction"]
+    found = Vae(likelihood="bernoulli").pictures(Fixed(rebuilt, code, code), x)["original | reconstruction"]
     torch.testing.assert_close(found.double(), torch.cat([x, rebuilt.sigmoid()], 3), atol=1e-6, rtol=0)
     assert Vae().pictures(Fixed(some(2, 3), code, code), some(2, 3)) == {}
-    scaled = Vae().pictures(Fixed(rebuilt, code, code), x)["original-reconstruction"]
+    scaled = Vae().pictures(Fixed(rebuilt, code, code), x)["original | reconstruction"]
     assert (scaled[..., :4].min(), scaled[..., :4].max()) == (0, 1)
 
 

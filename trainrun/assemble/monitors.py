@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import shlex
 import subprocess
-import threading
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -142,11 +139,6 @@ class Listeners:
         """Return the number of failed calls of each tracker that had any."""
         return self.bus.faults()
 
-    def prepare_end(self) -> None:
-        """Import what draws in a thread, while the last checkpoint is still being written."""
-        if self._config.monitor.plots and self._has_file:
-            threading.Thread(target=_import_plots, name="trainrun-plots", daemon=True).start()
-
     def end_hardware(self) -> dict[str, Any]:
         """Return the load of the machine for the summary."""
         if self._hardware is None:
@@ -154,21 +146,22 @@ class Listeners:
         self._hardware.close()
         return self._hardware.facts()
 
-    def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """The last rows, the pictures and the report, and last the summary on the screen."""
+    def end(self, summary: dict[str, Any], rows: list[dict[str, Any]], stopped: bool) -> None:
+        """Write the last rows, the report and the pictures, and last the summary on the screen.
+
+        A process beside draws the pictures, so that nobody waits for them; this process does if the run was stopped, so
+        that nothing goes on after it, and if trackers send the pictures.
+        """
         self._phases.open(LOGGING)
         self._end_page()
         for row in rows:
             self.bus.write(row)
         self.bus.on_end(summary)
         if self._config.monitor.plots and self._has_file:
-            self._draw()
+            self.bus.write_phases()
+            self.bus.flush()
+            self._draw(beside=not stopped and not self._config.monitor.listeners)
         self.bus.show_end(summary | {"ledger": self.bus.ledger or self._phases.read()})
-
-    def _note_time(self) -> None:
-        """Write the account of time that the picture of it and the last lines show."""
-        self.bus.write_phases()
-        self.bus.flush()
 
     def _end_page(self) -> None:
         """End what draws the page of a run that goes on; the run draws its last one."""
@@ -176,12 +169,16 @@ class Listeners:
             self._page.kill()
             self._page.wait()
 
-    def _draw(self) -> None:
-        with self._phases.on(PLOTS):  # matplotlib costs half a second: only where it draws
+    def _draw(self, beside: bool) -> None:
+        """Write the report, and draw the pictures in this process or have another one draw them."""
+        with self._phases.on(PLOTS):
             plots = satellite("plots.draw", "no pictures are drawn", self._note)
-            if plots is not None and (problem := plots.draw(self._run, self._note_time)):
-                again = f"trainrun report {shlex.quote(str(self._run.root))}"
-                self._note(f"not all pictures were drawn: {problem}; where that is mended: {again}")
+            if plots is None:
+                return
+            drawing = plots.start_drawing if beside else plots.draw
+            for problem in (drawing(self._run), plots.write_report(self._run)):
+                if problem:
+                    self._note(problem)
 
     def _note(self, text: str) -> None:
         if self._told != text:
@@ -195,8 +192,3 @@ class Listeners:
             closing.callback(self.bus.close)
             if self._hardware is not None:
                 closing.callback(self._hardware.close)
-
-
-def _import_plots() -> None:
-    with contextlib.suppress(Exception):  # it comes again where the pictures are drawn
-        importlib.import_module("trainrun.plots.draw").prepare()

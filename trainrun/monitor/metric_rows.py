@@ -16,7 +16,7 @@ from trainrun.folder.run_folder import strict, sync_path, write_text
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NO_NUMBERS = ("kind", "text", "split", "facts", "class_names")  # whatever they say
-OF_THE_END = ("confusion", "end")  # written once more by the session that goes on
+OF_THE_END = ("confusion", "regression", "end")  # written once more by the session that goes on
 LARGEST = 2**53
 
 Row = dict[str, Any]
@@ -154,11 +154,12 @@ EVERYWHERE: dict[str, Any] = {
 OF_KIND: dict[str, dict[str, Any]] = {
     "ledger": dict.fromkeys(("seconds", "vitals", "device"), (_is_number,)),
     "vae": {"kl_of_dimensions": [_is_number], "activity": [_is_number]},
+    "regression": {"target": [[_is_number]], "prediction": [[_is_number]]},
 }
 OF_NUMBERS = ("train", "eval", "test", "hardware", "vae")  # rows whose other values are all numbers
 NEEDED = {
     **dict.fromkeys(("train", "eval", "test", "hardware", "start"), ("step",)), "ledger": ("step", "seconds"),
-    "confusion": ("step", "matrix"),
+    "confusion": ("step", "matrix"), "regression": ("step", "target", "prediction"),
     "vae": ("step", "kl_of_dimensions", "activity", "kl", "beta", "active_units"),
 }  # fmt: skip
 

@@ -103,6 +103,8 @@ def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
     if summary.get("hint"):
         lines.append(format_entry("hint", summary["hint"]))
     if facts is not None:
+        if (page := RunDir(Path(facts.folder)).report).is_file():
+            lines.append(format_entry("report", f"{path_to_paste(page)}; plots/*.png follow in a moment"))
         commands = next_commands(summary, facts)
         lines += [format_entry("" if number else "next", text) for number, text in enumerate(commands)]
         if not commands:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ AXES: dict[Any, Any] = {
     "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.7, "axes.spines.top": False, "axes.spines.right": False,
     "xtick.labelsize": 9, "ytick.labelsize": 9,
 }  # fmt: skip
-MOST_COLUMNS = 4  # of a legend above the curves: more are cut off at the right
 FEW_POINTS = 40  # below, each point gets a mark
 
 
@@ -43,13 +42,13 @@ def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
 def panels(
     title: str, count: int, columns: int = 1, height: float = 2.3, fitted: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """`count` axes in a grid under one title; single-column panels share their x axis. fitted: as in `new_figure`."""
+    """Return `count` axes in a grid under one title. fitted: as in `new_figure`."""
     from matplotlib import rc_context
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     rows = -(-count // columns)
     width = 8.0 if columns == 1 else 5.2 * columns
-    gap = BETWEEN if columns == 1 else BELOW + BETWEEN
+    gap = BELOW + BETWEEN
     total = TITLE + BETWEEN + rows * height + (rows - 1) * gap + BELOW
     figure = new_figure(width, total, fitted)
     place: dict[str, Any] = {} if fitted else {"y": 1 - 0.12 / total, "va": "top"}
@@ -61,7 +60,7 @@ def panels(
             wspace=(LEFT + RIGHT) / column, hspace=gap / height,
         )  # fmt: skip
     with rc_context(AXES):
-        grid = figure.subplots(rows, columns, squeeze=False, sharex=columns == 1)
+        grid = figure.subplots(rows, columns, squeeze=False)
     axes: list[Axes] = list(grid.flat)
     for extra in axes[count:]:
         extra.remove()
@@ -71,11 +70,10 @@ def panels(
     return figure, axes[:count]
 
 
-def label_steps(axes: Sequence[Axes], steps_per_epoch: int | None) -> None:
-    """Label the steps below a column of panels, with the length of an epoch where it is known."""
+def label_steps(ax: Axes, steps_per_epoch: int | None) -> None:
+    """Label the steps below a panel, with the length of an epoch where it is known."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    ax = axes[-1]
     ax.set_xlabel(f"step ({steps_per_epoch:,} an epoch)" if steps_per_epoch else "step")
     ax.margins(x=0.02)
     low, high = ax.get_xlim()
@@ -83,14 +81,6 @@ def label_steps(axes: Sequence[Axes], steps_per_epoch: int | None) -> None:
         ax.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-
-
-def start_at_zero(ax: Axes) -> None:
-    """Begin the y-axis at 0, so that heights can be compared, and put the legend above the curves."""
-    count = len(ax.get_legend_handles_labels()[0])
-    if ax.dataLim.y1 > 0:
-        ax.set_ylim(0, ax.dataLim.y1 * (1.1 + 0.25 * -(-count // MOST_COLUMNS)))
-    show_legend(ax, loc="upper left", ncols=min(max(count, 1), MOST_COLUMNS))
 
 
 def use_log_scale(ax: Axes) -> None:
@@ -105,16 +95,14 @@ def use_log_scale(ax: Axes) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def draw_line(
-    ax: Axes, curve: Series, color: str, label: str | None, faint: bool = False, style: str = "-"
-) -> None:
+def draw_line(ax: Axes, curve: Series, color: str, label: str | None, faint: bool = False) -> None:
     """Draw a thinned curve. A few points get markers, since a single point would be invisible."""
     shown = thinned(curve)
     if not len(shown):
         return
     width, alpha, size = (1.0, 0.3, 3.0) if faint else (1.8, 1.0, 4.0)
     ax.plot(
-        shown.steps, shown.values, color=color, label=label, linewidth=width, alpha=alpha, linestyle=style,
+        shown.steps, shown.values, color=color, label=label, linewidth=width, alpha=alpha,
         marker="o" if len(shown) <= FEW_POINTS else None, markersize=size,
     )  # fmt: skip
 
@@ -142,13 +130,18 @@ def note_gaps(ax: Axes, curves: Sequence[Series]) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Replace the picture as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace a picture of matplotlib as a whole."""
+    return replace_picture(path, lambda file: figure.savefig(file, format="png"))
+
+
+def replace_picture(path: Path, write: Callable[[Path], object]) -> Path:
+    """Write a picture under another name and rename it, so that nobody sees half of it."""
+    path.parent.mkdir(exist_ok=True)  # a run whose folder is gone gets none
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing")  # a class name in another script
-            figure.savefig(temporary, format="png")
+            write(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,8 +1,7 @@
 // Draws every <figure class="chart" data-chart="..."> of a page as an SVG; see chart.py for what data-chart holds.
 "use strict";
 (() => {
-  const HEIGHT = 260, LEFT = 58, RIGHT = 28, TOP = 10, BOTTOM = 38;
-  const NUM_COLORS = 8, DASHES = ["", "7 4", "2 3", "9 3 2 3"];
+  const HEIGHT = 260, LEFT = 58, RIGHT = 28, TOP = 10, BOTTOM = 38, NUM_COLORS = 8, DASHES = ["", "7 4", "2 3", "9 3 2 3"];
   const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 43200, 86400];
   const STORED = "charts " + location.pathname;
 
@@ -13,14 +12,11 @@
     return made;
   }
 
-  function html(name, attributes = {}, text = "") {
-    return Object.assign(document.createElement(name), attributes, text ? { textContent: text } : {});
-  }
-
-  // ---- numbers and ticks -------------------------------------------------------------------------------------
+  const html = (name, attributes = {}, text = "") =>
+    Object.assign(document.createElement(name), attributes, text ? { textContent: text } : {});
 
   function formatNumber(value, mostPlain = 1e9) {
-    if (value === null || !Number.isFinite(value)) return String(value);
+    if (value === null || !Number.isFinite(value)) return "not finite";
     const size = Math.abs(value);
     if (size !== 0 && (size < 1e-3 || size >= mostPlain)) return value.toExponential(2).replace(/\.?0*e\+?/, "e");
     if (Number.isInteger(value) || size >= 1e5) return Math.round(value).toLocaleString("en-US");
@@ -29,32 +25,31 @@
 
   function formatTime(seconds) {
     if (seconds < 120) return `${Number(seconds.toFixed(1))} s`;
-    if (seconds < 7200) return `${Number((seconds / 60).toFixed(1))} min`;
-    return `${Number((seconds / 3600).toFixed(1))} h`;
+    return seconds < 7200 ? `${Number((seconds / 60).toFixed(1))} min` : `${Number((seconds / 3600).toFixed(1))} h`;
+  }
+
+  function multiples(step, low, high) {
+    const first = Math.ceil(low / step - 1e-9), count = Math.floor(high / step + 1e-9) - first + 1;
+    return Array.from({ length: Math.max(count, 0) }, (_, i) => Number(((first + i) * step).toPrecision(12)));
   }
 
   function linearTicks(low, high, most) {
     const rough = (high - low) / most || 1, power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map(factor => factor * power).find(size => size >= rough * 0.999);
-    const first = Math.ceil(low / step - 1e-9);
-    const count = Math.floor(high / step + 1e-9) - first + 1;
-    return Array.from({ length: Math.max(count, 0) }, (_, i) => Number(((first + i) * step).toPrecision(12)));
+    return multiples([1, 2, 5, 10].map(factor => factor * power).find(size => size >= rough * 0.999), low, high);
   }
 
   function logTicks(low, high, most) {
     const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high)), every = Math.ceil((last - first) / most);
-    const factors = last - first <= 3 ? [1, 2, 5] : [1];
-    const ticks = [];
+    const factors = last - first <= 3 ? [1, 2, 5] : [1], ticks = [];
     for (let power = first; power <= last; power += every) ticks.push(...factors.map(factor => factor * 10 ** power));
     const shown = ticks.filter(tick => tick >= low * 0.999 && tick <= high * 1.001);
     return shown.length > 1 ? shown : linearTicks(low, high, most);
   }
 
   function timeTicks(low, high, most) {
-    const step = TIMES.find(size => size >= (high - low) / most) ?? 86400 * Math.ceil((high - low) / most / 86400);
-    if (high - low < 2) return linearTicks(low, high, most);
-    const first = Math.ceil(low / step);
-    return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, i) => (first + i) * step);
+    const rough = (high - low) / most;
+    return rough * most < 2 ? linearTicks(low, high, most)
+      : multiples(TIMES.find(size => size >= rough) ?? 86400 * Math.ceil(rough / 86400), low, high);
   }
 
   /** An axis of one chart: from values to pixels and back. */
@@ -62,7 +57,7 @@
     const value = log ? Math.log10 : Number, back = log ? x => 10 ** x : Number;
     if (low === high) [low, high] = log ? [low / 1.5, high * 1.5] : [low - (Math.abs(low) / 10 || 0.5), high + (Math.abs(high) / 10 || 0.5)];
     const ratio = (to - from) / (value(high) - value(low));
-    return { low, high, log, pixel: x => from + (value(x) - value(low)) * ratio, at: pixel => back(value(low) + (pixel - from) / ratio) };
+    return { low, high, pixel: x => from + (value(x) - value(low)) * ratio, at: pixel => back(value(low) + (pixel - from) / ratio) };
   }
 
   /** Exponential means without the bias of the first points. weight: of what lies `unit` back on the axis x. */
@@ -70,24 +65,15 @@
     let sum = 0, total = 0, last = x[0];
     return values.map((value, i) => {
       if (value === null) return null;
-      const kept = weight ** ((x[i] - last) / unit);
+      const decay = weight ** ((x[i] - last) / unit);
       last = x[i];
-      sum = kept * sum + (1 - weight) * value;
-      total = kept * total + (1 - weight);
+      sum = decay * sum + (1 - weight) * value;
+      total = decay * total + (1 - weight);
       return sum / total;
     });
   }
 
-  function nearest(sorted, x) {
-    let low = 0, high = sorted.length - 1;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (sorted[middle] < x) low = middle; else high = middle;
-    }
-    return x - sorted[low] < sorted[high] - x ? low : high;
-  }
-
-  // ---- one chart ---------------------------------------------------------------------------------------------
+  const nearest = (values, x) => values.reduce((best, value, i) => Math.abs(value - x) < Math.abs(values[best] - x) ? i : best, 0);
 
   class Chart {
     constructor(figure, view) {
@@ -104,7 +90,6 @@
         one.color = `var(--curve-${i % NUM_COLORS})`;
         one.dash = DASHES[Math.floor(i / NUM_COLORS) % DASHES.length];
       });
-      this.drawHead();
       this.draw();
       new ResizeObserver(() => { if (this.drawnWidth !== figure.clientWidth) this.draw(); }).observe(figure);
     }
@@ -114,36 +99,33 @@
       return axes.includes(this.view.axis) ? this.view.axis : axes[0];
     }
 
+    formatX(x) { return this.axis === "time" ? formatTime(x) : formatNumber(x); }
+
     drawHead() {
+      const button = (className, title, text, onclick) => {
+        const made = html("button", { type: "button", className, title, onclick: () => { onclick(); this.draw(); } }, text);
+        this.head.append(made);
+        return made;
+      };
       this.head.replaceChildren(html("b", {}, this.data.title));
       this.data.series.forEach((one, i) => {
-        const entry = html("button", { type: "button", className: "chart-name", title: "show or hide" }, one.name);
+        const entry = button("chart-name", "show or hide", one.name, () => this.hidden.delete(i) || this.hidden.add(i));
         const mark = svg("svg", { width: 22, height: 10, "aria-hidden": true });
         mark.append(svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: one.color, "stroke-width": 3, "stroke-dasharray": one.dash }));
         entry.prepend(mark);
         entry.setAttribute("aria-pressed", !this.hidden.has(i));
-        entry.onclick = () => {
-          this.hidden.has(i) ? this.hidden.delete(i) : this.hidden.add(i);
-          this.drawHead();
-          this.draw();
-        };
-        this.head.append(entry);
       });
-      const log = html("button", { type: "button", className: "chart-log" }, this.log ? "log" : "linear");
-      log.title = "scale of the values";
-      log.onclick = () => {
+      button("chart-log", "scale of the values", this.log ? "log" : "linear", () => {
         this.log = this.view.log[this.data.title] = !this.log;
         this.view.save();
-        this.drawHead();
-        this.draw();
-      };
-      this.head.append(log);
+      });
     }
 
     draw() {
       const width = this.figure.clientWidth;
       if (!width) return;
       this.drawnWidth = width;
+      this.drawHead();
       this.tip.hidden = true;
       this.picture?.remove();
       this.picture = svg("svg", { width, height: HEIGHT, role: "img", "aria-label": this.data.title });
@@ -154,11 +136,9 @@
         this.picture.append(svg("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing to draw on this scale"));
         return;
       }
-      const range = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
-      const [bottom, top] = range(points.map(point => point[1]));
-      const [left, right] = this.zoom ?? range(points.map(point => point[0]));
-      this.x = scale(left, right, LEFT, width - RIGHT, false);
-      this.y = scale(bottom, top, HEIGHT - BOTTOM, TOP, this.log);
+      const range = place => points.reduce(([low, high], point) => [Math.min(low, point[place]), Math.max(high, point[place])], [Infinity, -Infinity]);
+      this.x = scale(...this.zoom ?? range(0), LEFT, width - RIGHT, false);
+      this.y = scale(...range(1), HEIGHT - BOTTOM, TOP, this.log);
       this.drawAxes(width);
       shown.forEach(one => this.drawSeries(one));
       this.listen(width, shown);
@@ -171,54 +151,50 @@
     /** What of a series is drawn now: its values over the chosen axis, and its means. */
     visible(one) {
       const x = one.x[this.axis], weight = this.view.smoothing;
-      if (!weight) return { ...one, x };
+      if (!weight || one.dots) return { ...one, x };
       const unit = Math.min(...this.data.series.map(({ x: { [this.axis]: all } }) => (all.at(-1) - all[0]) / (all.length - 1)).filter(gap => gap > 0));
       return { ...one, x, smooth: smoothed(x, one.mean ?? one.y, weight, unit) };
     }
 
     drawAxes(width) {
+      const add = (name, attributes, text) => this.picture.append(svg(name, attributes, text));
       const most = Math.max(2, Math.floor((width - LEFT - RIGHT) / 80)), { unit } = this.data;
-      const isTime = this.axis === "time";
-      let ticks = (isTime ? timeTicks : linearTicks)(this.x.low, this.x.high, most);
+      let ticks = (this.axis === "time" ? timeTicks : linearTicks)(this.x.low, this.x.high, most);
       if (this.axis === "step") ticks = ticks.filter(Number.isInteger);
       for (const tick of ticks) {
-        const x = this.x.pixel(tick), text = isTime ? formatTime(tick) : formatNumber(tick);
-        this.picture.append(svg("line", { class: "grid", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }));
-        this.picture.append(svg("text", { x, y: HEIGHT - BOTTOM + 15, "text-anchor": "middle" }, text));
+        const x = this.x.pixel(tick);
+        add("line", { class: "grid", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM });
+        add("text", { x, y: HEIGHT - BOTTOM + 15, "text-anchor": "middle" }, this.formatX(tick));
       }
-      for (const tick of (this.y.log ? logTicks : linearTicks)(this.y.low, this.y.high, 5)) {
+      for (const tick of (this.log ? logTicks : linearTicks)(this.y.low, this.y.high, 5)) {
         const y = this.y.pixel(tick);
-        this.picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }));
-        this.picture.append(svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, formatNumber(tick, 1e5)));
+        add("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y });
+        add("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, formatNumber(tick, 1e5));
       }
       const name = this.zoom ? `${this.axis} (double-click shows all)` : this.axis;
-      this.picture.append(svg("text", { class: "axis", x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 5, "text-anchor": "middle" }, name));
-      if (unit) this.picture.append(svg("text", { class: "axis", x: -HEIGHT / 2 + BOTTOM / 2, y: 11, transform: "rotate(-90)", "text-anchor": "middle" }, unit));
+      add("text", { class: "axis", x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 5, "text-anchor": "middle" }, name);
+      if (unit) add("text", { class: "axis", x: -HEIGHT / 2 + BOTTOM / 2, y: 11, transform: "rotate(-90)", "text-anchor": "middle" }, unit);
     }
 
     drawSeries(one) {
-      const style = { fill: "none", stroke: one.color, "stroke-dasharray": one.dash };
       const line = (values, attributes) => {
         const pieces = [[]]; // a value that is not finite interrupts the line
         values.forEach((value, i) => {
           if (!this.isDrawn([one.x[i], value])) return value === null && pieces.push([]);
-          pieces.at(-1).push(`${this.x.pixel(one.x[i]).toFixed(1)},${this.y.pixel(value).toFixed(1)}`);
+          if (one.dots && pieces.at(-1).length) pieces.push([]);
+          pieces.at(-1).push([this.x.pixel(one.x[i]).toFixed(1), this.y.pixel(value).toFixed(1)]);
         });
-        for (const piece of pieces) {
-          if (piece.length > 1) this.picture.append(svg("polyline", { points: piece.join(" "), ...style, ...attributes }));
-          else if (piece.length) this.dot(...piece[0].split(","), one.color);
+        for (const piece of pieces.filter(piece => piece.length)) {
+          const [cx, cy] = piece[0], style = { fill: "none", stroke: one.color, "stroke-dasharray": one.dash };
+          this.picture.append(piece.length > 1 ? svg("polyline", { points: piece.join(" "), ...style, ...attributes })
+            : svg("circle", { cx, cy, r: one.dots ? 2.5 : 3.5, fill: one.color, opacity: one.dots ? 0.6 : 1 }));
         }
       };
       line(one.y, { "stroke-width": 1.6, opacity: one.smooth ? 0.25 : 1 });
       if (one.smooth) line(one.smooth, { "stroke-width": 2.2 });
     }
 
-    dot(cx, cy, color) {
-      this.picture.append(svg("circle", { cx, cy, r: 3.5, fill: color }));
-    }
-
-    // ---- pointer: values at the nearest x; a drag zooms ----
-
+    /** The pointer shows the values at the nearest x; a drag zooms. */
     listen(width, shown) {
       const cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
       const chosen = svg("rect", { class: "chosen", y: TOP, height: HEIGHT - BOTTOM - TOP, visibility: "hidden" });
@@ -229,9 +205,8 @@
       this.picture.onpointermove = event => {
         const pixel = pixelOf(event);
         if (began !== null) {
-          chosen.setAttribute("x", Math.min(began, pixel));
-          chosen.setAttribute("width", Math.abs(began - pixel));
-          chosen.setAttribute("visibility", "visible");
+          const area = { x: Math.min(began, pixel), width: Math.abs(began - pixel), visibility: "visible" };
+          for (const [key, value] of Object.entries(area)) chosen.setAttribute(key, value);
         }
         this.showValues(cursor, shown, this.x.at(pixel), width);
       };
@@ -249,62 +224,45 @@
 
     showValues(cursor, shown, wanted, width) {
       const found = shown.filter(one => one.x.length).map(one => ({ one, i: nearest(one.x, wanted) }));
-      if (!found.length) return;
-      const closest = found.reduce((best, item) => Math.abs(item.one.x[item.i] - wanted) < Math.abs(best.one.x[best.i] - wanted) ? item : best);
-      const x = closest.one.x[closest.i], pixel = this.x.pixel(x);
-      cursor.setAttribute("x1", pixel);
-      cursor.setAttribute("x2", pixel);
-      cursor.setAttribute("visibility", "visible");
-      const place = this.axis === "time" ? formatTime(x) : formatNumber(x);
-      this.tip.replaceChildren(html("b", {}, `${this.axis} ${place}`));
+      const [x] = found.map(({ one, i }) => one.x[i]).sort((a, b) => Math.abs(a - wanted) - Math.abs(b - wanted));
+      if (x === undefined) return;
+      const pixel = this.x.pixel(x);
+      for (const [key, value] of Object.entries({ x1: pixel, x2: pixel, visibility: "visible" })) cursor.setAttribute(key, value);
+      this.tip.replaceChildren(html("b", {}, `${this.axis} ${this.formatX(x)}`));
       for (const { one, i } of found) {
-        const row = html("div"), value = (one.smooth ?? one.y)[i];
-        row.append(html("span", {}, "■ "), `${one.name}: ${value === null ? "not finite" : formatNumber(value)}`);
-        if (one.x[i] !== x) row.append(` at ${this.axis === "time" ? formatTime(one.x[i]) : formatNumber(one.x[i])}`);
+        const row = html("div"), at = one.x[i] === x ? "" : ` at ${this.formatX(one.x[i])}`;
+        row.append(html("span", {}, "■ "), `${one.name}: ${formatNumber((one.smooth ?? one.y)[i])}${at}`);
         row.firstChild.style.color = one.color;
         this.tip.append(row);
       }
       this.tip.hidden = false;
       const left = pixel + 14 + this.tip.offsetWidth < width ? pixel + 14 : Math.max(pixel - 14 - this.tip.offsetWidth, 0);
-      this.tip.style.left = `${left}px`;
-      this.tip.style.top = `${this.picture.offsetTop + TOP + 8}px`;
+      Object.assign(this.tip.style, { left: `${left}px`, top: `${this.picture.offsetTop + TOP + 8}px` });
     }
-  }
-
-  // ---- the page ----------------------------------------------------------------------------------------------
-
-  function storedView() {
-    try { return JSON.parse(sessionStorage.getItem(STORED)) ?? {}; } catch { return {}; }
   }
 
   /** The tools above a group of charts: the axis x, and the smoothing. */
   function tools(charts, view) {
     const bar = html("div", { className: "chart-tools" }), redraw = () => { view.save(); charts.forEach(chart => chart.draw()); };
-    const axes = [...new Set(charts.flatMap(chart => Object.keys(chart.data.series[0].x)))];
+    const axes = Object.keys(charts.map(chart => chart.data.series[0].x).find(x => x.step) ?? {});
     if (axes.length > 1) {
       const select = html("select", { onchange: () => { view.axis = select.value; charts.forEach(chart => { chart.zoom = null; }); redraw(); } });
       select.append(...axes.map(axis => html("option", { value: axis, selected: axis === view.axis }, axis)));
       bar.append("over ", select);
     }
-    const slider = html("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: view.smoothing });
-    slider.setAttribute("aria-label", "smoothing");
+    const slider = html("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: view.smoothing, ariaLabel: "smoothing" });
     slider.oninput = () => { view.smoothing = Number(slider.value); redraw(); };
-    bar.append(" smoothing ", slider);
+    if (axes.length) bar.append(" smoothing ", slider);
     bar.append(html("span", { className: "quiet" }, " drag to zoom, double-click for all"));
     return bar;
   }
 
-  function drawAll() {
-    for (const group of document.querySelectorAll(".charts:not([data-drawn])")) {
-      group.dataset.drawn = "yes";
-      const view = { axis: "step", smoothing: 0, log: {}, ...storedView() };
-      view.save = () => { try { sessionStorage.setItem(STORED, JSON.stringify({ axis: view.axis, smoothing: view.smoothing, log: view.log })); } catch { /* a page without storage */ } };
-      const charts = [...group.querySelectorAll("figure.chart")].map(figure => new Chart(figure, view));
-      if (charts.length) group.before(tools(charts, view));
-    }
+  for (const group of document.querySelectorAll(".charts")) {
+    const view = { axis: "step", smoothing: 0, log: {} };
+    try { Object.assign(view, JSON.parse(sessionStorage.getItem(STORED))); } catch { /* a page without storage */ }
+    view.save = () => { try { sessionStorage.setItem(STORED, JSON.stringify(view)); } catch { /* a page without storage */ } };
+    group.before(tools([...group.querySelectorAll("figure.chart")].map(figure => new Chart(figure, view)), view));
   }
-
-  drawAll();
   const seconds = Number(document.body.dataset.reload); // of the page of a run that goes on
   if (seconds) setInterval(() => { if (!document.querySelector("figure.chart:hover")) location.reload(); }, 1000 * seconds);
 })();

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.plots.series import Floats, Point, Series, wants_log_scale
+from trainrun.plots.series import MOST_POINTS, Floats, Point, thin_by_extremes, wants_log_scale
 
-MOST_POINTS = 2000  # of a curve in a page: a chart is about half as many pixels wide
 UNITS = {"step_seconds": "seconds", "samples_per_second": "samples/s", "tokens_per_second": "tokens/s",
          "pixels_per_second": "pixels/s"}  # fmt: skip
 SCRIPT = Path(__file__).with_name("chart.js")
@@ -29,29 +28,34 @@ class Curve:
     """Values over one or more axes.
 
     axes: name -> positions in ascending order, of the length of `values`. values: may hold nan and inf, which interrupt
-    the line.
+    the line. is_dots: values of single samples, which no line joins.
     """
 
     name: str
     axes: Mapping[str, Floats]
     values: Floats
+    is_dots: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture: the curves of a metric on one scale."""
+    """One picture: the curves of a metric on one scale. log: None chooses it by the values."""
 
     title: str
     curves: Sequence[Curve]
     unit: str = ""
+    log: bool | None = None
+
+    @property
+    def is_log(self) -> bool:
+        return wants_log_scale([curve.values for curve in self.curves]) if self.log is None else self.log
 
     def to_json(self) -> dict[str, Any]:
         """Return what `chart.js` reads. Its numbers have six digits."""
-        series = [Series(np.empty(0), curve.values) for curve in self.curves]
         return {
             "title": self.title,
             "unit": self.unit,
-            "log": wants_log_scale(series),
+            "log": self.is_log,
             "series": [_curve_to_json(curve) for curve in self.curves],
         }
 
@@ -62,32 +66,11 @@ def _curve_to_json(curve: Curve) -> dict[str, Any]:
         "name": curve.name,
         "x": {axis: numbers(values[index]) for axis, values in curve.axes.items()},
         "y": numbers(curve.values[index]),
+        "dots": curve.is_dots,
     }
     if means is not None:
         found["mean"] = numbers(means)
     return found
-
-
-def thin_by_extremes(values: Floats, most: int) -> tuple[np.ndarray[Any, Any], Floats | None]:
-    """Return which points to draw, and the mean of the part of the curve that each of them stands for.
-
-    A long curve is cut in `most / 2` parts, of which the smallest and the largest value are drawn, so that no spike is
-    lost; the means are for smoothing. All points, and None, where there are at most `most`.
-    """
-    if len(values) <= most:
-        return np.arange(len(values)), None
-    chosen: list[int] = []
-    means: list[float] = []
-    for part in np.array_split(np.arange(len(values)), most // 2):
-        finite = part[np.isfinite(values[part])]
-        if not len(finite):  # the line is interrupted here
-            chosen.append(int(part[0]))
-            means.append(np.nan)
-            continue
-        ends = sorted({int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])})
-        chosen += ends
-        means += [float(values[finite].mean())] * len(ends)
-    return np.asarray(chosen), np.asarray(means)
 
 
 def numbers(values: Floats) -> list[float | None]:
@@ -96,35 +79,20 @@ def numbers(values: Floats) -> list[float | None]:
 
 
 def charts_html(charts: Iterable[Chart]) -> str:
-    """Return the HTML of a group of charts, with the style and the script that draw them; empty without charts."""
+    """Return the HTML of a group of charts; empty without charts. `chart_code` draws all groups of a page."""
     figures = [
         f'<figure class="chart" data-chart="{escape(json.dumps(chart.to_json()), quote=True)}">'
         f"{escape(chart.title)}: the chart needs JavaScript</figure>"
         for chart in charts
         if chart.curves
     ]
-    if not figures:
-        return ""
-    style, script = STYLE.read_text(encoding="utf-8"), SCRIPT.read_text(encoding="utf-8")
     inside = "\n".join(figures)
-    return f'<style>\n{style}</style>\n<div class="charts">\n{inside}\n</div>\n<script>\n{script}</script>'
+    return f'<div class="charts">\n{inside}\n</div>' if figures else ""
 
 
-def metric_charts(curves: Mapping[str, Sequence[Point]]) -> list[Chart]:
-    """Return a chart for each metric, with a curve for each split; the loss first, what has no split (`lr`) last."""
-    by_metric: dict[str, dict[str, Sequence[Point]]] = {}
-    for name, points in curves.items():
-        split, _, metric = name.rpartition("/")
-        by_metric.setdefault(metric, {})[split] = points
-    order = sorted(by_metric, key=lambda metric: (metric != "loss", "" in by_metric[metric]))
-    return [
-        Chart(
-            metric,
-            [curve_of(split or metric, points) for split, points in by_metric[metric].items()],
-            UNITS.get(metric, ""),
-        )
-        for metric in order
-    ]
+def chart_code() -> tuple[str, str]:
+    """Return the style and the script of charts; the script stands behind the last chart of a page."""
+    return STYLE.read_text(encoding="utf-8"), SCRIPT.read_text(encoding="utf-8")
 
 
 def curve_of(name: str, points: Sequence[Point]) -> Curve:

@@ -1,37 +1,91 @@
-"""What a run asks for when its pictures are due: see `trainrun.instantiate`."""
+"""Pictures of a run in `plots/`, drawn by a process beside it: `python -m trainrun.plots.draw RUN_DIR`.
+
+matplotlib takes half a second to import and a tenth to draw a picture. The run writes its rows and its page, starts
+this process and ends. What goes wrong here is a line of `run.log`, and of the terminal if there is one.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
+import shlex
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 
 from trainrun.errors import DataError
-from trainrun.folder.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir, is_there
+from trainrun.output import say
+from trainrun.parallel.launch import module_command
 from trainrun.plots.report import draw_report
-from trainrun.plots.run_curves import draw_run, draw_time
+from trainrun.plots.run_curves import draw_run
+
+LONGEST_SECONDS = 120.0  # then the process ends itself, as where the disk of the run does not answer
 
 
-def draw(run: RunDir, note_time: Callable[[], None] = lambda: None) -> str:
-    """Draw all pictures of a run, and its page. Return what went wrong; "" if nothing did.
+def draw(run: RunDir) -> str:
+    """Draw all pictures of a run. Return what went wrong and how to draw again; "" if nothing did."""
+    return _problem_of(run, lambda: draw_run(run), "not all pictures were drawn")
 
-    note_time: writes the account of time up to now; the picture of it, which comes last, has the time of the others.
+
+def write_report(run: RunDir) -> str:
+    """Write `report.html`, which needs no picture of `plots/`. Return what went wrong, as `draw` does."""
+    return _problem_of(run, lambda: draw_report(run), "report.html was not written")
+
+
+def start_drawing(run: RunDir) -> str:
+    """Start a process that draws the pictures, and do not wait for it. Return what went wrong, as `draw` does.
+
+    The process lives on when this one ends, in a session of its own. It holds no pipe of this process, whose reader
+    would wait for it too.
     """
-    problems: list[str] = []
-    works: list[Callable[[RunDir], object]] = [partial(draw_run, time=False), draw_time, draw_report]
-    for work in works:
-        if work is draw_time:
-            note_time()
-        try:
-            work(run)
-        except OSError as error:
-            path = error.filename or run.root  # a full disk names no file
-            problems.append(f"{path}: cannot be written ({error.strerror})")
-        except DataError as error:
-            problems.append(str(error))
-    return "; ".join(dict.fromkeys(problems))
+    errors = None if sys.stderr is not None and sys.stderr.isatty() else subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(
+            module_command("trainrun.plots.draw", str(run.root)), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=errors, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return f"no pictures are drawn: no process can be started ({error.strerror}); to draw them: {command_for(run)}"
+    waiting = threading.Thread(target=process.wait, name="trainrun-plots", daemon=True)
+    waiting.start()  # so that it is no zombie afterwards
+    return ""
 
 
-def prepare() -> None:
-    """Import matplotlib, which takes about 0.4 s."""
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure  # noqa: F401
+def _problem_of(run: RunDir, work: Callable[[], object], what: str) -> str:
+    try:
+        work()
+        return ""
+    except OSError as error:
+        path = error.filename or run.root  # a full disk names no file
+        problem = f"{path}: cannot be written ({error.strerror})"
+    except DataError as error:
+        problem = str(error)
+    return f"{what}: {problem}; where that is mended: {command_for(run)}"
+
+
+def command_for(run: RunDir) -> str:
+    """Return the command that draws a run again."""
+    return f"trainrun report {shlex.quote(str(run.root))}"
+
+
+def main(argv: list[str]) -> None:
+    """Draw, at a low priority."""
+    run = RunDir(Path(argv[0]))
+    if not is_there(run):
+        return
+    with run.log.open("a", encoding="utf-8") as log:
+        faulthandler.dump_traceback_later(LONGEST_SECONDS, exit=True, file=log)
+        with contextlib.suppress(AttributeError, OSError):  # Windows has no such priority
+            os.nice(10)
+        if (problem := draw(run)) and is_there(run):
+            say(f"note: {problem}", file=log)
+            say(f"note: {problem}", file=sys.stderr)
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from trainrun.plots.chart import chart_code
+
 STYLE = """
 :root { color-scheme: light dark; --text: #1a1a1a; --quiet: #666; --back: #fff; --line: #e4e4e4; --box: #f6f6f6; }
 @media (prefers-color-scheme: dark) {
@@ -25,30 +27,55 @@ td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top;
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28em), 1fr)); gap: 1em;
        align-items: start; margin-top: 1em; }
 .pictures img { width: 100%; box-sizing: border-box; border: 1px solid var(--line); border-radius: 4px; }
-pre { background: var(--box); padding: .8em; overflow-x: auto; font-size: 13px; } .quiet { color: var(--quiet); }
+pre { background: var(--box); padding: .8em; white-space: pre-wrap; font-size: 13px; } .quiet { color: var(--quiet); }
 .banner { background: var(--box); border-left: 4px solid #0072b2; padding: .5em .9em; white-space: pre-wrap; }
 .banner.bad { border-left-color: #c0392b; }
 figure { margin: 0; } figcaption { margin-bottom: .3em; }
+.matrix td { text-align: right; padding: .2em .5em; } .matrix .cell { min-width: 1.6em;
+       background: color-mix(in srgb, #0072b2 calc(85% * var(--share)), transparent); }
+.matrix .miss { background: color-mix(in srgb, #d55e00 calc(20% + 65% * var(--share)), transparent); }
+.matrix span { display: block; width: max-content; max-width: 14em; white-space: normal; }
+.wide .matrix .up { vertical-align: bottom;
+       min-width: 0; } .up span { writing-mode: vertical-rl; transform: rotate(180deg); max-height: 14em; width: auto; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, calc(7em * var(--wide))), 1fr));
+       gap: .8em; margin-bottom: 1em; }
+.tiles img { width: 100%; box-sizing: border-box; image-rendering: pixelated; border: 1px solid var(--line); }
+.tiles .wrong img { border: 3px solid #d55e00; } .tiles figcaption { font-size: 13px; line-height: 1.3; }
+.tiles div { display: flex; font-size: 13px; } .tiles span { flex: 1; text-align: center; }
+.wrong figcaption { font-weight: 600; }
+@media (max-width: 600px) { .wide { font-size: 13px; } .wide td, .wide th { padding-right: .5em; }
+       .wide th:first-child, .wide td:first-child { white-space: normal; max-width: 9em; overflow-wrap: anywhere; } }
+.time-bar { display: flex; height: 1.6em; } .time-legend { list-style: none; padding: 0; columns: 15em; }
+.time-legend span { display: inline-block; width: .9em; height: .9em; margin-right: .5em; }
 """
 
 
 def page(title: str, parts: Iterable[str], refresh: float | None = None) -> str:
-    """Return an HTML page that needs no other file.
+    """Return an HTML page that needs no other file. Charts among the parts bring their style and their script.
 
     refresh: seconds after which it reloads itself, unless the pointer is on a chart (`chart.js`).
     """
     reload = "" if refresh is None else f' data-reload="{refresh:g}"'
+    inside = [part for part in parts if part]
+    style = STYLE
+    if any('class="charts"' in part for part in inside):
+        chart_style, script = chart_code()
+        style += chart_style
+        inside.append(f"<script>\n{script}</script>")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body{reload}>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</body>\n</html>\n"
+        f"<style>{style}</style>\n</head>\n<body{reload}>\n" + "\n".join(inside) + "\n</body>\n</html>\n"
     )
 
 
 def heading(text: str, level: int = 2) -> str:
     return f"<h{level}>{escape(text)}</h{level}>"
+
+
+def under(title: str, part: str) -> str:
+    """Return a component under a heading; empty if there is none."""
+    return f"{heading(title)}\n{part}" if part else ""
 
 
 def paragraph(text: str) -> str:

@@ -1,22 +1,19 @@
-"""What a classifier predicts: the confusion matrix, and a grid of samples with the wrong ones marked."""
+"""The confusion matrix as a picture, and boards of sample pictures, for `plots/`; `report.html` has both with names."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
-from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir
 from trainrun.plots import canvas
 from trainrun.plots.history import History
+from trainrun.plots.prediction_pictures import read_samples, read_task_pictures, weights_of
 from trainrun.plots.series import Floats
 
 if TYPE_CHECKING:
@@ -25,12 +22,10 @@ if TYPE_CHECKING:
 
 MOST_NUMBERED = 20  # classes with a count in every cell
 MOST_NAMED = 40  # names next to an axis
-LONGEST_NAME = 14
-GRID = 5
-MOST_DOTS = 132  # of the longer side of a sample, about
-TILE, HEAD = 1.32, 0.4  # inches: the longer side of a sample, the title
-LABEL_SIZES = ((14, 9.0), (20, 7.5))  # for labels of up to so many letters
-WRONG, RIGHT = "#C00000", "#333333"
+LONGEST_NAME = 24
+GAP, FRAME = 8, 3  # pixels between samples, and around a wrong one
+SIDE = 96  # pixels of a small sample, about
+WRONG = (192, 0, 0)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,7 +38,7 @@ def confusion_picture(history: History) -> Figure | None:
     row = rows[-1]
     counts = np.asarray(row["matrix"], dtype=np.float64)
     classes = len(counts)
-    names = [_short(str(name)) for name in row.get("class_names", [])]
+    names = [shorten(str(name)) for name in row.get("class_names", [])]
     names += [str(i) for i in range(len(names), classes)]
     side, longest = min(max(0.52 * classes, 4.6), 9.0), max(map(len, names))
     size = 9 if classes <= MOST_NUMBERED else 7
@@ -61,7 +56,7 @@ def confusion_picture(history: History) -> Figure | None:
     ax.set(xlabel="predicted", ylabel="true")
     accuracy = counts.trace() / max(counts.sum(), 1)
     title = f"{row.get('split', 'val')} accuracy {100 * accuracy:.1f} % of {int(counts.sum()):,} samples"
-    ax.set_title(f"{title} (step {row['step']:,})", fontsize=12, fontweight="bold")
+    ax.set_title(f"{title}\n{weights_of(row)}", fontsize=12, fontweight="bold")
     figure.colorbar(image, ax=ax, shrink=0.8, label="share of the true class")
     return figure
 
@@ -75,106 +70,40 @@ def _write_counts(ax: Axes, counts: Floats, shares: Floats) -> None:
         ax.text(prediction, target, text, ha="center", va="center", fontsize=size, color=color)
 
 
-def predictions_picture(run: RunDir) -> Figure | None:
-    """Draw up to 5 x 5 samples, each titled `predicted (true)`, the wrong ones framed in red."""
-    if not run.samples.is_file():
-        return None
-    images, target, prediction, names = _read_samples(run)
-    count = min(len(images), GRID * GRID)
-    if not count:
-        return None
-    bad = [bool(target[i] != prediction[i]) for i in range(count)]
-    labels = [f"{_name(names, prediction[i])} ({_name(names, target[i])})" for i in range(count)]
-    return _grid(f"predicted (true): {sum(bad)} of {count} wrong", images[:count], labels, bad)
-
-
-def task_pictures(run: RunDir) -> dict[str, Figure]:
-    """Return the pictures that the task drew at the newest validation, by file name."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    with _named_if_damaged(run.pictures, SafetensorError, ValueError, IndexError):
-        found = load_file(run.pictures) if run.pictures.is_file() else {}
-        names = {name: re.sub(r"[^A-Za-z0-9_.-]+", "-", name) for name in sorted(found)}
-        return {f"task-{file}.png": _grid(name, found[name] / 255) for name, file in names.items()}
-    return {}
-
-
-@contextlib.contextmanager
-def _named_if_damaged(path: Path, *faults: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except faults as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete it to draw the other plots") from error
-
-
-def _grid(title: str, pictures: Any, labels: Sequence[str] = (), bad: Sequence[bool] = ()) -> Figure:
-    """Draw pictures (B, 1 or 3, H, W) in [0, 1] in a grid, each below its label, the bad ones in red.
-
-    They are joined to one image: 25 images would take ten times as long to draw.
-    """
-    from matplotlib.patches import Rectangle
-
-    step = max(1, max(pictures.shape[2:]) // MOST_DOTS)
-    pictures = pictures[:, :, ::step, ::step]
-    columns = max(2, min(GRID, math.ceil(math.sqrt(len(pictures)))))
-    high, wide = pictures.shape[2:]
-    side = max(high, wide)
-    gap, above = max(1, side // 8), max(1, side // (4 if labels else 8))
-    rows = -(-len(pictures) // columns)
-    board = np.full((rows * (high + above) + gap, columns * (side + gap) + gap, 3), 255, dtype=np.uint8)
-    height, width = (TILE * size / side for size in board.shape[:2])
-    figure = canvas.new_figure(width, height + HEAD)
-    figure.suptitle(
-        title, fontsize=12, fontweight="bold", y=1 - 0.14 / (height + HEAD), va="top", parse_math=False
+def boards(run: RunDir) -> dict[str, Image.Image]:
+    """Return boards of pictures by file name: sample predictions, mistakes in red, and what the task drew."""
+    samples = read_samples(run)
+    found = (
+        {}
+        if samples is None
+        else {"predictions.png": board(samples.images, samples.target != samples.prediction)}
     )
-    ax = figure.add_axes((0, 0, 1, height / (height + HEAD)))
-    ax.axis("off")
-    longest = max(map(len, labels), default=0)
-    size = next((size for letters, size in LABEL_SIZES if longest <= letters), 6.0)
-    for i, picture in enumerate(pictures):
-        color, line, weight = (WRONG, 3.0, "bold") if bad and bad[i] else (RIGHT, 0.5, "normal")
-        top, left = (
-            i // columns * (high + above) + above,
-            i % columns * (side + gap) + gap + (side - wide) // 2,
-        )
-        board[top : top + high, left : left + wide] = _tile(picture)
-        ax.add_patch(
-            Rectangle((left - 0.5, top - 0.5), wide, high, fill=False, edgecolor=color, linewidth=line)
-        )
-        if labels:
-            place = left + wide / 2 - 0.5, top - 0.5 - 0.05 * side
-            ax.text(
-                *place,
-                labels[i],
-                ha="center",
-                fontsize=size,
-                parse_math=False,
-                color=color,
-                fontweight=weight,
-            )
-    ax.imshow(board, interpolation="nearest")
-    return figure
+    for name, (pictures, _) in read_task_pictures(run).items():
+        file = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
+        found[f"task-{file}.png"] = board(pictures, np.zeros(len(pictures), dtype=bool))
+    return found
 
 
-def _read_samples(run: RunDir) -> tuple[Any, Any, Any, list[str]]:
-    from safetensors import SafetensorError, safe_open
+def board(pictures: Bytes, wrong: npt.NDArray[np.bool_]) -> Image.Image:
+    """Return pictures (B, 1 or 3, H, W) beside and below each other, with a red frame around the wrong ones."""
+    size = max(1, SIDE // max(pictures.shape[2:]))
+    pictures = (
+        np.broadcast_to(pictures, (len(pictures), 3, *pictures.shape[2:])).repeat(size, 2).repeat(size, 3)
+    )
+    high, wide = pictures.shape[2:]
+    columns = math.ceil(math.sqrt(len(pictures)))
+    rows = math.ceil(len(pictures) / columns)
+    pixels = np.full((rows * (high + GAP) + GAP, columns * (wide + GAP) + GAP, 3), 255, dtype=np.uint8)
+    for number, picture in enumerate(pictures):
+        row, column = divmod(number, columns)
+        top, left = row * (high + GAP) + GAP, column * (wide + GAP) + GAP
+        if wrong[number]:
+            pixels[top - FRAME : top + high + FRAME, left - FRAME : left + wide + FRAME] = WRONG
+        pixels[top : top + high, left : left + wide] = np.moveaxis(picture, 0, 2)
+    return Image.fromarray(pixels)
 
-    damaged = _named_if_damaged(run.samples, SafetensorError, ValueError)
-    with damaged, safe_open(run.samples, framework="numpy") as file:
-        names = json.loads((file.metadata() or {}).get("class_names", "[]"))
-        return *(file.get_tensor(name) for name in ("images", "target", "prediction")), names
 
-
-def _tile(image: Any) -> Bytes:
-    """Convert a picture (C, H, W) in [0, 1] to bytes (H, W, 3); gray for one or two channels."""
-    pixels = (255 * np.nan_to_num(np.clip(image.astype(np.float32), 0, 1))).round().astype(np.uint8)
-    return np.moveaxis(pixels[:3] if len(pixels) >= 3 else pixels[[0, 0, 0]], 0, 2)
-
-
-def _name(names: list[str], index: Any) -> str:
-    return _short(str(names[int(index)])) if 0 <= int(index) < len(names) else str(int(index))
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+def shorten(name: str) -> str:
+    """Return a name without its middle if it is long: names of one kind begin alike."""
+    half = LONGEST_NAME // 2
+    return name if len(name) <= LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +13,21 @@ from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.monitor.run_lines import devices_line
 from trainrun.output import SPEEDS, duration, figure, quantity
 from trainrun.plots import page
-from trainrun.plots.chart import charts_html, metric_charts
+from trainrun.plots.chart import charts_html
 from trainrun.plots.history import History, flat, read_environment, read_history
+from trainrun.plots.prediction_pictures import (
+    confusion_html,
+    regression_html,
+    samples_html,
+    task_pictures_html,
+)
+from trainrun.plots.run_curves import metric_charts, run_charts
 from trainrun.plots.series import curves_in, names_in
+from trainrun.plots.time_stack import time_html
 
-ORDER = ("confusion", "predictions", "latents", "active_units", "time", "memory")
-AS_CHARTS = ("loss", "metrics", "lr", "throughput")  # pictures of what the charts of the page show
+OURS = re.compile(  # pictures of what the page itself shows
+    "loss|metrics|lr|throughput|memory|time|confusion|predictions|latents|task-.*"
+)
 MOST_NOTES = 200
 MOST_EVALUATIONS = 50
 NO_METRICS = ("kind", "step", "epoch", "time")
@@ -26,7 +36,7 @@ MOST_SAMPLES = 40  # of text
 
 
 def draw_report(run: RunDir) -> Path:
-    """Put the pictures in `plots/` and the facts of the run on one page.
+    """Put the facts, the curves and the predictions of the run on one page; it needs no file of `plots/`.
 
     Raises DataError if the metrics file is damaged, OSError if there is none.
     """
@@ -45,7 +55,7 @@ def draw_report(run: RunDir) -> Path:
     environment |= {f"packages.{one}": installed[one] for one in SHOWN_PACKAGES if one in installed}
     packages = "\n".join(f"{one}=={version}" for one, version in installed.items())
     changed = changed_settings(run)
-    charts = charts_html(metric_charts(curves_in(history.in_order)))
+    charts = run_charts(history)
     parts = [
         page.heading(name, level=1),
         page.paragraph(str(run.root)),
@@ -55,12 +65,20 @@ def draw_report(run: RunDir) -> Path:
         ),
         page.code("Settings that differ from the defaults", "\n".join(changed)),
         page.code("Command", again_command(run, changed)),
-        page.heading("Curves") if charts else "",
-        charts,
+        page.written(history.of("sample")[-MOST_SAMPLES:]),
+        page.under(
+            "Curves", charts_html(charts["loss"] + charts["metrics"] + charts["lr"] + charts["throughput"])
+        ),
         evaluation_table(history),
         *class_tables(history),
-        page.pictures(pictures_in_order(run)),
-        page.written(history.of("sample")[-MOST_SAMPLES:]),
+        confusion_html(history),
+        samples_html(run),
+        regression_html(history),
+        task_pictures_html(run),
+        page.under("Latent code", charts_html(charts["latents"])),
+        page.pictures(other_pictures(run)),
+        time_html(history),
+        page.under("Memory and load", charts_html(charts["memory"])),
         *layer_table(history),
         page.listing(
             "Chosen by the runner",
@@ -220,15 +238,10 @@ def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [(names[name], figure(value)) for name, value in known.items() if value != usual.get(name)]
 
 
-def pictures_in_order(run: RunDir) -> list[Path]:
-    """Return the pictures of `plots/` that no chart replaces, the known ones first."""
-    found = sorted(
-        path
-        for path in run.plots.glob("*.png")
-        if not path.name.startswith(".") and path.stem not in AS_CHARTS
-    )
-    rank = {name: i for i, name in enumerate(ORDER)}
-    return sorted(found, key=lambda path: rank.get(path.stem, len(rank)))
+def other_pictures(run: RunDir) -> list[Path]:
+    """Return the pictures that others put in `plots/`."""
+    found = sorted(run.plots.glob("[!.]*.png"))
+    return [path for path in found if not OURS.fullmatch(path.stem)]
 
 
 def plain(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,38 +56,34 @@ def names_in(rows: Iterable[Row]) -> list[str]:
     return list(names)
 
 
-def smoothed(series: Series, window: int, weights: Floats | None = None, log: bool = False) -> Series | None:
+def smoothed(series: Series, window: int, log: bool = False) -> Series | None:
     """Return the moving average of a series; None below MOST_RAW points, or if the values have no noise.
 
-    weights: of the points, above 0; a speed is weighted by its seconds. log: take the geometric mean, for a
-    logarithmic
-    axis, where a single spike would otherwise hide all later values.
+    log: take the geometric mean, for a logarithmic axis, where a single spike would otherwise hide all later values.
     """
     if log:
         with np.errstate(divide="ignore", invalid="ignore"):
-            logs = smoothed(Series(series.steps, np.log(series.values)), window, weights)
+            logs = smoothed(Series(series.steps, np.log(series.values)), window)
         return None if logs is None else Series(logs.steps, np.exp(logs.values))
     if len(series) < MOST_RAW or window <= 1 or not is_noisy(series):
         return None
-    return exponential_mean(series, window, weights)
+    return exponential_mean(series, window)
 
 
-def exponential_mean(series: Series, window: int, weights: Floats | None = None) -> Series:
+def exponential_mean(series: Series, window: int) -> Series:
     """Return means over the last `window` points, in which newer points weigh more (decay 1 - 2 / window).
 
     At the start the mean is over fewer points, so it has no bias. Points that are NaN or infinite are left out, and
-    the
-    mean is NaN there: a mean must not continue where a curve ended.
+    the mean is NaN there: a mean must not continue where a curve ended.
     """
     finite = np.isfinite(series.values)
-    weights = np.where(finite, 1.0 if weights is None else weights, 0.0)
     values = np.where(finite, series.values, 0.0)
     sums, totals = np.zeros(len(series)), np.zeros(len(series))
     for age in range(min(window, len(series))):
         share = (1 - 2 / max(window, 2.5)) ** age
         last = len(series) - age
-        sums[age:] += share * values[:last] * weights[:last]
-        totals[age:] += share * weights[:last]
+        sums[age:] += share * values[:last]
+        totals[age:] += share * finite[:last]
     means = np.divide(sums, totals, out=np.full_like(sums, np.nan), where=finite & (totals > 0))
     return Series(series.steps, means)
 
@@ -102,47 +98,41 @@ def is_noisy(series: Series) -> bool:
     return bool(np.median(off_line) > NOISE * (high - low))
 
 
-def window_steps(series: Series) -> Floats:
-    """Return the number of steps since the previous log point, for each log point."""
-    return np.maximum(np.diff(series.steps, prepend=0.0), 1.0)
-
-
-def join_short_end(speed: Series, seconds: Series) -> tuple[Series, Series]:
-    """Join the last log point with the one before, where it stands for less than half as many steps.
-
-    What comes once in a run would weigh much in it. speed: items a second; seconds: of a step, at the same points.
-    """
-    steps = window_steps(seconds)
-    if len(speed) != len(seconds) or len(steps) < 2 or steps[-1] >= steps[-2] / 2:
-        return speed, seconds
-    spent = steps[-2:] * seconds.values[-2:]
-    items = float((speed.values[-2:] * spent).sum())
-    kept = np.r_[0 : len(steps) - 2, len(steps) - 1]
-    speeds, times = speed.values[kept], seconds.values[kept]
-    speeds[-1], times[-1] = items / spent.sum(), spent.sum() / steps[-2:].sum()
-    return Series(speed.steps[kept], speeds), Series(seconds.steps[kept], times)
-
-
-def thinned(series: Series, most: int = MOST_POINTS) -> Series:
-    """Return at most `most` points: the smallest and the largest of every bin, so that no spike is lost.
-
-    Points that are NaN or infinite are left out. The first and the last of the others stay.
-    """
+def thinned(series: Series) -> Series:
+    """Return a curve of at most MOST_POINTS finite points; see `thin_by_extremes`."""
     finite = np.isfinite(series.values)
     steps, values = series.steps[finite], series.values[finite]
-    if len(values) <= most:
-        return Series(steps, values)
-    kept = {0, len(values) - 1}
-    for part in np.array_split(np.arange(len(values)), (most - 2) // 2):
-        kept.add(int(part[values[part].argmin()]))
-        kept.add(int(part[values[part].argmax()]))
-    index = np.asarray(sorted(kept))
+    index, _ = thin_by_extremes(values, MOST_POINTS)
     return Series(steps[index], values[index])
 
 
-def wants_log_scale(curves: Sequence[Series]) -> bool:
+def thin_by_extremes(values: Floats, most: int) -> tuple[npt.NDArray[np.intp], Floats | None]:
+    """Return which points to draw, and the mean of the part of the curve that each of them stands for.
+
+    A long curve is cut in parts, of which the smallest and the largest value are drawn, so that no spike is lost, and
+    the first and the last point; the means are for smoothing. All points, and None, where there are at most `most`.
+    """
+    if len(values) <= most:
+        return np.arange(len(values)), None
+    chosen: list[int] = []
+    means: list[float] = []
+    outermost = {0, len(values) - 1}
+    for part in np.array_split(np.arange(len(values)), (most - 2) // 2):
+        finite = part[np.isfinite(values[part])]
+        points = outermost.intersection((int(part[0]), int(part[-1])))
+        if len(finite):
+            points |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
+        else:  # the line is interrupted here
+            points.add(int(part[0]))
+        chosen += sorted(points)
+        means += [float(values[finite].mean()) if len(finite) else np.nan] * len(points)
+    return np.asarray(chosen), np.asarray(means)
+
+
+def wants_log_scale(curves: Iterable[Floats]) -> bool:
     """Return whether values span more than two decades and none is below zero."""
-    values = np.concatenate([np.empty(0), *(curve.values[np.isfinite(curve.values)] for curve in curves)])
+    values = np.concatenate([np.empty(0), *curves])
+    values = values[np.isfinite(values)]
     return bool(len(values) and values.min() > 0 and values.max() > 100 * values.min())
 
 

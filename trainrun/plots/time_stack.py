@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainrun.output import duration
-from trainrun.plots import canvas
+from trainrun.plots import canvas, page
 from trainrun.plots.history import History
 from trainrun.plots.series import Floats
 from trainrun.timing.phases import ACCOUNTS
@@ -41,12 +41,12 @@ def blocks_of(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> Flo
     return np.add.reduceat(spent, starts, axis=0) if len(spent) else spent
 
 
-def ledger_picture(history: History, title: str) -> Figure | None:
+def ledger_picture(history: History) -> Figure | None:
     """Draw where the time of the run went; None if the run recorded no account of time."""
     blocks = blocks_of(history.of("ledger"))
     if not len(blocks):
         return None
-    picture, (ax,) = canvas.panels(title, 1, height=4.1, fitted=True)
+    picture, (ax,) = canvas.panels("Time", 1, height=4.1, fitted=True)
     widths, sums = blocks.sum(axis=1), blocks.sum(axis=0)
     edges, total = np.cumsum([0.0, *widths]), widths.sum()
     tops = np.cumsum(100 * blocks / widths[:, None], axis=1)
@@ -64,3 +64,20 @@ def ledger_picture(history: History, title: str) -> Figure | None:
     handles, labels = ax.get_legend_handles_labels()
     picture.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8, frameon=False)
     return picture
+
+
+def time_html(history: History) -> str:
+    """Return a bar with the share of each account of time, and its legend; empty if the run kept no account."""
+    blocks = blocks_of(history.of("ledger"))
+    if not len(blocks):
+        return ""
+    sums = dict(zip(ACCOUNTS, blocks.sum(axis=0).tolist(), strict=True))
+    total = sum(sums.values())
+    bar = legend = ""
+    for name in sorted(sums, key=lambda name: -sums[name]):
+        if sums[name] >= LEAST_SHARE * total:
+            color = f'<span style="background:{COLORS[name]};flex:{sums[name] / total:.4f}"></span>'
+            text = f"{name} {100 * sums[name] / total:.1f} % ({duration(sums[name])})"
+            bar += color
+            legend += f"<li>{color}{text}</li>"
+    return f'{page.heading("Time")}\n<div class="time-bar">{bar}</div>\n<ul class="time-legend">{legend}</ul>'

@@ -115,17 +115,17 @@ def draw_end(run: RunDir, config: RunConfig) -> None:
     """Draw the pictures and the page of a run that an exception ended, as `status.json` says it."""
     if not (config.monitor.plots and config.monitor.metrics_file and is_there(run)):
         return
-    problem = ""
+    problems: list[str] = []
     try:
-        plots = satellite("plots.draw", "no pictures are drawn", lambda text: say(text, file=sys.stderr))
+        plots = satellite("plots.draw", "no pictures are drawn", problems.append)
         if plots is not None:
-            problem = plots.draw(run)
+            problems += [plots.write_report(run), plots.draw(run)]
     # The exception that ended the run is what counts, whatever the machine has left no room for.
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
+        problems.append(f"not all pictures were drawn: {type(error).__name__}: {error}")
+    for problem in dict.fromkeys(filter(None, problems)):
         with suppress(OSError):
-            say(f"note: not all pictures were drawn: {problem}", file=sys.stderr)
+            say(f"note: {problem}", file=sys.stderr)
 
 
 def on_trial(run: RunDir, state: TrainState) -> Callable[..., bool]:

@@ -240,18 +240,18 @@ def finish(
 ) -> int:  # fmt: skip
     """Return the exit code."""
     run.phases.open(MEASURING)
-    if listeners is not None:
-        listeners.prepare_end()
     code = {2: EXIT_INTERRUPTED, 3: EXIT_AGAIN}.get(state.stop_request, EXIT_DONE)
     at_end = None
     if code == EXIT_DONE:
         at_end = satellite("summary.at_end", "nothing is measured after the training", run.monitors.note)
+    run.phases.open(CHECKPOINT)
+    run.checkpoints.close()
     rows: list[dict[str, Any]] = []
     if at_end is not None and run.config.monitor.plots and run.config.monitor.metrics_file:
         run.phases.open(PLOTS)
-        rows = at_end.sample_rows(run, state, run_dir)  # the last checkpoint is written meanwhile
-    run.phases.open(CHECKPOINT)
-    run.checkpoints.close()
+        rows = at_end.prediction_rows(
+            run, state, run_dir
+        )  # of the best checkpoint, which is on the disk by now
     if listeners is None:
         return code
     check_there(run_dir)
@@ -264,7 +264,7 @@ def finish(
         summary["listener_faults"] = faults
     status = "done" if code == EXIT_DONE else "stopped"
     write_status(run_dir, run.config.run_name, state=status, exit_code=code, message="", **summary)
-    listeners.end(summary, rows)
+    listeners.end(summary, rows, stopped=code != EXIT_DONE)
     return code
 
 

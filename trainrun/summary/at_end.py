@@ -8,7 +8,7 @@ from typing import Any
 
 from trainrun.folder.run_folder import RunDir
 from trainrun.summary.flops import MIN_SECONDS, MIN_STEPS, Work, measured_work
-from trainrun.summary.sample_predictions import confusion_row
+from trainrun.summary.sample_predictions import prediction_rows as prediction_rows
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
 from trainrun.timing.phases import LOOP, Session
 from trainrun.train_state import TrainState
@@ -25,12 +25,6 @@ NAMES = {
     "validation": ("validation", "diagnose"),
     "checkpoint": ("saving checkpoints", "diagnose"),
 }
-
-
-def sample_rows(run: Components, state: TrainState, run_dir: RunDir) -> list[dict[str, Any]]:
-    """Return the row of the confusion matrix on validation data, if there is one. All ranks call this together."""
-    row = confusion_row(run, run_dir)
-    return [] if row is None else [row | {"step": state.step}]
 
 
 def measure_finished_run(

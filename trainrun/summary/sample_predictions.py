@@ -1,41 +1,64 @@
-"""What a finished model predicts on its validation data: for the confusion matrix and the picture grid."""
+"""What a finished run predicts on its validation data, for the report: by the best checkpoint, where there is one.
+
+Classes: the confusion matrix, and pictures of the worst and of random samples. Numbers: pairs of target and prediction.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainrun.checkpoint.files import folder_name
+from trainrun.checkpoint.load import load_together
+from trainrun.checkpoint.weights import evaluated_weights
 from trainrun.data.split_batch import tensors_in
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Predicts
 from trainrun.task.batches import join_batches
+from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 
 MAX_SAMPLES = 10_000  # per rank: the pictures are for the eye
 MAX_CLASSES = 100
-GRID = 25
-Pairs = tuple[list[int], list[int]]  # targets and predictions
-Found = TypeVar("Found")
+NUM_SHOWN = 9  # worst samples, and as many random ones
+MAX_POINTS = 1000  # of a regression, per rank
+MAX_OUTPUTS = 4  # numbers that a regression predicts for a sample
+MAX_WEIGHT_BYTES = 2**30  # larger weights are not read again for pictures
+Columns = dict[str, Tensor]
+Result = TypeVar("Result")
 
 
-def confusion_row(run: Components, run_dir: RunDir) -> dict[str, Any] | None:
-    """Return the row of the confusion matrix, and write sample predictions on rank 0. None if there are no classes."""
+class Predictions(NamedTuple):
+    """target, prediction: (B,) classes, or (B, outputs) numbers. worst, random: a few samples with their pictures."""
+
+    target: Tensor
+    prediction: Tensor
+    worst: Columns
+    random: Columns
+
+
+def prediction_rows(run: Components, state: TrainState, run_dir: RunDir) -> list[dict[str, Any]]:
+    """Return the row of the confusion matrix or of a regression; rank 0 writes sample pictures. All ranks call it."""
     if run.val is None or not isinstance(run.task, Predicts):
-        return None
-    own = _tried(run, lambda: _predictions(run))
-    pairs = None if own is None else _class_pairs(own[0])
-    found = run.parallel.gather((own is None, pairs))
-    everyone = [pair for _, pair in found if pair is not None]
-    if own is None or not everyone or any(fault for fault, _ in found):
-        return None
-    return _tried(run, lambda: _row(run, run_dir, everyone, *own))
+        return []
+    step = _try(run, lambda: _best_step(run, state))
+    own = None if step is None else _try(run, lambda: _predictions_at(run, state, run_dir, step))
+    pairs = None if own is None else own and (own.target.tolist(), own.prediction.tolist())
+    gathered = run.parallel.gather((own is None, pairs))
+    everyone = [pair for _, pair in gathered if pair]
+    if not own or not everyone or any(failed for failed, _ in gathered):
+        return []
+    target, prediction = (torch.tensor([one for pair in everyone for one in pair[i]]) for i in (0, 1))
+    row = _try(run, lambda: _row(run, run_dir, own, target, prediction))
+    return [row | {"split": "val", "step": state.step, "weights_step": step}] if row else []
 
 
-def _tried(run: Components, call: Callable[[], Found]) -> Found | None:
+def _try(run: Components, call: Callable[[], Result]) -> Result | None:
     """Whatever the user's code or the disk does, a run that has finished is not lost to a picture."""
     try:
         return call()
@@ -45,77 +68,138 @@ def _tried(run: Components, call: Callable[[], Found]) -> Found | None:
         return None
 
 
-def _row(
-    run: Components, run_dir: RunDir, everyone: list[Pairs], columns: dict[str, Tensor], images: Tensor | None
-) -> dict[str, Any] | None:
-    class_names = run.data_facts.class_names
-    target = torch.tensor([value for pair in everyone for value in pair[0]])
-    prediction = torch.tensor([value for pair in everyone for value in pair[1]])
-    classes = int(max(target.max(), prediction.max())) + 1
-    if classes > MAX_CLASSES or target.min() < 0:
-        return None
-    if run.parallel.rank == 0 and images is not None:
-        _save_samples(run_dir, images, columns["target"], columns["prediction"], class_names)
-    counts = torch.bincount(target * classes + prediction, minlength=classes * classes).reshape(
-        classes, classes
-    )
-    names = [class_names[i] if i < len(class_names) else str(i) for i in range(classes)]
-    return {"kind": "confusion", "split": "val", "class_names": names, "matrix": counts.tolist()}
+def _best_step(run: Components, state: TrainState) -> int:
+    """Return the step of the best checkpoint; the last step if none is better, or if it is large to read again."""
+    best = run.checkpoints.best
+    size = sum(value.numel() * value.element_size() for value in run.model.state_dict().values())
+    return state.step if best is None or size > MAX_WEIGHT_BYTES else best[0]
 
 
-def _class_pairs(columns: dict[str, Tensor]) -> Pairs | None:
-    """Return targets and predictions of this rank, if both are one class per sample."""
-    if "target" not in columns or "prediction" not in columns:
-        return None
-    target, prediction = columns["target"], columns["prediction"]
-    if target.ndim != 1 or target.is_floating_point() or prediction.is_floating_point():
-        return None
-    return target.tolist(), prediction.tolist()
+def _predictions_at(
+    run: Components, state: TrainState, run_dir: RunDir, step: int
+) -> Predictions | tuple[()]:
+    if step == state.step:
+        with run.evaluating() as model:
+            return _predictions(run, model)
+    with _weights_of(run, run_dir, step):
+        return _predictions(run, run.model)
+
+
+@contextmanager
+def _weights_of(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
+    """Inside, the model has the weights of a checkpoint and is in evaluation mode; afterwards its own."""
+    own = {name: value.detach().to("cpu", copy=True) for name, value in run.model.state_dict().items()}
+    modes = [(module, module.training) for module in run.model.modules()]
+    loaded = load_together(run_dir.checkpoints / folder_name(step), run.parallel, None)
+    try:
+        run.model.load_state_dict(evaluated_weights(loaded, run.model.state_dict())[0])
+        run.model.eval()
+        yield
+    finally:
+        run.model.load_state_dict(own)
+        for module, training in modes:
+            module.training = training
 
 
 @torch.no_grad()
-def _predictions(run: Components) -> tuple[dict[str, Tensor], Tensor | None]:
+def _predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
+    """Return () for a task without targets, or with others than classes and a few numbers a sample."""
     assert run.val is not None
-    task = run.task
-    assert isinstance(task, Predicts)
-    collected: dict[str, list[Tensor]] = {}
-    images: Tensor | None = None
+    assert isinstance(run.task, Predicts)
+    collected: list[tuple[Tensor, Tensor]] = []
+    worst: Columns = {}
+    random: Columns = {}
+    generator = torch.Generator().manual_seed(0)
     seen = 0
-    with run.evaluating() as model:
-        for batch in run.val.epoch(0):
-            with run.precision.autocast():
-                columns = task.predict(model, batch.data)
-            for name, column in columns.items():
-                collected.setdefault(name, []).append(column.cpu())
-            if images is None:
-                images = _images(batch.data)
-            seen += len(next(iter(columns.values())))
-            if seen >= MAX_SAMPLES:
-                break
-    return {name: join_batches(columns) for name, columns in collected.items()}, images
+    for batch in run.val.epoch(0):
+        with run.precision.autocast():
+            columns = {name: column.cpu() for name, column in run.task.predict(model, batch.data).items()}
+        pair = _comparable(columns)
+        if pair is None:
+            return ()
+        collected.append(pair)
+        if pair[0].ndim == 1 and (images := _images(batch.data)) is not None:
+            worst = _highest(worst, images, columns, _badness(columns))
+            random = _highest(random, images, columns, torch.rand(len(images), generator=generator))
+        seen += len(pair[0])
+        if seen >= MAX_SAMPLES:
+            break
+    target, prediction = (join_batches([pair[i] for pair in collected]) for i in (0, 1))
+    if target.ndim > 1:
+        shown = torch.randperm(len(target), generator=generator)[:MAX_POINTS]
+        target, prediction = target[shown], prediction[shown]
+    return Predictions(target, prediction, worst, random)
+
+
+def _comparable(columns: Columns) -> tuple[Tensor, Tensor] | None:
+    """Return targets and predictions: one class a sample each, (B,), or a few numbers each, (B, outputs)."""
+    if "target" not in columns or "prediction" not in columns:
+        return None
+    target, prediction = columns["target"], columns["prediction"]
+    if not target.is_floating_point() and not prediction.is_floating_point():
+        return (target, prediction) if target.ndim == 1 else None
+    target, prediction = (value.float().reshape(len(value), -1) for value in (target, prediction))
+    few = 0 < target.shape[1] <= MAX_OUTPUTS
+    return (target, prediction) if few and target.shape == prediction.shape else None
+
+
+def _badness(columns: Columns) -> Tensor:
+    """Return 1 to 2 for wrong predictions and 0 to 1 for right ones; a sure mistake is the worst."""
+    wrong = columns["prediction"] != columns["target"]
+    confidence = columns.get("confidence", torch.ones(len(wrong)))
+    return torch.where(wrong, 1 + confidence, 1 - confidence)
+
+
+def _highest(shown: Columns, images: Tensor, columns: Columns, score: Tensor) -> Columns:
+    """Return the samples of the highest scores among those shown so far and a batch."""
+    chosen = score.topk(min(NUM_SHOWN, len(score))).indices
+    names = [name for name in ("target", "prediction", "confidence") if name in columns]
+    new = {name: columns[name][chosen] for name in names} | {"score": score[chosen]}
+    new["images"] = images[chosen.to(images.device)].float().cpu()
+    if not shown:
+        return new
+    if (
+        shown["images"].shape[1:] != new["images"].shape[1:]
+    ):  # pictures of another size: not beside each other
+        return shown
+    joined = {name: torch.cat([shown[name], new[name]]) for name in new}
+    chosen = joined["score"].topk(min(NUM_SHOWN, len(joined["score"]))).indices
+    return {name: column[chosen] for name, column in joined.items()}
 
 
 def _images(batch: Any) -> Tensor | None:
     """Return the first tensor of a batch if it holds pictures, (B, 1 or 3, H, W); else None."""
     inputs = next(iter(tensors_in(batch)), None)
-    if inputs is None or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
+    return inputs if inputs is not None and inputs.ndim == 4 and inputs.shape[1] in (1, 3) else None
+
+
+def _row(
+    run: Components, run_dir: RunDir, own: Predictions, target: Tensor, prediction: Tensor
+) -> dict[str, Any] | None:
+    if target.ndim > 1:
+        is_labels = bool(((target == target.min()) | (target == target.max())).all())
+        columns = {"target": target.T.tolist(), "prediction": prediction.T.tolist()}
+        return None if is_labels else {"kind": "regression", **columns}
+    class_names = run.data_facts.class_names
+    classes = int(max(target.max(), prediction.max())) + 1
+    if classes > MAX_CLASSES or target.min() < 0:
         return None
-    return inputs[:GRID].detach().float().cpu()
+    if run.parallel.rank == 0 and own.worst:
+        _save_samples(run_dir, own, class_names)
+    cells = target * classes + prediction
+    counts = torch.bincount(cells, minlength=classes * classes).reshape(classes, classes)
+    names = [class_names[i] if i < len(class_names) else str(i) for i in range(classes)]
+    return {"kind": "confusion", "class_names": names, "matrix": counts.tolist()}
 
 
-def _save_samples(
-    run_dir: RunDir, images: Tensor, target: Tensor, prediction: Tensor, class_names: tuple[str, ...]
-) -> None:
-    low = images.amin(dim=(1, 2, 3), keepdim=True)
-    high = images.amax(dim=(1, 2, 3), keepdim=True)
-    count = len(images)
-    tensors = {
-        "images": ((images - low) / (high - low).clamp(min=1e-12)).contiguous(),
-        "target": target[:count].contiguous(),
-        "prediction": prediction[:count].contiguous(),
-    }
-    temporary = run_dir.samples.with_suffix(".tmp")
+def _save_samples(run_dir: RunDir, own: Predictions, class_names: tuple[str, ...]) -> None:
     from safetensors.torch import save_file  # a library that a limit of memory may refuse to load
 
-    save_file(tensors, temporary, metadata={"class_names": json.dumps(list(class_names))})
+    columns = {name: torch.cat([own.worst[name], own.random[name]]) for name in own.worst}
+    images = columns["images"]
+    low, high = images.amin(dim=(1, 2, 3), keepdim=True), images.amax(dim=(1, 2, 3), keepdim=True)
+    columns["images"] = (255 * (images - low) / (high - low).clamp(min=1e-12)).round().to(torch.uint8)
+    about = {"class_names": json.dumps(list(class_names)), "num_worst": str(len(own.worst["score"]))}
+    temporary = run_dir.samples.with_suffix(".tmp")
+    save_file({name: column.contiguous() for name, column in columns.items()}, temporary, metadata=about)
     temporary.replace(run_dir.samples)

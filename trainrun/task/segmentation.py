@@ -20,7 +20,10 @@ from trainrun.task.batches import form_of, inputs_and_target
 from trainrun.task.classification import Classification
 from trainrun.task.metrics.by_name import GIVEN, OF_CLASSES, ClassMetrics, chosen
 
-SHOWN = 4  # pictures of a validation
+SHOWN = 9  # pictures of a validation
+# Of classes: Okabe and Ito's, which people with colour blindness tell apart; the first is the background.
+COLORS = ((0, 0, 0), (230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0),
+          (204, 121, 167), (153, 153, 153))  # fmt: skip
 
 
 class Segmentation:
@@ -58,9 +61,34 @@ class Segmentation:
             )
         return self._pixels.step(model, batch)
 
-    def pictures(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Classes as grey levels: the targets on the left, what is predicted on the right."""
-        target, predicted = inputs_and_target(batch)[1], self.predict(model, batch)["prediction"]
-        both = torch.stack([target[:SHOWN].clamp(min=0), predicted[:SHOWN]], 2).float()  # (B, H, 2, W)
-        both = pad(both / both.max().clamp(min=1), (0, 1), value=1.0)  # a white line after each
-        return {"target and prediction": both.flatten(2)[:, None, :, :-1]}
+    def pictures(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, list[str]]]:
+        """Return inputs, targets and predictions beside each other, a colour a class, each with its IoU."""
+        inputs, target = inputs_and_target(batch)
+        target, predicted = target[:SHOWN].cpu(), self.predict(model, batch)["prediction"][:SHOWN].cpu()
+        valued = target != (IGNORED if self._pixels.ignore_index is None else self._pixels.ignore_index)
+        maps = [in_colors(target, valued), in_colors(predicted, valued)]
+        names = ["target", "prediction"]
+        if isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.shape[1] in (1, 3):
+            image = inputs[:SHOWN].float().cpu().expand(-1, 3, -1, -1)
+            if image.shape[2:] == target.shape[1:]:
+                low, high = image.min(), image.max()
+                maps.insert(0, (image - low) / (high - low).clamp(min=1e-12))
+                names.insert(0, "input")
+        ious = [iou_of_picture(*one) for one in zip(target, predicted, valued, strict=True)]
+        captions = [f"IoU {iou:.2f}" for iou in ious]
+        return {" | ".join(names): (torch.cat([pad(one, (1, 1), value=1.0) for one in maps], 3), captions)}
+
+
+def in_colors(classes: Tensor, valued: Tensor) -> Tensor:
+    """Convert classes (B, H, W) to colours (B, 3, H, W) in [0, 1]; white where a pixel has no value."""
+    colors = torch.tensor(COLORS)[classes.clamp(min=0) % len(COLORS)] / 255
+    return torch.where(valued[..., None], colors, 1.0).movedim(3, 1)
+
+
+def iou_of_picture(target: Tensor, predicted: Tensor, valued: Tensor) -> float:
+    """Return the mean IoU of the classes that are in one picture or predicted for it; nan without any."""
+    target, predicted = target[valued], predicted[valued]
+    classes = torch.cat([target, predicted]).unique().tolist()  # type: ignore[no-untyped-call]
+    both = [((target == one) & (predicted == one)).sum() for one in classes]
+    either = [((target == one) | (predicted == one)).sum() for one in classes]
+    return float(torch.tensor([i / u for i, u in zip(both, either, strict=True)]).mean())

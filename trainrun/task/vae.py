@@ -134,7 +134,7 @@ class Vae:
         else:
             low, high = inputs.min(), inputs.max()
             inputs, rebuilt = ((item - low) / (high - low).clamp(min=1e-12) for item in (inputs, rebuilt))
-        return {"original-reconstruction": torch.cat([inputs, rebuilt], dim=3)}
+        return {"original | reconstruction": torch.cat([inputs, rebuilt], dim=3)}
 
     def terms(self, model: nn.Module, batch: Any) -> BoundTerms:
         inputs = inputs_and_maybe_target(batch)[0]

@@ -20,8 +20,9 @@ from trainrun.folder.run_folder import RunDir, is_there, write_text
 from trainrun.monitor.run_lines import devices_line, phases_line
 from trainrun.output import figure
 from trainrun.plots import page
-from trainrun.plots.chart import charts_html, metric_charts
+from trainrun.plots.chart import charts_html
 from trainrun.plots.report import setup_rows
+from trainrun.plots.run_curves import metric_charts
 from trainrun.watch.follow import Follower
 from trainrun.watch.screen import ENDED
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,26 @@ def save_pictures(file: Path, found: Any, name: str) -> None:
         raise PluginError(
             f"task: {name}.pictures: gave a {type(found).__name__}; it must be a dict of tensors"
         )
-    tensors = {str(key): as_pictures(value, f"task: {name}.pictures: {key}") for key, value in found.items()}
+    tensors: dict[str, Tensor] = {}
+    captions: dict[str, str] = {}
+    for key, value in found.items():
+        what = f"task: {name}.pictures: {key}"
+        texts = None
+        if isinstance(value, tuple) and len(value) == 2:
+            value, texts = value
+        tensors[str(key)] = as_pictures(value, what)
+        if texts is not None:
+            captions[str(key)] = as_captions(texts, len(tensors[str(key)]), what)
     temporary = file.with_suffix(".tmp")
-    save_file(tensors, temporary)
+    save_file(tensors, temporary, metadata=captions)
     temporary.replace(file)
+
+
+def as_captions(texts: Any, count: int, what: str) -> str:
+    """Return a text for each of `count` pictures as JSON. Raise PluginError if there are fewer."""
+    if not isinstance(texts, list) or len(texts) < count:
+        raise PluginError(f"{what} has no list of {count} captions; give a text for each picture")
+    return json.dumps([str(text) for text in texts[:count]])
 
 
 def as_pictures(value: Any, what: str) -> Tensor:
