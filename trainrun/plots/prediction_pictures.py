@@ -99,7 +99,7 @@ def regression_html(history: History) -> str:
 
 
 @dataclass(frozen=True)
-class Samples:
+class SamplePredictions:
     """Pictures (B, 1 or 3, H, W) of samples with classes (B,). The first `num_worst` are the worst ones."""
 
     images: npt.NDArray[np.uint8]
@@ -124,7 +124,7 @@ class Samples:
         return self.class_names[number] if 0 <= number < len(self.class_names) else str(number)
 
 
-def read_samples(run: RunDir) -> Samples | None:
+def read_samples(run: RunDir) -> SamplePredictions | None:
     """Return the sample predictions of a run; None without any. Raise DataError for a damaged file."""
     if not run.samples.is_file():
         return None
@@ -135,7 +135,7 @@ def read_samples(run: RunDir) -> Samples | None:
         about = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         arrays = tensors["images"], tensors["target"], tensors["prediction"], tensors.get("confidence")
-        return Samples(*arrays, json.loads(about["class_names"]), int(about["num_worst"]))
+        return SamplePredictions(*arrays, json.loads(about["class_names"]), int(about["num_worst"]))
 
 
 def read_task_pictures(run: RunDir) -> dict[str, tuple[npt.NDArray[np.uint8], list[str]]]:
