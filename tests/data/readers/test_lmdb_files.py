@@ -1,7 +1,3 @@
-import os
-import pickle
-import threading
-
 import lmdb
 import numpy as np
 import pytest
@@ -38,8 +34,6 @@ def test_samples_by_number(tmp_path, subdir):
     assert data[11][0].tolist() == [11, 11, 11]
     assert (data.class_names, data.num_classes) == (("a", "b"), 2)
     assert data.describe(3).endswith("key b'00000003'")
-    with pytest.raises(IndexError):
-        data[12]
 
 
 def test_any_keys_count_in_their_order_where_nothing_is_said(tmp_path):
@@ -69,33 +63,6 @@ def test_parts_of_one_file_or_a_file_each(tmp_path):
     train, val = (load(str(tmp_path))[split] for split in ("train", "val"))
     assert [len(train), len(val), val[0][1]] == [3, 2, 50]
     assert load(str(tmp_path))["test"] is None
-
-
-@pytest.mark.process
-@pytest.mark.filterwarnings(
-    "ignore:This process:DeprecationWarning"
-)  # Python 3.12+, of a fork beside threads
-def test_forks_copies_and_threads_read_the_same(tmp_path):
-    write(tmp_path / "a.lmdb", samples(40))
-    data = whole(tmp_path / "a.lmdb")
-    assert data[7][1] == 7
-    copy = pickle.loads(pickle.dumps(data))
-    assert copy[9][1] == 9
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0
-    else:
-        os._exit(0 if data[8][1] == 8 and copy[1][1] == 1 else 1)
-    wrong = []
-
-    def read(start: int) -> None:
-        wrong.extend(i for i in range(start, 40) if data[i][1] != i)
-
-    threads = [threading.Thread(target=read, args=(start,)) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
 
 
 def test_damage_is_named(tmp_path):

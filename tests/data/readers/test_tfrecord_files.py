@@ -1,4 +1,3 @@
-import pickle
 import struct
 
 import numpy as np
@@ -62,10 +61,6 @@ def test_samples_of_several_files_in_order(tmp_path):
     assert data.class_names == ("x", "y")
     assert data.num_classes == 2
     assert data.describe(4).startswith(f"{tmp_path / 'a-1.tfrecord'}, record 1 at byte ")
-    with pytest.raises(IndexError):
-        data[5]
-    again = pickle.loads(pickle.dumps(data))
-    assert again[3][1] == 3
 
 
 def test_named_features_become_tuples_or_dicts(tmp_path):

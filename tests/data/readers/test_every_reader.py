@@ -1,4 +1,5 @@
-"""Every reader in threads, forks, fresh processes and loader workers: the samples are those that one thread reads."""
+"""Every format through one protocol: samples by number, in threads and processes, after a stop, and files that are
+missing or damaged. A new format is a row of `MADE`; what a format alone does is tested in a file of its own."""
 
 from __future__ import annotations
 
@@ -6,12 +7,9 @@ import io
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import h5py
 import lmdb
@@ -23,6 +21,7 @@ from PIL import Image
 
 from trainrun.data.cache.cached import cached
 from trainrun.data.map_style import thread_safe
+from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.mapped_files import open_mapped
 from trainrun.data.readers.mapped_rows import MappedRows
@@ -34,6 +33,8 @@ from trainrun.data.readers.records.tfrecord import encode_example
 from trainrun.data.readers.tables import parquet
 from trainrun.data.readers.text import text
 from trainrun.data.sequences.fields import Pieces
+from trainrun.data.stream_options import StreamOptions
+from trainrun.errors import DataError
 
 N, THREADS = 60, 8
 ROWS = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
@@ -163,38 +164,98 @@ def test_many_threads_read_what_one_reads(make):
         assert all(pool.map(read, range(THREADS)))
 
 
-def in_child(source, queue) -> None:
-    queue.put([plain(source[i]) for i in range(len(source))])
+def read_in_child(sources, queue) -> None:
+    queue.put([[plain(source[i]) for i in range(len(source))] for source in sources])
 
 
 @pytest.mark.process
 @pytest.mark.filterwarnings(
     "ignore:This process:DeprecationWarning"
 )  # Python 3.12+, of a fork beside threads
-@pytest.mark.parametrize("make", ["parquet", "hdf5", "image_folder", "tfrecord"], indirect=True)
-def test_other_processes_read_the_same(make, tmp_path):
-    """After the parent has read: a fork with the parent's open files, and a fresh process with a pickled copy."""
+def test_other_processes_read_the_same(make):
+    """After the parent has read: a fork with the parent's open files, and one with a pickled copy."""
     source = make(0)
     expected = [plain(source[i]) for i in range(len(source))]
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=in_child, args=(source, queue))
+    child = context.Process(target=read_in_child, args=([source, pickle.loads(pickle.dumps(source))], queue))
     child.start()
-    assert queue.get(timeout=60) == expected
+    assert queue.get(timeout=60) == [expected, expected]
     child.join(60)
     assert plain(source[3]) == expected[3], "the parent's handles still work"
-    (tmp_path / "pickled").write_bytes(pickle.dumps(source))
-    code = (
-        "import pickle, sys, numpy as np\n"
-        "source = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "print([[np.asarray(part).tolist() for part in source[i]] for i in range(len(source))])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "pickled")], capture_output=True, text=True,
-                          timeout=120, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})  # fmt: skip
-    assert done.stdout.strip() == str(expected), done.stderr
 
 
-@pytest.mark.parametrize("make", list(MADE)[:9], indirect=True)
+# --- of files ------------------------------------------------------------------------------------
+
+OF_FILES = list(MADE)[:9]
+OF_ROWS = ("parquet", "hdf5", "tfrecord", "webdataset", "lmdb")  # their inputs are ROWS
+SHARDED = ("image_folder", "tfrecord", "webdataset")
+OPTIONS = {
+    "hdf5": {"in_memory": False},
+    "text lines": {"kind": "lines"},
+    "image_folder": {"shape": [3, 16, 16]},
+}
+ENDS = {"parquet": ".parquet", "hdf5": ".h5", "image_folder": ".jpg", "tfrecord": ".tfrecord", "webdataset": ".tar",
+        "lmdb": "", "text lines": ".txt"}  # fmt: skip
+LOADS = {"parquet": parquet, "hdf5": hdf5, "image_folder": image_folder, "tfrecord": tfrecord,
+         "webdataset": webdataset, "lmdb": lmdb_file, "text lines": text}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", OF_FILES, indirect=True)
+def test_samples_come_by_number_each_time_the_same(make, request):
+    source = make(0)
+    first = [plain(source[i]) for i in range(len(source))]
+    assert len(first) == N
+    if request.node.callspec.params["make"] in OF_ROWS:
+        assert [sample[0] for sample in first] == ROWS.tolist()
+    again = [plain(source[i]) for i in reversed(range(N))]
+    assert again == first[::-1]
+    if at_once := getattr(source, "__getitems__", None):
+        order = [5, 0, 5, N - 1]
+        assert [plain(sample) for sample in at_once(order)] == [first[i] for i in order]
+
+
+@pytest.mark.parametrize("make", OF_FILES, indirect=True)
+def test_an_epoch_goes_on_where_it_was_left(make):
+    def batches(start: int) -> list[object]:
+        options = StreamOptions("data.train", True, 7, 3, num_workers=0)
+        stream, _ = open_batches(make(start), options)
+        return [plain(batch.data) for batch in stream.epoch(1, start)]
+
+    assert batches(0)[4:] == batches(4)
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_a_file_that_is_missing_is_named(name, tmp_path):
+    with pytest.raises(DataError, match="nowhere"):
+        LOADS[name].load(str(tmp_path / f"nowhere{ENDS[name]}"))["train"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.95])
+@pytest.mark.parametrize("name", LOADS)
+def test_a_file_that_was_cut_short_gives_no_other_sample(name, share, tmp_path):
+    """It is refused where it is opened or read. One cut between two records, or behind the last, has fewer samples."""
+    whole = MADE[name](_fresh(tmp_path / "whole"))
+    expected = [plain(whole[i]) for i in range(N)]
+    folder = _fresh(tmp_path / "cut")
+    MADE[name](folder)
+    written = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock.mdb"]
+    os.truncate(written[-1], int(written[-1].stat().st_size * share))
+    path = folder if name in SHARDED else written[-1].parent if name == "lmdb" else written[-1]
+    samples, message = [], ""
+    try:
+        source = LOADS[name].load(str(path), val_fraction=0.0, **OPTIONS.get(name, {}))["train"]
+        samples += (plain(source[number]) for number in range(len(source)))
+    except DataError as error:
+        message = str(error)
+    assert not message or str(folder) in message
+    if name == "text lines" and samples:
+        samples.pop()  # a line may be cut
+    assert samples == expected[: len(samples)]
+    assert len(samples) < N or share == 0.95
+
+
+@pytest.mark.parametrize("make", OF_FILES, indirect=True)
 def test_what_a_run_learns_of_a_source(make):
     source = make(0)
     assert len(source.fingerprint()) == 64
