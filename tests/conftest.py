@@ -168,6 +168,13 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def own(workdir: Path, request: pytest.FixtureRequest) -> Path:
+    """`workdir` with own.py, a user's code: the text OWN of the module of the test."""
+    (workdir / "own.py").write_text(request.module.OWN)
+    return workdir
+
+
+@pytest.fixture
 def refuses(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
     """The command ends with 2; its message names each key, and is the approved one."""
 

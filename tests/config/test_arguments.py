@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from approved import approve, refused
+from things import faults_of
 
 from trainrun.config.argv import conf_dir
 from trainrun.config.compose import compose_run, format_config
@@ -26,12 +27,6 @@ OPTIONS = [
 NEEDED = {"gpt": ["data=text", "task=language_modeling"], "lstm": ["data=text", "task=language_modeling"],
           "vae": ["task=vae", "model=vae"], "sequence_vae": ["data=text", "task=vae"],
           "text": ["model=gpt", "task=language_modeling"]}  # fmt: skip
-
-
-def faults_of(*words: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        compose_run(list(words))
-    return caught.value.faults
 
 
 def composed(group: str, option: str) -> Any:

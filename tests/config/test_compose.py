@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from approved import approve, approve_error, refused
+from things import faults_of
 from yaml import safe_load
 
 from trainrun.cli.main import main
@@ -16,12 +17,6 @@ from trainrun.config.compose import compose_run, format_config, prepare_command_
 from trainrun.config.saved_config import load_config, plain_config, with_overrides
 from trainrun.config.schema import DataConfig, RunConfig, with_values
 from trainrun.errors import ConfigError
-
-
-def faults_of(*words: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        compose_run(list(words))
-    return caught.value.faults
 
 
 @pytest.mark.parametrize("preset", options("preset", [conf_dir()]))

@@ -6,17 +6,12 @@ from pathlib import Path
 
 import pytest
 from approved import approve, refused
+from things import faults_of
 
 from trainrun.config import overrides
 from trainrun.config.compose import compose_run, format_config
 from trainrun.config.saved_config import load_config
 from trainrun.errors import ConfigError
-
-
-def faults_of(*words: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        compose_run(list(words))
-    return caught.value.faults
 
 
 def test_one_composition_finds_faults_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:

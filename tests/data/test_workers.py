@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from approved import refused
+from things import is_alive
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
@@ -185,14 +186,6 @@ def children():
     return {process.pid for process in active_children()}
 
 
-def runs(pid):
-    """Asked of the system: of a child that another thread has just looked at, multiprocessing may not know the end."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @contextmanager
 def two_streams(**changes):
     """Of training and validation; the processes are those of the first."""
@@ -265,7 +258,7 @@ def test_a_worker_that_stands_still_ends_the_wait(monkeypatch):
         limit[0] = 0.4
         with refused(DataError, "worker_timeout_seconds=0.4", "data.train"):
             list(batches)
-        wait_for(lambda: not any(map(runs, workers)))  # who is killed takes a moment to be gone
+        wait_for(lambda: not any(map(is_alive, workers)))  # who is killed takes a moment to be gone
 
 
 def test_time_in_which_the_process_itself_was_stopped_does_not_count():

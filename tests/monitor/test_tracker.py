@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from things import rows_of
 
 from trainrun.cli.main import main
 from trainrun.monitor import metric_rows
@@ -61,17 +62,6 @@ SHORT = [
     "trainer.max_steps=4", "monitor.log_every_n_steps=1", "monitor.progress_bar=false", "monitor.plots=false",
     "monitor.hardware=false", "checkpoint.enabled=false", "trainer.num_threads=1", "output_dir=run",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def own(workdir: Path) -> Path:
-    (workdir / "own.py").write_text(OWN)
-    return workdir
-
-
-def rows_of(run: Path, kind: str) -> list[dict[str, object]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
 
 
 def test_methods_are_optional_and_rows_are_its_own(own: Path) -> None:

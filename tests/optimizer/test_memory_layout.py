@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,13 +268,6 @@ class Orthogonal:
 """
 WORDS = (*QUIET, "model=own.Net", "data.train=own.points", "data.val=own.points", "data.batch_size=8",
          "trainer.max_epochs=3")  # fmt: skip
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def trained(name: str, *words: str) -> dict[str, Tensor]:

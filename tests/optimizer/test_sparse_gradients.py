@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from approved import refused
@@ -42,13 +40,6 @@ SEVERAL = (
     "optimizer.sparse.lr=0.05", "optimizer.dense._target_=torch.optim.AdamW", "optimizer.dense.params=[last.*]",
     "optimizer.dense.lr=0.01",
 )  # fmt: skip
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def trained(name: str, *words: str) -> dict[str, Tensor]:

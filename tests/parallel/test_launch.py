@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
+from things import is_alive
 
 from trainrun.folder.run_folder import RunDir
 from trainrun.parallel.launch import RankFailed, launch, module_command, rank_environment
@@ -328,14 +328,6 @@ def kill_the_driver(driver: Start, run_dir: RunDir, work: str) -> list[int]:
     process.kill()
     process.wait()
     return [int((run_dir.root / f"pid{rank}").read_text()) for rank in range(2)]
-
-
-def is_alive(pid: int) -> bool:
-    """A process that ended but that nobody waited for is not alive."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from faults.forks import ForkedCommand
+from things import status_of
 
 from trainrun.cli.main import main
 
@@ -92,10 +93,6 @@ def project(workdir: Path) -> Iterator[Path]:
     (workdir / "own.py").write_text(CODE)
     yield workdir
     sys.modules.pop("own", None)
-
-
-def status_of(project: Path) -> dict[str, object]:
-    return json.loads((project / "run" / "status.json").read_text())
 
 
 def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(

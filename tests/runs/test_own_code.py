@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from approved import approve_error
 from quiet_runs import QUIET
+from things import status_of
 
 import trainrun as trainrun_of_python
 from trainrun.cli.main import main
@@ -100,10 +101,6 @@ def project(workdir: Path) -> Iterator[Path]:
     yield workdir
     for name in ("my_net", "my_data", "my_task"):
         sys.modules.pop(name, None)
-
-
-def status_of(project: Path) -> dict:
-    return json.loads((project / "run" / "status.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from approved import approve_error
 from faults.evidence import facts_of, same
 from test_manual_commands import PAGES, files_of
 from test_resume import USER_CODE, stop_at
+from things import with_setting
 
 import trainrun as package
 from trainrun.checkpoint.load import read_checkpoint, resolve
@@ -49,11 +50,6 @@ TIED = [
     "model=tied.Tied", "step._target_=my_gan.step", "optimizer=custom", "optimizer.a._target_=torch.optim.Adam",
     "optimizer.a.params=a.*", "optimizer.b._target_=torch.optim.Adam",
 ]  # fmt: skip
-
-
-def given(words: list[str], new: str) -> list[str]:
-    """The words with another value for one key."""
-    return [word for word in words if word.partition("=")[0] != new.partition("=")[0]] + [new]
 
 
 @pytest.fixture
@@ -122,7 +118,7 @@ def test_each_optimizer_moves_its_own_parameters_with_its_own_rate(own: Path) ->
 
 def test_one_of_several_optimizers_has_groups(own: Path) -> None:
     groups = "optimizer.generator.groups=[{params: generator.0.*, lr: 0.01}]"
-    words = [*given(GAN, "optimizer.generator.lr=0"), groups, *QUIET]
+    words = [*with_setting(GAN, "optimizer.generator.lr=0"), groups, *QUIET]
     package.train(*words, "trainer.max_steps=4", "output_dir=whole")
     package.train(*words, "trainer.max_steps=2", "output_dir=part")
     package.train(*words, "trainer.max_steps=4", "ckpt_path=part", "output_dir=rest")
@@ -137,10 +133,10 @@ def test_one_of_several_optimizers_has_groups(own: Path) -> None:
 
 @pytest.mark.parametrize("words", [SERIES, LBFGS], ids=["truncated", "lbfgs"])
 def test_two_ranks_train_what_one_does(own: Path, words: list[str]) -> None:
-    words = given([*words, *QUIET, "trainer.max_steps=3"], "precision=64")
+    words = with_setting([*words, *QUIET, "trainer.max_steps=3"], "precision=64")
     ranks = ["parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=2", "output_dir=two"]
-    assert main([*given(words, "data.batch_size=8"), "output_dir=one"]) == 0
-    assert main([*given(words, "data.batch_size=4"), *ranks]) == 0
+    assert main([*with_setting(words, "data.batch_size=8"), "output_dir=one"]) == 0
+    assert main([*with_setting(words, "data.batch_size=4"), *ranks]) == 0
     one, two = (package.load_run(name).load_model("last").state_dict() for name in ("one", "two"))
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-9, atol=1e-12)
@@ -209,11 +205,11 @@ def test_losses_may_be_floats_and_are_a_list(own: Path, capsys: pytest.CaptureFi
     (own / "one.py").write_text(code.replace("(losses, items", "(sum(losses), items"), encoding="utf-8")
     words = [*GAN, *QUIET, "trainer.max_steps=2"]
     tensors, floats = (
-        package.train(*given(words, f"step._target_={name}.step"), f"output_dir={name}").metrics
+        package.train(*with_setting(words, f"step._target_={name}.step"), f"output_dir={name}").metrics
         for name in ("my_gan", "floats")
     )
     assert [row.get("train/loss") for row in tensors] == [row.get("train/loss") for row in floats]
-    assert main([*given(words, "step._target_=one.step"), "output_dir=one"]) == 2
+    assert main([*with_setting(words, "step._target_=one.step"), "output_dir=one"]) == 2
     approve_error(capsys.readouterr().err)
 
 
@@ -240,21 +236,21 @@ def test_lbfgs_with_a_line_search_ends_where_torch_alone_does(own: Path) -> None
 @pytest.mark.parametrize(
     "words",
     [
-        given(GAN, "optimizer.generator.params=gen.*"),
-        given(GAN, "optimizer.generator.params=*"),
-        given(GAN, "optimizer.generator.params=generator.0.*"),
+        with_setting(GAN, "optimizer.generator.params=gen.*"),
+        with_setting(GAN, "optimizer.generator.params=*"),
+        with_setting(GAN, "optimizer.generator.params=generator.0.*"),
         [*GAN, "optimizer.no_decay=auto"],
         [*GAN, "optimizer.generator.groups=[{params: discriminator.*, lr: 1}]"],
         [*GAN, "scheduler=custom", "scheduler.gen._target_=math.sin"],
         [*GAN, "parallel=ddp"],
-        given(GAN, "optimizer=adamw"),
+        with_setting(GAN, "optimizer=adamw"),
         ["step._target_=my_series.Truncated", "parallel.static_graph=true"],
-        given(TIED, "optimizer.b.params=b.*"),
+        with_setting(TIED, "optimizer.b.params=b.*"),
         [*GAN, "trainer.compile=step"],
         ["step._target_=my_series.Waves"],
         ["step._target_=my_gan.discriminator_loss"],
         ["step._target_=my_gan.step", "step.latent=3"],
-        given(GAN, "step._target_=my_lbfgs.step"),
+        with_setting(GAN, "step._target_=my_lbfgs.step"),
         ["step=my_lbfgs.step", "precision=16-mixed"],
     ],
 )  # fmt: skip
@@ -357,7 +353,7 @@ def test_schedules_count_steps_of_the_run_and_understand_a_warmup_in_epochs(own:
     update = '    run.optimizers["discriminator"].update()\n'
     assert update in task
     (own / "my_gan.py").write_text(task.replace(update, 3 * update), encoding="utf-8")
-    words = [*given(SCHEDULES, "scheduler.discriminator.warmup_steps=64sample"), "data.batch_size=32"]
+    words = [*with_setting(SCHEDULES, "scheduler.discriminator.warmup_steps=64sample"), "data.batch_size=32"]
     run = package.train(*GAN, *words, *QUIET, "trainer.max_steps=6", "output_dir=run")
     rows = [row for row in run.metrics if row["kind"] == "train"]
     assert [row["lr/discriminator"] for row in rows] == pytest.approx(

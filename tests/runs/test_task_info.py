@@ -114,12 +114,6 @@ WORDS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def own(workdir: Path) -> Path:
-    (workdir / "own.py").write_text(OWN)
-    return workdir
-
-
 def said(own: Path) -> list[list[str]]:
     lines = [line.split() for line in (own / "said.txt").read_text().splitlines()]
     (own / "said.txt").unlink()

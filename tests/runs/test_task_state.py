@@ -232,12 +232,6 @@ WORDS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def own(workdir: Path) -> Path:
-    (workdir / "own.py").write_text(OWN)
-    return workdir
-
-
 def notes_of(run: Path, about: str = "task:") -> list[str]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["text"] for row in rows if row["kind"] == "note" and about in row["text"]]

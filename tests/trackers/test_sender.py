@@ -56,12 +56,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "MAX_PAUSE_SECONDS", 0.01)
 
 
-@pytest.fixture
-def own(workdir: Path) -> Path:
-    (workdir / "own.py").write_text(OWN)
-    return workdir
-
-
 def losses(run: Path) -> list[float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["train/loss"] for row in rows if row["kind"] == "train"]

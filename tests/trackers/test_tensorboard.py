@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 pytest.importorskip("tensorboard")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from things import rows_of
 
 from trainrun.cli.main import main
 from trainrun.trackers.sender import scalars_of
@@ -27,11 +27,6 @@ def curves_of(folder: Path) -> EventAccumulator:
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
     found.Reload()
     return found
-
-
-def rows_of(run: Path, kind: str) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
 
 
 def test_the_event_file_has_the_rows_of_the_run_and_goes_on_after_a_resume(workdir: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import json
 import shutil
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
+from things import write_tar
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from trainrun.data.facts import SharedRows
@@ -190,15 +188,6 @@ def test_sources_that_cannot_be_read_are_not_compared():
             raise RuntimeError("no sample")
 
     assert count_shared_samples(Lines(range(9)), Ends(range(9)), OPTIONS["train"], OPTIONS["val"]) is None
-
-
-def write_tar(path: Path, numbers: range) -> None:
-    with tarfile.open(path, "w") as archive:
-        for number in numbers:
-            content = json.dumps({"a": number}).encode()
-            member = tarfile.TarInfo(f"{number:04d}.json")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
 
 
 def write_parquet(path: Path, numbers: range) -> None:

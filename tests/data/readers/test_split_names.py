@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from things import write_tar
 
 from trainrun.data.readers.arrays import hdf5, numpy_files
 from trainrun.data.readers.parts import files_by_split
@@ -47,15 +46,6 @@ def write_json_lines(path: Path, numbers: list[int]) -> None:
 
 def write_text(path: Path, numbers: list[int]) -> None:
     path.write_text("".join(f"{number}\n" for number in numbers))
-
-
-def write_tar(path: Path, numbers: list[int]) -> None:
-    with tarfile.open(path, "w") as archive:
-        for number in numbers:
-            content = json.dumps({"a": number}).encode()
-            member = tarfile.TarInfo(f"{number:04d}.json")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
 
 
 def write_hdf5(path: Path, numbers: list[int]) -> None:

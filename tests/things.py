@@ -1,0 +1,59 @@
+"""What tests of several rooms have in common, once. Short runs: quiet_runs.py. Messages: approved.py."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trainrun.config.compose import compose_run
+from trainrun.errors import ConfigError
+
+
+def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the rows of one kind in the metrics of a run."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def status_of(folder: Path) -> dict[str, Any]:
+    """Return the status of the run in `run` below a folder."""
+    status: dict[str, Any] = json.loads((folder / "run" / "status.json").read_text())
+    return status
+
+
+def faults_of(*words: str) -> Any:
+    """Return the faults for which settings are refused."""
+    with pytest.raises(ConfigError) as caught:
+        compose_run(list(words))
+    return caught.value.faults
+
+
+def with_setting(words: Iterable[str], new: str) -> list[str]:
+    """Return the words with another value for one key."""
+    key = new.partition("=")[0]
+    return [*(word for word in words if word.partition("=")[0] != key), new]
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process is there and no zombie."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def write_tar(path: Path, numbers: Iterable[int]) -> None:
+    """Write a tar shard whose samples are `{"a": number}`."""
+    with tarfile.open(path, "w") as archive:
+        for number in numbers:
+            content = json.dumps({"a": number}).encode()
+            member = tarfile.TarInfo(f"{number:04d}.json")
+            member.size = len(content)
+            archive.addfile(member, BytesIO(content))
