@@ -39,13 +39,45 @@ def charts_of(sweep: Sweep) -> list[dict[str, Any]]:
     return charts_in("\n".join(page_parts(sweep)))
 
 
-def test_curves_are_of_the_best_jobs_first_with_short_names_where_there_are_many(tmp_path: Path) -> None:
-    (few,) = charts_of(sweep_of(tmp_path / "few", ["lr=1e-1,1e-4,1e-2,1"], [0.7, 0.5, 0.9, None]))
-    assert few["title"] == "val/acc"
-    assert [one["name"] for one in few["series"]] == ["lr=0.01", "lr=0.1", "lr=0.0001"]
-    words = [f"lr={','.join(str(number) for number in range(1, 13))}", "width=3,4,5"]
-    (many,) = charts_of(sweep_of(tmp_path / "many", words, [number / 100 for number in range(36)]))
-    assert [one["name"] for one in many["series"]] == [f"job {number}" for number in range(35, 11, -1)]
+def test_one_number_is_a_line_on_a_logarithmic_axis(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path / "s", ["lr=1e-1,1e-4,1e-2,1"], [0.7, 0.5, 0.9, None])
+    setting, curves = charts_of(sweep)
+    assert setting["title"] == "val/acc over lr"
+    assert setting["logX"]
+    (line,) = setting["series"]
+    assert line["x"] == {"lr": [0.0001, 0.01, 0.1]}
+    assert line["y"] == [0.5, 0.9, 0.7]
+    assert line["half"] == [None] * 3
+    assert not line["dots"]
+    assert curves["title"] == "val/acc"
+    assert [one["name"] for one in curves["series"]] == ["lr=0.01", "lr=0.1", "lr=0.0001"]  # the best first
+
+
+def test_points_are_means_over_seeds_with_intervals_a_line_for_each_other_setting(tmp_path: Path) -> None:
+    values = [0.9, 0.7, 0.5, 0.5, 0.8, 0.8, 0.4, 0.2]
+    sweep = sweep_of(tmp_path / "s", ["lr=1,2", "model=mlp,cnn", "seed=1,2"], values)
+    over_lr, over_model = charts_of(sweep)[:2]
+    lines = {line["name"]: line for line in over_lr["series"]}
+    assert lines["model=mlp"]["y"] == [0.8, 0.8]
+    assert lines["model=cnn"]["y"] == [0.5, 0.3]
+    student = 12.7062 * 0.1414214 / 2**0.5
+    assert lines["model=mlp"]["half"] == [pytest.approx(student, rel=1e-4), 0.0]
+    assert not over_lr["logX"]
+    assert over_model["names"] == ["mlp", "cnn"]
+    assert {tuple(line["x"]["model"]) for line in over_model["series"]} == {(0.0, 1.0)}
+    assert all(line["dots"] for line in over_model["series"])  # nothing lies between two names
+
+
+def test_many_combinations_are_points_and_seeds_alone_have_a_chart(tmp_path: Path) -> None:
+    words = [f"lr={','.join(str(number) for number in range(1, 13))}", "width=3,4"]
+    many = charts_of(sweep_of(tmp_path / "many", words, [number / 100 for number in range(24)]))
+    assert [len(chart["series"]) for chart in many] == [2, 1, 24]
+    (points,) = many[1]["series"]
+    assert points["dots"]
+    assert len(points["y"]) == 24
+    assert many[2]["series"][0]["name"] == "job 23"
+    seeds = charts_of(sweep_of(tmp_path / "seeds", ["seed=1,2,3"], [0.1, 0.3, 0.2]))
+    assert seeds[0]["series"][0]["x"] == {"seed": [1.0, 2.0, 3.0]}
 
 
 def test_names_are_escaped_and_failures_stay_in_the_table(tmp_path: Path) -> None:
@@ -69,4 +101,5 @@ def test_the_end_names_the_page_the_best_and_the_command_that_trains_it_longer(
     assert lines[-2].startswith("best: 3-lr=2-seed=2: val/acc 0.7 (mean 0.65 ")
     assert shlex.split(longer_command(sweep, sweep.jobs[3]))[2] == "my sweep/3-lr=2-seed=2"
     page = (sweep.folder / "sweep.html").read_text()
+    assert page.count("<script>") == 1
     assert "trainer.max_steps=80" in page

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from approved import refused
 
+from tests.plots.chart_pages import charts_in
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir
 from trainrun.parallel.launch import module_command
@@ -52,7 +53,6 @@ def test_all_jobs_in_order_and_the_best_on_top(
         "num": "1", "state": "done", "value": "0.3", "monitor": "val/acc", "seconds": "2.5", "lr": "0.3",
         "error": "", "folder": "",
     }  # fmt: skip
-    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
     out = capsys.readouterr().out
     assert "[2/3] 1-lr=0.3: done, val/acc 0.3 in 2.5 s" in out
     lines = [line.split() for line in out.splitlines()]
@@ -61,12 +61,12 @@ def test_all_jobs_in_order_and_the_best_on_top(
     )
 
 
-def test_a_picture_that_cannot_be_written_leaves_the_table(
+def test_a_page_that_cannot_be_written_leaves_the_table(
     tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "sweep.png").mkdir()
+    (tmp_path / "sweep.html").mkdir()
     assert run_sweep([["lr=0.1,0.3"]], tmp_path, command) == 0
-    assert "sweep.png cannot be written (Is a directory)" in capsys.readouterr().out
+    assert "sweep.html cannot be written (Is a directory)" in capsys.readouterr().out
     assert len(table(tmp_path)) == 2
 
 
@@ -75,15 +75,14 @@ def test_the_smallest_is_best_where_the_jobs_say_so(tmp_path: Path, command: Com
     assert [row["value"] for row in table(tmp_path)] == ["0.1", "0.2", "0.3"]
 
 
-def test_values_of_several_metrics_are_ranked_apart_and_not_drawn(
+def test_values_of_several_metrics_are_ranked_apart(
     tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ):
     assert run_sweep([["lr=0.2,0.9", "monitor=val/loss,val/acc"]], tmp_path, command) == 0
     assert [row["monitor"] for row in table(tmp_path)] == ["val/acc", "val/acc", "val/loss", "val/loss"]
-    told = capsys.readouterr().out
-    assert "val/loss 0.2" in told
-    assert "picture: none, val/acc and val/loss have no axis in common" in told
-    assert not (tmp_path / "sweep.png").exists()
+    assert "val/loss 0.2" in capsys.readouterr().out
+    (chart,) = charts_in((tmp_path / "sweep.html").read_text())  # of one metric: they have no axis in common
+    assert chart["title"] == "val/acc over lr"
 
 
 def test_the_folder_of_a_run_is_not_taken_for_a_sweep(tmp_path: Path, command: Command):
@@ -110,7 +109,7 @@ def test_a_failing_job_hides_no_other(tmp_path: Path, command: Command, capsys: 
 def test_a_job_that_ends_well_without_a_result_has_failed(tmp_path: Path, command: Command):
     assert run_sweep([["do=nothing"]], tmp_path, command) == 1
     assert table(tmp_path)[0]["error"] == "ended with exit code 0 and no result"
-    assert not (tmp_path / "sweep.png").exists()
+    assert not (tmp_path / "sweep.html").exists()
 
 
 def test_finished_jobs_are_kept_and_failed_ones_start_anew(tmp_path: Path, command: Command):
@@ -238,5 +237,5 @@ def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path: Path):
 
 
 def test_a_sweep_imports_no_torch():
-    code = "import sys, trainrun.sweep.run_sweep, trainrun.sweep.picture; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainrun.sweep.run_sweep, trainrun.sweep.sweep_page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -40,7 +40,7 @@
 
   function logTicks(low, high, most) {
     const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high)), every = Math.ceil((last - first) / most);
-    const factors = last - first <= 3 ? [1, 2, 5] : [1], ticks = [];
+    const factors = 3 * (last - first) <= 2 * most ? [1, 2, 5] : [1], ticks = [];
     for (let power = first; power <= last; power += every) ticks.push(...factors.map(factor => factor * 10 ** power));
     const shown = ticks.filter(tick => tick >= low * 0.999 && tick <= high * 1.001);
     return shown.length > 1 ? shown : linearTicks(low, high, most);
@@ -99,7 +99,7 @@
       return axes.includes(this.view.axis) ? this.view.axis : axes[0];
     }
 
-    formatX(x) { return this.axis === "time" ? formatTime(x) : formatNumber(x); }
+    formatX(x) { return this.data.names?.[x] ?? (this.axis === "time" ? formatTime(x) : formatNumber(x)); }
 
     drawHead() {
       const button = (className, title, text, onclick) => {
@@ -137,8 +137,12 @@
         return;
       }
       const range = place => points.reduce(([low, high], point) => [Math.min(low, point[place]), Math.max(high, point[place])], [Infinity, -Infinity]);
-      this.x = scale(...this.zoom ?? range(0), LEFT, width - RIGHT, false);
-      this.y = scale(...range(1), HEIGHT - BOTTOM, TOP, this.log);
+      const [bottom, top] = range(1), span = top - bottom || Math.abs(top) / 10; // wide intervals leave the values room
+      const ends = shown.flatMap(one => one.half?.flatMap((half, i) => this.isDrawn([one.x[i], one.y[i]]) ? [one.y[i] - half, one.y[i] + half] : []) ?? []);
+      const low = Math.max(Math.min(bottom, ...ends), bottom - span), high = Math.min(Math.max(top, ...ends), top + span);
+      const edge = this.data.names ? 0.4 : 0, [left, right] = this.zoom ?? range(0).map((x, i) => x + (i ? edge : -edge));
+      this.x = scale(left, right, LEFT, width - RIGHT, this.data.logX);
+      this.y = scale(this.log && low <= 0 ? bottom : low, high, HEIGHT - BOTTOM, TOP, this.log);
       this.drawAxes(width);
       shown.forEach(one => this.drawSeries(one));
       this.listen(width, shown);
@@ -151,7 +155,7 @@
     /** What of a series is drawn now: its values over the chosen axis, and its means. */
     visible(one) {
       const x = one.x[this.axis], weight = this.view.smoothing;
-      if (!weight || one.dots) return { ...one, x };
+      if (!weight || one.dots || one.half) return { ...one, x };
       const unit = Math.min(...this.data.series.map(({ x: { [this.axis]: all } }) => (all.at(-1) - all[0]) / (all.length - 1)).filter(gap => gap > 0));
       return { ...one, x, smooth: smoothed(x, one.mean ?? one.y, weight, unit) };
     }
@@ -159,8 +163,8 @@
     drawAxes(width) {
       const add = (name, attributes, text) => this.picture.append(svg(name, attributes, text));
       const most = Math.max(2, Math.floor((width - LEFT - RIGHT) / 80)), { unit } = this.data;
-      let ticks = (this.axis === "time" ? timeTicks : linearTicks)(this.x.low, this.x.high, most);
-      if (this.axis === "step") ticks = ticks.filter(Number.isInteger);
+      let ticks = (this.axis === "time" ? timeTicks : this.data.logX ? logTicks : linearTicks)(this.x.low, this.x.high, most);
+      if (this.axis === "step" || this.data.names) ticks = ticks.filter(Number.isInteger);
       for (const tick of ticks) {
         const x = this.x.pixel(tick);
         add("line", { class: "grid", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM });
@@ -191,6 +195,12 @@
         }
       };
       line(one.y, { "stroke-width": 1.6, opacity: one.smooth ? 0.25 : 1 });
+      one.half?.forEach((half, i) => { // points with their intervals, up to the edges of the picture
+        if (!this.isDrawn([one.x[i], one.y[i]])) return;
+        const cx = this.x.pixel(one.x[i]), end = value => this.y.pixel(Math.min(Math.max(value, this.y.low), this.y.high));
+        this.picture.append(svg("circle", { cx, cy: this.y.pixel(one.y[i]), r: 3.5, fill: one.color }));
+        if (half) this.picture.append(svg("line", { x1: cx, x2: cx, y1: end(one.y[i] - half), y2: end(one.y[i] + half), stroke: one.color, "stroke-width": 1.2 }));
+      });
       if (one.smooth) line(one.smooth, { "stroke-width": 2.2 });
     }
 
@@ -231,7 +241,7 @@
       this.tip.replaceChildren(html("b", {}, `${this.axis} ${this.formatX(x)}`));
       for (const { one, i } of found) {
         const row = html("div"), at = one.x[i] === x ? "" : ` at ${this.formatX(one.x[i])}`;
-        row.append(html("span", {}, "■ "), `${one.name}: ${formatNumber((one.smooth ?? one.y)[i])}${at}`);
+        row.append(html("span", {}, "■ "), `${one.name}: ${formatNumber((one.smooth ?? one.y)[i])}${one.half?.[i] ? ` ± ${formatNumber(Number(one.half[i].toPrecision(2)))}` : ""}${at}`);
         row.firstChild.style.color = one.color;
         this.tip.append(row);
       }

@@ -28,23 +28,29 @@ class Curve:
     """Values over one or more axes.
 
     axes: name -> positions in ascending order, of the length of `values`. values: may hold nan and inf, which interrupt
-    the line. is_dots: values of single samples, which no line joins.
+    the line. is_dots: values of single samples, which no line joins. half: of an interval around each value, or nan.
     """
 
     name: str
     axes: Mapping[str, Floats]
     values: Floats
     is_dots: bool = False
+    half: Floats | None = None
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture: the curves of a metric on one scale. log: None chooses it by the values."""
+    """One picture: the curves of a metric on one scale. log: None chooses it by the values.
+
+    log_x: whether positions are on a logarithmic axis. x_names: of the positions 0, 1, 2, ... of what is no number.
+    """
 
     title: str
     curves: Sequence[Curve]
     unit: str = ""
     log: bool | None = None
+    log_x: bool = False
+    x_names: Sequence[str] = ()
 
     @property
     def is_log(self) -> bool:
@@ -56,6 +62,8 @@ class Chart:
             "title": self.title,
             "unit": self.unit,
             "log": self.is_log,
+            "logX": self.log_x,
+            **({"names": list(self.x_names)} if self.x_names else {}),
             "series": [_curve_to_json(curve) for curve in self.curves],
         }
 
@@ -68,6 +76,8 @@ def _curve_to_json(curve: Curve) -> dict[str, Any]:
         "y": numbers(curve.values[index]),
         "dots": curve.is_dots,
     }
+    if curve.half is not None:
+        found["half"] = numbers(curve.half[index])
     if means is not None:
         found["mean"] = numbers(means)
     return found

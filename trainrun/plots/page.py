@@ -44,7 +44,8 @@ figure { margin: 0; } figcaption { margin-bottom: .3em; }
 .tiles div { display: flex; font-size: 13px; } .tiles span { flex: 1; text-align: center; }
 .wrong figcaption { font-weight: 600; }
 @media (max-width: 600px) { .wide { font-size: 13px; } .wide td, .wide th { padding-right: .5em; }
-       .wide th:first-child, .wide td:first-child { white-space: normal; max-width: 9em; overflow-wrap: anywhere; } }
+       .wide th:first-child, .wide td:first-child { white-space: normal; min-width: 5em; max-width: 9em;
+       overflow-wrap: anywhere; } }
 .time-bar { display: flex; height: 1.6em; } .time-legend { list-style: none; padding: 0; columns: 15em; }
 .time-legend span { display: inline-block; width: .9em; height: .9em; margin-right: .5em; }
 """

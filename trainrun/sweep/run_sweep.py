@@ -30,7 +30,7 @@ from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
 from trainrun.sweep.jobs import Sweep, calls_to_resume, open_sweep
 from trainrun.sweep.leases import Leases, find_places
 from trainrun.sweep.options import read_options, split_options
-from trainrun.sweep.points import REPEATED, best_job, ranked_jobs
+from trainrun.sweep.points import best_job
 from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import Job
 from trainrun.sweep.space import words_to_check
@@ -126,25 +126,12 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
 
 def conclude(sweep: Sweep) -> None:
     """Print the tables, write them with the picture, and print where they are and how to go on."""
-    jobs = ranked_jobs(list(sweep.jobs.values()))
     print_tables(sweep)
     write_text(sweep.folder / "sweep.csv", jobs_csv(sweep))
     say(f"table: {sweep.folder / 'sweep.csv'}")
     if repeated_keys(sweep):
         write_text(sweep.folder / MEANS, points_csv(sweep.points()))
         say(f"means: {sweep.folder / MEANS}")
-    metrics = sorted({job.result.monitor for job in jobs if job.result.value is not None})
-    if len(metrics) > 1:
-        (sweep.folder / "sweep.png").unlink(missing_ok=True)
-        say(f"picture: none, {' and '.join(metrics)} have no axis in common")
-    elif metrics:
-        from trainrun.sweep.picture import draw_sweep
-
-        try:
-            draw_sweep(sweep.folder / "sweep.png", jobs, sweep.swept_keys(), REPEATED)
-            say(f"picture: {sweep.folder / 'sweep.png'}")
-        except OSError as error:  # the table is what counts
-            say(f"picture: {sweep.folder / 'sweep.png'} cannot be written ({error.strerror})")
     best = best_job(sweep.points())
     if best is not None:
         from trainrun.sweep.sweep_page import PAGE, best_text, longer_command, write_page

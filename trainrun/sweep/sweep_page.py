@@ -1,10 +1,12 @@
-"""`sweep.html`: the best of a sweep, how to train it longer, the curves of all jobs, and their tables."""
+"""`sweep.html`: the metric against each setting that was varied, the curves of all jobs, and their tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
 
 from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir, write_text
@@ -16,13 +18,16 @@ from trainrun.plots.chart import UNITS, Chart, Curve, charts_html, curve_of
 from trainrun.plots.history import read_config, read_history
 from trainrun.plots.series import curves_in
 from trainrun.sweep.jobs import Sweep
-from trainrun.sweep.points import SweepPoint, best_job, ranked_jobs
+from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_jobs
 from trainrun.sweep.results import Job
 from trainrun.sweep.table import job_table, point_table, repeated_keys
 
 PAGE = "sweep.html"
+MOST_LINES = 8  # of a chart of one setting; with more combinations of the others it has points alone
 MOST_CURVES = 24  # jobs of which curves are drawn
+LOG_RANGE = 10  # a decade crowds the small values of a linear axis
 MOST_NAMES = 8  # with more curves than this, they are named by the numbers of their jobs
+BETTER = {"max": "higher is better", "min": "lower is better"}
 
 
 def write_page(sweep: Sweep) -> Path:
@@ -33,6 +38,7 @@ def write_page(sweep: Sweep) -> Path:
 
 
 def page_parts(sweep: Sweep) -> list[str]:
+    """Return the parts of the page, the best first."""
     jobs, points = ranked_jobs(list(sweep.jobs.values())), sweep.points()
     done = sum(job.result.state == "done" for job in jobs)
     parts = [
@@ -43,6 +49,8 @@ def page_parts(sweep: Sweep) -> list[str]:
     if best is not None:
         parts.append(page.banner("best", best_text(points[0], best)))
         parts.append(page.code("Train the best longer", longer_command(sweep, best)))
+    if charts := charts_html(setting_charts(sweep)):
+        parts += [page.heading("Settings"), page.paragraph(settings_note(sweep)), charts]
     if repeated_keys(sweep):
         parts += [page.heading("Points"), page.table(*point_table(points))]
     links = [link_to_report(sweep, job) for job in jobs]
@@ -72,6 +80,74 @@ def longer_command(sweep: Sweep, job: Job) -> str:
 def link_to_report(sweep: Sweep, job: Job) -> str:
     report = RunDir(sweep.folder / job.folder).report
     return report.relative_to(sweep.folder).as_posix() if report.is_file() else ""
+
+
+def settings_note(sweep: Sweep) -> str:
+    """Return what the points of the charts are, and which values are better."""
+    over = repeated_keys(sweep)
+    others = [key for key in sweep.swept_keys() if key not in over]
+    each = f"a mean over {' and '.join(over)}, with its 95 % interval" if over and others else "a job"
+    return f"Each point is {each}; {BETTER.get(sweep.points()[0].jobs[0].result.mode, '')}."
+
+
+def setting_charts(sweep: Sweep) -> list[Chart]:
+    """Return a chart of the metric against each setting that was varied; of seeds, if nothing else was."""
+    keys = [key for key in sweep.swept_keys() if key not in REPEATED]
+    points = [point for point in sweep.points() if point.mean is not None]
+    if not keys:
+        keys = repeated_keys(sweep)
+        points = [
+            SweepPoint({key: job.settings[key] for key in keys}, (job,)) for point in points for job in point.jobs
+            if job.result.value is not None
+        ]  # fmt: skip
+    if points:  # another metric has another axis
+        monitor = points[0].jobs[0].result.monitor
+        points = [point for point in points if point.jobs[0].result.monitor == monitor]
+    return [chart for key in keys if (chart := setting_chart(key, points)) is not None]
+
+
+def setting_chart(key: str, points: Sequence[SweepPoint]) -> Chart | None:
+    """Return the chart of one setting, a line for each combination of the others; None if it has one value."""
+    points = [point for point in points if key in point.settings]
+    values = list(dict.fromkeys(point.settings[key] for point in points))
+    if len(values) < 2:
+        return None
+    numbers = {value: as_number(value) for value in values}
+    names = values if None in numbers.values() else []
+    places = {
+        value: float(values.index(value)) if names else number or 0.0 for value, number in numbers.items()
+    }
+    lines: dict[str, list[SweepPoint]] = {}
+    for point in sorted(points, key=lambda point: places[point.settings[key]]):
+        others = " ".join(f"{name}={value}" for name, value in point.settings.items() if name != key)
+        lines.setdefault(others or "all jobs", []).append(point)
+    is_dots = len(lines) > MOST_LINES
+    if is_dots:
+        lines = {"all points": [point for line in lines.values() for point in line]}
+        lines["all points"].sort(key=lambda point: places[point.settings[key]])
+    low, high = min(places.values()), max(places.values())
+    result = points[0].jobs[0].result
+    return Chart(
+        f"{result.monitor} over {key}",
+        [setting_curve(name, key, line, places, is_dots or bool(names)) for name, line in lines.items()],
+        log=False, log_x=not names and low > 0 and high / low >= LOG_RANGE, x_names=names,
+    )  # fmt: skip
+
+
+def setting_curve(
+    name: str, key: str, points: Sequence[SweepPoint], places: dict[str, float], is_dots: bool
+) -> Curve:
+    """Return means over the values of one setting, with the halves of their intervals."""
+    x = np.asarray([places[point.settings[key]] for point in points])
+    means = np.asarray([point.mean for point in points], dtype=np.float64)
+    halves = np.asarray([np.nan if point.half is None else point.half for point in points])
+    return Curve(name, {key: x}, means, is_dots, halves)
+
+
+def as_number(text: str) -> float | None:
+    with suppress(ValueError):
+        return float(text) if np.isfinite(float(text)) else None
+    return None
 
 
 def job_charts(sweep: Sweep, jobs: Sequence[Job]) -> list[Chart]:
