@@ -14,7 +14,7 @@ from trainrun.cli import main as cli
 from trainrun.cli.report_command import find_run
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
-from trainrun.folder.named_run import named_run
+from trainrun.folder.status import named_run
 from trainrun.runs.run import open_run
 from trainrun.sweep import run_sweep as runner
 from trainrun.sweep.jobs import Sweep, open_sweep

@@ -12,9 +12,9 @@ from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.config.overrides import tracker_nodes
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.lock import only_writer
-from trainrun.folder.named_run import named_run
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.folder.seal import check_files, check_sealed
+from trainrun.folder.status import named_run
 from trainrun.monitor.metric_rows import read_rows
 from trainrun.output import counted, say
 

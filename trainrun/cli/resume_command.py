@@ -12,8 +12,8 @@ from trainrun.config.aliases import setting_meant
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import translated
 from trainrun.errors import ConfigError
-from trainrun.folder.named_run import is_sweep
 from trainrun.folder.run_folder import LaunchSpec, named_folder, typed_settings
+from trainrun.folder.status import is_sweep
 from trainrun.output import say
 from trainrun.runs.resume import check_modules, differences, trusted_config, word
 from trainrun.runs.run import begun, open_run, resume_run, start, torchrun_ranks

@@ -37,7 +37,7 @@ from trainrun.config.tuned_settings import stale
 from trainrun.config.validate import check_config, target_argument_faults
 from trainrun.data.readers.path_contents import data_options
 from trainrun.errors import ConfigError
-from trainrun.folder.named_run import best_run, is_sweep
+from trainrun.folder.status import best_run, is_sweep
 from trainrun.limits import NODES, choices_of
 
 MODELS_OF_DATA = {  # beside the option that a path chooses

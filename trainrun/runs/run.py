@@ -21,7 +21,6 @@ from trainrun.config.schema import RunConfig, record_reads, stop_recording
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.environment import surroundings, uncommitted
 from trainrun.folder.lock import only_writer
-from trainrun.folder.named_run import named_run
 from trainrun.folder.run_folder import (
     SEED,
     SEED_DRAWN,
@@ -38,6 +37,7 @@ from trainrun.folder.run_folder import (
     write_text,
 )
 from trainrun.folder.seal import is_sealed, seal_folder
+from trainrun.folder.status import named_run
 from trainrun.instantiate import BUILT
 from trainrun.output import counted, masked_word, say
 from trainrun.parallel.devices import external_ranks, num_devices

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import ConfigError
-from trainrun.folder.named_run import BEST, SWEEP_FILE
 from trainrun.folder.run_folder import cannot_write, read_json, write_json
 from trainrun.folder.seal import check_files, digest_part, make_key
+from trainrun.folder.status import BEST, SWEEP_FILE
 from trainrun.output import masked_words
 from trainrun.sweep.options import split_options
 from trainrun.sweep.points import SweepPoint, best_job, ranked_points

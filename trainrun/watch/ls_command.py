@@ -16,9 +16,8 @@ from typing import Any
 
 from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.folder.named_run import is_sweep
 from trainrun.folder.run_folder import RunDir, named_folder, write_text
-from trainrun.folder.status import read_status
+from trainrun.folder.status import is_sweep, read_status
 from trainrun.output import counted, duration, figure, say
 from trainrun.plots import page
 from trainrun.plots.compare import differing_keys, text_table

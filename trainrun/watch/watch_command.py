@@ -7,9 +7,9 @@ import time
 
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-from trainrun.folder.named_run import is_sweep
 from trainrun.folder.run_folder import RunDir, named_folder
 from trainrun.folder.seal import check_files
+from trainrun.folder.status import is_sweep
 from trainrun.limits import parse_seconds
 from trainrun.output import say
 from trainrun.runs.run import open_run
