@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     folder = Path(words.dir).expanduser()
     if words.source:
         return write_mapping(folder, *words.source)
-    write_files(folder, project_files())
+    write_new_files(folder, project_files())
     enter = [] if folder.resolve() == Path.cwd() else [shlex.join(["cd", str(folder)])]
     say("next  " + " && ".join([*enter, "trainrun experiment=first"]))
     return EXIT_DONE
@@ -41,7 +41,7 @@ def init_parser() -> Parser:
     return parser
 
 
-def write_files(folder: Path, files: dict[str, str]) -> None:
+def write_new_files(folder: Path, files: dict[str, str]) -> None:
     """Write new files below a folder and print their paths. Raise ConfigError if one of them exists."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: is a file; name a folder")
@@ -67,7 +67,7 @@ def write_mapping(folder: Path, kind: str, script: str) -> int:
     except (SyntaxError, ValueError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
         raise ConfigError(f"--from {kind} {script}: cannot be read as Python{line}") from error
-    write_files(folder, {MAPPING: mapping_page(mapping, path.name)})
+    write_new_files(folder, {MAPPING: mapping_page(mapping, path.name)})
     say(f"{len(mapping.known)} lines have a counterpart, {len(mapping.unknown)} are not understood")
     say(f"next  {mapping.command}")
     return EXIT_DONE

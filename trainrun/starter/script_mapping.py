@@ -38,7 +38,7 @@ DONE = {  # what every run does
     **dict.fromkeys(("GradScaler",), "done with precision=16-mixed"),
     **dict.fromkeys(("save_hyperparameters", "__init__", "super"), "left out"),
 }
-MODULES = ("Module", "LightningModule", "PreTrainedModel")
+NETWORKS = {"Module", "PreTrainedModel"}
 DATASETS = ("Dataset", "IterableDataset")
 HELD_OUT = ("val", "test", "eval", "dev")
 
@@ -73,7 +73,7 @@ class ScriptReader:
         self.constants: dict[str, Any] = {}
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         bases = {node.name: {name_of_call(base) for base in node.bases} for node in classes}
-        self.networks = [name for name, above in bases.items() if above & {"Module", "PreTrainedModel"}]
+        self.networks = [name for name, above in bases.items() if above & NETWORKS]
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         self.imported = {alias.name: node.module or "" for node in imports for alias in node.names}
         self.known_groups = groups([conf_dir()])
@@ -128,7 +128,7 @@ class ScriptReader:
         bases = {name_of_call(base) for base in statement.bases}
         path = f"{self.module}.{statement.name}"
         if statement.name in self.networks:
-            yield self.set("model", path), False
+            yield self.add_setting("model", path), False
         elif bases & set(DATASETS):
             yield f"data.train={path}, with its arguments as data.train.NAME=VALUE", False
         elif "LightningModule" in bases:
@@ -146,7 +146,7 @@ class ScriptReader:
             and call.args
         ):
             count = self.value_of(call.args[-1])
-            yield (self.set("trainer.max_epochs", count), False) if count else ("no constant", True)
+            yield (self.add_setting("trainer.max_epochs", count), False) if count else ("no constant", True)
         elif isinstance(statement.target, ast.Tuple | ast.Name):
             yield "done: the batches of the data", False
 
@@ -160,31 +160,35 @@ class ScriptReader:
         elif name == "DataLoader":
             yield from self.loader_meaning(named, target)
         elif name in SEEDS and first is not None:
-            yield self.set("seed", first), False
+            yield self.add_setting("seed", first), False
         elif name in LOSSES:
-            yield self.set("task", LOSSES[name]), False
+            yield self.add_setting("task", LOSSES[name]), False
             yield from self.arguments_meaning({key: named[key] for key in named if key == "label_smoothing"})
         elif name in ("clip_grad_norm_", "clip_grad_value_"):
             value = self.value_of(named.get("max_norm", named.get("clip_value", call.args[-1])))
-            yield (self.set("trainer.gradient_clip_val", value), False) if value else ("no constant", True)
+            yield (
+                (self.add_setting("trainer.gradient_clip_val", value), False)
+                if value
+                else ("no constant", True)
+            )
             if name == "clip_grad_value_":
-                yield self.set("trainer.gradient_clip_algorithm", "value"), False
+                yield self.add_setting("trainer.gradient_clip_algorithm", "value"), False
         elif name == "autocast":
             is_bfloat16 = any("bfloat16" in ast.unparse(value) for value in [*call.args, *named.values()])
-            yield self.set("precision", "bf16-mixed" if is_bfloat16 else "16-mixed"), False
+            yield self.add_setting("precision", "bf16-mixed" if is_bfloat16 else "16-mixed"), False
         elif name == "EarlyStopping":
-            yield self.set("trainer.early_stopping", "true"), False
+            yield self.add_setting("trainer.early_stopping", "true"), False
             yield from self.prefixed_meaning("trainer.early_stopping", named)
         elif name == "ModelCheckpoint":
             yield from self.prefixed_meaning("checkpoint", named)
         elif name == "compile":
-            yield self.set("trainer.compile", "true"), False
+            yield self.add_setting("trainer.compile", "true"), False
         elif name == "DistributedDataParallel":
-            yield self.set("parallel", "ddp"), False
+            yield self.add_setting("parallel", "ddp"), False
         elif name in self.networks or (
             name in self.imported and target.rpartition(".")[2] in ("model", "net")
         ):
-            yield self.set("model", f"{self.imported.get(name, self.module)}.{name}"), False
+            yield self.add_setting("model", f"{self.imported.get(name, self.module)}.{name}"), False
             yield from self.prefixed_meaning("model", named)
         elif is_below(call, "optim") or name in ("AdamW", "Adam", "SGD"):
             yield from self.optimizer_meaning(call, name, named)
@@ -202,7 +206,7 @@ class ScriptReader:
             if name.lower() not in known:
                 yield f"{name}: see trainrun help training", True
                 return
-            yield self.set("scheduler", known[name.lower()]), False
+            yield self.add_setting("scheduler", known[name.lower()]), False
             kept = {
                 key: value for key, value in named.items() if key not in ("T_max", "total_steps", "optimizer")
             }
@@ -211,9 +215,9 @@ class ScriptReader:
                 yield f"{name}: name the arguments, as scheduler.KEY=VALUE", True
             return
         if name.lower() in options("optimizer", [conf_dir()]):
-            yield self.set("optimizer", name.lower()), False
+            yield self.add_setting("optimizer", name.lower()), False
         else:
-            yield self.set("optimizer._target_", f"torch.optim.{name}"), False
+            yield self.add_setting("optimizer._target_", f"torch.optim.{name}"), False
         yield from self.prefixed_meaning("optimizer", {key: named[key] for key in named if key != "params"})
         if call.args[1:]:
             yield from self.prefixed_meaning("optimizer", {"lr": call.args[1]})
@@ -223,7 +227,7 @@ class ScriptReader:
         if any(word in target.lower() for word in HELD_OUT):
             sizes = {"data.val_batch_size": named["batch_size"]} if "batch_size" in named else {}
             for key, value in sizes.items():
-                yield self.set(key, self.value_of(value)), False
+                yield self.add_setting(key, self.value_of(value)), False
             yield "data.val: the data set of this loader", False
             return
         yield "data.train: the data set of this loader", False
@@ -241,7 +245,7 @@ class ScriptReader:
             text = text_of(value)
             words = stands_for(f"{name}={text}")
             if words != [f"{name}={text}"]:
-                yield "; ".join(self.set(*word.split("=", 1)) for word in words), False
+                yield "; ".join(self.add_setting(*word.split("=", 1)) for word in words), False
                 continue
             key = setting_meant(name, lambda word: word in self.known_groups)
             key = "output_dir" if key == "hydra.run.dir" else key
@@ -250,7 +254,7 @@ class ScriptReader:
                 key in (*settings(), *self.known_groups, "output_dir")
                 or key.partition(".")[0] in self.known_groups
             ):
-                yield self.set(key, value_meant(key, text)), False
+                yield self.add_setting(key, value_meant(key, text)), False
             elif name in answers():
                 yield f"{name}: {answer_to(name, text)}", False
             else:
@@ -268,9 +272,9 @@ class ScriptReader:
             if value is None or not is_known:
                 yield f"{name}={ast.unparse(node)}", True
             else:
-                yield self.set(key, value), False
+                yield self.add_setting(key, value), False
 
-    def set(self, key: str, value: Any) -> str:
+    def add_setting(self, key: str, value: Any) -> str:
         """Note a setting, the first of its values, and return it as it is typed."""
         text = text_of(value)
         if key.endswith(".monitor"):
