@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 from torch.utils.data import ConcatDataset, Subset
 
 from trainrun.data.tensor_dataset import Columns, parts_of
 
 
-@runtime_checkable
-class WholeBatches(Protocol):
-    """A data set that makes batches quicker than samples."""
-
-    def whole_batch(self, indices: list[int]) -> Any:
-        """The bits that collating the samples gives; None if it makes none. DataError: one cannot be read."""
-
-
-def whole_batches(dataset: Any) -> WholeBatches | None:
-    """Return the data set if it can read whole batches. Only data sets of this package are used: elsewhere
-    `whole_batch` may mean anything.
+def batch_method(dataset: Any) -> Callable[[list[int]], Any] | None:
+    """Return `read_batch(indices)` of a data set: the bits that collating its samples gives, or None if it makes none.
+    It raises DataError if one cannot be read. Only data sets of this package are asked: elsewhere the name may mean
+    anything.
     """
     ours = type(dataset).__module__.startswith("trainrun.data.")
-    return dataset if ours and isinstance(dataset, WholeBatches) else None
+    return getattr(dataset, "read_batch", None) if ours else None
 
 
 def reads_at_once(dataset: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from trainrun.data.batch import Preparation, as_tensor, is_integer
+from trainrun.data.batch import as_tensor, is_integer
 from trainrun.data.readers.mapped_files import MappedFile, check_lengths, mapping_of, mappings_of
 from trainrun.errors import DataError
 from trainrun.instantiate import BUILT, build
@@ -142,11 +142,11 @@ class Columns:
         parts = [self._copied(cut(value[row])) for cut, value in zip(cuts, self.values, strict=True)]
         return self.pack(parts) if self.scale is None else self.scale.first_of(self.pack(parts))
 
-    def batch(self, indices: list[int], preparation: Preparation) -> Any:
+    def read_batch(self, indices: list[int]) -> Any:
         """Return many samples at once, equal to those of a resident copy."""
         check_lengths(self.mapped_files())
         gathered = [self.samples_of(value, np.asarray(indices, np.int64)) for value in self.values]
-        return self.pack([self.widened(preparation.column(column)) for column in gathered])
+        return self.pack([self.widened(as_tensor(column)) for column in gathered])
 
     def samples_of(self, value: Column, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Column:
         """Copy some samples of a column."""

@@ -157,7 +157,7 @@ def test_a_part_of_large_mapped_arrays_is_held_out_without_a_list(tmp_path, monk
     with pytest.raises(IndexError):
         parts[1][250]
     again = pickle.loads(pickle.dumps(parts[1]))
-    x, y = again.whole_batch([3, 1])
+    x, y = again.read_batch([3, 1])
     assert x.tolist() == [[read[1][3]], [read[1][1]]]
     assert y.tolist() == [read[1][3] // 100, read[1][1] // 100]
     other = arrays.load(str(folder), val_fraction=0.25, stratify="auto", seed=1)["val"]

@@ -162,7 +162,7 @@ def test_a_whole_batch_has_the_bits_of_collated_samples(tmp_path, shape, dtype):
     key = Key(0, [3, 0, 7, 3], True, False)
     whole = BatchReader(source, recipe).read(key)
     one_by_one = BatchReader(source, replace(recipe, collate=default_collate)).read(key)
-    assert source.whole_batch(key.indices) is not None
+    assert source.read_batch(key.indices) is not None
     assert type(whole.data) is tuple
     for a, b in zip(whole.data, one_by_one.data, strict=True):
         assert a.dtype == b.dtype

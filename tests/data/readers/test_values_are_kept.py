@@ -86,7 +86,7 @@ def test_a_folder_of_dark_16_bit_pictures_keeps_them_apart(tmp_path: Path) -> No
             (tmp_path / name / f"{number}.png").write_bytes(content)
     source = load_pictures(str(tmp_path), shape=(1, 4, 4), dtype="float32", val_fraction=0)["train"]
     assert source.as_bytes() is None, "bytes would hold half of them"
-    assert source.whole_batch([0, 1]) is None
+    assert source.read_batch([0, 1]) is None
     found = sorted(float(source[index][0].mean()) * 65535 for index in range(6))
     assert found == pytest.approx([10, 11, 12, 250, 251, 252])
 

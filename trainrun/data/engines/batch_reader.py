@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from trainrun.data.batch import Preparation, fields_apart, fields_back
+from trainrun.data.batch import Preparation, fields_apart, fields_back, map_leaves
 from trainrun.data.engines.generators import (
     GLOBAL_GENERATORS,
     LeaveGlobals,
@@ -21,7 +21,7 @@ from trainrun.data.engines.generators import (
     seed_globals,
     takes,
 )
-from trainrun.data.map_style import describe, innermost, name_of, reads_at_once, shallow, whole_batches
+from trainrun.data.map_style import batch_method, describe, innermost, name_of, reads_at_once, shallow
 from trainrun.data.scale import Scale
 from trainrun.data.stream_options import Collate
 from trainrun.data.tensor_dataset import Columns, parts_of
@@ -164,9 +164,9 @@ class BatchReader:
         parts = parts_of(dataset)
         self._at_once = reads_at_once(dataset) and not recipe.one_by_one
         alone = recipe.transform is None and recipe.collate is None and recipe.scale is None
-        self._whole = whole_batches(dataset) if alone else None
         self._is_columns = isinstance(dataset, Columns)
-        self._plain = self._is_columns and recipe.transform is None and recipe.collate is None
+        is_plain = self._is_columns and recipe.transform is None and recipe.collate is None
+        self._read_batch = batch_method(dataset) if alone or is_plain else None
         self._drawing = {type(one) for one in parts if takes(getattr(one, "__getitem__", None), "generator")}
         asks = self._at_once or recipe.one_by_one or self._drawing or self._is_columns
         self._reads_plainly = not asks and recipe.transform is None and recipe.scale is None
@@ -175,7 +175,7 @@ class BatchReader:
     @property
     def users_code(self) -> bool:
         """Return whether reading runs anything that is not of this package."""
-        return not self._plain and self._whole is None
+        return self._read_batch is None
 
     @property
     def draws_for_batches(self) -> bool:
@@ -190,11 +190,10 @@ class BatchReader:
 
     def read(self, key: Key) -> Reading:
         """Read a batch. Raise DataError, which names the sample that cannot be read."""
-        if self._plain:
-            return Reading(self.dataset.batch(self._rows(key.indices), self.recipe.preparation), *key[1:])
-        whole = self._whole_batch(self._rows(key.indices)) if self._whole is not None else None
-        if whole is not None:
-            return Reading(whole, *key[1:])
+        if self._read_batch is not None:
+            batch = self._whole_batch(self._read_batch, self._rows(key.indices))
+            if batch is not None:
+                return Reading(batch, *key[1:])
         self._begin(key.epoch)
         calls = self._calls
         if not isinstance(calls, SeedGlobals) or not calls.others:
@@ -233,14 +232,15 @@ class BatchReader:
     def _rows(self, indices: list[int]) -> list[int]:
         return [index % self.number for index in indices]
 
-    def _whole_batch(self, indices: list[int]) -> Any:
+    def _whole_batch(self, read_batch: Callable[[list[int]], Any], indices: list[int]) -> Any:
         """Read a batch in one call; None if that fails: then each sample is read alone, which finds the faulty one."""
-        assert self._whole is not None
         try:
-            batch = self._whole.whole_batch(indices)
+            batch = read_batch(indices)
         except DataError:
+            if self._is_columns:  # a file was cut short, which no sample alone is to blame for
+                raise
             return None
-        return None if batch is None else self.recipe.preparation.batch(batch)
+        return None if batch is None else map_leaves(batch, self.recipe.preparation.column)
 
     def read_sample(self, epoch: int, index: int) -> Any:
         """Return one sample as the data set gives it."""

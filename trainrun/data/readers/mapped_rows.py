@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainrun.data.batch import as_tensor
 from trainrun.data.readers.mapped_files import check_lengths, mappings_of
 from trainrun.data.readers.parts import rows_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles
 from trainrun.data.tensor_dataset import Arrays, Columns
-from trainrun.data.tensor_dataset import rows as gathered
 
 COPIED_BYTES = 2**26  # of stored columns; more are mapped
 
@@ -28,7 +26,7 @@ class MappedRows:
     ) -> None:
         self._arrays, self._convert = tuple(arrays), convert
         columns = Columns(self._arrays, (), tuple if len(arrays) > 1 else itemgetter(0))
-        self.info = replace(info, batch=self._batch, thread_safe=True, columns=columns)
+        self.info = replace(info, thread_safe=True, columns=columns)
 
     def __len__(self) -> int:
         return len(self._arrays[0])
@@ -40,11 +38,6 @@ class MappedRows:
         read = [np.array(array[rows]) for array in self._arrays]
         samples = [tuple(self._convert(np.array(values[i])) for values in read) for i in inverse]
         return samples if len(read) > 1 else [sample[0] for sample in samples]
-
-    def _batch(self, indices: list[int]) -> Any:
-        check_lengths(mappings_of(self._arrays))
-        read = tuple(as_tensor(gathered(array, indices)) for array in self._arrays)
-        return read if len(read) > 1 else read[0]
 
 
 def rows_of_columns(

@@ -28,12 +28,11 @@ class Info:
     files: what their content depends on; settings: what else it depends on, for the fingerprint.
     labels: (N, ...) the targets of all samples, if they are in memory: classes are held out in proportion.
     where: names a sample in messages; default: the first file and the number.
-    lengths: computes (N,) int64, how long each sequence is. batch: collates many samples, quicker than one by one, to
-    the same bits. thread_safe: several threads may call `read` at once, which only its author can know. column: (N,)
-    of another column of a table, by its name; None: it has none of that name. input_columns: of a table, what each
-    input column holds. columns: those whose rows the samples are. read_cut: a part of a sample, see `Pieces` of the
-    sequences. form: how pictures are decoded; None: there are
-    none. read_files: as `read`, with the bytes of its file in place of each picture.
+    lengths: computes (N,) int64, how long each sequence is. thread_safe: several threads may call `read` at once, which
+    only its author can know. column: (N,) of another column of a table, by its name; None: it has none of that name.
+    input_columns: of a table, what each input column holds. columns: those whose rows the samples are, from which
+    batches are gathered. read_cut: a part of a sample, see `Pieces` of the sequences. form: how pictures are decoded;
+    None: there are none. read_files: as `read`, with the bytes of its file in place of each picture.
     """
 
     files: tuple[Path, ...]
@@ -43,7 +42,6 @@ class Info:
     num_classes: int | None = None
     where: Callable[[int], str] | None = None
     lengths: Callable[[], np.ndarray[Any, Any]] | None = None
-    batch: Callable[[list[int]], Any] | None = None
     thread_safe: bool = False
     column: Callable[[str], Any] | None = None
     input_columns: Mapping[str, str] | None = None
@@ -104,9 +102,10 @@ class ReaderDataset:
         assert self._info.read_files is not None
         return self._read(self._numbers(indices), self._info.read_files)
 
-    def whole_batch(self, indices: Sequence[int]) -> Any:
+    def read_batch(self, indices: Sequence[int]) -> Any:
         """The bits that collating the samples gives; None if the reader makes no batches."""
-        return None if self._info.batch is None else self._info.batch(self._numbers(indices))
+        columns = self._info.columns
+        return None if columns is None else columns.read_batch(self._numbers(indices))
 
     @property
     def read_cut(self) -> Callable[[int, Callable[[str, Any], Any]], Any] | None:

@@ -66,7 +66,7 @@ class ImageFolder:
         """Return the bytes of each picture's file, not decoded, and its target."""
         return [(content_of(self.describe(index)), self.labels[index]) for index in indices]
 
-    def whole_batch(self, indices: list[int]) -> tuple[Tensor, Tensor] | None:
+    def read_batch(self, indices: list[int]) -> tuple[Tensor, Tensor] | None:
         """Pictures (B, C, H, W) and targets (B,), each picture written to its place once."""
         if self.form.shape is None or self._deep:
             return None
