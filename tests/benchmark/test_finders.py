@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainrun.benchmark.finders.lr_range import RateSweep, suggested
+from trainrun.benchmark.finders.lr_range import RateSweep, suggest_rate
 from trainrun.benchmark.run_overrides import config_of
 from trainrun.benchmark.worker_messages import RateLosses, RateRange
 from trainrun.benchmark.worker_process import WorkerPool
@@ -44,7 +44,7 @@ def falling(minimum: float) -> RateLosses:
 
 @pytest.mark.parametrize("minimum", [1e-2, 1.0])
 def test_the_suggestion_is_where_the_loss_falls(minimum: float) -> None:
-    found = suggested(falling(minimum))
+    found = suggest_rate(falling(minimum))
     assert found.rate is not None
     assert 0.003 * minimum < found.rate < 0.03 * minimum
 
@@ -53,7 +53,7 @@ def test_noise_is_no_fall() -> None:
     clean = falling(1.0)
     for seed in range(30):
         noisy = np.array(clean.losses) * np.random.default_rng(seed).uniform(0.2, 1.8, len(clean.losses))
-        found = suggested(RateLosses(clean.rates, noisy.tolist(), [1e-3], True))
+        found = suggest_rate(RateLosses(clean.rates, noisy.tolist(), [1e-3], True))
         assert found.rate is not None
         assert 5e-4 < found.rate < 0.1
 
@@ -97,8 +97,8 @@ def test_groups_keep_their_proportions_in_every_step() -> None:
 
 def test_there_is_none_where_nothing_falls() -> None:
     rates = np.geomspace(1e-6, 1, 50).tolist()
-    assert suggested(RateLosses(rates, [2.3] * 50, [1e-3], False)).rate is None
-    assert suggested(RateLosses(rates[:12], [2.3] * 8 + [math.nan] * 4, [1e-3], True)).rate is None
+    assert suggest_rate(RateLosses(rates, [2.3] * 50, [1e-3], False)).rate is None
+    assert suggest_rate(RateLosses(rates[:12], [2.3] * 8 + [math.nan] * 4, [1e-3], True)).rate is None
 
 
 def test_a_range_test_is_put_back_and_ends_where_it_diverges(workdir: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_for_code_of
-from trainrun.hook.vae_health import collapsed, format_health, normal_like, remedy, with_codes_of_others
+from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_of_code
+from trainrun.hook.vae_health import collapsed, format_health, normal_like, remedy, shuffle_codes
 from trainrun.task.vae import Vae
 
 VARIANCES = torch.tensor([4.0, 2.0, 1.2, 0.3, 0.2], dtype=torch.float64)  # of the data
@@ -49,7 +49,7 @@ def test_a_linear_vae_has_the_numbers_of_probabilistic_pca() -> None:
     assert information == pytest.approx(
         float(each.sum()), abs=0.08
     )  # its prior is met, so the marginal KL is 0
-    (others,) = with_codes_of_others([batch], terms.mean, terms.log_var)
+    (others,) = shuffle_codes([batch], terms.mean, terms.log_var)
     gain = (task.terms(model, others).reconstruction - terms.reconstruction).mean()
     assert float(gain) == pytest.approx(float((VARIANCES - BETA).clamp(min=0).sum()), rel=0.05)
     assert terms.num_values == len(VARIANCES)
@@ -72,12 +72,12 @@ def test_each_sample_gets_the_code_of_another() -> None:
     _, mean, log_var = model(**{"x": batch["input"], "noise": batch["noise"]})
     deviation = (0.5 * log_var).exp()
     codes = mean + deviation * batch["noise"]
-    (others,) = with_codes_of_others([batch], mean, log_var)
+    (others,) = shuffle_codes([batch], mean, log_var)
     found = mean + deviation * others["noise"]
     distance = torch.cdist(found, codes)
     assert sorted(distance.argmin(1).tolist()) == list(range(7))
     assert all(place != i for i, place in enumerate(distance.argmin(1).tolist()))
-    torch.testing.assert_close(noise_for_code_of(mean, log_var, codes), batch["noise"])
+    torch.testing.assert_close(noise_of_code(mean, log_var, codes), batch["noise"])
 
 
 FINE = {

@@ -13,7 +13,7 @@ from trainrun.model.layers import Residual
 from trainrun.model.mlp import Mlp
 from trainrun.model.mobilenet import Mobilenet
 from trainrun.model.resnet import ResNet
-from trainrun.model.vae import Vae, drawn_code
+from trainrun.model.vae import Vae, draw_code
 
 BUILDS: list[Callable[[], nn.Module]] = [
     lambda: Mlp([1, 8, 8], 10),
@@ -117,7 +117,7 @@ def test_a_reconstruction_of_the_vae_has_the_shape_of_its_input(shape: tuple[int
 
 def test_code_of_the_vae_is_drawn_with_the_deviation_of_its_log_variance() -> None:
     code, noise = torch.randn(4, 6), torch.randn(4, 3)
-    mean, log_var, drawn = drawn_code(code, noise, training=False)
+    mean, log_var, drawn = draw_code(code, noise, training=False)
     torch.testing.assert_close(drawn, mean + log_var.exp().sqrt() * noise)
 
 

@@ -94,7 +94,8 @@ class Listeners:
             ranks = run.parallel.world_size > 1  # then their starter is the root of all processes
             root = os.getppid() if ranks else None
             self._hardware = Hardware(self.bus.write, lambda: run.monitors.step, root_pid=root,
-                                      seconds=self._phases.glance, device=run.parallel.device.index or 0)  # fmt: skip
+                                      seconds=self._phases.read_running,
+                                      device=run.parallel.device.index or 0)  # fmt: skip
 
     def _seconds_elsewhere(self) -> float:
         return sum(self._phases.seconds_of(account) for account in (VALIDATION, CHECKPOINT, PLOTS))

@@ -128,10 +128,10 @@ def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
     config = load_config(run_dir.config, [])
     network = network_of(run_dir, config, choose_checkpoint(run_dir.checkpoints))
     if "bpe:" in str(config.data.train):
-        from trainrun.sampling.run_tokenizer import kept_tokenizer
+        from trainrun.sampling.run_tokenizer import saved_tokenizer
 
         config = with_values(
-            config, {"data.train": {**config.data.train, "tokenizer": str(kept_tokenizer(run_dir))}}
+            config, {"data.train": {**config.data.train, "tokenizer": str(saved_tokenizer(run_dir))}}
         )
     return network, config
 

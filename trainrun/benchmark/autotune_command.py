@@ -125,7 +125,7 @@ def report(
     from trainrun.benchmark.tune import tune_report
     from trainrun.benchmark.tune.preset_file import write_preset
 
-    say_head(typed, tuning.seconds, budget)
+    print_head(typed, tuning.seconds, budget)
     for line in tune_report.tuning_lines(tuning):
         say(line)
     if tuning.is_claimed:
@@ -148,7 +148,7 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
     from trainrun.benchmark.run_overrides import shown
     from trainrun.benchmark.tune import tune_report
 
-    say_head(typed, table.seconds, budget)
+    print_head(typed, table.seconds, budget)
     for line in tune_report.table_lines(table):
         say(line)
     rows = [tune_report.as_plain(row) | {"title": row.trial.cause, "alone": tune_report.as_plain(row.alone)}
@@ -158,7 +158,7 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
     return EXIT_DONE
 
 
-def say_head(typed: list[str], seconds: float, budget: float) -> None:
+def print_head(typed: list[str], seconds: float, budget: float) -> None:
     from trainrun.config.tuned_settings import machine
 
     head = f"trainrun autotune {shlex.join(masked_words(typed))}".rstrip()

@@ -51,7 +51,7 @@ def steps_for(take: Take, seconds: float = TURN_SECONDS) -> int:
         steps = min(MOST_STEPS, max(2 * steps, round(0.7 * seconds / each)))
 
 
-def warm_for(steps: int) -> int:
+def warm_up_steps(steps: int) -> int:
     """Return how many steps of a turn are not timed; fewer if the turn has few steps."""
     return 1 if steps < 4 else 2
 
@@ -74,7 +74,7 @@ class PacedTurns:
         each = sum(one.running_seconds for one in known) / max(sum(one.steps for one in known), 1)
         wanted = self._seconds / max(each, 1e-9)
         most = self._steps * (1 if turn.phase(COMPILE) else 8)
-        self._steps = self._whole(min(max(1.0, wanted - warm_for(round(wanted))), most))
+        self._steps = self._whole(min(max(1.0, wanted - warm_up_steps(round(wanted))), most))
         return turn
 
     def _whole(self, steps: float) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any, Final
 
-from trainrun.benchmark.budget import TURN_SECONDS, steps_for, warm_for
+from trainrun.benchmark.budget import TURN_SECONDS, steps_for, warm_up_steps
 from trainrun.benchmark.worker_messages import SAVING, VALIDATING, RunInfo, Save, Turn, Validate
 from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.config.schema import RunConfig
@@ -74,7 +74,7 @@ class MeasuredRun:
         least = LEAST_AHEAD if self.info.reads_ahead else 1
         self.worker.train(1, 1)  # compiles, if the run does
         steps = max(least, steps_for(self.worker.train, self._turn_seconds))
-        turn = self.worker.train(steps, warm_for(steps))
+        turn = self.worker.train(steps, warm_up_steps(steps))
         step_seconds = turn.running_seconds / turn.steps
         intervals = steps_between(self.config, self.info, step_seconds)
         most_steps = LONGEST_TURN * self._turn_seconds / step_seconds
@@ -84,7 +84,7 @@ class MeasuredRun:
             steps = every * max(1, round(steps / every))
         variants = {VALIDATION: VALIDATING, CHECKPOINT: SAVING}
         self._variant = "+".join(variants[name] for name in inside)
-        self._steps, self._warm = steps, warm_for(steps)
+        self._steps, self._warm = steps, warm_up_steps(steps)
         outside = {name: every for name, every in intervals.items() if name not in inside}
         self._rare = sum(seconds for _, seconds in rare_costs(self.worker, outside))
 

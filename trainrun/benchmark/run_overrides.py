@@ -88,10 +88,10 @@ def config_of(overrides: Sequence[str]) -> RunConfig:
 
 @lru_cache(maxsize=512)
 def _composed(overrides: tuple[str, ...], working_dir: Path) -> RunConfig:
-    return composed_anew(overrides)
+    return compose_again(overrides)
 
 
-def composed_anew(overrides: Sequence[str]) -> RunConfig:
+def compose_again(overrides: Sequence[str]) -> RunConfig:
     """Return what `config_of` returns, from the files as they are now."""
     config = compose_run(list(overrides)).config
     return replace(config, seed=0 if config.seed is None else config.seed, run_name=None)

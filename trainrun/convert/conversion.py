@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import DataConfig
-from trainrun.convert.folder import Journal, check_folder, locked, publish, temporary_of, writing_to
+from trainrun.convert.folder import Journal, check_folder, locked, open_for_writing, publish, temporary_of
 from trainrun.convert.output_formats import FORMATS, Format, Npy, encoded_facts
 from trainrun.convert.source import DEST, filled
 from trainrun.convert.split_samples import Samples, iterate_encoded, leaves_of
@@ -62,7 +62,7 @@ def convert(
             *next(iter(formats.values())).settings(),
         ]
         if journal is None:
-            with writing_to(dest):
+            with open_for_writing(dest):
                 Journal(arguments, identity, use=use).write(dest)
         files = [
             file
@@ -71,7 +71,7 @@ def convert(
         ]
         use_test, count = check_written(to, dest, splits, use)
         sizes = {str(file.relative_to(dest)): file.stat().st_size for file in files}
-        with writing_to(dest):
+        with open_for_writing(dest):
             Journal(arguments, identity, True, use, use_test, sizes).write(dest)
     total = sum(sizes.values()) / 1e6
     say(f"{dest}: wrote {len(sizes)} files ({total:,.1f} MB); checked {count} samples: identical")
@@ -94,7 +94,7 @@ def write_split(
     flag = StopFlag(training=False)  # Ctrl-C raises KeyboardInterrupt
     items = with_progress(items, name, len(samples), len(samples) - num_missing, flag)
     facts = dest / name / META_NAME
-    with catch_stops(flag.handle), writing_to(dest):
+    with catch_stops(flag.handle), open_for_writing(dest):
         for shard in missing:
             shard.paths[0].parent.mkdir(exist_ok=True)
             write_files(shard, output, items)

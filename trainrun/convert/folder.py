@@ -77,7 +77,7 @@ def locked(dest: Path) -> Iterator[None]:
     """
     import fcntl  # not on Windows
 
-    with writing_to(dest):
+    with open_for_writing(dest):
         dest.mkdir(parents=True, exist_ok=True)
         folder = os.open(dest, os.O_RDONLY)
     try:
@@ -108,7 +108,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 @contextmanager
-def writing_to(dest: Path) -> Iterator[None]:
+def open_for_writing(dest: Path) -> Iterator[None]:
     """Turn what the system refuses into a DataError with the way out."""
     try:
         yield

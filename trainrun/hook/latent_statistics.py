@@ -47,6 +47,6 @@ def mutual_information(mean: Tensor, log_var: Tensor, noise: Tensor) -> float:
     return float((log_density - mixture).mean())
 
 
-def noise_for_code_of(mean: Tensor, log_var: Tensor, code: Tensor) -> Tensor:
+def noise_of_code(mean: Tensor, log_var: Tensor, code: Tensor) -> Tensor:
     """Return the noise with which a draw of N(mean, exp(log_var)) gives this code."""
     return (code - mean) * (-0.5 * log_var).exp()

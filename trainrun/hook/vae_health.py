@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_for_code_of
+from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_of_code
 from trainrun.interfaces import batch_by_name, batch_fields
 from trainrun.limits import Count, Limits
 
@@ -47,7 +47,7 @@ class HasBound(Protocol):
     beta: float
 
     def terms(self, model: nn.Module, batch: Any) -> Any:
-        """The fields of `trainrun.task.vae.BoundTerms`."""
+        """Return the fields of `trainrun.task.vae.BoundTerms`."""
 
     def beta_at(self, step: int) -> float:
         """Return the weight of the KL after `step` updates."""
@@ -217,7 +217,7 @@ def look(run: Components, held: list[Any], step: int, fast: bool) -> dict[str, A
         totals["values"] = getattr(terms[0], "num_values", 0)
         totals["tokens"] = sum(int(getattr(term, "num_tokens", None) or 0) for term in terms)
         if not fast and takes_noise(held, mean.shape[1]) and len(mean) > 1:
-            others = joined(terms_of(with_codes_of_others(held, mean, log_var)), "reconstruction")
+            others = joined(terms_of(shuffle_codes(held, mean, log_var)), "reconstruction")
             totals["gain"] = (others - rebuilt).tolist()
     ranks = run.parallel.gather(totals)
     means, log_vars, reconstructions, gains = (
@@ -257,14 +257,14 @@ def takes_noise(held: list[Any], dimensions: int) -> bool:
     return all(isinstance(noise, Tensor) and noise.shape[1:] == (dimensions,) for noise in noises)
 
 
-def with_codes_of_others(held: list[Any], mean: Tensor, log_var: Tensor) -> list[Any]:
+def shuffle_codes(held: list[Any], mean: Tensor, log_var: Tensor) -> list[Any]:
     """Return the batches with noise that gives each sample the code of another sample."""
     named = [batch_by_name(batch) for batch in held]
     code = mean + (0.5 * log_var).exp() * torch.cat([batch["noise"] for batch in named]).double()
     order = torch.randperm(len(code), generator=torch.Generator().manual_seed(0)).to(code.device)
     others = torch.empty_like(code)
     others[order] = code[order.roll(1)]
-    noise = noise_for_code_of(mean, log_var, others)
+    noise = noise_of_code(mean, log_var, others)
     parts = torch.split(noise, [len(batch["noise"]) for batch in named])
     return [
         {**batch, "noise": part.to(batch["noise"].dtype)} for batch, part in zip(named, parts, strict=True)

@@ -36,7 +36,7 @@ class Cnn(nn.Module):
         zero_init_residual: bool = True,
         init: Scheme = "he",
     ) -> None:
-        channels, rows, columns = shape = checked_picture(in_shape)
+        channels, rows, columns = shape = check_picture_shape(in_shape)
         wide = 2 * width
         branch = [*conv(wide, wide, norm), nn.ReLU(inplace=True), *conv(wide, wide, norm)]
         pool = max(1, min(rows, columns) // 4 // HEAD_SIDE)
@@ -71,7 +71,7 @@ def conv(channels: int, next_channels: int, norm: str) -> list[nn.Module]:
     return [layer, *norm_layers(norm, next_channels, images=True)]
 
 
-def checked_picture(in_shape: Sequence[int]) -> tuple[int, int, int]:
+def check_picture_shape(in_shape: Sequence[int]) -> tuple[int, int, int]:
     """Return the shape (C, H, W). Raise ValueError if it has other dimensions, or is too small for two poolings."""
     if len(in_shape) != 3:
         raise ValueError(f"in_shape={list(in_shape)} must be [channels, height, width]")

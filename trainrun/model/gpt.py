@@ -122,10 +122,13 @@ class Gpt(nn.Module):
         return_states: bool = False,
         cache: Cache | None = None,
     ) -> Tensor:
-        """segment_ids, position_ids: (B, T), of several sequences in a row; 0 is a segment of padding.
+        """Return the logits.
 
-        return_states: what `head` makes the logits of, (B, T, width). cache: empty at first; with it, tokens go on from
-        those of the calls before, which are not computed again.
+        segment_ids, position_ids: (B, T), of several sequences in a row; 0 is a segment of padding. return_states:
+        return the inputs
+        of `head` instead, (B, T, width). cache: empty at first; with it, tokens continue those of earlier calls, which
+        are not
+        computed again.
         """
         length = tokens.shape[1]
         before = next(iter(cache.values()))[0].shape[2] if cache else 0

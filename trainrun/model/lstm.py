@@ -44,9 +44,11 @@ class Lstm(nn.Module):
         return_states: bool = False,
         cache: dict[Any, Any] | None = None,
     ) -> Tensor:
-        """attention_mask: (B, T) bool, False at padding. return_states: what `head` makes the logits of.
+        """Return the logits.
 
-        cache: empty at first; with it, tokens go on from those of the calls before.
+        attention_mask: (B, T) bool, False at padding. return_states: return the inputs of `head` instead. cache: empty
+        at first; with
+        it, tokens continue those of earlier calls.
         """
         states, after = self.lstm(self.drop(self.tokens(tokens)), cache.get("state") if cache else None)
         if cache is not None:

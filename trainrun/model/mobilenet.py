@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainrun.limits import BelowOne, Count
 from trainrun.model.choices import Scheme
-from trainrun.model.cnn import checked_picture
+from trainrun.model.cnn import check_picture_shape
 from trainrun.model.layers import Residual, dropout_layers, initialize
 
 BLOCKS = ((1, 2), (2, 1), (2, 1), (4, 2), (4, 1))  # channels of each in widths, and its stride
@@ -36,7 +36,7 @@ class Mobilenet(nn.Module):
         dropout: BelowOne = 0.0,
         init: Scheme = "he",
     ) -> None:
-        channels, _, _ = shape = checked_picture(in_shape)
+        channels, _, _ = shape = check_picture_shape(in_shape)
         now = width
         super().__init__()
         self.in_shape = shape

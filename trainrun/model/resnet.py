@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainrun.limits import BelowOne, Count
 from trainrun.model.choices import Norm, ResnetSize, Scheme, Stem
-from trainrun.model.cnn import checked_picture
+from trainrun.model.cnn import check_picture_shape
 from trainrun.model.layers import Residual, dropout_layers, initialize, norm_layers
 
 # blocks of the four stages, and whether a block is a bottleneck
@@ -45,7 +45,7 @@ class ResNet(nn.Module):
         zero_init_residual: bool = True,
         init: Scheme = "he",
     ) -> None:
-        channels, rows, columns = shape = checked_picture(in_shape)
+        channels, rows, columns = shape = check_picture_shape(in_shape)
         usual, bottleneck = SIZES[size]
         large = stem == "large" or (stem == "auto" and min(rows, columns) >= LARGE_SIDE)
         super().__init__()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.limits import Count
-from trainrun.model.vae import FIRST_CODE, VaeOutput, drawn_code
+from trainrun.model.vae import FIRST_CODE, VaeOutput, draw_code
 
 
 class SequenceVae(nn.Module):
@@ -40,13 +40,17 @@ class SequenceVae(nn.Module):
         noise: Tensor | None = None,
         word_dropout: Tensor | None = None,
     ) -> VaeOutput:
-        """attention_mask: (B, T) bool, False at padding. noise: (B, latent_dim), standard normal; without it, training
-        draws from torch's generator, and evaluation decodes the mean. word_dropout: (B, T or more) bool, what the
-        decoder does not get to see."""
+        """Return reconstruction, mean and log_var.
+
+        attention_mask: (B, T) bool, False at padding. noise: (B, latent_dim), standard normal; without it, training
+        draws from
+        torch's generator, and evaluation decodes the mean. word_dropout: (B, T or more) bool, tokens hidden from the
+        decoder.
+        """
         states, _ = self.encoder(self.tokens(tokens))
         if attention_mask is not None:
             states = states.masked_fill(~attention_mask[..., None], -1.0)  # an LSTM gives more
-        mean, log_var, drawn = drawn_code(self.code(states.amax(1)), noise, self.training)
+        mean, log_var, drawn = draw_code(self.code(states.amax(1)), noise, self.training)
         return VaeOutput(self._decoded(tokens, drawn.to(self.head.weight.dtype), word_dropout), mean, log_var)
 
     def _decoded(self, tokens: Tensor, code: Tensor, dropped: Tensor | None) -> Tensor:

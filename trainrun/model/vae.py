@@ -68,15 +68,18 @@ class Vae(nn.Module):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as in the Cnn
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> VaeOutput:
-        """noise: (B, latent_dim), standard normal. Without it, training draws from torch's generator, and
-        evaluation decodes the mean."""
-        mean, log_var, drawn = drawn_code(self.encoder(x), noise, self.training)
+        """Return reconstruction, mean and log_var.
+
+        noise: (B, latent_dim), standard normal. Without it, training draws from torch's generator, and evaluation
+        decodes the mean.
+        """
+        mean, log_var, drawn = draw_code(self.encoder(x), noise, self.training)
         if x.dtype in HALF_TYPES:  # then the weights are too
             drawn = drawn.to(x.dtype)
         return VaeOutput(self.decoder(drawn), mean, log_var)
 
 
-def drawn_code(code: Tensor, noise: Tensor | None, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+def draw_code(code: Tensor, noise: Tensor | None, training: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, log_var and the code for the decoder, (B, latent_dim) each. code: (B, 2 latent_dim) of the
     encoder.
     """

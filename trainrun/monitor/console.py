@@ -69,7 +69,7 @@ class Console:
         if self._html is not None:
             self._html.update(step)
         if self._due:
-            self._say_newest()
+            self._print_newest()
 
     def on_start(self, facts: RunFacts, step: int) -> None:
         self._facts, self.position, self._window_began = facts, step, step
@@ -110,7 +110,7 @@ class Console:
         shown = {name: value for name, value in row.items() if _is_shown(name)}
         self._latest |= shown
         if any(name.startswith("test/") for name in shown):
-            self._say_newest()
+            self._print_newest()
             self._print("  ".join(["test", *readings(shown)]))
             return
         line = {
@@ -118,7 +118,7 @@ class Console:
         }
         self._validates = True
         self._unsaid = step, epoch, line
-        self._say_newest(is_best=self._best()[1] == step)
+        self._print_newest(is_best=self._best()[1] == step)
 
     def on_layers(self, layers: Sequence[Mapping[str, Any]]) -> None:
         """Print the table of the layers, which is known after the first step."""
@@ -131,7 +131,7 @@ class Console:
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         self.close()
-        self._say_newest()
+        self._print_newest()
         for line in end_lines(summary, self._facts):
             self._print(line)
 
@@ -168,7 +168,7 @@ class Console:
         """Return the columns of the terminal; None for a file or a pipe, whose lines are of any length."""
         return shutil.get_terminal_size().columns if self._is_terminal else None
 
-    def _say_newest(self, is_best: bool = False) -> None:
+    def _print_newest(self, is_best: bool = False) -> None:
         """Print the newest numbers as a line of the table, unless a line has had them."""
         newest, self._unsaid, self._due = self._unsaid, None, False
         if newest is None:

@@ -241,7 +241,7 @@ class Gpus:
         return {name: row[name] for name in readers if name in row}
 
 
-def throttled(nvml: Any, gpu: Any) -> int:
+def is_throttled(nvml: Any, gpu: Any) -> int:
     """Return 1 while heat, power or the board slows the GPU down. Idling and limits set by the user do not count."""
     harmless = (
         nvml.nvmlClocksThrottleReasonGpuIdle
@@ -256,7 +256,7 @@ SENSORS: dict[str, Callable[[Any, Any], float]] = {
     "memory_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
     "watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
     "celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-    "throttled": throttled,
+    "throttled": is_throttled,
 }
 
 

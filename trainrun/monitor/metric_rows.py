@@ -45,7 +45,7 @@ def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
     write_text(path, "".join(f"{line}\n" for line in lines_before), durable=True)
 
 
-def sound_rows(path: Path) -> tuple[list[str], int]:
+def valid_rows(path: Path) -> tuple[list[str], int]:
     """Return the valid lines, unchanged, and the number of damaged lines."""
     lines: list[str] = []
     whole_lines = path.read_bytes().split(b"\n")[:-1]

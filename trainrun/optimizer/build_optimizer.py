@@ -20,8 +20,8 @@ from trainrun.errors import OF_ARGUMENTS, CheckpointError, PluginError
 from trainrun.optimizer.other_optimizers import (
     check_contract,
     check_sparse,
+    describe_lost_state,
     inner_states,
-    lost_at_a_resume,
     sparse_parameters,
 )
 from trainrun.runtime.memory_layout import is_dense
@@ -82,7 +82,7 @@ def build_optimizer(
     lost = ""
     if type(optimizer) not in PLAIN:
         check_contract(optimizer, name, closures)
-        lost = lost_at_a_resume(optimizer, model)
+        lost = describe_lost_state(optimizer, model)
     lines = division.settle(optimizer, factory, keywords) if division else []
     if _is_sparse(model) and (sparse := sparse_parameters(model)):
         check_sparse(optimizer, model, sparse)

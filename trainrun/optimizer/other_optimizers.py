@@ -45,7 +45,7 @@ def check_contract(optimizer: Any, name: str, closures: bool) -> None:
         )
 
 
-def lost_at_a_resume(optimizer: Optimizer, model: nn.Module) -> str:
+def describe_lost_state(optimizer: Optimizer, model: nn.Module) -> str:
     """Describe what an optimizer stores outside its state, where no checkpoint holds it; empty if nothing."""
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return ""
@@ -138,12 +138,12 @@ def _check_sparse_of_one(
         if kind == "SparseAdam" and others:
             raise PluginError(
                 f"optimizer: SparseAdam updates from sparse gradients alone, and that of {others[0]} is dense; "
-                f"{_ways_for_sparse(names, sparse)}"
+                f"{_describe_sparse_options(names, sparse)}"
             )
         if names_here and kind not in TAKES_SPARSE:
             raise PluginError(
                 f"optimizer: {kind} does not take sparse gradients, as that of {names_here[0]} is; "
-                f"{_ways_for_sparse(names, sparse)}"
+                f"{_describe_sparse_options(names, sparse)}"
             )
         option = next((option for option in TAKES_SPARSE.get(kind, ()) if group[option]), None)
         if names_here and option is not None:
@@ -155,7 +155,7 @@ def _check_sparse_of_one(
             )
 
 
-def _ways_for_sparse(names: Mapping[Tensor, str], sparse: Collection[Tensor]) -> str:
+def _describe_sparse_options(names: Mapping[Tensor, str], sparse: Collection[Tensor]) -> str:
     """Describe which optimizers work for a model with these sparse gradients."""
     tables = [name for param, name in names.items() if param in sparse]
     if not tables:

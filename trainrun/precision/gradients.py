@@ -160,12 +160,12 @@ def by_kind(params: Iterable[nn.Parameter]) -> Groups:
             dense_grad = _coalesced(param) if grad.is_sparse else grad
             groups.setdefault((dense_grad.device, dense_grad.dtype), []).append(dense_grad)
     return [
-        [_real_parts(grad) for grad in dense_grad] if dtype.is_complex else dense_grad
+        [_view_as_real(grad) for grad in dense_grad] if dtype.is_complex else dense_grad
         for (_, dtype), dense_grad in groups.items()
     ]
 
 
-def _real_parts(grad: Tensor) -> Tensor:
+def _view_as_real(grad: Tensor) -> Tensor:
     """View a complex gradient as real numbers, sharing its memory. A conjugate is viewed without conjugation."""
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 

@@ -73,7 +73,7 @@ class Update:
         self._context = build_context(autocast_dtype, device)
         self._scaler: torch.amp.GradScaler | None = None
         if autocast_dtype is torch.float16:
-            self._scaler, self._overflowed = build_scaler(device), overflowed
+            self._scaler, self._overflowed = build_scaler(device), has_overflowed
         self._limit = clip_value or None
         self._clips_norm = self._limit is not None and clip_algorithm == "norm"
         self._nan_policy = nan_policy
@@ -246,7 +246,7 @@ class Update:
         most = MAX_SKIPS_IN_A_ROW if self._scaler is None else MAX_OVERFLOWS_IN_A_ROW
         if not self._stopped and self._skipped_in_a_row <= most:
             return ""
-        return why_it_ends(self._stopped, self._scaler is not None, most)
+        return describe_end(self._stopped, self._scaler is not None, most)
 
     def _look(self) -> None:
         """Take the flag from the device to the host, which waits for it."""
@@ -295,7 +295,7 @@ def build_scaler(device: torch.device) -> torch.amp.GradScaler:
     return scaler
 
 
-def overflowed(
+def has_overflowed(
     scaler: torch.amp.GradScaler, optimizer: Optimizer, any_rank: Callable[[Tensor], Tensor]
 ) -> bool:
     """Return whether `unscale_` saw a value that is not finite. The host waits for the device.
@@ -307,7 +307,7 @@ def overflowed(
     return math.fsum(any_rank(flag).item() for flag in flags.values()) != 0
 
 
-def why_it_ends(stopped: bool, scales: bool, most: int) -> str:
+def describe_end(stopped: bool, scales: bool, most: int) -> str:
     """Return why the run ends. stopped: by the policy; else more than `most` steps in a row were skipped."""
     if stopped:
         return (

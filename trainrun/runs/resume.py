@@ -39,7 +39,7 @@ from trainrun.folder.run_folder import (
 from trainrun.folder.seal import check_files, check_sealed
 from trainrun.folder.status import read_status
 from trainrun.instantiate import TARGET
-from trainrun.monitor.metric_rows import sound_rows
+from trainrun.monitor.metric_rows import valid_rows
 from trainrun.output import say
 
 MAX_WORDS_BYTES = 2**22
@@ -227,7 +227,7 @@ def restore_config(run: RunDir) -> None:
 
 def has_trained(run: RunDir) -> bool:
     """Return whether the rows or the status of a run record a step."""
-    rows = sound_rows(run.metrics)[0] if run.metrics.is_file() else []
+    rows = valid_rows(run.metrics)[0] if run.metrics.is_file() else []
     return read_status(run).get("step", 0) > 0 or any('"kind": "train"' in row for row in rows)
 
 
@@ -370,7 +370,7 @@ def _is_text(path: Path) -> bool:
 def _repair_rows(run: RunDir, note: Callable[[str], None]) -> None:
     if not run.metrics.is_file():
         return
-    lines, num_bad = sound_rows(run.metrics)
+    lines, num_bad = valid_rows(run.metrics)
     if num_bad:
         rows = f"{num_bad} of its {len(lines) + num_bad} rows are damaged"
         _set_aside(run.metrics, f"{rows}, the others are kept", note)

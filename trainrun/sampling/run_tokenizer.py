@@ -49,7 +49,7 @@ def _with_file(node: Any, spec: str) -> Any:
     return node if "_target_" in node else {name: _with_file(one, spec) for name, one in node.items()}
 
 
-def kept_tokenizer(run: RunDir) -> Path:
+def saved_tokenizer(run: RunDir) -> Path:
     """Return the tokenizer file of a run. Raise ConfigError if it is missing, or not the one of the training."""
     if not run.tokenizer.is_file():
         raise ConfigError(f"{run.tokenizer}: is missing, and this run was trained with it; bring it back")
@@ -62,7 +62,7 @@ def kept_tokenizer(run: RunDir) -> Path:
 
 def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
     if run.tokenizer.is_file() or committed_steps(run.checkpoints):
-        kept_tokenizer(run)
+        saved_tokenizer(run)
         return
     source = _of_another(config)
     if source is not None:

@@ -12,7 +12,7 @@ from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir
 from trainrun.instantiate import locate
-from trainrun.sampling.run_tokenizer import kept_tokenizer
+from trainrun.sampling.run_tokenizer import saved_tokenizer
 
 TEXT = "trainrun.data.readers.text.text.load"
 CUT = "\ufffd"  # what decoding gives for a character that is not whole yet
@@ -41,7 +41,7 @@ def tokens_of_data(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
         )
     if data.get("tokenizer") is None:
         return BYTES
-    path = str(kept_tokenizer(run_dir)) if is_trained(data["tokenizer"]) else data["tokenizer"]
+    path = str(saved_tokenizer(run_dir)) if is_trained(data["tokenizer"]) else data["tokenizer"]
     return open_tokenizer(path)[0]
 
 

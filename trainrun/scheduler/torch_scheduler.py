@@ -76,12 +76,13 @@ class TorchScheduler:
         return "epoch" if self._by_epoch else "step"
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> list[float]:
-        """state: of the schedule. steps: updates so far behind the warmup. Returns the rates to go on from; none where
-        it begins.
+        """Restore a torch scheduler. Return the learning rates from which to continue; empty if it begins.
 
-        The optimizer has the rates that the scheduler begins with. Where an argument, a rate or the kind of schedule is
-        another than in the run before, one of torch's takes all its steps again; the rates of a plateau, and of a class
-        of the user's, change with those that it begins with.
+        state: of the schedule. steps: updates so far after the warmup. The optimizer has the initial rates of the
+        scheduler. If an
+        argument, a rate or the kind of schedule differs from the earlier run, a scheduler of torch repeats all its
+        steps. The
+        rates of a plateau, and of a class of the user's, change in proportion to the initial ones.
         """
         interval = state.get("interval", "step")
         if interval != self._interval:

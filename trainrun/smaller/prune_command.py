@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def training_limits(text: str | None) -> dict[str, int | None]:
-    """The settings that `--finetune` stands for. Raise ConfigError."""
+    """Return the settings that `--finetune` stands for. Raise ConfigError."""
     if text is None:
         return {}
     try:

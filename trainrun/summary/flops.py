@@ -87,7 +87,7 @@ def flops_per_item(run: Components) -> float:
 
 def count_flops(run: Components, batch: Any) -> float:
     """Count the operations an item of the batch takes. It belongs into a trial."""
-    with counter() as counted, eagerly(counted):
+    with counter() as counted, without_compiler(counted):
         with run.precision.autocast():
             out = run.task.step(run.model, batch)
         out.loss_sum.backward()  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ def count_flops(run: Components, batch: Any) -> float:
 
 
 @contextmanager
-def eagerly(counted: FlopCounterMode) -> Iterator[None]:
+def without_compiler(counted: FlopCounterMode) -> Iterator[None]:
     """Run compiled modules eagerly inside. Without any, torch's compiler stays unloaded: loading takes 1.3 s."""
     loaded = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
@@ -106,7 +106,7 @@ def eagerly(counted: FlopCounterMode) -> Iterator[None]:
 
 
 def counter() -> FlopCounterMode:
-    """With the kernels that torch's own counter does not know: attention and LSTM on a CPU."""
+    """Return a counter that also knows attention and LSTM on a CPU, which torch's own does not."""
     aten = torch.ops.aten
     known: dict[Any, Callable[..., int]] = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -126,7 +126,10 @@ def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape,
 
 
 def _recurrent(inputs: Shape, weight_in: Shape, weight_back: Shape, *_: Any, **__: Any) -> int:
-    """inputs: (T, B, I); weights: (gates * H, I) and (gates * H, H), each used at every position."""
+    """Count the work of a recurrent layer.
+
+    inputs: (T, B, I). Weights: (gates * H, I) and (gates * H, H), each used at every position.
+    """
     return 2 * math.prod(inputs[:2]) * (math.prod(weight_in) + math.prod(weight_back))
 
 
@@ -135,7 +138,7 @@ def _recurrent_backward(inputs: Shape, weight_in: Shape, weight_back: Shape, *_:
 
 
 def dtype_of(run: Components) -> torch.dtype:
-    """The type that matrix products have in the run."""
+    """Return the type of matrix products in the run."""
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
     mode = run.config.precision.mode
     if mode in mixed:

@@ -195,11 +195,11 @@ def compare(
                 return comparison
             done += 1
             staying = [name for name in staying if name not in comparison.failed]
-        staying, rounds = survivors(comparison, staying, rules), min(done, rules.most_pairs - done)
+        staying, rounds = remaining_candidates(comparison, staying, rules), min(done, rules.most_pairs - done)
     return comparison
 
 
-def survivors(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
+def remaining_candidates(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
     """Return the candidates that get more turns; none if more turns would change nothing."""
     early = shared(EARLY, rules.looks)
     ratios = {name: comparison.ratio(name, early) for name in staying if comparison.pairs[name]}

@@ -78,7 +78,7 @@ class PhaseTimer:
         """
         return self._seconds[account] + (self._clock() - self._since if self._open == account else 0.0)
 
-    def glance(self) -> dict[str, float]:
+    def read_running(self) -> dict[str, float]:
         """Return what `read` does, from any thread, without closing or opening an account."""
         return {name: self.seconds_of(account) for account, name in enumerate(ACCOUNTS)}
 

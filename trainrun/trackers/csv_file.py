@@ -25,9 +25,9 @@ class CsvFile:
         self._step = 0
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
-        """A resumed run writes again what lies behind the step that it begins with, and at that step what is new.
+        """Open the table. A resumed run overwrites the rows after the step from which it continues.
 
-        Raises ConfigError for a file that is not the table of this run.
+        Raise ConfigError if the file is not the table of this run.
         """
         inside = Path(run["folder"]) / "metrics.csv"
         self._path, rows, mark = self._path or inside, [], inside.with_name(".csv-path")

@@ -24,11 +24,11 @@ class ModelBlock(NamedTuple):
 
 
 def model_blocks(model: nn.Module) -> list[ModelBlock]:
-    """In the order of the model; none twice, and none inside of another.
+    """Return the blocks in the order of the model, each once, and none inside another.
 
-    Children of a ModuleList or a Sequential that have layers of their own and are not the only ones of their
-    class; and in a Sequential without a forward of its own, a layer with weights together with the simple ones that
-    follow it.
+    A block is a child of a ModuleList or Sequential that has layers of its own and siblings of its class. In a
+    Sequential
+    without a forward of its own, it is also a layer with weights together with the simple layers after it.
     """
     return list(dict.fromkeys(_blocks(model)))
 
@@ -92,14 +92,16 @@ def _runs(sequential: nn.Sequential) -> Iterator[ModelBlock]:
 
 
 def _worthy(sequential: nn.Sequential, run: list[nn.Module], end: int) -> Iterator[ModelBlock]:
-    """The run, where computing it again forgets more than its own input and output."""
+    """Yield the run if recomputing it saves more memory than its own input and output."""
     worthy_layers = [layer for layer in run[1:] if not isinstance(layer, SAVE_NOTHING_MORE)]
     if worthy_layers or (run and next(run[0].children(), None) is not None):
         yield ModelBlock(sequential, tuple(run), end - len(run))
 
 
 def _repeated(container: nn.Sequential | nn.ModuleList) -> set[type[nn.Module]]:
-    """Classes of several children that have layers of their own; one that stands twice counts twice."""
+    """Return the classes of several children that have layers of their own; a child that is used twice counts
+    twice.
+    """
     children = (child for child in container if child is not None)  # which a ModuleList may hold
     kinds = Counter(type(child) for child in children if next(child.children(), None) is not None)
     return {kind for kind, number in kinds.items() if number > 1}

@@ -64,15 +64,17 @@ def compile_model(
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Copies of the gradients, which the next micro-batch adds to: those that a CUDA graph of inductor gives are
-    overwritten when it is replayed (torch 2.13, pytorch issue 169545)."""
+    """Copy the gradients before the next micro-batch adds to them.
+
+    A CUDA graph of inductor overwrites its gradients when it is replayed (torch 2.13, pytorch issue 169545).
+    """
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that stand next to others of their class in a list, as a transformer's layers."""
+    """Return the outermost modules that are next to others of their class in a list, as a transformer's layers."""
     blocks = _blocks_in(model)
     if not blocks:
         raise RuntimeError(
@@ -112,7 +114,7 @@ def check_compile_options(mode: str | None, backend: str, on_cpu: bool) -> None:
 
 
 def check_compiler() -> None:
-    """Asks inductor for its C++ compiler now: it would look for one in the midst of the first step."""
+    """Find inductor's C++ compiler now; otherwise it would be looked for during the first step."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -35,7 +35,7 @@ class CompileLog:
         self._tell(f"compile: {what} in {seconds:.1f} s{', once more' if again else ''}")
 
     def listen(self) -> Callable[[], None]:
-        """Watch every graph that `torch.compile` makes in this process; return what ends that."""
+        """Watch every graph that `torch.compile` makes in this process. Return a function that ends the watch."""
         from torch._dynamo.callback import callback_handler
 
         def start(*_: Any) -> None:
@@ -56,7 +56,7 @@ class CompileLog:
         return stop
 
     def summary(self) -> dict[str, Any]:
-        """For the summary of a run; empty if nothing was compiled."""
+        """Return the numbers for the summary of a run; empty if nothing was compiled."""
         if not self.graphs:
             return {}
         return {"compile_seconds": self.seconds, "compiled_graphs": self.graphs, "recompiles": self.again}

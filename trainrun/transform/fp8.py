@@ -50,9 +50,9 @@ def fp8_linear(model: nn.Module, device: torch.device, compiled: bool = False) -
 
 
 def swap_layers(model: nn.Module, chosen: set[str]) -> None:
-    """RuntimeError: torchao is not installed.
+    """Replace linear layers by layers with float8 products. RuntimeError: torchao is not installed.
 
-    Products want inner sizes that are multiples of 16, and in the weight's gradient that is the number of rows.
+    Products need inner sizes that are multiples of 16, and in the weight's gradient that is the number of rows.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -64,7 +64,7 @@ def swap_layers(model: nn.Module, chosen: set[str]) -> None:
 
 
 def layers_to_swap(model: nn.Module) -> set[str]:
-    """Names of the linear layers to swap: not the last, whose outputs a loss is sensitive to."""
+    """Return the names of the linear layers to swap, without the last: the loss is sensitive to its outputs."""
     layers = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     return {
         name

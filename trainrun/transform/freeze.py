@@ -51,7 +51,7 @@ class Frozen:
 
 
 def norms_of(model: nn.Module, patterns: Patterns, frozen: set[str]) -> list[str]:
-    """The names of batch norms that are frozen whole."""
+    """Return the names of batch norms that are frozen completely."""
     norms = []
     for name, layer in model.named_modules():
         if getattr(layer, "running_mean", None) is not None:
@@ -70,5 +70,5 @@ def is_named(name: str, patterns: Patterns) -> bool:
 
 
 def stay(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """In place of `train`: the layer as it is."""
+    """Return the layer unchanged; replaces its method `train`."""
     return layer

@@ -41,7 +41,9 @@ def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
 def recompute_blocks(
     model: nn.Module, blocks: list[ModelBlock], selective: bool = False, around: Around | None = None
 ) -> None:
-    """Has the blocks computed again, in place. around: makes of a forward the one that is called both times."""
+    """Wrap each block in activation checkpointing, in place. around: returns the forward that is called in both
+    passes.
+    """
     calls: list[Recompute] = []
 
     def wrap(forward: Callable[..., Any], modules: Sequence[nn.Module]) -> Recompute:

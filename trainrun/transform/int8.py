@@ -245,7 +245,7 @@ def refuse_training(layer: nn.Module, inputs: Any) -> None:
 
 @torch.no_grad()
 def store_in_bytes(layer: nn.Module) -> None:
-    """Parametrize the matrices of a layer by `Int8Matrix`."""
+    """Store the matrices of a layer as `Int8Matrix`."""
     matrices = [name for name, value in layer.named_parameters(recurse=False) if value.ndim > 1]
     for name in matrices:
         getattr(layer, name).requires_grad_(False)  # no gradient can be had of bytes
@@ -316,7 +316,7 @@ def explain_float_layers(model: nn.Module, what: str = "bytes") -> dict[str, str
 
 @contextmanager
 def record_ranges(model: nn.Module) -> Iterator[None]:
-    """In this context, layers of `int8-static` record the ranges of their inputs and outputs."""
+    """Record the ranges of inputs and outputs of `int8-static` layers inside the block."""
     layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer)]
     layers = [layer for layer in layers if layer.input_range is not None]
     for layer in layers:

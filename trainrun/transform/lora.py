@@ -49,7 +49,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """The layer alone, with the correction added to its weight."""
+        """Return the plain layer with the correction added to its weight."""
         weight = self.base.weight
         wide = torch.promote_types(weight.dtype, torch.float32)  # 16 bits are rounded once
         weight.copy_(weight.to(wide) + self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide)))
@@ -88,7 +88,7 @@ def lora(
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
-    """The network without LoRA's layers, and with what they learned: for export, or for another `init_from`."""
+    """Return the network with LoRA's layers merged into its weights, for export or for another `init_from`."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LoraLinear):
             model = _replaced(model, name, layer.merged())

@@ -47,7 +47,7 @@ def on_device(param: Tensor, device: torch.device) -> Tensor:
 
 
 def own_parameters(model: nn.Module, blocks: list[ModelBlock]) -> list[nn.Parameter]:
-    """Those that only modules inside of blocks use."""
+    """Return the parameters that only modules inside blocks use."""
     inside = {
         id(part) for block in blocks for top in block.layers or (block.owner,) for part in top.modules()
     }
@@ -74,7 +74,7 @@ class Fetching:
 
     @contextmanager
     def _fetched(self) -> Iterator[None]:
-        """Inside, the copies stand in the modules in the places of the parameters, as torch.func does it."""
+        """Replace the parameters of the modules by their copies inside the block, as torch.func does."""
         copies: dict[nn.Parameter, Tensor] = {}
         places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
             (module._parameters, name, param)

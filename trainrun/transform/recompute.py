@@ -73,7 +73,7 @@ class _Call:
         ]
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Around the first and the second run."""
+        """Return the contexts of the first and the second run."""
         if not self._selective:
             return self._first_run(), _Entered(self._second_run)
         first, second = create_selective_checkpoint_contexts(self._policy)  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class _Call:
 
     @contextlib.contextmanager
     def _second_run(self) -> Iterator[None]:
-        """Inside, copies of the old buffers take their places."""
+        """Put copies of the earlier buffers in place inside the block."""
         self._check_unchanged()
         now = [getattr(module, name) for module, name, *_ in self._buffers]
         try:
@@ -158,7 +158,7 @@ def is_kept(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def nested_tensors(tree: Any) -> Iterator[Tensor]:
-    """Those inside lists, tuples and dicts."""
+    """Yield the tensors inside lists, tuples and dicts."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):

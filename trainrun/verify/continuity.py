@@ -137,7 +137,7 @@ def _opened(config: RunConfig) -> Batches:
     return stream
 
 
-def each_once(config: RunConfig, num_samples: int | None) -> Certificate:
+def check_epoch_coverage(config: RunConfig, num_samples: int | None) -> Certificate:
     """Check that an epoch holds each sample once, on one, two and three ranks, with the user's batch size."""
     if num_samples is None:
         raise NotApplicable("the number of samples is not known")

@@ -30,7 +30,7 @@ from trainrun.verify.certificate import (
     largest_difference,
 )
 from trainrun.verify.subject_changes import Doubles, first_samples
-from trainrun.verify.trials import Outcome, Trials, in_doubles
+from trainrun.verify.trials import Outcome, Trials, config_in_float64
 
 MICRO = 2  # samples of the smallest micro-batch
 BOUND = 1e-9  # of a weight, in float64
@@ -46,7 +46,7 @@ def accumulation(trials: Trials) -> Certificate:
     return compared("accumulation", _difference_of_parts(trials, 2), BOUND, text)
 
 
-def partial_window(trials: Trials) -> Certificate:
+def check_partial_window(trials: Trials) -> Certificate:
     """Check that a shorter last window of an epoch weighs its samples like the others."""
     worst = _difference_of_parts(trials, 3, samples=2 * 4 * MICRO + 2 * MICRO)
     text = f"a last window of half the size does not depend on its parts, {MODE}"
@@ -95,7 +95,7 @@ def _outcome(
     samples: int | None = None, num_ranks: int = 1,
 ) -> Outcome:  # fmt: skip
     def change(config: RunConfig) -> RunConfig:
-        config = in_doubles(config, steps, batch_size, accumulate)
+        config = config_in_float64(config, steps, batch_size, accumulate)
         if samples is not None:
             source = next(iter(named_nodes(config.data.train).values()), config.data.train)
             config = with_values(config, {"data.train": first_samples(source, samples, "train")})
@@ -196,7 +196,7 @@ def _rows(size: int, rows: slice, leaf: Any) -> Any:
     return leaf[rows] if getattr(leaf, "ndim", 0) and len(leaf) == size else leaf
 
 
-def every_parameter(
+def check_all_parameters_change(
     components: Components, fit: Callable[[Components], None], gradients: Callable[[], dict[str, float]]
 ) -> Certificate:
     """Check that a few steps of the user's training change every parameter. gradients: computed if one does not

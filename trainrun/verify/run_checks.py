@@ -27,7 +27,7 @@ from trainrun.user_code import line_of
 from trainrun.verify import continuity, mathematics
 from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable
 from trainrun.verify.subject_changes import first_samples
-from trainrun.verify.trials import StopAt, Trials, in_doubles, quiet
+from trainrun.verify.trials import StopAt, Trials, config_in_float64, quiet
 
 CHANGING_STEPS = 10
 FEW_SAMPLES = 50
@@ -65,7 +65,7 @@ def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator
 
 def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
     def exact(val_batch_size: int | None = None) -> Components:
-        return exact_parts(config, folder, val_batch_size)
+        return build_exact_run(config, folder, val_batch_size)
 
     def first_batch(run: Components) -> object:
         try:
@@ -97,15 +97,15 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
     return {
         "sum of losses": cut(lambda: on_first_batch(mathematics.sums)),
         "accumulation": cut(lambda: mathematics.accumulation(trials)),
-        "partial window": cut(lambda: mathematics.partial_window(trials)),
+        "partial window": cut(lambda: mathematics.check_partial_window(trials)),
         "learning rate": lambda: mathematics.learning_rates(trials),
         "ranks": cut(lambda: mathematics.ranks(trials)),
-        "update": lambda: own_update(config, folder),
-        "every sample once": lambda: continuity.each_once(config, exact().train.num_samples),
+        "update": lambda: check_own_update(config, folder),
+        "every sample once": lambda: continuity.check_epoch_coverage(config, exact().train.num_samples),
         "engines": lambda: continuity.engines(config),
         "padding": cut(lambda: on_first_batch(mathematics.padding)),
         "evaluation": lambda: continuity.evaluation(exact),
-        "parameters": lambda: mathematics.every_parameter(
+        "parameters": lambda: mathematics.check_all_parameters_change(
             own_parts(config, folder), short_fit, lambda: on_first_batch(mathematics.gradients)
         ),
         "rounding": lambda: continuity.drift(trials),
@@ -113,11 +113,11 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
     }
 
 
-def exact_parts(config: RunConfig, folder: Path, val_batch_size: int | None) -> Components:
+def build_exact_run(config: RunConfig, folder: Path, val_batch_size: int | None) -> Components:
     """Build the run in float64 on the CPU, as far as the model supports that."""
     changed = quiet(config)
     nodes = validation_nodes(changed.data)
-    changed = replace(in_doubles(changed, 1, min(16, changed.data.batch_size), 1), loop=None)
+    changed = replace(config_in_float64(changed, 1, min(16, changed.data.batch_size), 1), loop=None)
     if val_batch_size is not None and nodes:
         few = {
             name.removeprefix("val/"): first_samples(node, FEW_SAMPLES, "val") for name, node in nodes.items()
@@ -137,7 +137,7 @@ def own_parts(config: RunConfig, folder: Path) -> Components:
     return built(changed, folder, choose_device(config.parallel.accelerator, devices=config.parallel.devices))
 
 
-def own_update(config: RunConfig, folder: Path) -> Certificate:
+def check_own_update(config: RunConfig, folder: Path) -> Certificate:
     """Check the user's own optimizer on the user's weights, in float32 and without clipping."""
     plain = {"precision.mode": "32-true", "precision.fp8": False}
     plain |= {"trainer.gradient_clip_val": None, "trainer.ema.enabled": False}

@@ -187,7 +187,7 @@ def quiet(config: RunConfig) -> RunConfig:
     })  # fmt: skip
 
 
-def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> RunConfig:
+def config_in_float64(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> RunConfig:
     """Return a config of plain gradient descent in float64 on one CPU, in which only rounding may differ."""
     return with_values(config, {
         "precision.mode": "64-true", "precision.fp8": False,
@@ -199,12 +199,12 @@ def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) 
         "trainer.accumulate_grad_batches": accumulate, "trainer.max_steps": steps, "trainer.max_epochs": None,
         "trainer.limit_train_batches": 1.0, "data.val": None, "checkpoint.monitor": None,
         "trainer.compile.scope": "off", "trainer.cuda_graphs": False, "trainer.channels_last": False,
-        "scheduler": following_steps(config.scheduler),
+        "scheduler": step_schedule(config.scheduler),
         "loop": {"_target_": "trainrun.verify.trials.fit_in_evaluation_mode"},
     })  # fmt: skip
 
 
-def following_steps(scheduler: Any) -> Any:
+def step_schedule(scheduler: Any) -> Any:
     """Return the part of a schedule that depends on the steps alone, not on the batch size or a metric."""
     if not scheduler or scheduler.get("metric") or scheduler["_target_"].endswith(".ReduceLROnPlateau"):
         return None

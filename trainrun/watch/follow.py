@@ -111,7 +111,7 @@ class Follower:
         return min(by_steps, self._seconds_to_limit(now))
 
     def _seconds_to_limit(self, now: float) -> float:
-        """Until `trainer.max_time` ends the run; infinite without one."""
+        """Return the seconds until `trainer.max_time` ends the run; infinite without it."""
         most: float | None = self.facts.get("max_seconds")
         if most is None or self._started is None:
             return math.inf
@@ -125,7 +125,7 @@ class Follower:
         return self.seconds.get("data", 0.0) / total if total > 0 else None
 
     def state(self) -> str:
-        """As in `status.json`; `dead`, where that says running, or nothing, and nobody is there."""
+        """Return the state of `status.json`; `dead` if it is running, or empty, and no process writes it."""
         self.status = read_status(self.run)
         state = str(self.status.get("state", "not begun"))
         state = "dead" if state in ("running", "not begun") and self._nobody() else state
@@ -138,7 +138,7 @@ class Follower:
         return str(self.summary.get("reason") or self.status.get("message") or "") if self._over else ""
 
     def _nobody(self) -> bool:
-        if (there := somebody_in(self.run)) is not None:
+        if (there := is_writer_alive(self.run)) is not None:
             return not there
         return bool(self.last_row) and time.monotonic() - self.last_row > SILENT_SECONDS
 
@@ -149,7 +149,7 @@ class Follower:
         return "  ".join([*words, *([f"{duration(left)} left"] if left is not None else [])])
 
 
-def somebody_in(run: RunDir) -> bool | None:
+def is_writer_alive(run: RunDir) -> bool | None:
     """Return whether the process that wrote the lock is alive; None if it is on another machine."""
     try:
         owner = json.loads(run.lock.read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ def somebody_in(run: RunDir) -> bool | None:
 
 
 def sweep_jobs(folder: Path) -> list[dict[str, Any]]:
-    """Those of `sweep.json`: folder, words, result. Raise OSError or ValueError."""
+    """Return the jobs of `sweep.json`: folder, words, result. Raise OSError or ValueError."""
     jobs = read_json(folder / "sweep.json").get("jobs", [])
     return [
         job

@@ -53,7 +53,7 @@ def time_written(run: RunDir) -> int:
 
 
 def live_page(told: Follower, goes_on: bool) -> str:
-    """The page. goes_on: it reloads itself."""
+    """Return the page. goes_on: whether it reloads itself."""
     name = str(told.facts.get("name") or told.run.root.name)
     state = told.state()
     parts = [

@@ -24,7 +24,7 @@ from trainrun.plots.compare import differing_keys, text_table
 from trainrun.plots.history import flat, read_config
 from trainrun.sweep.jobs import load_sweep
 from trainrun.sweep.sweep_page import PAGE as PAGE_OF_SWEEP
-from trainrun.watch.follow import somebody_in
+from trainrun.watch.follow import is_writer_alive
 from trainrun.watch.screen import settings_in
 
 MOST_DEEP = 4  # folders below the one that is listed
@@ -159,7 +159,7 @@ def is_run(folder: Path) -> bool:
 def listed_run(run: RunDir, name: str) -> Listed:
     status = read_status(run)
     state = str(status.get("state", "not begun"))
-    if state in ("running", "not begun") and somebody_in(run) is False:
+    if state in ("running", "not begun") and is_writer_alive(run) is False:
         state = "dead"
     return Listed(name, run, state, status, run.report)
 

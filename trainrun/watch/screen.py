@@ -15,7 +15,7 @@ from trainrun.folder.run_folder import RunDir
 from trainrun.monitor.run_lines import devices_line, phases_line
 from trainrun.output import figure, plain, quantity, readings, speed_in
 from trainrun.plots.compare import differing_keys
-from trainrun.watch.follow import Follower, somebody_in, sweep_jobs
+from trainrun.watch.follow import Follower, is_writer_alive, sweep_jobs
 
 FOLDERS = ("output_dir", "hydra.")  # settings that say where a run lies
 BARS, WIDTH = "▁▂▃▄▅▆▇█", 40
@@ -192,7 +192,7 @@ class SweepView(RunsView):
         self._jobs: dict[Path, dict[str, Any]] = {}
 
     def read(self) -> None:
-        self._is_driven = somebody_in(RunDir(self._folder))
+        self._is_driven = is_writer_alive(RunDir(self._folder))
         self._jobs = {self._folder / job["folder"]: job for job in sweep_jobs(self._folder)}
         self._folders = list(self._jobs)
         super().read()

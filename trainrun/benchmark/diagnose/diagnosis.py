@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from trainrun.benchmark.budget import TURN_SECONDS, Budget, PacedTurns, steps_for, warm_for
+from trainrun.benchmark.budget import TURN_SECONDS, Budget, PacedTurns, steps_for, warm_up_steps
 from trainrun.benchmark.diagnose.ablations import (
     BUCKET,
     CACHED,
@@ -175,13 +175,13 @@ class Examination:
         turns: list[Turn] = []
 
         def take(steps: int) -> Turn:
-            turns.append(self._train(self._base, steps, warm_for(steps), self._own, MOST_PACING))
+            turns.append(self._train(self._base, steps, warm_up_steps(steps), self._own, MOST_PACING))
             return turns[-1]
 
         steps = steps_for(take, self._seconds)
-        self._steps = max(1, steps - warm_for(steps))
+        self._steps = max(1, steps - warm_up_steps(steps))
         self._step_seconds = turns[-1].running_seconds / turns[-1].steps
-        self._warm = warm_for(self._steps) if self._step_seconds < LONG_STEP else 0
+        self._warm = warm_up_steps(self._steps) if self._step_seconds < LONG_STEP else 0
         self._reserved += (3 if self._warm else 1) * self._step_seconds  # a save needs a step to be saved
         return turns[-1]
 
@@ -201,7 +201,7 @@ class Examination:
             )
 
         def take(steps: int) -> Turn:
-            return self._train(run, steps, min(self._warm, warm_for(steps)), variant)
+            return self._train(run, steps, min(self._warm, warm_up_steps(steps)), variant)
 
         return PacedTurns(take, self._steps, self._seconds)
 

@@ -49,7 +49,7 @@ class Verdict:
 
 
 def verdict(found: Diagnosis) -> Verdict:
-    worth = worth_naming(found)
+    worth = likely_costs(found)
     causes = [cause_of(found, what_if) for what_if in certain_causes(found)[:MOST_CAUSES]]
     tried = ""
     if found.untried:
@@ -73,10 +73,10 @@ def verdict(found: Diagnosis) -> Verdict:
 
 def certain_causes(found: Diagnosis) -> list[WhatIf]:
     """Return what surely costs time, the most expensive first."""
-    return [what_if for what_if in worth_naming(found) if is_certain(what_if)]
+    return [what_if for what_if in likely_costs(found) if is_certain(what_if)]
 
 
-def worth_naming(found: Diagnosis) -> list[WhatIf]:
+def likely_costs(found: Diagnosis) -> list[WhatIf]:
     """Return what seems to gain, the most first: the update only if there is a faster one; a larger batch only if it
     gains much, and after what explains most of that: parts of a step of which a larger batch has fewer, too."""
     clear = [

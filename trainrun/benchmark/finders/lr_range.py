@@ -93,7 +93,7 @@ class Suggestion:
     averaged: list[float]
 
 
-def suggested(found: RateLosses) -> Suggestion:
+def suggest_rate(found: RateLosses) -> Suggestion:
     """Return the learning rate where the smoothed loss falls fastest, at most a quarter of the rate at its minimum."""
     losses, rates = np.array(found.losses), np.array(found.rates)
     good = np.isfinite(losses)
@@ -134,7 +134,7 @@ def main(wish: Namespace, words: list[str], write: Any) -> int:
     with WorkerPool() as pool, progress_line() as progress:
         progress("range test", 60.0)
         found: RateLosses = pool.start(config).ask(RateRange(wish.low, wish.high, wish.steps), limit=LIMIT)
-    advice = suggested(found)
+    advice = suggest_rate(found)
     typed_lr = (config.optimizer or {}).get("lr")
     scale = typed_lr / found.peaks[0] if isinstance(typed_lr, float | int) and typed_lr > 0 else 1.0
     told = "diverged" if found.diverged else "ended"

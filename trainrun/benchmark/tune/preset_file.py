@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from trainrun.benchmark.run_overrides import composed_anew, key_of, replaced
+from trainrun.benchmark.run_overrides import compose_again, key_of, replaced
 from trainrun.benchmark.tune.tuner import Tuning
 from trainrun.config.tuned_settings import MARK, fingerprint_line
 from trainrun.errors import ConfigError
@@ -45,14 +45,14 @@ def host_preset() -> str:
 
 def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: Path) -> WrittenPreset:
     """Write the settings that helped as a preset. typed: the overrides as the user typed them."""
-    wanted = composed_anew(replaced(typed, tuning.found))
+    wanted = compose_again(replaced(typed, tuning.found))
     use = replaced(typed, [*tuning.found, f"preset={path.stem}"])
     use = [one for one in use if one not in tuning.found]
     before = next((one.partition("=")[2] for one in typed if key_of(one) == "preset"), "none").strip('"')
     old = path.read_text(encoding="utf-8") if path.is_file() else None
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, preset_text(typed, tuning, before, fingerprint_line(wanted, working_dir)))
-    if composed_anew(use) == wanted:
+    if compose_again(use) == wanted:
         return WrittenPreset(path, use)
     if old is None:  # an experiment of the user's sets one of the keys itself, and comes after a preset
         path.unlink()

@@ -398,7 +398,7 @@ class Cached:
         return samples
 
     def has(self, index: int) -> bool:
-        """Whether a sample need not be read again."""
+        """Return whether a sample is in the cache."""
         return index < self.num_stored and (self._fixed is not None or bool(self._is_kept[index]))
 
     def read(self, index: int) -> Any:

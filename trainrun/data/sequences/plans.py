@@ -154,7 +154,7 @@ class BucketPlan(Derived):
         )
 
     def batches(self, epoch: int) -> list[Tensor]:
-        """All global micro-batches of an epoch."""
+        """Return all global micro-batches of an epoch."""
         base, size, number = self.base, self.base.global_size, self.effective_epoch(epoch)
         order = epoch_order(base.num_samples, base.seed, number, base.shuffle)
         if base.drawn is not None:
@@ -331,7 +331,7 @@ def verdict(before: Array, shares: dict[str, float], chosen: str, size: int | No
 
 
 def percent(share: float) -> str:
-    """Two digits below ten percent, and never 0 for what is not nothing."""
+    """Format a share with two digits below ten percent; a small share is never 0."""
     value = 100 * share
     if value == 0 or value >= 9.95:
         return f"{value:.0f} %"

@@ -19,7 +19,7 @@ from trainrun.interfaces import Batches, MicroBatch, batch_fields
 
 
 def counted(batches: Batches, collate: Collate | None, tally: TokenCounter | None) -> Batches:
-    """The stream, told to the tally where every batch says which of its positions are real."""
+    """Return the stream, counting the real positions of batches that know which of their positions are real."""
     says = isinstance(collate, Packed) or (isinstance(collate, Padded) and bool(collate.names))
     if tally is None or not says:
         return batches
@@ -42,7 +42,7 @@ class Counted(Around):
 
 
 def useful_positions(batch: Any) -> Tensor:
-    """0-d: the places of a padded or packed batch that are no padding."""
+    """Count the positions of a padded or packed batch that are not padding, 0-d."""
     fields = batch_fields(batch)
     mask: Tensor = fields["segment_ids"] if "segment_ids" in fields else fields["attention_mask"]
     return mask.count_nonzero()
