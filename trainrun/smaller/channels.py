@@ -42,7 +42,7 @@ class Channels:
         return self if self.joined is None else self.joined.root()
 
     def join(self, other: Channels) -> None:
-        """Both are one from here on."""
+        """Merge the group with another."""
         here, there = self.root(), other.root()
         if here is there:
             return
@@ -57,7 +57,7 @@ Place = tuple[Channels, int, int]  # the group; the dimension of its channels; h
 
 
 def find_channel_groups(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[Channels]:
-    """The groups of all layers that can be cut. Raises ValueError if the network cannot be traced."""
+    """Return the groups of all layers that can be narrowed. Raise ValueError if the network cannot be traced."""
     try:
         with suppress_output():
             program = torch.export.export(model, tuple(args), named or None)
@@ -133,7 +133,7 @@ class _Reading:
         self._places[node] = (group, channel, 1)
 
     def _after(self, node: Any, kind: str, name: str | None, place: Place) -> Place | None:
-        """Where the channels are behind an operation that keeps them apart; None if it may not."""
+        """Return where the channels are after an operation that keeps them apart; None if it may not."""
         (group, dim, block), dims = place, _dims(node.args[0])
         if kind in KEEPS or kind in PAIRS or (kind in POOLS and dim == dims - 3):
             return place if len(node.all_input_nodes) == 1 else None
@@ -145,66 +145,66 @@ class _Reading:
             group.root().along.append(name or "")
             return place
         if kind in ("mean", "sum", "amax") and len(node.args) > 1:
-            gone = sorted(one % dims for one in node.args[1])
-            if dim in gone or not gone:
+            reduced = sorted(axis % dims for axis in node.args[1])
+            if dim in reduced or not reduced:
                 return None
-            kept = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-            return group, dim if kept else dim - sum(one < dim for one in gone), block
+            keeps = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+            return group, dim if keeps else dim - sum(axis < dim for axis in reduced), block
         if kind in SHAPES:
-            found = channel_dimension(node.args[0].meta["val"].shape, node.meta["val"].shape, dim)
-            return None if found is None else (group, found[0], block * found[1])
+            after = channel_dimension(node.args[0].meta["val"].shape, node.meta["val"].shape, dim)
+            return None if after is None else (group, after[0], block * after[1])
         if kind in ("permute", "transpose"):
             order = list(range(dims))
             if kind == "permute":
-                order = [one % dims for one in node.args[1]]
+                order = [axis % dims for axis in node.args[1]]
             else:
-                one, two = node.args[1] % dims, node.args[2] % dims
-                order[one], order[two] = two, one
+                first, second = node.args[1] % dims, node.args[2] % dims
+                order[first], order[second] = second, first
             return group, order.index(dim), block
         if kind in ("select", "slice") and len(node.args) > 1 and node.args[1] % dims != dim:
             return group, dim - (kind == "select" and node.args[1] % dims < dim), block
         return None
 
     def _pair(self, node: Any) -> Place | None:
-        """Two results number by number: their channels become one group."""
-        shape, found = node.meta["val"].shape, list[Place]()
-        for one in node.all_input_nodes:
-            value = one.meta["val"]
-            if (place := self._places.get(one)) is not None:
-                found.append((place[0], place[1] + len(shape) - value.ndim, place[2]))
-        if not found or any(place[1:] != found[0][1:] for place in found):
+        """Return the place of an element-wise operation on two results, whose channels become one group."""
+        shape, places = node.meta["val"].shape, list[Place]()
+        for operand in node.all_input_nodes:
+            value = operand.meta["val"]
+            if (place := self._places.get(operand)) is not None:
+                places.append((place[0], place[1] + len(shape) - value.ndim, place[2]))
+        if not places or any(place[1:] != places[0][1:] for place in places):
             return None
-        group, dim, block = found[0]
-        for one in node.all_input_nodes:
-            value = one.meta["val"]
-            own = dim - len(shape) + value.ndim
-            if one not in self._places and own >= 0 and value.shape[own] != 1:
+        group, dim, block = places[0]
+        for operand in node.all_input_nodes:
+            value = operand.meta["val"]
+            axis = dim - len(shape) + value.ndim
+            if operand not in self._places and axis >= 0 and value.shape[axis] != 1:
                 return None
-            if one in self._places and value.shape[own] != shape[dim]:
+            if operand in self._places and value.shape[axis] != shape[dim]:
                 return None
-        for place in found[1:]:
+        for place in places[1:]:
             group.join(place[0])
         return group, dim, block
 
     def _fix(self, node: Any, why: str) -> None:
-        for one in node.all_input_nodes:
-            if one in self._places:
-                group = self._places[one][0].root()
+        for input_node in node.all_input_nodes:
+            if input_node in self._places:
+                group = self._places[input_node][0].root()
                 group.why = group.why or why
 
     def _owner(self, node: Any) -> str | None:
-        """The layer of an operation, by its weight."""
+        """Return the layer of an operation, by its weight."""
         if node.op != "call_function":
             return None
-        for one in node.args[1:3]:
-            if isinstance(one, torch.fx.Node) and (found := self._parameters.get(one.name, "")):
-                name, _, ending = found.rpartition(".")
+        for argument in node.args[1:3]:
+            if isinstance(argument, torch.fx.Node) and (path := self._parameters.get(argument.name, "")):
+                name, _, ending = path.rpartition(".")
                 return name if ending == "weight" else None
         return None
 
 
 def channel_dimension(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[int, int] | None:
-    """The dimension of the channels in another shape of the same numbers, and how many numbers became one channel's."""
+    """Return the dimension of the channels in another shape of the same numbers, and the numbers of one channel."""
     for place, size in enumerate(after):
         if math.prod(after[:place]) == math.prod(before[:dim]) and size % before[dim] == 0 and size > 1:
             rest = math.prod(before[dim + 1 :])
@@ -222,10 +222,10 @@ def _dims(node: Any) -> int:
 
 
 def format_reasons(left: dict[str, str]) -> str:
-    """Names of layers beside each reason, at most four names of each."""
+    """Return the names of layers beside each reason, at most four names of each."""
     lines = []
     for why in dict.fromkeys(left.values()):
-        names = [name or "the model" for name, one in left.items() if one == why]
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        lines.append(f"{', '.join(names[:4])}{more} ({why})")
+        names = [name or "the model" for name, reason in left.items() if reason == why]
+        rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        lines.append(f"{', '.join(names[:4])}{rest} ({why})")
     return "; ".join(lines)
