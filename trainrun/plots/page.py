@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -24,9 +22,6 @@ td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top;
 .wide { overflow-x: auto; } .wide td, .wide th { overflow-wrap: normal; white-space: nowrap; min-width: 0; }
 .wide th:first-child, .wide td:first-child { position: sticky; left: 0; background: var(--back); }
 .beside { display: flex; flex-wrap: wrap; column-gap: 4em; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28em), 1fr)); gap: 1em;
-       align-items: start; margin-top: 1em; }
-.pictures img { width: 100%; box-sizing: border-box; border: 1px solid var(--line); border-radius: 4px; }
 pre { background: var(--box); padding: .8em; white-space: pre-wrap; font-size: 13px; } .quiet { color: var(--quiet); }
 .banner { background: var(--box); border-left: 4px solid #0072b2; padding: .5em .9em; white-space: pre-wrap; }
 .banner.bad { border-left-color: #c0392b; }
@@ -147,14 +142,3 @@ def folded(title: str, text: str) -> str:
     if not text:
         return ""
     return f"<details>\n<summary>{escape(title)}</summary>\n<pre>{escape(text)}</pre>\n</details>"
-
-
-def pictures(paths: Iterable[Path]) -> str:
-    """Return PNG files embedded in the page."""
-    images = "\n".join(_image(path) for path in paths)
-    return f'{heading("Pictures")}\n<div class="pictures">\n{images}\n</div>' if images else ""
-
-
-def _image(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
-    return f'<img alt="{escape(path.stem, quote=True)}" src="data:image/png;base64,{data}">'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +24,6 @@ from trainrun.plots.run_curves import metric_charts, run_charts
 from trainrun.plots.series import curves_in, names_in
 from trainrun.plots.time_stack import time_html
 
-OURS = re.compile(  # pictures of what the page itself shows
-    "loss|metrics|lr|throughput|memory|time|confusion|predictions|latents|task-.*"
-)
 MOST_NOTES = 200
 MOST_EVALUATIONS = 50
 NO_METRICS = ("kind", "step", "epoch", "time")
@@ -76,7 +72,6 @@ def draw_report(run: RunDir) -> Path:
         regression_html(history),
         task_pictures_html(run),
         page.under("Latent code", charts_html(charts["latents"])),
-        page.pictures(other_pictures(run)),
         time_html(history),
         page.under("Memory and load", charts_html(charts["memory"])),
         *layer_table(history),
@@ -236,12 +231,6 @@ def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     }  # says nothing new
     known = {name: facts[name] for name in names if facts.get(name) not in (None, "")}
     return [(names[name], figure(value)) for name, value in known.items() if value != usual.get(name)]
-
-
-def other_pictures(run: RunDir) -> list[Path]:
-    """Return the pictures that others put in `plots/`."""
-    found = sorted(run.plots.glob("[!.]*.png"))
-    return [path for path in found if not OURS.fullmatch(path.stem)]
 
 
 def plain(value: Any) -> str:
