@@ -22,6 +22,7 @@ import torch
 HERE = Path(__file__).parent
 SOURCES = ("device", "kernels", "layers")
 EQUAL = "tests/runs/test_gpu_equals.py"
+SHORT = ("trainer.max_steps=3", "trainer.limit_val_batches=1", "monitor.plots=false")
 LEAST = {"equal": 19, "others": 41}  # how many tests pass
 
 
@@ -108,7 +109,7 @@ def test_what_needs_a_gpu_passes_on_one_that_is_none(
 
 def test_the_command_finds_it(library: Path, tmp_path: Path) -> None:
     """Both GPUs, from the driver's count to the process group, in processes of the command's own."""
-    words = ["parallel=ddp", "precision=16-mixed", "trainer.max_epochs=1", "monitor.plots=false"]
+    words = ["parallel=ddp", "precision=16-mixed", *SHORT]
     done = subprocess.run(
         [sys.executable, "-m", "trainrun", *words],
         cwd=tmp_path, env=environment(library), capture_output=True, text=True, timeout=300,
@@ -121,7 +122,7 @@ def test_the_command_finds_it(library: Path, tmp_path: Path) -> None:
 def test_every_rank_of_somebody_else_may_be_shown_one_gpu(library: Path, tmp_path: Path) -> None:
     """As Slurm's --gpus-per-task=1 does it: the second rank of the machine has LOCAL_RANK 1 and sees GPU 0 alone."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = ["-m", "trainrun", "parallel=ddp", "trainer.max_epochs=1", "monitor.plots=false"]
+    words = ["-m", "trainrun", "parallel=ddp", *SHORT]
     done = subprocess.run(
         [sys.executable, *launcher, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env=environment(library) | {"PRETENDED_GPUS": "1"},
