@@ -31,7 +31,7 @@ from trainrun.benchmark.run_overrides import config_of, replaced  # noqa: E402
 from trainrun.benchmark.tune.tune_report import tuning_lines  # noqa: E402
 from trainrun.benchmark.tune.tuner import Tuner, Tuning  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.timing.paired import Ratio, Rules, compare, ratio_of_processes  # noqa: E402
+from trainrun.timing.paired import Ratio, Rules, compare_in_turns, ratio_of_processes  # noqa: E402
 
 COMMON = ["seed=1", "trainer.max_epochs=1000", "monitor.hardware=false"]
 WORKLOADS = {
@@ -77,7 +77,9 @@ def started_again(first: Sequence[str], second: Sequence[str]) -> Ratio:
                 side.find_pace()
             base, other = sides if number % 2 == 0 else sides[::-1]
             rules = Rules(0.0, first_rounds=PAIRS, most_pairs=PAIRS)
-            groups.append(compare(base.item_seconds, {"best": other.item_seconds}, rules).pairs["best"])
+            groups.append(
+                compare_in_turns(base.item_seconds, {"best": other.item_seconds}, rules).pairs["best"]
+            )
             for side in sides:
                 side.close()
     return ratio_of_processes(groups, 0.99)

@@ -23,7 +23,7 @@ from bench_kit import machine  # noqa: E402
 from trainrun.benchmark.measured_run import MeasuredRun  # noqa: E402
 from trainrun.benchmark.run_overrides import config_of  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.timing.paired import Rules, compare  # noqa: E402
+from trainrun.timing.paired import Rules, compare_in_turns  # noqa: E402
 
 TURN_SECONDS = 0.5
 RIVALS = 2  # the fastest other ways, which then meet auto in more rounds
@@ -52,10 +52,10 @@ def measure(regime: str, model: str, rounds: int) -> None:
             if name != "resident" or bench_sets.in_memory(regime):
                 others[name] = started(pool, [*settings, *way.split()])
         turns = {name: other.item_seconds for name, other in others.items()}
-        found = compare(auto.item_seconds, turns, Rules(first_rounds=3, most_pairs=3))
+        found = compare_in_turns(auto.item_seconds, turns, Rules(first_rounds=3, most_pairs=3))
         speeds = {name: found.ratio(name).value for name in turns}
         rivals = sorted(speeds, key=lambda name: -speeds[name])[:RIVALS]
-        again = compare(
+        again = compare_in_turns(
             auto.item_seconds,
             {name: turns[name] for name in rivals},
             Rules(first_rounds=rounds, most_pairs=rounds),

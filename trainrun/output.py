@@ -21,7 +21,7 @@ INDENT = 13  # of the text behind the name of a line, in the first and last line
 SPEEDS = {"tokens_per_second": "tokens/s", "pixels_per_second": "pixels/s", "samples_per_second": "samples/s"}
 
 
-def plain(text: object, encoding: str = "utf-8") -> str:
+def printable(text: object, encoding: str = "utf-8") -> str:
     """Return a text with secrets masked, and with control and unencodable characters as `\\x1b`."""
     shown = masked(str(text))
     if not shown.isprintable():  # all that CONTROLS names is not printable
@@ -79,7 +79,7 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
 
     Messages, which go to standard error, are wrapped between words if that is a terminal.
     """
-    shown = plain(text)
+    shown = printable(text)
     if file is not None and file is sys.stderr and file.isatty():
         width = shutil.get_terminal_size().columns
         shown = "\n".join(wrapped(line, width) for line in shown.split("\n"))
@@ -111,7 +111,7 @@ def print_plain(text: str, file: IO[str] | None = None, end: str = "\n", flush: 
 def redraw(text: str = "") -> None:
     """Put a text in place of the last line of the terminal."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(f"\r\033[K{plain(text, encoding)}", end="", flush=True)
+    print(f"\r\033[K{printable(text, encoding)}", end="", flush=True)
 
 
 def complain(kind: type[BaseException], error: BaseException, trace: object) -> None:
@@ -175,7 +175,7 @@ def short_list(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
-def fitting(widths: Sequence[int], ranks: Sequence[int], room: int, gap: int = 2) -> list[int]:
+def fields_that_fit(widths: Sequence[int], ranks: Sequence[int], room: int, gap: int = 2) -> list[int]:
     """Return the numbers of the fields that fit side by side into `room`; the largest rank is dropped first."""
     kept = list(range(len(widths)))
     while len(kept) > 1 and sum(widths[one] + gap for one in kept) - gap > room:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.monitor.test_encodings import in_terminal
 from trainrun.cli.commands import COMMANDS
-from trainrun.cli.long_text import rendered, wrap_columns
+from trainrun.cli.long_text import render_markdown, wrap_columns
 from trainrun.cli.manual_pages import topics
 from trainrun.config.argv import conf_dir
 from trainrun.config.help_text import help_text
@@ -45,7 +45,7 @@ def test_markdown_is_rendered_and_commands_stay_whole() -> None:
     markdown = (
         f"# Title\n\nSome `code` and **bold** words that are long enough to be wrapped.\n\n    {command}\n"
     )
-    lines = ESCAPES.sub("", rendered(markdown, 44)).splitlines()
+    lines = ESCAPES.sub("", render_markdown(markdown, 44)).splitlines()
     begin = next(row for row, line in enumerate(lines) if line.startswith("    trainrun"))
     pasted = " ".join(line.strip().removesuffix("\\").strip() for line in lines[begin:])
     assert pasted == command
@@ -55,7 +55,7 @@ def test_markdown_is_rendered_and_commands_stay_whole() -> None:
 
 @pytest.mark.parametrize("page", topics())
 def test_prose_of_every_page_fits_the_window(page: str) -> None:
-    lines = ESCAPES.sub("", rendered(topics()[page], 80)).splitlines()
+    lines = ESCAPES.sub("", render_markdown(topics()[page], 80)).splitlines()
     assert all(len(line) <= 80 for line in lines if not line.startswith("    "))
 
 

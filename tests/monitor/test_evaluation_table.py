@@ -15,7 +15,7 @@ from trainrun.monitor.run_lines import (
     next_commands,
     start_lines,
 )
-from trainrun.output import clock, fitting, wrapped
+from trainrun.output import clock, fields_that_fit, wrapped
 
 METRICS = {"train/loss": 0.25, "val/loss": 0.5, "val/f1": 0.75, "val/acc": 0.9}
 
@@ -137,9 +137,9 @@ def test_layer_table_is_aligned() -> None:
 
 
 def test_fields_of_the_largest_rank_are_dropped_first() -> None:
-    assert fitting([5, 5, 5], [2, 0, 1], 19) == [0, 1, 2]
-    assert fitting([5, 5, 5], [2, 0, 1], 18) == [1, 2]
-    assert fitting([5, 5, 5], [2, 0, 1], 3) == [1]
+    assert fields_that_fit([5, 5, 5], [2, 0, 1], 19) == [0, 1, 2]
+    assert fields_that_fit([5, 5, 5], [2, 0, 1], 18) == [1, 2]
+    assert fields_that_fit([5, 5, 5], [2, 0, 1], 3) == [1]
 
 
 def test_clock() -> None:

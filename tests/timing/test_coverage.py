@@ -13,7 +13,7 @@ from trainrun.timing.paired import (
     Ratio,
     Rules,
     Spent,
-    compare,
+    compare_in_turns,
     half_interval,
     ratio_of_processes,
     ratio_of_totals,
@@ -98,7 +98,7 @@ def compared_in_turns(seed: int, speeds: dict[str, float], rules: Rules):
     rng = np.random.default_rng(seed)
     luck = iter(rng.normal(0, NOISE, 1000).tolist())
     turns = {name: turn_of_speed(speed, lambda: next(luck)) for name, speed in speeds.items()}
-    return compare(turn_of_speed(1.0, lambda: next(luck)), turns, rules, clock=lambda: 0.0)
+    return compare_in_turns(turn_of_speed(1.0, lambda: next(luck)), turns, rules, clock=lambda: 0.0)
 
 
 @pytest.mark.parametrize("confidence", [0.95, 0.99])

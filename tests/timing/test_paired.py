@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainrun.timing.paired import BASE, Comparison, Rules, Turn, compare, remaining_candidates
+from trainrun.timing.paired import BASE, Comparison, Rules, Turn, compare_in_turns, remaining_candidates
 
 
 class World:
@@ -33,7 +33,7 @@ class World:
         self, base: float | Callable[[], float], rules: Rules, **others: float | Callable[[], float]
     ) -> Comparison:
         turns = {name: self.turn(name, seconds) for name, seconds in others.items()}
-        return compare(self.turn(BASE, base), turns, rules, self)
+        return compare_in_turns(self.turn(BASE, base), turns, rules, self)
 
 
 def test_every_candidate_has_a_turn_of_the_base_next_to_it():

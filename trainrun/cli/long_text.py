@@ -16,7 +16,7 @@ import sys
 import textwrap
 from typing import Any
 
-from trainrun.output import encodable, plain, print_plain, say
+from trainrun.output import encodable, print_plain, printable, say
 
 NARROW_COLUMN = 24  # of the second column where the window is narrow
 COMMAND_STARTS = ("trainrun ", "python ", "torchrun ", "pip ")
@@ -34,9 +34,9 @@ def show_text(text: str) -> None:
     lists, heading, pages = text.partition("\n# " if text.startswith("# ") else "\n## ")
     if text.startswith("#"):
         lists, heading, pages = "", "", text
-    parts = [wrap_columns(plain(lists), size.columns)] if lists else []
+    parts = [wrap_columns(printable(lists), size.columns)] if lists else []
     if pages:
-        parts.append(rendered(heading.lstrip("\n") + pages, size.columns))
+        parts.append(render_markdown(heading.lstrip("\n") + pages, size.columns))
     show_in_pager("\n".join(parts), size.lines)
 
 
@@ -63,20 +63,20 @@ def wrapped_line(line: str, width: int, too_wide: set[int]) -> list[str]:
         return [line.rstrip()]
     indent, head, body = match[1], match[2], match[3]
     if body is None:
-        return filled(head, indent, indent + "    ", width)
+        return fill_lines(head, indent, indent + "    ", width)
     column = match.start(3)
     if column in too_wide and column > 0.45 * width:
         column = min(NARROW_COLUMN, width // 3)
     first = indent + head
     if len(first) + 2 > column:
         return [
-            *filled(head, indent, indent + "    ", width),
-            *filled(body, " " * column, " " * column, width),
+            *fill_lines(head, indent, indent + "    ", width),
+            *fill_lines(body, " " * column, " " * column, width),
         ]
-    return filled(body, first.ljust(column), " " * column, width)
+    return fill_lines(body, first.ljust(column), " " * column, width)
 
 
-def filled(text: str, first: str, others: str, width: int) -> list[str]:
+def fill_lines(text: str, first: str, others: str, width: int) -> list[str]:
     return textwrap.wrap(
         text, max(width, len(others) + 10), initial_indent=first, subsequent_indent=others,
         break_long_words=False, break_on_hyphens=False,
@@ -100,7 +100,7 @@ def wrap_command(line: str, width: int) -> list[str]:
     return [f"{part} \\" for part in lines[:-1]] + lines[-1:]
 
 
-def rendered(markdown: str, width: int) -> str:
+def render_markdown(markdown: str, width: int) -> str:
     """Return Markdown as a terminal shows it, without colours if NO_COLOR is set."""
     from rich.console import Console
     from rich.markdown import Markdown, MarkdownElement

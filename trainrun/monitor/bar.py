@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from trainrun.interfaces import RunFacts
-from trainrun.output import EncodableStream, clock, duration, fitting, plain
+from trainrun.output import EncodableStream, clock, duration, fields_that_fit, printable
 
 WIDEST, NARROWEST = 40, 8
 GAP = "  "
@@ -57,9 +57,11 @@ class ProgressBar:
 
     def draw(self, width: int, step: int, values: Sequence[str]) -> Text:
         """Return two lines of whole fields, at most `width` wide: phase, bar and time; the values."""
-        first = joined(self._with_graphic(self.fields(step), step, width), width)
+        first = join_fields(self._with_graphic(self.fields(step), step, width), width)
         values = [*values, *self._share_waiting()]
-        second = joined([BarField(Text(plain(value)), rank) for rank, value in enumerate(values)], width)
+        second = join_fields(
+            [BarField(Text(printable(value)), rank) for rank, value in enumerate(values)], width
+        )
         return Text("\n", no_wrap=True, overflow="crop").join([first, second])
 
     def _with_graphic(self, fields: list[BarField], step: int, width: int) -> list[BarField]:
@@ -141,9 +143,11 @@ class ProgressBar:
 PHASE, TIME, STEPS, SHARE, GRAPHIC, EPOCH, STEP_TIME = range(7)
 
 
-def joined(fields: Sequence[BarField], width: int) -> Text:
+def join_fields(fields: Sequence[BarField], width: int) -> Text:
     """Return the fields that fit, side by side."""
-    shown = fitting([len(field.text) for field in fields], [field.rank for field in fields], width, len(GAP))
+    shown = fields_that_fit(
+        [len(field.text) for field in fields], [field.rank for field in fields], width, len(GAP)
+    )
     return Text(GAP).join(fields[number].text for number in shown)
 
 
@@ -165,7 +169,7 @@ def live_bar(
         try:
             return bar.draw(console.width, position(), values())
         except Exception as error:  # of the thread that draws: a bar is no reason to end a training
-            return Text(plain(f"no progress bar: {type(error).__name__}: {error}"), no_wrap=True)
+            return Text(printable(f"no progress bar: {type(error).__name__}: {error}"), no_wrap=True)
 
     live = Live(console=console, get_renderable=draw, refresh_per_second=REDRAWS_PER_SECOND, transient=True)
     live.start()

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.evaluation_table import EvaluationTable
 from trainrun.monitor.run_lines import end_lines, layer_lines, start_lines
-from trainrun.output import figure, plain, print_plain, quantity, readings, speed_in, wrapped
+from trainrun.output import figure, print_plain, printable, quantity, readings, speed_in, wrapped
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -193,7 +193,7 @@ class Console:
         self._last_line = time.monotonic()
         if self._closed:
             return
-        text = plain(line)
+        text = printable(line)
         try:
             if self._live is not None:
                 self._live.console.print(
@@ -210,7 +210,7 @@ class Console:
         if self._log is None:
             return
         try:
-            print_plain(plain(line), self._log, flush=True)
+            print_plain(printable(line), self._log, flush=True)
         except OSError:
             self._log = None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trainrun.interfaces import RunFacts
-from trainrun.output import fitting, quantity
+from trainrun.output import fields_that_fit, quantity
 
 GAP = "  "
 NUMBER_WIDTH = 8  # of the longest usual number, -1.23e-05 aside
@@ -69,7 +69,7 @@ class EvaluationTable:
             return names
         by_importance = [self.monitored, "epoch", "val/loss", "train/loss", "step", *names]
         ranks = [by_importance.index(name) for name in names]
-        shown = fitting([self._width(name) for name in names], ranks, width, len(GAP))
+        shown = fields_that_fit([self._width(name) for name in names], ranks, width, len(GAP))
         return [names[number] for number in shown]
 
     def _place(self, name: str) -> tuple[bool, bool, bool]:

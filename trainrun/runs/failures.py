@@ -30,7 +30,7 @@ from trainrun.errors import (
 from trainrun.folder.run_folder import RunDir, check_there, is_there, write_text
 from trainrun.folder.status import read_status, write_status
 from trainrun.instantiate import satellite
-from trainrun.output import plain, say
+from trainrun.output import printable, say
 from trainrun.parallel.devices import external_ranks
 from trainrun.parallel.rank_place import LostContact, report_failure
 from trainrun.runtime.signals import StopFlag, stop_deadline
@@ -197,7 +197,7 @@ def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, messag
     with suppress(OSError):
         if is_there(run) and read_status(run).get("state") in (None, "running"):
             write_status(run, config.run_name, state=state, exit_code=exit_code, message=message)
-        os.write(2, f"\ntrainrun: {plain(message)}\n".encode())
+        os.write(2, f"\ntrainrun: {printable(message)}\n".encode())
     end_process(exit_code)
 
 

@@ -201,7 +201,9 @@ def open_files(input_format: InputFormat, words: Sequence[str | Path]) -> NewSam
         files = expand_paths(words, PICTURES)
         return pictures_as_samples(input_format, files, {"file": [str(file) for file in files]})
     if input_format.is_table:
-        return join_samples([read_table(file, input_format) for file in expand_paths(words, TABLE_ENDINGS)])
+        return join_samples(
+            [read_new_table(file, input_format) for file in expand_paths(words, TABLE_ENDINGS)]
+        )
     raise ConfigError(
         f"predict {words[0]}: files are read for runs on data=image_folder, csv and parquet; for this run name its "
         "data: trainrun predict RUN_DIR data.path=..., or give arrays: trainrun.load(RUN_DIR).predict(x)"
@@ -246,10 +248,10 @@ def pictures_as_samples(
     form = form_of_picture(
         node.get("shape"), node.get("fit", "crop"), node.get("dtype", "uint8"), node.get("draft", True)
     )
-    return NewSamples(partial(decode_picture, pictures, form), names)
+    return NewSamples(partial(decode_new_picture, pictures, form), names)
 
 
-def decode_picture(pictures: Sequence[Path | bytes], form: Form, index: int) -> Tensor:
+def decode_new_picture(pictures: Sequence[Path | bytes], form: Form, index: int) -> Tensor:
     picture = pictures[index]
     content = picture if isinstance(picture, bytes) else content_of(str(picture))
     return decoded(content, form, lambda: f"picture {index}" if isinstance(picture, bytes) else str(picture))
@@ -323,14 +325,14 @@ def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
             writer.writeheader()
             writer.writerows(rows)
         try:
-            table = read_table(path, input_format, shown)
+            table = read_new_table(path, input_format, shown)
             inputs = [table.read(row) for row in range(len(table))]
         except DataError as error:
             raise DataError(str(error).replace(str(path), f"{shown}, as a table with a header,")) from None
     return NewSamples(inputs.__getitem__, number_names(len(inputs)))
 
 
-def read_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSamples:
+def read_new_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSamples:
     """Return the rows of a table, whose columns are matched with those of the training by name."""
     node = dict(input_format.node)
     is_parquet = file.name.lower().endswith(tuple(parquet.ENDINGS))
@@ -341,7 +343,7 @@ def read_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSam
         delimiter = node.get("delimiter") or csv_files.usual_delimiter(file)
         columns = csv_files.columns_in(file, csv_files.Dialect(delimiter, node.get("header", True)))
     inputs = list(input_format.names.inputs or node.get("inputs") or ())
-    check_columns(columns, inputs, node, shown or str(file))
+    check_table_columns(columns, inputs, node, shown or str(file))
     parameters = signature(load).parameters.keys() & {"shape", "dtype", "fill", "fit", "draft", "categories", "header",
                                                   "delimiter"}  # fmt: skip
     arguments = {name: node[name] for name in parameters if name in node}
@@ -370,7 +372,9 @@ def ways_to_predict(fault: InputFault) -> list[str]:
     return ways
 
 
-def check_columns(columns: Sequence[str], inputs: Sequence[str], node: Mapping[str, Any], shown: str) -> None:
+def check_table_columns(
+    columns: Sequence[str], inputs: Sequence[str], node: Mapping[str, Any], shown: str
+) -> None:
     """Raise DataError for a column that is missing; print a note on columns that the training did not have."""
     of_words = node.get("categories") or ()
     of_words = [of_words] if isinstance(of_words, str) else of_words

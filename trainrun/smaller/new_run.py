@@ -40,7 +40,7 @@ from trainrun.runs.restore_config import checkpoint_of, give_task_state, load_pa
 from trainrun.runs.run import new_run
 from trainrun.runtime.signals import StopFlag
 from trainrun.sampling.run_tokenizer import SEAL
-from trainrun.timing.paired import Rules, compare, turn_of
+from trainrun.timing.paired import Rules, compare_in_turns, turn_of
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
@@ -220,7 +220,7 @@ def measure_speeds(
             args, named = call.filled(inputs)
             return output_tensors(model(*args, **named))
 
-        comparison = compare(
+        comparison = compare_in_turns(
             turn_of(partial(run, before.model)), {"after": turn_of(partial(run, after.model))},
             Rules(deadline=time.perf_counter() + SECONDS),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from trainrun.folder.run_folder import RunDir
 from trainrun.output import clock as clock_text
-from trainrun.output import duration, figure, fitting, redraw, say
+from trainrun.output import duration, fields_that_fit, figure, redraw, say
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import best_job
 from trainrun.sweep.results import Job, Result
@@ -89,7 +89,7 @@ class SweepProgress:
             + ("" if left is None else f" < {clock_text(left)}"),
         }
         fields = [(rank, text) for rank, text in texts.items() if text]
-        shown = fitting([len(text) for _, text in fields], [rank for rank, _ in fields], width)
+        shown = fields_that_fit([len(text) for _, text in fields], [rank for rank, _ in fields], width)
         return "  ".join(fields[number][1] for number in shown)[:width]
 
     def seconds_left(self) -> float | None:

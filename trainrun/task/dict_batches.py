@@ -55,7 +55,7 @@ def asked_for(
     model: nn.Module, inputs: Any, batch: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the fields of a dict that a model receives, by position and by name."""
-    fields, wanted, by_place = fields_of(model, batch)
+    fields, wanted, by_place = fields_for_model(model, batch)
     if "segment_ids" in batch and "segment_ids" not in wanted:
         name = type(bare_model(model)).__name__
         raise PluginError(
@@ -90,11 +90,13 @@ def _several_inputs(
 
 def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
     """Return whether the model's forward takes every field by its name."""
-    names, *_ = fields_of(model, fields)
+    names, *_ = fields_for_model(model, fields)
     return len(names) == len(fields)
 
 
-def fields_of(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], bool]:
+def fields_for_model(
+    model: nn.Module, batch: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...], bool]:
     """The fields of a batch that a model's forward takes by name, its arguments, and whether one goes by its place."""
     names, takes_all, by_place = keywords_of(forward_of(model))
     fields = {

@@ -21,7 +21,7 @@ from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import IGNORED, TARGET_KEYS, StepOutput, input_key
 from trainrun.seeding import evaluating
 from trainrun.task.batches import form_of
-from trainrun.task.dict_batches import bare_model, fields_of
+from trainrun.task.dict_batches import bare_model, fields_for_model
 from trainrun.tensors import HALF_TYPES
 
 LEAST_LENGTH = 3  # of a row that tells rules apart
@@ -55,7 +55,7 @@ class ModelLoss:
 
 def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """0-d."""
-    keywords, *_ = fields_of(model, batch)
+    keywords, *_ = fields_for_model(model, batch)
     output = model(**keywords)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -144,7 +144,7 @@ class Vae:
             return self._terms_of_tokens(model, batch)
         output, bernoulli = run_model(model, inputs, batch), self.likelihood == "bernoulli"
         if not self.checked:
-            check_inputs(output, inputs, bernoulli)
+            check_first_output(output, inputs, bernoulli)
             check_noise(batch, output[1])
             self.checked = True
         rebuilt, mean, log_var = (item.float() if item.dtype in HALF_TYPES else item for item in output)
@@ -167,7 +167,7 @@ class Vae:
         named = {**batch_by_name(batch), "attention_mask": mask}
         output = run_model(model, tokens, named)
         if not self.checked:
-            check_tokens(output, tokens)
+            check_token_output(output, tokens)
             check_noise(batch, output[1])
             self.checked = True
         logits, mean, log_var = (item.float() if item.dtype in HALF_TYPES else item for item in output)
@@ -233,7 +233,7 @@ def check_noise(batch: Any, mean: Tensor) -> None:
         )
 
 
-def check_tokens(output: Any, tokens: Tensor) -> None:
+def check_token_output(output: Any, tokens: Tensor) -> None:
     """The same of sequences."""
     fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)
     if not fits or output[0].ndim != 3 or output[0].shape[:2] != tokens.shape or output[1].ndim != 2:
@@ -249,7 +249,7 @@ def check_tokens(output: Any, tokens: Tensor) -> None:
         )
 
 
-def check_inputs(output: Any, inputs: Any, bernoulli: bool) -> None:
+def check_first_output(output: Any, inputs: Any, bernoulli: bool) -> None:
     """Check the form and range of the first batch only, as it waits for the device."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
         raise DataError(f"data: the inputs are {form_of(inputs)}; task=vae needs a tensor (B, ...)")

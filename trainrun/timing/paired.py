@@ -181,7 +181,7 @@ class Comparison:
         return next((name for name, ratio in better.items() if ratio.value * (1 + smallest) >= fastest), BASE)
 
 
-def compare(
+def compare_in_turns(
     base: Turn, others: Mapping[str, Turn], rules: Rules, clock: Callable[[], float] = perf_counter
 ) -> Comparison:
     """Take turns until it is clear what is fastest, or the time is over. A base that fails ends it."""

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from trainrun.folder.run_folder import RunDir
 from trainrun.monitor.run_lines import devices_line, phases_line
-from trainrun.output import figure, plain, quantity, readings, speed_in
+from trainrun.output import figure, printable, quantity, readings, speed_in
 from trainrun.plots.compare import differing_keys
 from trainrun.watch.follow import Follower, is_writer_alive, sweep_jobs
 
@@ -53,17 +53,17 @@ class RunView:
 
     def draw(self) -> RenderableType:
         told = self.follower
-        head = Text(f"{plain(told.facts.get('name') or told.run.root.name)}  ", "bold")
+        head = Text(f"{printable(told.facts.get('name') or told.run.root.name)}  ", "bold")
         head.append(self.state, COLORS.get(self.state, "")).append(f"  {told.place()}")
         table = Table.grid(padding=(0, 2))
         for name in [name for name in told.curves if name.startswith(("train/", "val")) and _shown(name)]:
             values = [point.value for point in told.curves[name]]
-            table.add_row(Text(plain(name)), Text(sparkline(values), "cyan"), Text(figure(values[-1])))
-        parts: list[RenderableType] = [head, *([Text(plain(told.why))] if told.why else []), table]
+            table.add_row(Text(printable(name)), Text(sparkline(values), "cyan"), Text(figure(values[-1])))
+        parts: list[RenderableType] = [head, *([Text(printable(told.why))] if told.why else []), table]
         parts += [
             Text(line, "dim") for line in (phases_line(told.seconds), devices_line(told.hardware)) if line
         ]
-        parts += [Text(plain(note)) for note in told.notes]
+        parts += [Text(printable(note)) for note in told.notes]
         return Group(*parts)
 
     def lines(self) -> Iterator[str]:
@@ -132,17 +132,17 @@ class RunsView:
         running: list[RenderableType] = []
         for folder in self._folders:
             differs = " ".join(f"{key}={settings[folder][key]}" for key in keys if key in settings[folder])
-            view, name = self._views.get(folder), plain(folder.name)
+            view, name = self._views.get(folder), printable(folder.name)
             if view is None:
-                table.add_row("", Text(plain(differs)), Text(name), Text("not begun", "dim"))
+                table.add_row("", Text(printable(differs)), Text(name), Text("not begun", "dim"))
                 continue
             told, value = view.follower, self._values().get(folder)
             losses = [point.value for point in told.curves.get("train/loss", [])]
             table.add_row(
-                "*" if folder == best else "", Text(plain(differs)), Text(name),
+                "*" if folder == best else "", Text(printable(differs)), Text(name),
                 Text(view.state, COLORS.get(view.state, "")), told.place(),
                 "" if value is None else figure(value), Text(sparkline(losses, 20), "cyan"),
-                Text(plain("  ".join(view.numbers()[:3]))),
+                Text(printable("  ".join(view.numbers()[:3]))),
             )  # fmt: skip
             running += [Text(), view.draw()] if view.state == "running" else []
         return Group(table, *running)

@@ -23,7 +23,7 @@ from trainrun.parallel.devices import count_gpus
 from trainrun.plots.compare import text_table
 from trainrun.runtime.machine import host_memory
 from trainrun.scheduler.build_schedule import scaled_lr
-from trainrun.timing.paired import PROCESS_SPREAD, Comparison, Rules, compare
+from trainrun.timing.paired import PROCESS_SPREAD, Comparison, Rules, compare_in_turns
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -120,7 +120,7 @@ class BatchFinder:
         turns = {str(size): self._turn(size) for size in sizes if size > base}
         turns = dict([*turns.items()][-COMPARED:]) or {"": self._turn(base)}
         rules = Rules(SMALLEST, self._budget.deadline())
-        return compare(self._turn(base), turns, rules, self._budget.clock)
+        return compare_in_turns(self._turn(base), turns, rules, self._budget.clock)
 
     def _turn(self, size: int) -> Any:
         """Return a function that measures seconds per item in a process, which starts at its first call."""

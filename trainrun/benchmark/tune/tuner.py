@@ -23,7 +23,14 @@ from trainrun.benchmark.run_overrides import LOADER_KEYS, config_of, key_of, own
 from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.errors import ConfigError
 from trainrun.output import counted
-from trainrun.timing.paired import LEAST_REPLICATES, PROCESS_SPREAD, Ratio, Rules, compare, ratio_of_processes
+from trainrun.timing.paired import (
+    LEAST_REPLICATES,
+    PROCESS_SPREAD,
+    Ratio,
+    Rules,
+    compare_in_turns,
+    ratio_of_processes,
+)
 
 CONFIRM_PART: Final = 0.4  # of the budget at least: for fresh processes that confirm the best
 CONFIRM_ROOM: Final = 1.2  # times the seconds that the fewest pairs of fresh processes need
@@ -263,7 +270,7 @@ class Tuner:
             trials[remedy.overrides] = trial
         turns = {" ".join(overrides): run.item_seconds for overrides, run in runs.items()}
         rules = Rules(PROCESS_SPREAD, ends, FEWEST_ROUNDS, FEWEST_ROUNDS, most_pairs=MOST_ROUNDS)
-        comparison = compare(self.base.item_seconds, turns, rules, self.budget.clock)
+        comparison = compare_in_turns(self.base.item_seconds, turns, rules, self.budget.clock)
         for overrides, run in runs.items():
             name, measured = " ".join(overrides), trials[overrides]
             if run.error or not comparison.pairs[name]:
@@ -343,7 +350,9 @@ class Tuner:
             runs[-1].find_pace()
         own, best = runs if own_first else runs[::-1]
         rules = Rules(0.0, least_rounds=PROCESS_TURNS, first_rounds=PROCESS_TURNS, most_pairs=PROCESS_TURNS)
-        pairs = compare(own.item_seconds, {"best": best.item_seconds}, rules, self.budget.clock).pairs["best"]
+        pairs = compare_in_turns(
+            own.item_seconds, {"best": best.item_seconds}, rules, self.budget.clock
+        ).pairs["best"]
         for run in runs:
             run.close()
         if error := own.error or best.error:

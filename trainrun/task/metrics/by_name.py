@@ -180,14 +180,14 @@ class NumberMetrics:
                 "of several lengths; use rmse"
             )
         if self._own is not None:
-            self._own.check(*flat(output.detach(), target))
+            self._own.check(*flatten_output(output.detach(), target))
 
     def measure(self, output: Tensor, target: Tensor, squares: Tensor | None = None) -> Measured:
         """Both (B, ...). squares: 0-d, the sum over samples of mean squared errors, for sequences with padding."""
         sums: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         if self._own is not None:
-            sums, rows = self._own.measure(*flat(output, target))
+            sums, rows = self._own.measure(*flatten_output(output, target))
         if not {"mse", "rmse", "r2"} & set(self._names):
             return sums, rows
         if squares is not None:
@@ -212,7 +212,7 @@ class NumberMetrics:
         return {name: values[name] for name in self._names if name in values} | own_values
 
 
-def flat(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def flatten_output(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """(N, ...) in float64; (N,) for (N, 1), of which `torchmetrics.KendallRankCorrCoef` makes one item (1.9)."""
     if output.ndim == 2 and output.shape[1] == 1:
         output, target = output[:, 0], target[:, 0]

@@ -89,7 +89,7 @@ class TorchMetrics:
                 with suppress(
                     ArithmeticError, IndexError, RuntimeError, ValueError
                 ):  # too few for it, perhaps
-                    numbers(name, metric.compute())
+                    metric_numbers(name, metric.compute())
                 if name in self._summed and grows(metric):
                     self._summed.remove(name)
 
@@ -117,7 +117,7 @@ class TorchMetrics:
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-                    values |= numbers(name, metric.compute())
+                    values |= metric_numbers(name, metric.compute())
             except PluginError:
                 raise
             except Exception as error:  # of somebody else's code
@@ -177,10 +177,10 @@ def name_in_bases(metric: Any, word: str) -> bool:
     return any(kind.__name__.startswith(word) for kind in type(metric).__mro__)
 
 
-def numbers(name: str, value: Any) -> dict[str, float]:
+def metric_numbers(name: str, value: Any) -> dict[str, float]:
     """`kappa`, or `kappa/3` of several numbers, as of single classes. PluginError: something else."""
     if isinstance(value, Mapping):
-        inner_numbers = [numbers(f"{name}/{key}", item) for key, item in value.items()]
+        inner_numbers = [metric_numbers(f"{name}/{key}", item) for key, item in value.items()]
         return {key: number for item in inner_numbers for key, number in item.items()}
     is_numeric = isinstance(value, float | int) or hasattr(value, "__array__")  # a tensor, or of NumPy
     if is_numeric and (tensor := torch.as_tensor(value)).ndim < 2:

@@ -116,7 +116,10 @@ class BadSteps:
         wrong = sum(facts["nonfinite"] for row in _facts(bad) for facts in row["tensors"].values())
         room = place.exists() or len(list(self._folder.glob("step-*"))) < MAX_WRITTEN
         gathered = self._parallel.gather((all(map(math.isfinite, losses)), wrong, room))
-        causes = [(rank, describe_cause(finite, wrong)) for rank, (finite, wrong, _) in enumerate(gathered)]
+        causes = [
+            (rank, describe_nonfinite_cause(finite, wrong))
+            for rank, (finite, wrong, _) in enumerate(gathered)
+        ]
         several = self._parallel.world_size > 1
         about = "; ".join(f"rank {rank}: {cause}" if several else cause for rank, cause in causes if cause)
         about = f"Cause: {about or 'unknown, since losses and batches had finite values alone'}"
@@ -168,7 +171,7 @@ class BadSteps:
         )  # fmt: skip
 
 
-def describe_cause(is_finite: bool, num_values: int) -> str:
+def describe_nonfinite_cause(is_finite: bool, num_values: int) -> str:
     """Return what was not finite in the step of a rank, or nothing. num_values: such values of its batch."""
     loss = "" if is_finite else "the loss"
     values = f"{counted(num_values, 'value')} of the batch" if num_values else ""

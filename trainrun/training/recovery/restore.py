@@ -55,7 +55,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         run.base.check(place, shared)
     shared = with_left_out(place, run.parallel.load_state_dict(shared, live), live)
     check_classes(place, shared, run.data_facts.class_names)
-    check_inputs(place, shared, run.data_facts.inputs)
+    check_restored_inputs(place, shared, run.data_facts.inputs)
     check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))
     task_state = {**shared, **(own or {})}.get("task", {})
     check_task_state(place, run.task, task_state)
@@ -185,7 +185,7 @@ def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -
     )
 
 
-def check_inputs(place: str, shared: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
+def check_restored_inputs(place: str, shared: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
     """Raise CheckpointError for a table whose input columns are others, or in another order."""
     before = shared.get("stream", {}).get("inputs") or {}
     if not (before and inputs) or list(before.items()) == list(inputs.items()):
