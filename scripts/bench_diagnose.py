@@ -67,7 +67,7 @@ class Fault(NamedTuple):
 
 RAGGED = ["data.train.usual=32", "data.train.longest=512", "model.context=512"]
 FLUSH = "trainer.flush_denormal=true"  # batches of one are soon slowed by numbers next to 0
-LISTENER = "+monitor.listeners.slow._target_=faulty_parts.SlowListener"
+LISTENER = "+monitor.slow._target_=faulty_parts.SlowListener"
 FAULTS = [
     Fault("clean", "healthy", [], []),
     Fault(".item() every step", "healthy", ["task._target_=faulty_parts.AskingClassification"], [], ("mlp", "cnn")),

@@ -104,11 +104,11 @@ def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(
         *WORDS, "data.train.at=30", "data.train.how=c", "output_dir=run", "trainer.watchdog_seconds=6"
     )
     # step 4 is saved once step 2 is
-    words = [f"monitor.listeners.stop.{name}={value}" for name, value in
+    words = [f"monitor.stop.{name}={value}" for name, value in
              {"_target_": "own.Stop", "at": 5, "name": "SIGTERM", "how": "c"}.items()]  # fmt: skip
     late = ForkedCommand(*WORDS, *words, "output_dir=late", "trainer.stop_grace_seconds=1")
     twice = ForkedCommand(*WORDS, *[word.replace("how=c", "how=python") for word in words],
-                  "monitor.listeners.stop.times=2", "output_dir=twice")  # fmt: skip
+                  "monitor.stop.times=2", "output_dir=twice")  # fmt: skip
     ends = {}
     said = {}
     try:

@@ -61,8 +61,8 @@ def project(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def listener(**arguments: object) -> list[str]:
-    words = [f"monitor.listeners.stop.{name}={value}" for name, value in arguments.items()]
-    return ["monitor.listeners.stop._target_=own.Listener", *words, "monitor.log_every_n_steps=3"]
+    words = [f"monitor.stop.{name}={value}" for name, value in arguments.items()]
+    return ["monitor.stop._target_=own.Listener", *words, "monitor.log_every_n_steps=3"]
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -417,7 +417,7 @@ def test_a_full_disk_is_a_failed_run_that_says_how_it_goes_on(
     own = types.ModuleType("full_disk")
     own.FullDisk = FullDisk  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "full_disk", own)
-    words = ["monitor.listeners.x._target_=full_disk.FullDisk", "monitor.on_error=raise", "output_dir=run"]
+    words = ["monitor.x._target_=full_disk.FullDisk", "monitor.on_error=raise", "output_dir=run"]
     assert main([*SHORT, *words]) == 1
     told = f"No space left on device; free space, then: trainrun resume {project / 'run'}"
     approve_error(capsys.readouterr().err)

@@ -93,9 +93,9 @@ def changed(words: list[str], *new: str) -> list[str]:
 
 def stop_at(step: int, name: str) -> list[str]:
     return [
-        "monitor.listeners.stop._target_=own.Stopper",
-        f"monitor.listeners.stop.at={step}",
-        f"monitor.listeners.stop.signal_name={name}",
+        "monitor.stop._target_=own.Stopper",
+        f"monitor.stop.at={step}",
+        f"monitor.stop.signal_name={name}",
     ]
 
 
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_falls_back_and_none_left_is_an_error(
     newest = resolve(own / "run" / "checkpoints", "last")
     damaged = newest / "shared.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert main(["resume", "run", "monitor.listeners.stop.at=-1"]) == 0
+    assert main(["resume", "run", "monitor.stop.at=-1"]) == 0
     assert main([*WORDS, "output_dir=whole"]) == 0
     same(facts_of(own / "whole")[0], facts_of(own / "run")[0])
     for folder in (own / "run" / "checkpoints").glob("step-*"):
@@ -344,8 +344,8 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits_and_rows(own: Path
     assert main([*words, *stop_at(-1, "SIGKILL"), "output_dir=whole"]) == 0
     assert life(*words, *stop_at(5, "SIGKILL"), "output_dir=run") == -signal.SIGKILL
     for step in (12, 19):
-        assert life("resume", "run", f"monitor.listeners.stop.at={step}") == -signal.SIGKILL
-    assert life("resume", "run", "monitor.listeners.stop.at=-1") == 0, (own / "output").read_text()
+        assert life("resume", "run", f"monitor.stop.at={step}") == -signal.SIGKILL
+    assert life("resume", "run", "monitor.stop.at=-1") == 0, (own / "output").read_text()
     whole, killed = facts_of(own / "whole"), facts_of(own / "run")
     same(whole[0], killed[0])
     assert whole[1] == killed[1]

@@ -110,7 +110,7 @@ class Turns(Sums):
 WORDS = [
     "model._target_=own.Two", "data.batch_size=64", "trainer.max_epochs=2", "trainer.num_threads=1",
     "monitor.log_every_n_steps=4", "monitor.progress_bar=false", "monitor.plots=false", "monitor.hardware=false",
-    "monitor.listeners.stop._target_=own.Stops", "data.val_batch_size=400",
+    "monitor.stop._target_=own.Stops", "data.val_batch_size=400",
 ]  # fmt: skip
 
 
@@ -159,8 +159,8 @@ def test_its_numbers_are_the_same_after_a_resume(own: Path) -> None:
     words = (*WORDS, "trainer.accumulate_grad_batches=3", "task=own.Told")
     assert main([*words, "output_dir=whole"]) == 0
     whole = said(own)
-    assert main([*words, "monitor.listeners.stop.at=4", "output_dir=part"]) == 75
-    assert main(["resume", "part", "monitor.listeners.stop.at=-1"]) == 0
+    assert main([*words, "monitor.stop.at=4", "output_dir=part"]) == 75
+    assert main(["resume", "part", "monitor.stop.at=-1"]) == 0
     assert said(own) == whole
     same(facts_of(own / "whole")[0], facts_of(own / "part")[0])
 

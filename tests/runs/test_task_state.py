@@ -228,7 +228,7 @@ class Looks:
 WORDS = [
     "model.hidden=[16]", "data.batch_size=64", "trainer.max_epochs=2", "trainer.num_threads=1",
     "monitor.log_every_n_steps=4", "monitor.progress_bar=false", "monitor.plots=false", "monitor.hardware=false",
-    "monitor.listeners.stop._target_=own.Stops", "checkpoint.every_n_train_steps=5",
+    "monitor.stop._target_=own.Stops", "checkpoint.every_n_train_steps=5",
 ]  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def notes_of(run: Path, about: str = "task:") -> list[str]:
 
 
 def stop_at(step: int) -> str:
-    return f"monitor.listeners.stop.at={step}"
+    return f"monitor.stop.at={step}"
 
 
 def test_state_that_a_task_saves_makes_a_resume_exact(own: Path) -> None:
