@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainrun.checkpoint.files import FileLayer, committed_steps, set_aside
-from trainrun.config.saved_config import load_config, placed, plain_config, with_overrides
+from trainrun.config.saved_config import placed, plain_config, with_overrides
 from trainrun.config.saved_values import public, resolved
 from trainrun.config.schema import RunConfig, config_leaves, plain_values
 from trainrun.errors import ConfigError
@@ -167,10 +167,12 @@ def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
     return config
 
 
-def check_same_network(run: RunDir, config: RunConfig) -> None:
-    """Raise ConfigError for overrides that change the network, or the weights that it began with."""
-    before = with_overrides(plain_config(run.config_that_holds), run.config_that_holds, [])
-    changed = differences(before, config)
+def check_same_network(run: RunDir, saved: RunConfig, config: RunConfig) -> None:
+    """Raise ConfigError for overrides that change the network, or the weights that it began with.
+
+    saved: the config in the folder.
+    """
+    changed = differences(saved, config)
     faults = [
         f"{key}={word(here)}: the run has trained with {word(there)}, and its transforms stay; leave it out, or begin "
         f"another run with its weights: init_from={run.root}"
@@ -247,12 +249,15 @@ def forget_failure(run: RunDir) -> bool:
     return True
 
 
-def finished(run: RunDir, config: RunConfig) -> str:
-    """Return the message for a run that has ended and would end again with this config; else ""."""
+def finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
+    """Return the message for a run that has ended and would end again with this config; else "".
+
+    saved: the config in the folder.
+    """
     status = read_status(run)
     if status.get("state") != "done":
         return ""
-    before, config = (placed(run_config, Path.cwd()) for run_config in (load_config(run.config, []), config))
+    before, config = (placed(run_config, Path.cwd()) for run_config in (saved, config))
     limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps", "max_duration")}
     same = replace(before, trainer=replace(before.trainer, **limits)) == config
     reached = [

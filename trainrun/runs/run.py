@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from trainrun.config.compose import Composition, format_config
-from trainrun.config.saved_config import translated
+from trainrun.config.saved_config import load_config, translated
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, record_reads, stop_recording
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainrunError
@@ -162,7 +162,7 @@ def _folder_of(composition: Composition) -> Path:
 
 def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """`execute`, unless the run has come to its end."""
-    if order.resume and (text := resume.finished(run, config)):
+    if order.resume and (text := resume.finished(run, load_config(run.config, []), config)):
         return stay_finished(text)
     return execute(run, config, order)
 
@@ -242,11 +242,12 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
     resume.check_reachable(run)
     resume.repair(run)
     resume.check_modules(run, config)
-    resume.check_same_network(run, config)
+    saved = load_config(run.config_that_holds, []) if overrides else config
+    resume.check_same_network(run, saved, config)
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     resume.restore_config(run)
-    if message := resume.finished(run, config):
+    if message := resume.finished(run, saved, config):
         return stay_finished(message)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
