@@ -38,7 +38,7 @@ MUTANTS: Final = (
     Mutant(
         "a batch over all ranks is divided by the ranks of one machine",
         "trainrun/assemble",
-        'return with_values(config, {"trainer.accumulate_grad_batches": wanted // one})',
+        'return with_values(config, {"trainer.accumulate_grad_batches": wanted // batch_of_ranks})',
         'return with_values(config, {"trainer.accumulate_grad_batches": wanted // config.data.batch_size})',
         ("tests/assemble/test_run_plan.py",),
     ),
@@ -329,8 +329,8 @@ MUTANTS: Final = (
     Mutant(
         "norms of several types are added up",
         "trainrun/precision",
-        "norm: Tensor = torch.linalg.vector_norm(torch.stack(found))",
-        "norm: Tensor = torch.stack(found).sum()",
+        "norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))",
+        "norm: Tensor = torch.stack(norms).sum()",
         ("tests/precision/test_gradients.py",),
     ),
     Mutant(
