@@ -1,9 +1,12 @@
-"""Small facts about tensors that models, tasks and data share."""
+"""Small functions and facts of tensors that models, tasks, data and ranks share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -17,3 +20,17 @@ def segment_mask(segment_ids: Tensor, causal: bool = False) -> Tensor:
     ids = segment_ids.long()
     mask = ids[:, None, :, None] == ids[:, None, None, :]
     return mask.tril() if causal else mask
+
+
+def zero_loss(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return a 0-d zero whose backward adds zeros to the gradients of the parameters, from the last to the first."""
+    total = torch.zeros((), device=next(model.parameters()).device, requires_grad=True)
+    tables = [layer for layer in model.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {table.weight for table in tables if table.sparse}
+    for parameter in parameters:
+        if parameter in sparse:  # of an embedding, whose gradient is sparse
+            some = embedding(torch.zeros(1, dtype=torch.long, device=total.device), parameter, sparse=True)
+        else:
+            some = parameter
+        total = total + some.sum().real.to(total) * 0.0
+    return total

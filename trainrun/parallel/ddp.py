@@ -29,7 +29,7 @@ from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import Agreed
 from trainrun.parallel.group import Group, contact, destroy, exchange_failure, is_lost_contact
 from trainrun.runtime.foreach_copy import copy_
-from trainrun.runtime.zero_loss import zero_loss
+from trainrun.tensors import zero_loss
 
 TORCH_BUCKET_MB = 25.0
 # the copy of buffers is ours: see above; torch 2.13 has a new word for it and warns of the old one

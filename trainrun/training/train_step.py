@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport
-from trainrun.runtime.zero_loss import zero_loss
 from trainrun.sums import add_sums
+from trainrun.tensors import zero_loss
 from trainrun.timing.phases import BACKWARD, FORWARD, RANKS
 from trainrun.training.components import Components
 
