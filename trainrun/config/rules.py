@@ -14,7 +14,6 @@ from trainrun.config.schema import (
     plain_values,
     validation_nodes,
 )
-from trainrun.data.readers.path_contents import data_options
 from trainrun.instantiate import TARGET, is_node, named_nodes, target_name
 from trainrun.limits import EPOCH, Duration, is_finite, parse_interval
 
@@ -357,6 +356,8 @@ def unread_path(config: RunConfig) -> list[str]:
     del values["data"]["path"]
     if path is None or any(value == path for _, value in config_leaves(values)):
         return []
+    from trainrun.data.readers.path_contents import data_options  # a run without a path needs none
+
     readers = " or ".join(f"data={option}" for option in data_options(path))
     return [
         f"data.path={path}: nothing reads it with data={config.data.name}; say what it is, as "
