@@ -33,7 +33,8 @@ from trainrun.cli.main import main
 from trainrun.cli.manual_pages import FOLDER
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.errors import EXIT_USAGE
-from trainrun.sweep.space import expand
+from trainrun.sweep.options import split_options
+from trainrun.sweep.space import words_to_check
 
 pytestmark = pytest.mark.process
 
@@ -131,7 +132,10 @@ def composed(words: list[str]) -> None:
     if "--multirun" not in words:
         compose_run(settings)
         return
-    jobs = expand(prepare_command_line(["--multirun", *settings], Path.cwd())[0].overrides)
+    options, settings = split_options(settings)
+    jobs = words_to_check(
+        [*prepare_command_line(["--multirun", *settings], Path.cwd())[0].overrides, *options]
+    )
     assert len(jobs) > 1
     for job in jobs:
         compose_run(list(job))
