@@ -165,6 +165,7 @@ def is_run(line: str) -> list[str] | None:
         any(mark in line for mark in ELSEWHERE + ALIKE)
         or words[0] != "trainrun"
         or words[1] in (*LONG, "--multirun")
+        or "sweeps/" in line  # of a sweep, whose jobs are not run here
     ):
         return None
     return [re.sub(r"^(trainer\.max_steps)=\d+$", r"\1=4", word) for word in words[1:]]
