@@ -133,13 +133,13 @@ def test_a_fault_is_found_before_the_first_step(
     with refused(PluginError) as caught:
         train(task, "output_dir=run", "trainer.check_task=false")
     assert "\n" not in str(caught.value)
-    assert steps_made("run") == []
+    assert not Path("run").exists()  # a run of which a step was made stays
 
 
 def test_an_unknown_metric_is_found_before_the_first_step() -> None:
     with refused(ConfigError, "checkpoint.monitor"):
         train("Task", "output_dir=run", "checkpoint.monitor=val/f1", "checkpoint.mode=max")
-    assert steps_made("run") == []
+    assert not Path("run").exists()
 
 
 def test_a_trial_that_is_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
