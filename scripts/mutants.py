@@ -308,15 +308,15 @@ MUTANTS: Final = (
     Mutant(
         "a curve is averaged over values that came later",
         "trainrun/plots",
-        "sums[age:] += share * values[:last] * weights[:last]",
-        "sums[:last] += share * values[age:] * weights[age:]",
+        "sums[age:] += share * values[:last]",
+        "sums[:last] += share * values[age:]",
         ("tests/plots/test_series.py",),
     ),
     Mutant(
         "a value that is not finite is part of an average",
         "trainrun/plots",
-        "weights = np.where(finite, 1.0 if weights is None else weights, 0.0)",
-        "weights = np.where(finite, 1.0 if weights is None else weights, 1.0)",
+        "totals[age:] += share * finite[:last]",
+        "totals[age:] += share",
         ("tests/plots/test_series.py",),
     ),
     Mutant(
@@ -413,15 +413,15 @@ MUTANTS: Final = (
     Mutant(
         "the best job of a sweep stands last",
         "trainrun/sweep",
-        'value = (result.value or 0.0) * (-1 if result.mode == "max" else 1)',
-        'value = (result.value or 0.0) * (1 if result.mode == "max" else -1)',
+        "value = (result.value or 0.0) * result.sign",
+        "value = (result.value or 0.0) * -result.sign",
         ("tests/sweep",),
     ),
     Mutant(
         "the interval of a mean is that of a sum",
         "trainrun/sweep",
-        "half = half_interval([value - middle for value in numbers]) / count",
-        "half = half_interval([value - middle for value in numbers])",
+        "return half_interval([value - mean for value in values]) / len(values)",
+        "return half_interval([value - mean for value in values])",
         ("tests/sweep",),
     ),
     Mutant(

@@ -68,6 +68,7 @@ WHOLE = (
 MEASURED = "measurements"
 REFUSED = "# is refused"  # a command whose error message the page shows
 ALIKE = ("trainrun parallel=ddp  ",)  # another page runs the like
+SWEPT = ("sweeps/first",)  # the folder of a sweep, whose jobs tests/sweep runs
 
 
 def lines_of(text: str) -> list[str]:
@@ -162,7 +163,7 @@ def is_run(line: str) -> list[str] | None:
     """The words of a command that is run here; None for one that is checked without running."""
     words = shlex.split(line, comments=True)
     if (
-        any(mark in line for mark in ELSEWHERE + ALIKE)
+        any(mark in line for mark in ELSEWHERE + ALIKE + SWEPT)
         or words[0] != "trainrun"
         or words[1] in (*LONG, "--multirun")
         or "sweeps/" in line  # of a sweep, whose jobs are not run here
