@@ -75,7 +75,7 @@ def test_what_another_place_changes(then: dict[str, Any], told: str) -> None:
     notes: list[str] = []
     run: Any = SimpleNamespace(
         checkpoints=SimpleNamespace(fingerprint=lambda: now), monitors=SimpleNamespace(note=notes.append),
-        config=SimpleNamespace(checkpoint=SimpleNamespace(strict=False)),
+        config=SimpleNamespace(checkpoint=SimpleNamespace(strict=False), trainer=SimpleNamespace(max_steps=None)),
     )  # fmt: skip
     loaded: Any = SimpleNamespace(manifest=SimpleNamespace(step=4, fingerprint=then), folder=Path("step-4"))
     resume_notes(run, RunDir(Path("none")), loaded)

@@ -122,7 +122,7 @@ class BadSteps:
         ]
         several = self._parallel.world_size > 1
         about = "; ".join(f"rank {rank}: {cause}" if several else cause for rank, cause in causes if cause)
-        about = f"Cause: {about or 'unknown, since losses and batches had finite values alone'}"
+        about = f"Cause: {about or 'unknown; the losses and batches of all ranks are finite'}"
         if not gathered[0][2]:
             return f"{about}. The batch is not saved: {self._folder} has {MAX_WRITTEN} such batches already"
         fault = ""
