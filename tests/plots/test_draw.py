@@ -89,3 +89,15 @@ def test_a_machine_without_room_for_a_process_is_said(
 
     monkeypatch.setattr("subprocess.Popen", no_process)
     assert "Cannot allocate memory" in REAL_DRAWING(RunDir(tmp_path))
+
+
+def test_a_run_draws_itself_where_no_process_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in draw.BATCH_SYSTEMS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getppid", lambda: 7)
+    assert not draw.ends_with_parent()
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    assert draw.ends_with_parent()
+    monkeypatch.delenv("SLURM_JOB_ID")
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    assert draw.ends_with_parent()

@@ -150,19 +150,21 @@ class Listeners:
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]], stopped: bool) -> None:
         """Write the last rows, the report and the pictures, and last the summary on the screen.
 
-        A process beside draws the pictures, so that nobody waits for them; this process does if the run was stopped, so
-        that nothing goes on after it, and if trackers send the pictures.
+        A process beside draws the pictures, so that nobody waits for them. This process does if the run was stopped, so
+        that nothing goes on after it, if trackers send the pictures, and where the other process would be ended.
         """
         self._phases.open(LOGGING)
         self._end_page()
         for row in rows:
             self.bus.write(row)
         self.bus.on_end(summary)
+        beside = False
         if self._config.monitor.plots and self._has_file:
             self.bus.write_phases()
             self.bus.flush()
-            self._draw(beside=not stopped and not self._config.monitor.listeners)
-        self.bus.show_end(summary | {"ledger": self.bus.ledger or self._phases.read()})
+            beside = self._draw(may_wait=stopped or bool(self._config.monitor.listeners))
+        ledger = self.bus.ledger or self._phases.read()
+        self.bus.show_end(summary | {"ledger": ledger, "pictures_follow": beside})
 
     def _end_page(self) -> None:
         """End what draws the page of a run that goes on; the run draws its last one."""
@@ -170,16 +172,21 @@ class Listeners:
             self._page.kill()
             self._page.wait()
 
-    def _draw(self, beside: bool) -> None:
-        """Write the report, and draw the pictures in this process or have another one draw them."""
+    def _draw(self, may_wait: bool) -> bool:
+        """Write the report, and draw the pictures. Return whether another process draws them.
+
+        may_wait: draw in this process.
+        """
         with self._phases.on(PLOTS):
             plots = satellite("plots.draw", "no pictures are drawn", self._note)
             if plots is None:
-                return
+                return False
+            beside = not (may_wait or plots.ends_with_parent())
             drawing = plots.start_drawing if beside else plots.draw
             for problem in (drawing(self._run), plots.write_report(self._run)):
                 if problem:
                     self._note(problem)
+        return beside
 
     def _note(self, text: str) -> None:
         if self._told != text:

@@ -104,7 +104,8 @@ def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
         lines.append(format_entry("hint", summary["hint"]))
     if facts is not None:
         if (page := RunDir(Path(facts.folder)).report).is_file():
-            lines.append(format_entry("report", f"{path_to_paste(page)}; plots/*.png follow in a moment"))
+            follow = "; plots/*.png follow in a moment" if summary.get("pictures_follow") else ""
+            lines.append(format_entry("report", path_to_paste(page) + follow))
         commands = next_commands(summary, facts)
         lines += [format_entry("" if number else "next", text) for number, text in enumerate(commands)]
         if not commands:

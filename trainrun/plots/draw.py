@@ -23,6 +23,7 @@ from trainrun.parallel.launch import module_command
 from trainrun.plots.report import draw_report
 from trainrun.plots.run_curves import draw_run
 
+BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # environment variables of their jobs
 LONGEST_SECONDS = 120.0  # then the process ends itself, as where the disk of the run does not answer
 
 
@@ -53,6 +54,11 @@ def start_drawing(run: RunDir) -> str:
     waiting = threading.Thread(target=process.wait, name="trainrun-plots", daemon=True)
     waiting.start()  # so that it is no zombie afterwards
     return ""
+
+
+def ends_with_parent() -> bool:
+    """Return whether a process that this one leaves behind would be ended: in a container, a service or a batch job."""
+    return 1 in (os.getpid(), os.getppid()) or any(name in os.environ for name in BATCH_SYSTEMS)
 
 
 def _problem_of(run: RunDir, work: Callable[[], object], what: str) -> str:
