@@ -27,7 +27,9 @@ EVERY_OPTION = [
     (group, option)
     for group in groups([conf_dir()])
     for option in options(group, [conf_dir()])
-    if option != "custom" and (group, option) != ("parallel", "ddp")  # test_own_code.py, test_main_job.py
+    if option != "custom"  # test_own_code.py
+    and (group, option)
+    not in (("parallel", "ddp"), ("experiment", "lora"))  # test_main_job.py, test_experiments.py
 ]
 
 

@@ -54,7 +54,7 @@ def test_epochs_and_samples_are_the_same_after_a_resume(
     status = json.loads(Path("parts", "status.json").read_text())
     assert status["reason"] == "trainer.max_duration=2.5epoch reached"
     assert main(["resume", "parts"]) == 0
-    assert "parts trainer.max_duration=...; its plots" in capsys.readouterr().out
+    assert "parts: finished already (trainer.max_duration=2.5epoch" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "last"), [("blocks", 6), ("lines", None)])
