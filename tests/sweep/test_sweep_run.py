@@ -152,6 +152,19 @@ def test_a_new_sweep_of_which_every_job_is_refused_leaves_no_folder(tmp_path: Pa
     with refused(ConfigError, "lr=9"):
         run_sweep([["do=refuse", "seed=1,2"]], tmp_path / "new", command)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_below_the_home_folder_is_not_new(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").write_text("mine")
+    assert run_sweep([["do=refuse", "seed=1"]], Path("~/old"), command) == 1
+    assert (tmp_path / "old" / "notes.txt").read_text() == "mine"
+
+
+def test_a_sweep_of_refused_jobs_takes_others(tmp_path: Path, command: Command):
     assert run_sweep([["do=refuse", "seed=1,2"], ["lr=1"]], tmp_path / "new", command) == 1
     assert [row["state"] for row in table(tmp_path / "new")] == ["done", "failed", "failed"]
 

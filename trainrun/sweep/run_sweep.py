@@ -22,7 +22,7 @@ from trainrun.config.argv import OWN_KEYS, CommandLine
 from trainrun.config.compose import compose_run
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.lock import only_writer
-from trainrun.folder.run_folder import RunDir, is_there, write_text
+from trainrun.folder.run_folder import RunDir, is_there, named_folder, write_text
 from trainrun.output import counted, path_to_paste, say
 from trainrun.parallel.devices import num_devices
 from trainrun.runtime.signals import catch_stops
@@ -92,6 +92,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
     """
     options = read_options(split_options(calls[-1])[0])
     relay = StopRelay()
+    folder = None if folder is None else named_folder(str(folder))
     is_new = folder is None or not folder.exists()
     with locked_sweep(calls, folder) as sweep, catch_stops(relay.handle):
         devices_of = devices_by_words() if (options.jobs, options.per_device) != (1, 1) else None
@@ -178,7 +179,6 @@ def locked_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]
     """`open_sweep`; no other process runs jobs in its folder inside."""
     with contextlib.ExitStack() as closing:
         if folder is not None:
-            folder = folder.expanduser().absolute()
             if is_there(RunDir(folder)):
                 raise ConfigError(
                     f"output_dir={folder}: holds a run already; name another folder for the sweep"
