@@ -182,6 +182,18 @@ def test_a_refused_run_takes_away_what_it_wrote_and_nothing_else(project: Path) 
         assert [path for path in sorted(project.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
+def test_a_refused_run_leaves_what_the_users_code_wrote_into_its_folder(project: Path) -> None:
+    (project / "loads.py").write_text(
+        "import pathlib, torch\n\ndef data(path):\n"
+        "    pathlib.Path(path).mkdir()\n    pathlib.Path(path, 'loaded.bin').write_text('x')\n"
+        "    return torch.zeros(8, 4), torch.zeros(8).long()\n"
+    )
+    words = ["output_dir=run", "data.train._target_=loads.data", "data.train.path=run/data", "data.val=null"]
+    assert main([*words, "data.batch_size=100"]) == 2
+    assert [path.name for path in (project / "run").iterdir()] == ["data"]
+    assert (project / "run" / "data" / "loaded.bin").exists()
+
+
 @pytest.mark.parametrize(
     "word",
     ["checkpoint.monitor=val/accc", "trainer.early_stopping.monitor=val/accc", "scheduler.metric=val/accc"],

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,13 @@ class _Inside:
     """A path inside of a run folder, made when it is first asked for."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
 
     def __set_name__(self, owner: type[RunDir], attribute: str) -> None:
         self._attribute = attribute
 
     def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
-        path = run.root / self._name
+        path = run.root / self.name
         run.__dict__[self._attribute] = path  # read from there the next time, without this method
         return path
 
@@ -125,6 +126,13 @@ class RunDir:
                 pass
         except OSError as error:
             raise cannot_write(self.root, error) from error
+
+
+def is_name_of_a_run(name: str) -> bool:
+    """Return whether a run writes a file or folder of this name into its own folder."""
+    names = [path.name for path in vars(RunDir).values() if isinstance(path, _Inside)]
+    patterns = ("seal-*.txt", "rank*.log", "stacks-rank*.txt", ".error-rank*.json", ".*.tmp")
+    return name in names or any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def is_there(run: RunDir) -> bool:

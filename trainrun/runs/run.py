@@ -28,6 +28,7 @@ from trainrun.folder.run_folder import (
     RunDir,
     cannot_write,
     format_json,
+    is_name_of_a_run,
     is_there,
     named_folder,
     typed_settings,
@@ -89,10 +90,13 @@ def unless_refused(run: RunDir) -> Iterator[None]:
 
 
 def remove_written(run: RunDir, before: list[Path], made: list[Path]) -> None:
-    """Remove what is in a run's folder now and was not before; then the folders that were made for it, if empty."""
+    """Remove what a run writes and was not in its folder before; then the folders that were made for it, if empty.
+
+    Other files are of the user, as data that was downloaded meanwhile.
+    """
     with suppress(OSError):  # the mistake is what counts
         for path in run.root.iterdir():
-            if path in before:
+            if path in before or not is_name_of_a_run(path.name):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
