@@ -73,6 +73,7 @@ class _Parts(pickle.Pickler):
         self._seen: set[Any] = set()
         self._left = MOST_FILES
         self._known: dict[tuple[int, int], str] = {}
+        self._stamps: dict[str, str] = {}
         here = Path.cwd()
         self._projects = {_place(folder.stat()) for folder in (here, *here.parents)}
         self._apart = None if cache is None or not cache.exists() else _place(cache.stat())
@@ -87,9 +88,10 @@ class _Parts(pickle.Pickler):
         Bytes are new for each object, as pickle tells one object from two equal ones.
         """
         if isinstance(value, str | Path):
-            path = isinstance(value, Path) or "." in value or os.sep in value
-            stamp = self._stamp(str(value)) if path else ""
-            return f"{type(value).__name__} {value}{stamp}".encode("utf-8", "surrogatepass")
+            text = str(value)
+            if text not in self._stamps:
+                self._stamps[text] = self._stamp(text)
+            return f"{type(value).__name__} {text}{self._stamps[text]}".encode("utf-8", "surrogatepass")
         if isinstance(value, bytes | bytearray):
             return b"bytes " + value
         if isinstance(value, set | frozenset):
