@@ -67,6 +67,14 @@ class OwnGenerator(IterableDataset[Any]):
         yield from ([self.rng.random()] for _ in range(12))
 
 
+class LateGenerator(OwnGenerator):
+    """Its passes begin with the same sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield [0.0]
+        yield from super().__iter__()
+
+
 class Counted(IterableDataset[Any]):
     """Begins anew; what it counts no sample depends on."""
 
@@ -104,7 +112,7 @@ def lines_of(source: IterableDataset[Any], **changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", [Cursor, NestedCursor, OneIterator, OwnGenerator])
+@pytest.mark.parametrize("kind", [Cursor, NestedCursor, OneIterator, OwnGenerator, LateGenerator])
 def test_a_source_that_goes_on_is_told_once(kind: type, training: bool) -> None:
     assert len(lines_of(kind(), training=training)) == 1
 
@@ -154,7 +162,7 @@ def samples_of(stream: OpenedStream, epoch: int, start: int = 0) -> list[float]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", [Cursor, NestedCursor, OneIterator, OwnGenerator])
+@pytest.mark.parametrize("kind", [Cursor, NestedCursor, OneIterator, OwnGenerator, LateGenerator])
 def test_by_default_each_epoch_of_a_source_that_goes_on_is_the_same(kind: type, training: bool) -> None:
     source = kind()
     stream = opened(source, training)

@@ -159,7 +159,10 @@ def _workers_for_iterable(source: Any, options: StreamOptions) -> tuple[int, str
     if beside is not None and beside.engine == "workers" and beside.number > 0:
         return 1, "an IterableDataset"
     if goes_on(source):
-        return 1, "an IterableDataset that does not begin anew by itself"
+        return (
+            1,
+            "an IterableDataset that goes on from epoch to epoch; a worker begins each epoch anew, with the same samples",
+        )
     return 0, "an IterableDataset"
 
 

@@ -9,6 +9,7 @@ stands, and a resume goes on from there; of every other the samples before are r
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -34,6 +35,7 @@ from trainrun.interfaces import Batches, KeepsState, MicroBatch
 from trainrun.runtime.child_process import ChildLate, can_fork, end_pipes_and_sockets, run_in_child
 from trainrun.user_code import line_of
 
+PASS_SAMPLES = 32  # of each of two passes that are compared
 PASS_SECONDS = 10.0  # for the first samples of two passes in a child process
 SHUFFLE = 3  # of the numbers that the order inside a block is drawn from
 Keep = Callable[[int, Any], None]
@@ -253,21 +255,29 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 def goes_on(source: Any) -> bool:
     """Return whether a pass over the source begins where the pass before was left, so that its samples depend on it.
 
-    A child process reads the first sample of two passes, which begin with the same random states. Its pipes and sockets
-    are at their end: what comes through them comes once. A source that cannot be read there, or says its place, counts
-    as one that begins anew; one that takes too long as one that goes on.
+    A child process reads the first samples of two passes, which begin with the same random states: several, as the
+    first may be the same by chance. Its pipes and sockets are at their end: what comes through them comes once. A
+    source that cannot be read there, or says its place, counts as one that begins anew; one that takes too long as one
+    that goes on.
     """
     if keeps_place(source) or not can_fork():
         return False
 
     def first_samples_differ() -> bool:
         end_pipes_and_sockets()
-        digests = []
+        digests: list[str] = []
+        most = PASS_SAMPLES
         for _ in range(2):
             seed_globals(0)
             if hasattr(source, "set_epoch"):
                 source.set_epoch(0)
-            digests.append(digest_of(list(islice(source, 1))))
+            samples, until = [], time.monotonic() + PASS_SECONDS / 4
+            for sample in islice(source, most):
+                samples.append(sample)
+                if not digests and time.monotonic() > until:  # a slow source
+                    break
+            digests.append(digest_of(samples))
+            most = len(samples)
         return digests[0] != digests[1]
 
     try:
