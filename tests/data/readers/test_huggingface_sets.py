@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from approved import refused
@@ -226,6 +227,14 @@ def test_columns_that_no_sample_can_have_are_named(tmp_path):
     with refused(DataError, "data.train.columns"):
         whole(tmp_path / "a.arrow")
     assert whole(tmp_path / "a.arrow", columns=["x"])[0] == 1
+
+
+@pytest.mark.parametrize("cells", [[1, 2**63], [[1], [2**63, 2]]])
+def test_a_number_that_int64_cannot_hold_is_named(tmp_path, cells):
+    type_ = pa.uint64() if isinstance(cells[0], int) else pa.list_(pa.uint64())
+    pq.write_table(pa.table({"x": pa.array(cells, type_), "y": [0, 1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="'x'"):
+        whole(tmp_path / "a.parquet")
 
 
 def test_stored_columns_are_not_parsed_again(tmp_path, place, monkeypatch):

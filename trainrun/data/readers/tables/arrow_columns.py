@@ -135,13 +135,23 @@ def write_ragged(kind: Kind, column: Any, dtype: str, name: str, begin: int, wri
     writer.add(f"{name}.missing", missing)
 
 
-def write_number(column: Any, name: str, begin: int, writer: ColumnWriter) -> None:
+def check_whole(kind: Kind, values: Array) -> None:
+    """Raise DataError for a whole number that int64 cannot hold."""
+    if values.dtype == np.uint64 and values.max(initial=0) > np.iinfo(np.int64).max:
+        raise DataError(
+            f"column {kind.column!r} holds {values.max()}, which int64 cannot hold; leave the column out by naming the "
+            "others, or save it as another type"
+        )
+
+
+def write_number(kind: Kind, column: Any, name: str, begin: int, writer: ColumnWriter) -> None:
     """Write numbers in 64 bits, or bools, and as `<name>.missing` the rows without a value."""
     array = one_array(column)
     missing = np.flatnonzero(np.asarray(array.is_null()))
     values = array.fill_null(False if pyarrow().types.is_boolean(array.type) else 0).to_numpy(
         zero_copy_only=False
     )
+    check_whole(kind, values)
     wide = {"i": np.int64, "u": np.int64, "f": np.float64}.get(values.dtype.kind, np.bool_)
     writer.add(name, values.astype(wide, copy=False))
     writer.add(f"{name}.missing", reasons_of(missing + begin, IS_MISSING))
@@ -197,7 +207,9 @@ def list_of(kind: Kind, array: Any, dtype: str) -> tuple[Array, Array, Array]:
             gaps[row_of[np.asarray(array.is_null())]] = True
     if array.null_count:
         array = array.fill_null(0 if kind.dtype is not None and kind.dtype.kind != "b" else False)
-    values = array.to_numpy(zero_copy_only=False).astype(list_dtype(kind, dtype), copy=False)
+    values = array.to_numpy(zero_copy_only=False)
+    check_whole(kind, values)
+    values = values.astype(list_dtype(kind, dtype), copy=False)
     if uneven.any():
         values = values[~uneven[row_of]]
         shapes[uneven] = 0

@@ -112,7 +112,7 @@ def write_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tu
         for number, name in enumerate(names):
             kind, column = table.kinds[name], block[name]
             if kind.name == "number":
-                write_number(column, f"column.{number}", begin, writer)
+                write_number(kind, column, f"column.{number}", begin, writer)
             else:
                 write_ragged(kind, column, "float32", f"column.{number}", begin, writer)
         if group is not None:
