@@ -87,7 +87,7 @@ def every(key: str, found: Duration, lengths: Lengths, task: Any) -> Every:
         wrong = f"{type(task).__name__} counts samples, not tokens; give samples, as 1e6sample"
     elif found.unit == "sample" and lengths.samples_per_epoch is None:
         wrong = "the number of samples in a batch of this data is not known in advance; give steps"
-    elif found.unit == "epoch" and lengths.steps_per_epoch is None and not found.amount.is_integer():
+    elif found.unit == "epoch" and lengths.steps_per_epoch is None and not float(found.amount).is_integer():
         wrong = "the length of this data is not known; give steps"
     if wrong:
         raise ConfigError(f"{key}: {wrong}")
