@@ -81,6 +81,13 @@ def test_each_point_is_trained_with_all_seeds() -> None:
     assert [job[1] for job in jobs] == ["seed=0", "seed=1", "seed=2"] * 2
 
 
+def test_a_space_of_many_settings_is_checked_one_value_at_a_time() -> None:
+    words = [f"s{number}=1,2,3,4" for number in range(30)]
+    checked = words_to_check([*words, "sweep=random", "sweep.trials=1"])
+    assert len(checked) == 1 + 30 * 3
+    assert {len(job) for job in checked} == {30}
+
+
 def test_both_ends_and_all_choices_are_checked() -> None:
     checked = words_to_check([*SPACE, "sweep=random", "sweep.trials=1"])
     assert {word for job in checked for word in job} == {

@@ -30,11 +30,17 @@ def combinations_of(words: list[str]) -> list[tuple[str, ...]]:
 
 
 def words_to_check(words: list[str]) -> list[tuple[str, ...]]:
-    """Return combinations in which every value is, and both ends of every interval. Raise ConfigError."""
+    """Return combinations in which every value is, and both ends of every interval. Raise ConfigError.
+
+    Of random points each value is beside the first of all others: their combinations may be too many to count.
+    """
     own, job_words = split_options(words)
     if read_options(own).kind == "grid":
         return expand(job_words)
-    return list(itertools.product(*[ends_of(word) or choices_of_word(word) for word in job_words]))
+    values = [ends_of(word) or choices_of_word(word) for word in job_words]
+    first = tuple(choices[0] for choices in values)
+    others = [(place, value) for place, choices in enumerate(values) for value in choices[1:]]
+    return [first, *((*first[:place], value, *first[place + 1 :]) for place, value in others)]
 
 
 def expand(words: list[str]) -> list[tuple[str, ...]]:
