@@ -59,6 +59,16 @@ class Broken(Made):
         return [self[index] for index in indices]
 
 
+class LeavesOut(Made):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices if index != 7]
+
+
+def test_samples_are_read_one_by_one_where_a_call_for_many_leaves_one_out(tmp_path):
+    kept = cached(LeavesOut(), "memory", "data.train")
+    assert all(same(kept[index], Made()[index]) for index in range(40))
+
+
 @pytest.mark.parametrize("spec", ["memory", "pool:4MB", "disk"])
 def test_a_damaged_sample_raises_when_it_is_asked_for(spec, tmp_path):
     kept = kept_in(Broken(), spec, tmp_path)

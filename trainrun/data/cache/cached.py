@@ -242,11 +242,12 @@ class BlockReader:
         return samples
 
     def _at_once(self, indices: list[int]) -> list[Any]:
-        """Read samples in one call; return an empty list if the source cannot, or if one of them fails."""
+        """Read samples in one call; return an empty list if the source cannot, if one of them fails, or is left out."""
         at_once = getattr(self.source, "__getitems__", None)
+        samples: list[Any] = []
         with suppress(Exception):
-            return list(at_once(indices)) if callable(at_once) else []
-        return []
+            samples = list(at_once(indices)) if callable(at_once) else []
+        return samples if len(samples) == len(indices) else []
 
     def _one(self, index: int) -> Any:
         return (self._at_once([index]) or [self.source[index]])[0]
