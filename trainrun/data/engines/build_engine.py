@@ -161,7 +161,7 @@ def _workers_for_iterable(source: Any, options: StreamOptions) -> tuple[int, str
     if goes_on(source):
         return (
             1,
-            "an IterableDataset that goes on from epoch to epoch; a worker begins each epoch anew, with the same samples",
+            "an IterableDataset that goes on from epoch to epoch; a worker reads the same samples in each",
         )
     return 0, "an IterableDataset"
 
