@@ -20,7 +20,7 @@ from trainrun.interfaces import MicroBatch
 from trainrun.runtime.machine import free_bytes
 
 BLOCK_BYTES = 2**26  # of a mapped file on its way to a GPU
-SMALL_BATCH_BYTES = 2**13  # larger batches are gathered one by one, which copies them once
+SMALL_BATCH_BYTES = 2**14  # larger batches are gathered one by one, which copies them once
 ROWS_AT_ONCE = (
     2**15
 )  # whose numbers are found in one call: a computed one takes 60 ns then, 2,600 ns for 64 rows
