@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,3 +179,15 @@ def test_no_sample_of_a_pipe_is_lost_to_the_look_at_passes() -> None:
     stream = opened(Pipe(6), training=True)
     assert samples_of(stream, 0) == [0, 1, 2, 3, 4, 5]
     assert stream.read_by.number == 0
+
+
+def test_a_source_with_a_thread_of_its_own_is_told_that_it_was_not_compared() -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, name="of the user")
+    thread.start()
+    try:
+        assert len(lines_of(OwnGenerator())) == 1
+        assert lines_of(WithEpoch()) == lines_of(SaysItsPlace()) == []
+    finally:
+        ended.set()
+        thread.join()

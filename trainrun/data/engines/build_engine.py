@@ -11,7 +11,14 @@ from trainrun.data.batch import Preparation
 from trainrun.data.engines.batch_reader import AT_ONCE, COLLATE_KEY, BatchReader, Recipe
 from trainrun.data.engines.choice import choose, describe_workers
 from trainrun.data.engines.in_memory import ResidentBatches
-from trainrun.data.engines.iterable import Alike, InStep, StreamReader, goes_on, has_parts
+from trainrun.data.engines.iterable import (
+    Alike,
+    InStep,
+    StreamReader,
+    can_compare_passes,
+    goes_on,
+    has_parts,
+)
 from trainrun.data.engines.loader import LoaderBatches
 from trainrun.data.engines.stream import ReadBy
 from trainrun.data.engines.threads import ThreadBatches
@@ -41,6 +48,12 @@ GOES_ON = (
     "goes on from one epoch to the next in the main process, and its samples depend on it. A loader worker, or a "
     "resume, begins with the initial value: use data.num_workers=1, set it in __iter__, or give the class state_dict() "
     "and load_state_dict(state)"
+)
+
+NOT_COMPARED = (
+    "cannot be read in a child process (a fork needs Linux, no threads of your own and no started CUDA), so it was not "
+    "checked that each epoch begins anew. If it does not, a resume differs: use data.num_workers=1, or give the class "
+    "set_epoch(epoch), or state_dict() and load_state_dict(state)"
 )
 
 
@@ -154,6 +167,8 @@ def _workers_for_iterable(source: Any, options: StreamOptions) -> tuple[int, str
     number, beside = options.num_workers, options.beside
     if number == 0 and goes_on(source):
         options.report(f"{options.key}: {type(source).__name__} {GOES_ON}")
+    if number in (0, "auto") and not can_compare_passes(source):
+        options.report(f"{options.key}: {type(source).__name__} {NOT_COMPARED}")
     if number != "auto":
         return number if options.training else min(number, 1), "asked for"
     if beside is not None and beside.engine == "workers" and beside.number > 0:

@@ -252,6 +252,11 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             raise DataError(f"{self.recipe.key}: {self._name(0)} gave no batch in epoch {self.epoch}")
 
 
+def can_compare_passes(source: Any) -> bool:
+    """Return whether `goes_on` can look at a source, or need not: it says its place, or is told the epoch."""
+    return keeps_place(source) or hasattr(source, "set_epoch") or can_fork()
+
+
 def goes_on(source: Any) -> bool:
     """Return whether a pass over the source begins where the pass before was left, so that its samples depend on it.
 
