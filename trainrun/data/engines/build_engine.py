@@ -165,20 +165,21 @@ def _workers_for_iterable(source: Any, options: StreamOptions) -> tuple[int, str
     each worker begins with the source as it was made.
     """
     number, beside = options.num_workers, options.beside
-    if number == 0 and goes_on(source):
-        options.report(f"{options.key}: {type(source).__name__} {GOES_ON}")
-    if number in (0, "auto") and not can_compare_passes(source):
-        options.report(f"{options.key}: {type(source).__name__} {NOT_COMPARED}")
-    if number != "auto":
-        return number if options.training else min(number, 1), "asked for"
-    if beside is not None and beside.engine == "workers" and beside.number > 0:
+    if number == "auto" and beside is not None and beside.engine == "workers" and beside.number > 0:
         return 1, "an IterableDataset"
-    if goes_on(source):
-        return (
-            1,
-            "an IterableDataset that goes on from epoch to epoch; a worker reads the same samples in each",
-        )
-    return 0, "an IterableDataset"
+    if number != "auto" and number > 0:
+        return number if options.training else min(number, 1), "asked for"
+    name = f"{options.key}: {type(source).__name__}"
+    if not can_compare_passes(source):
+        options.report(f"{name} {NOT_COMPARED}")
+    elif goes_on(source):
+        if number == "auto":
+            return (
+                1,
+                "an IterableDataset that goes on from epoch to epoch; a worker reads the same samples in each",
+            )
+        options.report(f"{name} {GOES_ON}")
+    return 0, "asked for" if number == 0 else "an IterableDataset"
 
 
 def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:
