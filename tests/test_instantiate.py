@@ -1,7 +1,9 @@
 """Open nodes: what is found, what is refused, and with which words."""
 
 import functools
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,15 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in [name for name in sys.modules if name.startswith("plug_")]:
         del sys.modules[name]
+
+
+def test_a_module_younger_than_the_listing_of_its_folder_is_imported(tmp_path: Path) -> None:
+    find_spec("plug_newest")  # Python lists the folder, and lists it again only when its time changes
+    times = tmp_path.stat()
+    (tmp_path / "plug_newest.py").write_text("class Thing:\n    pass\n")
+    os.utime(tmp_path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert find_spec("plug_newest") is None
+    assert locate("plug_newest.Thing", "model").__name__ == "Thing"
 
 
 def node(target: str, **arguments: Any) -> dict[str, Any]:

@@ -96,6 +96,10 @@ def attribute(found: Any, path: str, name: str, fault: str) -> Any:
 
 def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[str]]:
     """Import the module at the start of a dotted path. Return it, its name, and the rest of the path."""
+    if (
+        names[0] not in sys.modules
+    ):  # its file may be younger than the listing of its folder that Python keeps
+        importlib.invalidate_caches()
     prefix = HERE if is_hidden(names[0]) else ""
     for length in range(len(names) - 1, 0, -1):
         path = ".".join(names[:length])

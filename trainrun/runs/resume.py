@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +81,7 @@ def readable_config(run: RunDir) -> dict[str, Any]:
 
 def check_modules(run: RunDir, config: RunConfig) -> None:
     """Raise ConfigError if a module that the run names is not found from here. Import nothing."""
+    invalidate_caches()  # a module may be younger than the listing of its folder that Python keeps
     for key, target in config_leaves(plain_values(config)):
         if key.rpartition(".")[2] != TARGET or not isinstance(target, str):
             continue
