@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import warnings
+from typing import Any
 
 import numpy
 import pytest
@@ -119,6 +121,28 @@ def test_an_evaluation_calls_train_of_the_model_and_keeps_the_mode_of_each_modul
         assert model[0].merged
         assert not torch.is_grad_enabled()
     assert (model[0].merged, model[0].training, model[1].training) == (False, True, False)
+
+
+def test_an_evaluation_keeps_the_modes_of_scripted_modules_and_of_modules_with_own_attributes() -> None:
+    class OwnAttributes(nn.Dropout):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "training":
+                super().__setattr__("mode", "training" if value else "evaluation")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Dropout())
+    calls: list[bool] = []
+    patched = nn.Dropout()
+    patched.train = lambda mode=True: calls.append(mode) or patched  # type: ignore[assignment,func-returns-value]
+    model = nn.Sequential(scripted, OwnAttributes(), patched, nn.Dropout().eval())
+    with evaluating(model):
+        assert [module.training for module in model] == [False, False, True, False]
+        assert model[1].mode == "evaluation"
+    assert [module.training for module in model] == [True, True, True, False]
+    assert model[1].mode == "training"
+    assert calls == [False, True]
 
 
 def half_of_a_pair() -> None:

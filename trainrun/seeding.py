@@ -206,16 +206,37 @@ def kept_random_state() -> Iterator[None]:
         set_cuda_states(cuda)
 
 
+def only_sets_modes(module: nn.Module) -> bool:
+    """Return whether `train` and `eval` of a module set the attribute `training`, and do nothing else."""
+    kind, own = type(module), module.__dict__
+    if "train" in own or "eval" in own or hasattr(kind, "training"):
+        return False
+    methods = kind.train, kind.eval, kind.__setattr__
+    return methods == (nn.Module.train, nn.Module.eval, nn.Module.__setattr__)
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate `model` inside without gradients. Restore the modes of modules and the random state afterwards."""
-    whole, modes = model.training, [(module, module.training) for module in model.modules()]
-    model.eval()
+    """Evaluate `model` inside without gradients. Restore the modes of modules and the random state afterwards.
+
+    `eval` takes 3 us a module, and writing the attribute into its dictionary 0.1 us.
+    """
+    modules = list(model.modules())
+    whole, modes = model.training, [module.training for module in modules]
+    is_plain = all(map(only_sets_modes, modules))
+    if is_plain:
+        for module in modules:
+            module.__dict__["training"] = False
+    else:
+        model.eval()
     try:
         with torch.no_grad(), kept_random_state():
             yield
     finally:
-        model.train(whole)  # which may do more than set modes
-        for module, training in modes:
-            if module.training is not training:  # writing an attribute of a module takes 5 us
+        if not is_plain:
+            model.train(whole)  # which may do more than set modes
+        for module, training in zip(modules, modes, strict=True):
+            if is_plain:
+                module.__dict__["training"] = training
+            elif module.training is not training:
                 module.training = training

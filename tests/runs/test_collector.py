@@ -60,7 +60,7 @@ def test_what_the_user_froze_stays_frozen(workdir: object):
 
 
 def test_cycles_of_a_users_model_do_not_pile_up(workdir: object):
-    """Between validations, which collect whatever there is, log points do once there is enough."""
+    """Log points and validations collect once there is enough."""
     words = (
         "trainer.val_check_interval=10",
         "monitor.log_every_n_steps=10",

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 STARTING = (100_000, 50, 50)  # objects that are new, and younger collections, until Python collects
 BETWEEN = 10_000  # new objects that are looked at also where nothing is ever logged
-ENOUGH = 700  # new objects at a log point; fewer are left alone, as Python leaves them
+ENOUGH = 700  # new objects at a log point or a validation; fewer are left alone, as Python leaves them
 BETWEEN_SECONDS = 1.0  # two looks at all that is not frozen
 
 _usual = gc.get_threshold()
@@ -73,7 +73,7 @@ def freeze_more() -> None:
 
 
 class Tidy:
-    """At a log point the youngest objects, at a validation all that were not frozen, once a second at most."""
+    """Collects young objects at a log point, and at a validation all that are not frozen, at most once a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -85,5 +85,5 @@ class Tidy:
         if thorough and self._clock() >= self._due:
             gc.collect()
             self._due = self._clock() + BETWEEN_SECONDS
-        elif thorough or gc.get_count()[0] > ENOUGH:
+        elif gc.get_count()[0] > ENOUGH:
             gc.collect(1)

@@ -147,7 +147,18 @@ class Plan:
         """Yield this rank's shares from position `start` on, their indices on `device`."""
         if start and start >= self.num_batches:
             raise behind_the_end(start, self.num_batches)
+        if (
+            not self.training
+            and self.num_seen <= POSITIONS_AT_ONCE
+            and (device is None or device.type == "cpu")
+        ):
+            return iter(self._evaluation_shares[start:])
         return self._shares(epoch, start, device)
+
+    @cached_property
+    def _evaluation_shares(self) -> list[Share]:
+        """All shares of a small evaluation, which has the same ones every time."""
+        return list(self._shares(0, 0, None))
 
     def _shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[Share]:
         order, whole = self.order(epoch), self.num_seen // self.global_size
