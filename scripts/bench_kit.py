@@ -119,8 +119,7 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Components], Mapp
         turns = TakesTurns(hands(run), state)
         monitors.append(turns)
         listeners.attach(run, state)
-        if config.trainer.python_gc == "between_steps":
-            collect_between_steps()
+        collect_between_steps()
         run.triggers.start(state)
         seed_everything(derive_seed(SEED))
         run.monitors.on_start(facts, state)

@@ -14,6 +14,8 @@ from trainrun.interfaces import StepOutput
 from trainrun.task.classification import Classification
 from trainrun.task.language_modeling import LanguageModeling
 
+torch.set_flush_denormal(True)  # batches of one are soon slowed by numbers next to 0
+
 
 class Table(Dataset[tuple[Tensor, Tensor]]):
     """Rows of random numbers. wait: seconds that an item sleeps; compute: that it works in Python, holding the GIL;

@@ -101,7 +101,7 @@ def test_other_classes_than_the_run_has_are_refused(
 def test_every_sample_is_read_whatever_the_limit_of_the_run(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limits = ["trainer.limit_val_batches=0.1", "trainer.limit_test_batches=1"]
+    limits = ["trainer.limit_val_batches=0.1"]
     assert main(["trainer.max_steps=2", "monitor=none", *limits, "hydra.run.dir=run"]) == 0
     capsys.readouterr()
     assert main(["predict", "run"]) == 0
@@ -230,7 +230,7 @@ def test_a_stream_of_unknown_length_is_read_as_far_as_the_run_read_it(
 ) -> None:
     Path("endless_data.py").write_text(ENDLESS)
     endless = [f"data.{part}._target_=endless_data.Endless" for part in ("train", "val", "test")]
-    limits = ["trainer.limit_val_batches=0.1", "trainer.limit_test_batches=1"]
+    limits = ["trainer.limit_val_batches=0.1"]
     assert main(["trainer.max_steps=2", "monitor=none", *limits, endless[2], "hydra.run.dir=ends"]) == 0
     capsys.readouterr()
     assert main(["predict", "ends"]) == 0  # only its test data has no end

@@ -554,7 +554,7 @@ def test_names_that_our_networks_do_not_know_are_found_before_anything_starts(mo
         ("trainer.compile=foo", "trainer.compile=foo: must be one of off, model"),
         ("epochs=abc", "epochs=abc: must be a whole number"),
         ("trainer.channels_last=maybe", "trainer.channels_last=maybe: must be true or false"),
-        ("trainer.flush_denormal=2", "trainer.flush_denormal=2: must be true or false"),
+        ("trainer.benchmark=2", "trainer.benchmark=2: must be true or false"),
         ("checkpoint=2", "checkpoint=2: must be true or false"),
         ("ema=maybe", "ema=maybe: must be true or false"),
         ("trainer.num_threads=100000", "trainer.num_threads=100000: this machine has"),

@@ -82,7 +82,7 @@ def test_loss_shows_values_the_best_step_and_resumes(make_run: Any, tmp_path: Pa
     with run.metrics.open("a") as file:
         file.write('{"kind": "start", "step": 50, "facts": {"name": "x", "steps_per_epoch": 10}}\n')
     history = read_history(run)
-    ax = charts_picture("loss", run_charts(history)["loss"], history, 5).axes[0]
+    ax = charts_picture("loss", run_charts(history)["loss"], history).axes[0]
     assert texts_of(ax) == ["train", "val", "best val/acc 0.98 (step 100)", "resumed"]
     raw, val, best, resumed = ax.get_lines()
     assert list(raw.get_xdata()) == list(range(2, 101, 2))

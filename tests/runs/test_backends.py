@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trainrun as package
-from trainrun.assemble.backends import OF_TORCH, SMALLEST, flushes_denormal, kept_backends, set_backends
+from trainrun.assemble.backends import OF_TORCH, kept_backends, set_backends
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import RunConfig
 from trainrun.parallel.single import Single
@@ -29,14 +29,6 @@ def switched(*words: str) -> RunConfig:
     config = compose_run(["model=mlp", *words]).config
     set_backends(config, Single(torch.device("cpu")))
     return config
-
-
-def test_small_numbers_stay_unless_they_are_flushed():
-    switched()
-    assert not flushes_denormal()
-    switched("trainer.flush_denormal=true")
-    assert flushes_denormal()
-    assert float(torch.tensor(SMALLEST) * 1.0) == 0.0
 
 
 def test_a_process_that_speaks_the_newer_words_can_train(workdir: object):

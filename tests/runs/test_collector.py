@@ -86,12 +86,6 @@ def test_imports_are_not_interrupted_and_the_run_ends_that(workdir: object):
     usual = gc.get_threshold()
     rest_while_starting()
     assert gc.get_threshold() == STARTING
-    package.train(*SHORT, f"trainer.max_steps={STEPS}", "trainer.python_gc=automatic")
-    assert set(seen) == {(usual[0], 0)}  # Python's own
-
-
-def test_the_same_bits_either_way(workdir: object):
-    words = (*SHORT, "seed=5", f"trainer.max_steps={STEPS}")
-    runs = [package.train(*words, f"trainer.python_gc={mode}") for mode in ("automatic", "between_steps")]
-    weights = [run.load_model("last").layers[1].weight for run in runs]  # type: ignore[operator,index,union-attr]
-    assert torch.equal(weights[0], weights[1])
+    gc.freeze()  # of the user's own, so the runner sets nothing more
+    package.train(*SHORT, f"trainer.max_steps={STEPS}")
+    assert {threshold for threshold, _ in seen} == {usual[0]}

@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trainrun
-from trainrun.assemble.backends import flushes_denormal
 from trainrun.cli.main import main
 from trainrun.interfaces import StepOutput
 from trainrun.runs import api
@@ -253,7 +252,6 @@ def process_state() -> dict[str, Any]:
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []), "gc": (gc.isenabled(), gc.get_freeze_count()),
         "matmul": torch.get_float32_matmul_precision(), "anomaly": torch.is_anomaly_enabled(),
-        "flush": flushes_denormal(),
         "deterministic": torch.are_deterministic_algorithms_enabled(), "dtype": torch.get_default_dtype(),
         "streams": (sys.stdout, sys.stderr), "hook": sys.excepthook, "filters": list(warnings.filters),
     }  # fmt: skip
@@ -280,7 +278,6 @@ def test_the_process_is_left_as_it_was(workdir: Path, task: type, state: str) ->
         "trainer.deterministic=true",
         "trainer.num_threads=2",
         "precision.matmul=medium",
-        "trainer.flush_denormal=true",
         "output_dir=run",
     ]
     words += ["trainer.detect_anomaly=true", "trainer.check_task=false"]

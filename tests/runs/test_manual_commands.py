@@ -51,7 +51,7 @@ def lacks(package: str) -> bool:
 ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *FOLDER.glob("*.md")]}
 SHORT = [
-    "trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+    "trainer.limit_train_batches=2", "trainer.limit_val_batches=1",
     "monitor.plots=false", "trainer.num_threads=1",
 ]  # fmt: skip
 LONG = ("diagnose", "verify", "autotune")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -416,21 +415,15 @@ def test_a_setting_of_a_loop_that_is_not_named(project: Path, refuses: Callable[
     assert not Path("r").exists()
 
 
-class FullDisk:
-    """A listener whose file cannot grow."""
-
-    def on_step(self, step: int, epoch: float, row: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+def raise_full_disk(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
 
 
 def test_a_full_disk_is_a_failed_run_that_says_how_it_goes_on(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = types.ModuleType("full_disk")
-    own.FullDisk = FullDisk  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "full_disk", own)
-    words = ["monitor.x._target_=full_disk.FullDisk", "monitor.on_error=raise", "output_dir=run"]
-    assert main([*SHORT, *words]) == 1
+    monkeypatch.setattr("trainrun.monitor.metric_rows.MetricsFile.write", raise_full_disk)
+    assert main([*SHORT, "output_dir=run"]) == 1
     told = f"No space left on device; free space, then: trainrun resume {project / 'run'}"
     approve_error(capsys.readouterr().err)
     status = json.loads((project / "run" / "status.json").read_text())

@@ -422,10 +422,9 @@ def build_monitors(
         with nullcontext() if average is None else average.in_model():
             return likely_cause(model, next(iter(data.validation.values())))
 
-    tidy = Tidy() if config.trainer.python_gc == "between_steps" else None
     return MetricLogger(
         context.parallel, context.monitors, lambda: update.schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
-        rhythm.log_every is not None, context.on_position, context.on_log, unit_of(task), tidy, data.tokens,
+        rhythm.log_every is not None, context.on_position, context.on_log, unit_of(task), Tidy(), data.tokens,
         context.phases, task, find_nan_cause if data.validation else None, context.write,
     )  # fmt: skip
 
@@ -487,14 +486,13 @@ def build_on_bad(
 ) -> Callable[[TrainState, str], None]:
     """Return what handles a step whose loss or gradients are not finite."""
     trainer = config.trainer
-    most_rollbacks = trainer.max_rollbacks if trainer.nan_policy == "rollback" else 0
 
     @cache
     def bad_steps() -> BadSteps:
         from trainrun.training.recovery.nonfinite import BadSteps
 
         folder = context.run.nonfinite
-        return BadSteps(trainer.nan_policy, most_rollbacks, folder, context.parallel, precision, retry, note)
+        return BadSteps(trainer.nan_policy, folder, context.parallel, precision, retry, note)
 
     return lambda state, failure: bad_steps()(state, failure)
 

@@ -14,12 +14,10 @@ from torch import nn
 from torch.utils import deterministic
 
 from trainrun.config.schema import RunConfig
-from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
 from trainrun.precision.autocast import is_tiny, matmul_note, set_matmul
 
 FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share
-SMALLEST = 1e-40  # below the smallest float32 with all its bits
 # Inductor's advice, by a function of torch; `matmul_note` gives it with the name of the setting.
 OF_TORCH = "TensorFloat32 tensor cores for float32 matrix multiplication available"
 DETERMINISM: Any = deterministic  # its switch is a property, which its stub does not know
@@ -35,7 +33,7 @@ def kept_backends() -> Iterator[None]:
     determined, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = DETERMINISM.fill_uninitialized_memory
-    benchmark, flush = torch.backends.cudnn.benchmark, flushes_denormal()
+    benchmark = torch.backends.cudnn.benchmark
     anomaly = torch.is_anomaly_enabled()
     restore_rounding = kept_rounding()
     try:
@@ -48,8 +46,6 @@ def kept_backends() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
         torch.autograd.set_detect_anomaly(anomaly)
-        if flush != flushes_denormal():
-            torch.set_flush_denormal(flush)
         restore_rounding()
 
 
@@ -84,16 +80,6 @@ def has_attribute(name: str) -> bool:
     return True
 
 
-def flushes_denormal() -> bool:
-    """Torch has a switch for it, and nothing that tells how it is set."""
-    return bool((torch.tensor(SMALLEST) * 1.0).view(torch.int32) == 0)
-
-
-def set_flush_denormal(wanted: bool) -> None:
-    if wanted and not torch.set_flush_denormal(True):
-        raise ConfigError("trainer.flush_denormal=true: this CPU cannot; use trainer.flush_denormal=false")
-
-
 def set_deterministic(wanted: bool, warn_only: bool) -> None:
     """Only where it is a change: torch loads its compiler for this call, 1 to 2 s that few runs need."""
     now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -116,7 +102,6 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     torch.backends.cudnn.benchmark = trainer.benchmark
     if trainer.detect_anomaly:
         torch.autograd.set_detect_anomaly(True)
-    set_flush_denormal(trainer.flush_denormal)
     notes = [set_matmul(config.precision.matmul, parallel.device)]
     if parallel.device.type == "cuda":
         capability = torch.cuda.get_device_capability(parallel.device)

@@ -137,7 +137,9 @@ def split_kind(split: str) -> str:
 
 def split_limit(config: RunConfig, name: str) -> int | float:
     """Return how much of a split an epoch reads: a fraction of it, or a number of batches; 0 leaves it out."""
-    limit: int | float = getattr(config.trainer, f"limit_{split_kind(name)}_batches")
+    trainer = config.trainer
+    limits = {"train": trainer.limit_train_batches, "val": trainer.limit_val_batches}
+    limit: int | float = limits.get(split_kind(name), 1.0)
     return limit
 
 

@@ -55,7 +55,7 @@ class Listeners:
         self._console: Console | None = None
         if wanted.verbose or wanted.progress_bar:
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
-            self._console = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size, None, log,
+            self._console = Console(None, wanted.verbose, wanted.progress_bar, None, log,
                                     wanted.summary, self._best, waited=lambda: phases.seconds_of(DATA),
                                     elsewhere=self._seconds_elsewhere, activity=self._activity)  # fmt: skip
         self._has_file = wanted.metrics_file
@@ -75,10 +75,9 @@ class Listeners:
 
         def tracker(node: dict[str, Any], key: str) -> Tracker:
             built = build(node, key)
-            return Tracker(wrap_service(built, key, self._run), key, stops, self._note, type(built).__name__)
+            return Tracker(wrap_service(built, key, self._run), key, self._note, type(built).__name__)
 
         nodes = {f"monitor.{name}": node for name, node in wanted.listeners.items()}
-        stops = wanted.on_error == "raise"
         return [tracker(node, key) for key, node in nodes.items()]
 
     @property

@@ -153,16 +153,12 @@ def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
     """Note where the run goes on, the steps that are repeated, and what has changed. Raise CheckpointError."""
     step = loaded.manifest.step
     then, now = loaded.manifest.fingerprint, run.checkpoints.fingerprint()
-    changed, strict = environment_changes(then, now), run.config.checkpoint.strict
-    if strict is None and has_changed_data(run.config, then, now):
+    changed = environment_changes(then, now)
+    if has_changed_data(run.config, then, now):
         raise CheckpointError(
             f"the training data has changed: {loaded.folder.name} was saved with {then[DATA]}, and now there are "
-            f"{now.get(DATA, 'none')}; bring the data back, or go on with what is there: checkpoint.strict=false"
-        )
-    if changed and strict:
-        raise CheckpointError(
-            f"checkpoint.strict=true: {loaded.folder.name} was saved with another {changed}; go on there, or leave "
-            "checkpoint.strict out"
+            f"{now.get(DATA, 'none')}; bring the data back, or train on it in a new run that begins with this state: "
+            f"ckpt_path={run_dir.root}"
         )
     again = last_step(run_dir.metrics) - step
     lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
@@ -176,7 +172,7 @@ def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
         bits = " in their last bits" if names <= ROUNDING else ""
         run.monitors.note(
             f"the checkpoint was saved with another {changed}: {anew}the numbers that follow may differ{bits} "
-            "from those of a run that was never stopped (checkpoint.strict=true refuses)"
+            "from those of a run that was never stopped"
         )
 
 

@@ -124,8 +124,8 @@ def with_all_samples(
     A limit stays if it is typed here, or if the length of the data is not known. is_held_out: see `load_parts`.
     """
     kind = split.partition("/")[0]
-    limits = [limit for limit in ("limit_val_batches", "limit_test_batches") if kind in limit.split("_")]
-    lifted = [f"trainer.{limit}=1.0" for limit in limits if not any(limit in word for word in words)]
+    is_limited = kind == "val" and not any("limit_val_batches" in word for word in words)
+    lifted = ["trainer.limit_val_batches=1.0"] if is_limited else []
     run, folder = load_parts(run_dir, which, [*words, *lifted], trust, split, is_held_out)
     sets = [stream for name, stream in run.splits().items() if split in (name, name.partition("/")[0])]
     if any(stream.num_samples is None for stream in sets):

@@ -69,7 +69,7 @@ KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and wha
 }
 ONE_BATCH = (  # of all that a run does, so that a mistake late in it is seen at once
     "trainer.max_epochs=1", "trainer.limit_train_batches={0}", "trainer.limit_val_batches={0}",
-    "trainer.limit_test_batches={0}", "checkpoint.enabled=false", "monitor.log_every_n_steps=1",
+    "checkpoint.enabled=false", "monitor.log_every_n_steps=1",
     "monitor.plots=false",
 )  # fmt: skip
 NUMBER = "NUMBER"  # any other value that is one; `{0}` stands for it

@@ -256,18 +256,10 @@ class TrainerConfig:
         1.0, "a fraction of validation, or the samples of so many batches: always the same ones; 0 validates nothing",
         parse=parse_limit_or_none, aliases=("limit_val_batches",),
     )  # fmt: skip
-    limit_test_batches: Any = setting(
-        1.0,
-        "the same for the test",
-        parse=parse_limit_or_none,
-        aliases=("limit_test_batches",),
-        read_by="evaluate",
-    )
     out_of_memory: str = choice(
         "split", "split-batchnorm", "stop", help="run the step again in smaller pieces (of BatchNorm too), or stop",
     )  # fmt: skip
     nan_policy: str = choice("stop", "skip", "rollback", "ignore", help="at gradients that are not finite")
-    max_rollbacks: int = setting(3, "with nan_policy=rollback: more of them end the run", at_least=1)
     compile: CompileConfig = section(CompileConfig, "scope", ("compile", "torch_compile"))
     cuda_graphs: bool = setting(False, "record forward and backward and replay them (GPU)")
     channels_last: bool = setting(
@@ -293,9 +285,7 @@ class TrainerConfig:
     )
     benchmark: bool = setting(False, "cuDNN picks kernels by timing (GPU)")
     num_threads: Any = setting("auto", "threads of one operation on a CPU", kind=Count | Auto)
-    flush_denormal: bool = setting(False, "numbers below 1e-38 count as 0 (CPU)")
     check_task: bool = setting(True, "look at the first loss of your own task or model: a sum, no padding")
-    python_gc: str = choice("between_steps", "automatic", help="when Python looks for garbage")
     ema: EmaConfig = section(EmaConfig, "enabled", ("ema",))
     early_stopping: EarlyStoppingConfig = section(EarlyStoppingConfig, "enabled", ("early_stopping",))
 
@@ -325,12 +315,6 @@ class CheckpointConfig:
         60, "seconds, 10min, 2h between saves; null: none by time", parse=parse_seconds
     )
     async_save: bool = setting(True, "training goes on while a copy of the state in memory is written")
-    strict: bool | None = setting(
-        None,
-        "null: a resume with other training data is refused; true: also on another machine, torch or number of ranks; "
-        "false: nothing is refused",
-        read_by="resume",
-    )
     adapter_only: bool = setting(False, "frozen weights stay in init_from, and checkpoints name them")
 
 
@@ -394,7 +378,6 @@ class MonitorConfig:
         50, "steps between log points; also as 0.5epoch, 1e6sample", parse=parse_distance,
         aliases=("log_every_n_steps", "trainer.log_every_n_steps", "logging_steps"),
     )  # fmt: skip
-    window_size: int = setting(20, "log points that are averaged in plots", at_least=1)
     progress_bar: bool = setting(True, "on the terminal", aliases=("trainer.enable_progress_bar",))
     samples_every: Any = setting(
         None, "text of a language or sequence_vae model in the report: 1epoch; null: none", parse=parse_rounds
@@ -416,7 +399,6 @@ class MonitorConfig:
         None, "steps between histograms of weights and gradients, for trackers; null: none", at_least=1
     )
     listeners: dict[str, Any] = nodes("a tracker of your own: _target_ and arguments", typed="monitor")
-    on_error: str = choice("warn", "raise", help="when a tracker fails: warn once and go on, or end the run")
 
 
 @dataclass(frozen=True)

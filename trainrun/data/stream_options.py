@@ -260,7 +260,7 @@ def check_options(options: StreamOptions) -> None:
 
 
 def limit_key(options: StreamOptions) -> str:
-    split = "train" if options.training else "test" if options.key == "data.test" else "val"
+    split = "train" if options.training else "val"
     return f"trainer.limit_{split}_batches"
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from trainrun.monitor.notebook import NotebookBar
 
+WINDOW = 20  # log points whose items and seconds the throughput is of
 QUIET_SECONDS = 30.0  # between lines that are no validation
 STYLES = {"head": "dim", "best": "bold", "usual": ""}  # of the lines of the table
 
@@ -32,13 +33,13 @@ class Console:
     """Listens on rank 0.
 
     interactive: None looks whether the output is a terminal. verbose: show what is trained at the start, with all
-    choices if `summary` is set. progress: a bar where there is a terminal. window: log points whose items and seconds
-    the throughput is of. best: the monitored metric and the step of its best value so far. clocks: `waited`,
+    choices if `summary` is set. progress: a bar where there is a terminal.
+    best: the monitored metric and the step of its best value so far. clocks: `waited`,
     `elsewhere` and `activity` of a `ProgressBar`. log: a file that has every line, with all choices, at any width.
     """
 
     def __init__(
-        self, interactive: bool | None = None, verbose: bool = True, progress: bool = True, window: int = 20,
+        self, interactive: bool | None = None, verbose: bool = True, progress: bool = True,
         stream: IO[str] | None = None, log: IO[str] | None = None, summary: bool = False,
         best: Callable[[], tuple[str, int]] = lambda: ("", -1), **clocks: Any,
     ) -> None:  # fmt: skip
@@ -48,7 +49,7 @@ class Console:
         self._wants_bar = progress and self._is_terminal
         self._wants_html = progress and interactive is None and stream is None
         self._html: NotebookBar | None = None
-        self._windows: deque[tuple[float, float]] = deque(maxlen=window)  # items and seconds of each
+        self._windows: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # items and seconds of each
         self._window_began = 0  # the step of the last log point
         self._unit = "samples/s"
         self._latest: dict[str, float] = {}

@@ -1,6 +1,6 @@
 """A tracker (`monitor.NAME`): code of the user's, or of ours, that gets what a run reports, and changes nothing.
 
-An error in one is told once and counted, and the training goes on (`monitor.on_error=raise` ends it).
+The first error of a tracker is printed, all are counted, and the training goes on.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ METHODS = ("on_start", "on_step", "on_eval", "on_row", "on_note", "on_end", "clo
 class Tracker:
     """Fills `Monitor` by calling those methods that `target` has.
 
-    key: as typed, `monitor.NAME`. stops: whether an error ends the run; one of `close` never does, since the run
-    has ended by then. faults: how many calls failed. tell: shows one line; called at the first error.
+    key: as typed, `monitor.NAME`. faults: how many calls failed. tell: shows one line; called at the first error.
     Raises PluginError for an object without any of the methods.
     """
 
-    def __init__(
-        self, target: Any, key: str, stops: bool, tell: Callable[[str], None], name: str = ""
-    ) -> None:
+    def __init__(self, target: Any, key: str, tell: Callable[[str], None], name: str = "") -> None:
         self.key, self.faults = key, 0
-        self._name, self._stops, self._tell = name or type(target).__name__, stops, tell
+        self._name, self._tell = name or type(target).__name__, tell
         methods = {name: getattr(target, name, None) for name in METHODS}
         self._calls = {name: method for name, method in methods.items() if callable(method)}
         if not self._calls:
@@ -44,15 +41,10 @@ class Tracker:
             return method(*arguments)
         except ANY_FAULT as error:  # of the user's code, which only listens
             self.faults += 1
-            stops = self._stops and name != "close"
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            message = f"{self.key}: {name} of {self._name} failed: {reason}{line_of(error)}"
             if self.faults == 1:
-                self._tell(message + ("" if stops else "; the run goes on (monitor.on_error=raise ends it)"))
-            if stops and isinstance(error, SystemExit):
-                raise PluginError(message) from error
-            if stops:
-                raise
+                where = f"{self.key}: {name} of {self._name}"
+                self._tell(f"{where} failed: {reason}{line_of(error)}; the run goes on")
         return None
 
     def on_start(self, facts: RunFacts, step: int) -> None:

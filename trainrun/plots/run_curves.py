@@ -16,7 +16,7 @@ from trainrun.output import SPEEDS
 from trainrun.output import figure as readable
 from trainrun.plots import canvas
 from trainrun.plots.chart import UNITS, Chart, Curve, curve_of
-from trainrun.plots.history import History, read_config, read_history
+from trainrun.plots.history import History, read_history
 from trainrun.plots.prediction_grids import boards, confusion_picture
 from trainrun.plots.series import Point, Series, curves_in, names_in, series_of, smoothed
 from trainrun.plots.time_stack import ledger_picture
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WINDOW = 20  # monitor.window_size where a folder has no config
+WINDOW = 20  # log points that curves are averaged over
 MOST_DIMENSIONS = 8  # of a latent code, with a curve each
 BYTE_UNITS = ((1024.0**4, "TiB"), (1024.0**3, "GiB"), (1024.0**2, "MiB"))
 # Of a row of the machine: the panel by the end of a name, and what the run's own are called.
@@ -49,18 +49,14 @@ TITLES = {
 }  # fmt: skip
 
 
-def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
+def draw_run(run: RunDir) -> list[Path]:
     """Draw all pictures that the rows of a run allow into `plots/`; return their paths.
 
-    window_size: log points that curves are averaged over; None takes `monitor.window_size` of the run.
     Raises DataError if a file of the run is damaged, OSError if there are no rows.
     """
     history = read_history(run)
-    window = window_size or read_config(run).get("monitor", {}).get("window_size") or WINDOW
     charts = run_charts(history)
-    pictures = {
-        f"{name}.png": charts_picture(name, charts[name], history, window) for name in charts if charts[name]
-    }
+    pictures = {f"{name}.png": charts_picture(name, charts[name], history) for name in charts if charts[name]}
     pictures |= {
         f"{name}.png": picture
         for name, picture in {
@@ -74,14 +70,14 @@ def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
                     for name, image in boards(run).items()]  # fmt: skip
 
 
-def charts_picture(name: str, charts: Sequence[Chart], history: History, window: int) -> Figure:
+def charts_picture(name: str, charts: Sequence[Chart], history: History) -> Figure:
     """Return a picture with a panel for each chart. name: of the picture; that of the loss has marks."""
     run_name = history.facts.get("name")
     title = TITLES[name] + (f" of {run_name}" if run_name else "")
     columns = min(len(charts), 2)
     picture, axes = canvas.panels(title, len(charts), columns, 3.4 if columns == 1 else 2.6)
     for ax, chart in zip(axes, charts, strict=True):
-        draw_chart(ax, chart, window)
+        draw_chart(ax, chart)
         if name == "loss":
             mark_steps(ax, history)
         canvas.show_legend(ax)
@@ -93,7 +89,7 @@ def charts_picture(name: str, charts: Sequence[Chart], history: History, window:
     return picture
 
 
-def draw_chart(ax: Axes, chart: Chart, window: int) -> None:
+def draw_chart(ax: Axes, chart: Chart) -> None:
     """Draw the curves of a chart; many noisy values are faint behind the mean of the last ones."""
     log = chart.is_log
     curves = []
@@ -101,8 +97,8 @@ def draw_chart(ax: Axes, chart: Chart, window: int) -> None:
         color = COLORS.get(curve.name, color)
         steps = next(iter(curve.axes.values()))
         values = Series(steps, np.where(curve.values > 0, curve.values, np.nan) if log else curve.values)
-        mean = None if curve.is_dots else smoothed(values, window, log)
-        label = curve.name if mean is None else f"{curve.name}, mean of the last {window} log points"
+        mean = None if curve.is_dots else smoothed(values, WINDOW, log)
+        label = curve.name if mean is None else f"{curve.name}, mean of the last {WINDOW} log points"
         canvas.draw_line(ax, values, color, None if mean else label, faint=mean is not None)
         if mean is not None:
             canvas.draw_line(ax, mean, color, label)

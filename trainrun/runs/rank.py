@@ -131,8 +131,7 @@ def train_once(
             note_choices(run_dir, run, site.chosen)
             listeners.attach(run, state)
         collect_as_usual()
-        if config.trainer.python_gc == "between_steps":
-            collect_between_steps()
+        collect_between_steps()
         run.triggers.start(state, run.checkpoints.best)
         stop_recording()
         check_settings_are_read(order.typed, config, parallel)

@@ -39,6 +39,7 @@ LATE = (
     "It was this step or one shortly before: on a GPU this policy reads the check only where the host waits anyway. "
     "trainer.nan_policy=skip and rollback read it in every step and save the batch"
 )
+MAX_ROLLBACKS = 3
 LEAST_STEPS = 1000  # before a share means anything
 MOST_BATCHES = 64  # of a validation that are looked at
 
@@ -52,14 +53,13 @@ class BadSteps:
     def __init__(
         self,
         policy: str,
-        max_rollbacks: int,
         folder: Path,
         parallel: Parallel,
         precision: Precision,
         retry: OomRetry,
         note: Callable[[str], None],
     ) -> None:
-        self._policy, self._max_rollbacks, self._folder = policy, max_rollbacks, folder
+        self._policy, self._folder = policy, folder
         self._parallel, self._precision, self._retry, self._note = parallel, precision, retry, note
         self._told = False
 
@@ -80,14 +80,14 @@ class BadSteps:
 
     def _go_back(self, state: TrainState, failure: str, about: str) -> None:
         reason = failure or "a gradient was NaN or infinite"
-        if state.rollbacks >= self._max_rollbacks:
+        if state.rollbacks >= MAX_ROLLBACKS:
             raise TrainingError(
-                f"step {state.step}: {reason}. The run went back to a checkpoint {self._max_rollbacks} times already "
-                f"(trainer.max_rollbacks). Lower optimizer.lr or set trainer.gradient_clip_val=1. {about}"
+                f"step {state.step}: {reason}. The run went back to a checkpoint {MAX_ROLLBACKS} times already. "
+                f"Lower optimizer.lr or set trainer.gradient_clip_val=1. {about}"
             )
         self._note(
             f"step {state.step}: {reason}. The run goes back to the newest checkpoint and skips the data up to this "
-            f"step ({state.rollbacks + 1} of trainer.max_rollbacks={self._max_rollbacks}). {about}"
+            f"step ({state.rollbacks + 1} of at most {MAX_ROLLBACKS} times). {about}"
         )
         raise RollBack(state)
 
