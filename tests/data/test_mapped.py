@@ -94,13 +94,16 @@ def test_a_large_file_takes_no_memory_of_the_process(tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"engine": "resident"}, {"num_workers": 0, "engine": "workers"},
                                      {"num_workers": 1}], ids=str)  # fmt: skip
 def test_a_part_that_is_held_out_is_gathered_like_the_whole(tmp_path, monkeypatch, labelled, split, changes):
-    """Rows that are computed by index, as of more than a million, and rows that are listed."""
+    """Row numbers that are computed by index, computed and then listed, or listed; small batches and large ones."""
     random = np.random.default_rng(0)
     np.save(tmp_path / "x_train.npy", random.random((N, 3)))
     np.save(tmp_path / "y_train.npy", random.integers(0, 3, N))
     words = {"target": "y" if labelled else None, "val_fraction": 0.4, "stratify": "auto"}
-    for listed in (8, 2**20):
+    monkeypatch.setattr(in_memory, "ROWS_AT_ONCE", 8)
+    for listed, most_listed, small_batch_bytes in ((8, 0, 2**14), (8, 0, 0), (8, 99, 0), (2**20, 99, 2**14)):
         monkeypatch.setattr(arrays, "LISTED", listed)
+        monkeypatch.setattr(in_memory, "MOST_LISTED", most_listed)
+        monkeypatch.setattr(in_memory, "SMALL_BATCH_BYTES", small_batch_bytes)
         monkeypatch.setattr(arrays, "in_memory", lambda *_: False)
         source = arrays.load(str(tmp_path), **words)[split]
         rows = [source.describe(index).rpartition(" ")[2] for index in range(len(source))]

@@ -21,10 +21,8 @@ from trainrun.runtime.machine import free_bytes
 
 BLOCK_BYTES = 2**26  # of a mapped file on its way to a GPU
 SMALL_BATCH_BYTES = 2**14  # larger batches are gathered one by one, which copies them once
-ROWS_AT_ONCE = (
-    2**15
-)  # whose numbers are found in one call: a computed one takes 60 ns then, 2,600 ns for 64 rows
-MOST_LISTED = 2**24  # row numbers of 4 bytes, found in about a second
+ROWS_AT_ONCE = 2**16  # whose numbers are looked up in one call; a computed one then takes 10 to 30 ns
+MOST_LISTED = 2**25  # row numbers of 4 bytes: 128 MiB, computed in about a second
 BLOCK_ROWS = 4096  # whose items are counted at once
 BATCHES_BYTES = 2**19  # of batches that are gathered together; they are in memory twice for a moment
 ROOMY_BATCH_BYTES = 2**20
@@ -117,12 +115,12 @@ class ResidentBatches:
         self._device = options.device
         self._number = None if options.drawn is None else options.drawn.number
         batch_bytes = resident_bytes(prepared) // max(1, len(columns)) * options.batch_size
-        # batches whose rows are gathered together, and those whose row numbers are found together
+        # batches whose rows are gathered together, and those whose row numbers are looked up together
         self._together = 1
         if batch_bytes <= SMALL_BATCH_BYTES:
             self._together = max(1, BATCHES_BYTES // max(1, batch_bytes))
         self._numbered = self._together
-        if self._row_numbers is not None and not isinstance(self._row_numbers, np.ndarray):
+        if self._row_numbers is not None:
             self._numbered = max(self._together, ROWS_AT_ONCE // options.batch_size)
 
     @property
@@ -137,7 +135,7 @@ class ResidentBatches:
         gathers, pack = self._gathers, self._pack
         if self._device.type == "cpu":
             shares = self._plan.shares(epoch, start)
-            yield from self._on_cpu(shares) if self._numbered > 1 else self._one_by_one(shares)
+            yield from self._several_at_once(shares) if self._together > 1 else self._one_by_one(shares)
             return
         # the order is made once more on the host, where it is asked for: a copy back would wait for the device
         both = zip(
@@ -150,19 +148,16 @@ class ResidentBatches:
 
     def _one_by_one(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
         """Make the batches of these shares, each in one copy."""
-        for indices, real, last in shares:
+        for (indices, real, last), rows in self._with_rows(shares):
             check_lengths(self._mappings)
-            rows = self._rows_on_cpu(indices)
             yield MicroBatch(self._pack([gather(rows) for gather in self._gathers]), real, last, indices)
 
-    def _on_cpu(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
-        """Make the batches of these shares."""
+    def _several_at_once(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
+        """Make the batches of these shares. The rows of `together` of them are gathered in one call."""
         pack, together = self._pack, self._together
-        for first in shares:
-            block = [first, *islice(shares, self._numbered - 1)]
+        for block, rows in self._blocks(shares):
             sizes = [share.indices.numel() for share in block]
             begins = range(0, len(block), together)
-            rows = self._rows_on_cpu(torch.cat([share.indices for share in block]))
             parts = torch.split(rows, [sum(sizes[begin : begin + together]) for begin in begins])
             for begin, part in zip(begins, parts, strict=True):
                 columns = self._gathered(part, sizes[begin : begin + together])
@@ -171,9 +166,23 @@ class ResidentBatches:
                 ):
                     yield MicroBatch(pack(values), real, last, indices)
 
-    def _rows_on_cpu(self, indices: Tensor) -> Tensor:
-        rows = self._rows(indices)
-        return rows if self._row_numbers is None else torch.from_numpy(self._row_numbers[rows.numpy()])
+    def _with_rows(self, shares: Iterator[Share]) -> Iterator[tuple[Share, Tensor]]:
+        """Yield each share with its rows of the columns."""
+        if self._row_numbers is None:
+            yield from ((share, self._rows(share.indices)) for share in shares)
+            return
+        for block, rows in self._blocks(shares):
+            parts = torch.split(rows, [share.indices.numel() for share in block])
+            yield from zip(block, parts, strict=True)
+
+    def _blocks(self, shares: Iterator[Share]) -> Iterator[tuple[list[Share], Tensor]]:
+        """Yield the shares whose rows are looked up together, and these rows."""
+        for first in shares:
+            block = [first, *islice(shares, self._numbered - 1)]
+            rows = self._rows(torch.cat([share.indices for share in block]))
+            if self._row_numbers is not None:
+                rows = torch.from_numpy(self._row_numbers[rows.numpy()])
+            yield block, rows
 
     def _gathered(self, rows: Tensor, sizes: list[int]) -> Iterable[Sequence[Tensor]]:
         """Return the columns of each batch. rows: of all of them; sizes: how many each batch has."""
@@ -191,14 +200,14 @@ class ResidentBatches:
 
 
 def listed(row_numbers: Any) -> Any:
-    """Return row numbers as an array if it takes at most 64 MiB: a lookup then takes a tenth of the time."""
+    """Return row numbers as an array if it takes at most 128 MiB: a lookup then takes a third of the time."""
     if row_numbers is None or isinstance(row_numbers, np.ndarray) or len(row_numbers) > MOST_LISTED:
         return row_numbers
-    found = np.empty(len(row_numbers), np.int64)
-    for begin in range(0, len(found), ROWS_AT_ONCE):
-        end = min(begin + ROWS_AT_ONCE, len(found))
-        found[begin:end] = row_numbers[np.arange(begin, end)]
-    return found if len(found) and found.max() >= 2**31 else found.astype(np.int32)
+    blocks = [np.empty(0, np.int32)]
+    for begin in range(0, len(row_numbers), ROWS_AT_ONCE):
+        block = row_numbers[np.arange(begin, min(begin + ROWS_AT_ONCE, len(row_numbers)))]
+        blocks.append(block.astype(np.int32) if block.max() < 2**31 else block)
+    return np.concatenate(blocks)  # of 8 bytes each if one of them needs it
 
 
 def _sizes_of(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor | None:
