@@ -202,6 +202,40 @@ def test_channels_of_a_layer_norm_are_removed_with_it() -> None:
     assert list(left) == ["head"]
 
 
+class Moved(nn.Module):
+    """Moves channels to another dimension, sums over the others, and mixes them with each other."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.a, self.b, self.way = nn.Linear(8, 8), nn.Linear(8, 3), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)  # (batch, 5, 8)
+        if self.way == "sum":
+            return self.b(h.transpose(1, 2).sum(-1, keepdim=True).squeeze(-1))
+        if self.way == "row":
+            return self.b(h[:, 0].unsqueeze(1).flatten(1))
+        if self.way == "part":
+            return self.b(h[..., :4].repeat(1, 1, 2))
+        return self.b(h.unflatten(-1, (2, 4)).permute(0, 1, 3, 2).flatten(2))
+
+
+@pytest.mark.parametrize("way", ["sum", "row", "part", "interleaved"])
+def test_channels_are_followed_as_long_as_they_lie_along_one_dimension(way: str) -> None:
+    torch.manual_seed(0)
+    model, x = Moved(way).eval(), torch.randn(4, 5, 8)
+    if way in ("part", "interleaved"):
+        with refused(ValueError):
+            remove_channels(model, [x], {}, 0.5)
+        return
+    with torch.no_grad():
+        model.a.weight[::2] = model.a.bias[::2] = 0
+        expected = model(x)
+        narrowed, sizes, _ = remove_channels(model, [x], {}, 0.5)
+        torch.testing.assert_close(narrowed(x), expected)
+    assert sizes == [["a", 4, 8], ["b", 3, 4]]
+
+
 class Fixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,62 +1,76 @@
-"""Which channels of a network go together: those of layers that are added to each other, normed or convolved alone.
+"""Find the channels of a network that can only be removed together: those that are added, normed or convolved alone.
 
-The graph of `torch.export` is read once, from the inputs on. Each result is known by the group of its channels, or is
-nobody's; what mixes channels, or gives them out, fixes the groups that go into it.
+The graph of `torch.export` is read once, from the inputs on. It is known along which dimension of a result the channels
+of a layer lie. An operation that is not in the lists below keeps all channels that go into it.
 """
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
 from trainrun.export.served import suppress_output
 from trainrun.transform.int8 import untied_layers
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm, nn.RMSNorm)
-# operations of a graph that keep every channel by itself
-KEEPS = {
+NORM_OPERATIONS = {"batch_norm", "layer_norm", "rms_norm"}
+# Operations of a graph by what they do to channels.
+ELEMENTWISE = {
     "relu", "relu_", "gelu", "silu", "silu_", "sigmoid", "tanh", "leaky_relu", "leaky_relu_", "elu", "elu_", "hardtanh",
     "hardtanh_", "hardswish", "hardswish_", "hardsigmoid", "dropout", "dropout_", "contiguous", "clone",
     "to", "_to_copy",
 }  # fmt: skip
 POOLS = {"max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d"}
-PAIRS = {"add", "add_", "sub", "mul", "mul_", "div"}
-SHAPES = {"flatten", "view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"}
+BINARY = {"add", "add_", "sub", "mul", "mul_", "div"}
+RESHAPES = {"flatten", "view", "reshape", "_unsafe_view", "squeeze", "unsqueeze"}
+REARRANGES = {"permute", "transpose", "select", "slice", "mean", "sum", "amax"}
 
 
-class Channels:
-    """Channels that stay or go together. writers: layers whose outputs they are; along: norms and depthwise
-    convolutions; readers: layers, with their inputs for each channel. why: what keeps all of them, or nothing."""
+class ChannelGroup:
+    """Channels that are kept or removed together.
 
-    def __init__(self, writers: Sequence[str], why: str = "") -> None:
-        self.writers, self.why = list(writers), why
-        self.along: list[str] = []
+    writers: the layers whose outputs they are. followers: norms and depthwise convolutions between. readers: the layers
+    that they go into, with the inputs for each channel. reason: why none of them can be removed, or "".
+    """
+
+    def __init__(self, writers: Sequence[str], reason: str = "") -> None:
+        self.writers, self.reason = list(writers), reason
+        self.followers: list[str] = []
         self.readers: list[tuple[str, int]] = []
-        self.joined: Channels | None = None
+        self._joined: ChannelGroup | None = None
 
-    def root(self) -> Channels:
-        return self if self.joined is None else self.joined.root()
+    def root(self) -> ChannelGroup:
+        """Return the group that this one was joined to, or itself."""
+        return self if self._joined is None else self._joined.root()
 
-    def join(self, other: Channels) -> None:
-        """Merge the group with another."""
-        here, there = self.root(), other.root()
-        if here is there:
+    def join(self, other: ChannelGroup) -> None:
+        """Merge two groups, which have no readers yet or are read by the same layers."""
+        root, added = self.root(), other.root()
+        if root is added:
             return
-        here.writers += there.writers
-        here.along += there.along
-        here.readers += there.readers
-        here.why = here.why or there.why
-        there.joined = here
+        root.writers += added.writers
+        root.followers += added.followers
+        root.readers += added.readers
+        root.reason = root.reason or added.reason
+        added._joined = root
 
 
-Place = tuple[Channels, int, int]  # the group; the dimension of its channels; how many numbers stand for each
+class ChannelAxis(NamedTuple):
+    """Where the channels of a group lie in a result: along `dim`, each as `width` numbers next to each other."""
+
+    group: ChannelGroup
+    dim: int
+    width: int
 
 
-def find_channel_groups(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[Channels]:
+def find_channel_groups(
+    model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]
+) -> list[ChannelGroup]:
     """Return the groups of all layers that can be narrowed. Raise ValueError if the network cannot be traced."""
     try:
         with suppress_output():
@@ -64,168 +78,173 @@ def find_channel_groups(model: nn.Module, args: Sequence[Tensor], named: dict[st
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         raise ValueError(f"this model cannot be traced ({type(error).__name__}: {text})") from error
-    reading = _Reading(model, program)
+    reader = GraphReader(model, program)
     for node in program.graph.nodes:
-        reading.read(node)
-    seen = dict.fromkeys(group.root() for group in reading.groups)
-    return list(seen)
+        reader.read(node)
+    return list(dict.fromkeys(group.root() for group in reader.groups))
 
 
-class _Reading:
-    """The places of the results so far."""
+class GraphReader:
+    """Follows channels through the operations of a graph, in their order."""
 
     def __init__(self, model: nn.Module, program: Any) -> None:
         self._parameters = program.graph_signature.inputs_to_parameters
-        self._layers, self._alone = dict(model.named_modules()), untied_layers(model)
-        owners = [self._owner(node) for node in program.graph.nodes]
-        self._shared = {name for name in owners if name is not None and owners.count(name) > 1}
-        self._places: dict[Any, Place] = {}
-        self.groups: list[Channels] = []
+        self._layers, self._untied = dict(model.named_modules()), untied_layers(model)
+        self._num_calls = Counter(self._layer_name(node) for node in program.graph.nodes)
+        self._axes: dict[Node, ChannelAxis] = {}
+        self.groups: list[ChannelGroup] = []
 
-    def read(self, node: Any) -> None:
+    def read(self, node: Node) -> None:
+        """Record where the channels lie in the result of an operation."""
         if node.op == "output":
-            self._fix(node, "is a model output")
+            self._keep_channels(node, "is a model output")
         if node.op != "call_function":
             return
-        name, kind = self._owner(node), _kind(node)
-        if name is not None and kind in ("linear", "conv2d"):
-            self._layer(node, kind, name)
+        kind, layer_name = operation_name(node), self._layer_name(node)
+        if layer_name is not None and kind in ("linear", "conv2d"):
+            self._read_layer(node, kind, layer_name)
             return
-        place = self._places.get(next(iter(node.all_input_nodes), None))
-        after = None
-        if (
-            place is not None
-            and isinstance(node.args[0], torch.fx.Node)
-            and not (kind in PAIRS and len(node.all_input_nodes) > 1)
-        ):
-            after = self._after(node, kind, name, place)
-        elif kind in PAIRS:
-            after = self._pair(node)
-        if after is None:
-            self._fix(node, f"goes into {kind}")
+        axis = self._follow(node, kind, layer_name)
+        if axis is None:
+            self._keep_channels(node, f"goes into {kind}")
         else:
-            self._places[node] = after
+            self._axes[node] = axis
 
-    def _layer(self, node: Any, kind: str, name: str) -> None:
-        layer: Any = self._alone.get(name)
-        own = layer is not None and name not in self._shared
-        able = own and type(layer) in (nn.Linear, nn.Conv2d)
-        place, dims = self._places.get(node.args[0]), _dims(node)
-        groups = getattr(layer, "groups", 1)
-        channel = dims - 1 if kind == "linear" else dims - 3
-        if able and place is not None and place[1] == channel:
-            if groups == len(layer.weight) > 1 and layer.weight.shape[1] == place[2] == 1:
-                place[0].root().along.append(name)
-                self._places[node] = place
-                return
-            if groups == 1:
-                place[0].root().readers.append((name, place[2]))
-                place = None
-        if place is not None:
-            self._fix(node, f"goes into {name}")
-        why = (
-            "shares its weight with another layer" if not own
-            else f"is a {type(layer).__name__}" if not able
-            else "is a convolution in groups" if groups != 1 else ""
-        )  # fmt: skip
-        group = Channels([name], why)
-        self.groups.append(group)
-        self._places[node] = (group, channel, 1)
+    def _read_layer(self, node: Node, kind: str, name: str) -> None:
+        """Begin the group of the outputs of a linear layer or convolution, which reads the group of its inputs."""
+        layer: Any = self._untied.get(name) if self._num_calls[name] == 1 else None
+        reason = ""
+        if layer is None:
+            reason = "shares its weight with another layer"
+        elif type(layer) not in (nn.Linear, nn.Conv2d):
+            reason = f"is a {type(layer).__name__}"
+        dim = num_dims(node) - (1 if kind == "linear" else 3)
+        source = node.args[0]
+        axis = self._axes.get(source) if isinstance(source, Node) else None
+        can_read = not reason and axis is not None and axis.dim == dim
+        if can_read and axis is not None and axis.width == 1 and is_depthwise(layer):
+            axis.group.root().followers.append(name)
+            self._axes[node] = axis
+            return
+        if not reason and getattr(layer, "groups", 1) != 1:
+            reason, can_read = "is a convolution in groups", False
+        if can_read and axis is not None:
+            axis.group.root().readers.append((name, axis.width))
+        else:
+            self._keep_channels(node, f"goes into {name}")
+        self.groups.append(ChannelGroup([name], reason))
+        self._axes[node] = ChannelAxis(self.groups[-1], dim, 1)
 
-    def _after(self, node: Any, kind: str, name: str | None, place: Place) -> Place | None:
-        """Return where the channels are after an operation that keeps them apart; None if it may not."""
-        (group, dim, block), dims = place, _dims(node.args[0])
-        if kind in KEEPS or kind in PAIRS or (kind in POOLS and dim == dims - 3):
-            return place if len(node.all_input_nodes) == 1 else None
-        if kind in ("batch_norm", "layer_norm", "rms_norm"):
-            norm: Any = self._layers.get(name or "")
-            fits = isinstance(norm, NORMS) and name not in self._shared and block == 1
-            if not fits or dim != (1 if kind == "batch_norm" else dims - 1) or norm.weight.ndim != 1:
-                return None
-            group.root().along.append(name or "")
-            return place
-        if kind in ("mean", "sum", "amax") and len(node.args) > 1:
-            reduced = sorted(axis % dims for axis in node.args[1])
-            if dim in reduced or not reduced:
-                return None
-            keeps = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-            return group, dim if keeps else dim - sum(axis < dim for axis in reduced), block
-        if kind in SHAPES:
-            after = channel_dimension(node.args[0].meta["val"].shape, node.meta["val"].shape, dim)
-            return None if after is None else (group, after[0], block * after[1])
-        if kind in ("permute", "transpose"):
-            order = list(range(dims))
-            if kind == "permute":
-                order = [axis % dims for axis in node.args[1]]
-            else:
-                first, second = node.args[1] % dims, node.args[2] % dims
-                order[first], order[second] = second, first
-            return group, order.index(dim), block
-        if kind in ("select", "slice") and len(node.args) > 1 and node.args[1] % dims != dim:
-            return group, dim - (kind == "select" and node.args[1] % dims < dim), block
-        return None
-
-    def _pair(self, node: Any) -> Place | None:
-        """Return the place of an element-wise operation on two results, whose channels become one group."""
-        shape, places = node.meta["val"].shape, list[Place]()
-        for operand in node.all_input_nodes:
-            value = operand.meta["val"]
-            if (place := self._places.get(operand)) is not None:
-                places.append((place[0], place[1] + len(shape) - value.ndim, place[2]))
-        if not places or any(place[1:] != places[0][1:] for place in places):
+    def _follow(self, node: Node, kind: str, layer_name: str | None) -> ChannelAxis | None:
+        """Return where the channels of the inputs lie in the result; None if that is not known."""
+        if kind in BINARY:
+            return self._join_operands(node)
+        source = node.args[0] if node.args else None
+        axis = self._axes.get(source) if isinstance(source, Node) else None
+        if axis is None or not isinstance(source, Node):
             return None
-        group, dim, block = places[0]
-        for operand in node.all_input_nodes:
-            value = operand.meta["val"]
-            axis = dim - len(shape) + value.ndim
-            if operand not in self._places and axis >= 0 and value.shape[axis] != 1:
-                return None
-            if operand in self._places and value.shape[axis] != shape[dim]:
-                return None
-        for place in places[1:]:
-            group.join(place[0])
-        return group, dim, block
+        if kind in NORM_OPERATIONS:
+            dim = 1 if kind == "batch_norm" else num_dims(source) - 1
+            return axis if axis.dim == dim and self._follow_norm(axis, layer_name or "") else None
+        if len(node.all_input_nodes) > 1:
+            return None
+        if kind in ELEMENTWISE or (kind in POOLS and axis.dim == num_dims(source) - 3):
+            return axis
+        return find_moved_axis(node, kind, axis) if kind in RESHAPES | REARRANGES else None
 
-    def _fix(self, node: Any, why: str) -> None:
-        for input_node in node.all_input_nodes:
-            if input_node in self._places:
-                group = self._places[input_node][0].root()
-                group.why = group.why or why
+    def _follow_norm(self, axis: ChannelAxis, name: str) -> bool:
+        """Add a norm to the group of the channels; return whether it has one weight for each."""
+        norm: Any = self._layers.get(name)
+        is_usable = isinstance(norm, NORMS) and norm.weight.ndim == 1 and self._num_calls[name] == 1
+        if is_usable and axis.width == 1:
+            axis.group.root().followers.append(name)
+            return True
+        return False
 
-    def _owner(self, node: Any) -> str | None:
+    def _join_operands(self, node: Node) -> ChannelAxis | None:
+        """Return the axis of an element-wise result, and join the groups of its operands."""
+        shape = node.meta["val"].shape
+        operands = [(self._axes.get(operand), operand.meta["val"].shape) for operand in node.all_input_nodes]
+        axes = [
+            axis._replace(dim=axis.dim + len(shape) - len(own_shape))
+            for axis, own_shape in operands
+            if axis is not None
+        ]
+        if not axes or any(axis[1:] != axes[0][1:] for axis in axes):
+            return None
+        dim = axes[0].dim
+        for axis, own_shape in operands:
+            own_dim = dim - len(shape) + len(own_shape)
+            size = own_shape[own_dim] if own_dim >= 0 else 1
+            if size != (1 if axis is None else shape[dim]):
+                return None
+        for axis in axes[1:]:
+            axes[0].group.join(axis.group)
+        return axes[0]
+
+    def _keep_channels(self, node: Node, reason: str) -> None:
+        """Keep all channels that go into an operation."""
+        for source in node.all_input_nodes:
+            if source in self._axes:
+                group = self._axes[source].group.root()
+                group.reason = group.reason or reason
+
+    def _layer_name(self, node: Node) -> str | None:
         """Return the layer of an operation, by its weight."""
         if node.op != "call_function":
             return None
         for argument in node.args[1:3]:
-            if isinstance(argument, torch.fx.Node) and (path := self._parameters.get(argument.name, "")):
+            if isinstance(argument, Node) and (path := self._parameters.get(argument.name, "")):
                 name, _, ending = path.rpartition(".")
                 return name if ending == "weight" else None
         return None
 
 
-def channel_dimension(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[int, int] | None:
-    """Return the dimension of the channels in another shape of the same numbers, and the numbers of one channel."""
-    for place, size in enumerate(after):
-        if math.prod(after[:place]) == math.prod(before[:dim]) and size % before[dim] == 0 and size > 1:
-            rest = math.prod(before[dim + 1 :])
-            return (place, size // before[dim]) if rest % (size // before[dim]) == 0 else None
-    return None
+def find_moved_axis(node: Node, kind: str, axis: ChannelAxis) -> ChannelAxis | None:
+    """Return where channels lie after a reshape, a transposition, a choice of rows or a sum.
+
+    The operation is applied to the numbers of the channels. None if they no longer lie along one dimension, or if some
+    are missing.
+    """
+    source: Any = node.args[0]
+    shape, operation = source.meta["val"].shape, node.target
+    num_channels = shape[axis.dim] // axis.width
+    line = torch.arange(num_channels, dtype=torch.float64).repeat_interleave(axis.width)
+    numbers = line.reshape([-1 if dim == axis.dim else 1 for dim in range(len(shape))]).expand(shape)
+    if kind in RESHAPES:
+        numbers = numbers.reshape(node.meta["val"].shape)
+    elif callable(operation):
+        numbers = operation(numbers, *node.args[1:], **node.kwargs)
+    dims = [dim for dim in range(numbers.ndim) if numbers.diff(dim=dim).any()]
+    if len(dims) != 1:
+        return None
+    line = numbers.movedim(dims[0], 0).flatten(1)[:, 0]
+    order = (line.diff() != 0).cumsum(0)
+    width = len(line) // num_channels
+    is_complete = torch.equal(order, torch.arange(num_channels).repeat_interleave(width)[1:])
+    return ChannelAxis(axis.group, dims[0], width) if is_complete else None
 
 
-def _kind(node: Any) -> str:
+def is_depthwise(layer: Any) -> bool:
+    """Return whether a layer is a convolution of each channel alone."""
+    return getattr(layer, "groups", 1) == len(layer.weight) > 1 and layer.weight.shape[1] == 1
+
+
+def operation_name(node: Node) -> str:
+    """Return `conv2d` for `aten.conv2d.default`."""
     text = str(node.target)
     return text.split(".")[1] if "." in text else text
 
 
-def _dims(node: Any) -> int:
+def num_dims(node: Node) -> int:
     return int(node.meta["val"].ndim)
 
 
 def format_reasons(left: dict[str, str]) -> str:
     """Return the names of layers beside each reason, at most four names of each."""
     lines = []
-    for why in dict.fromkeys(left.values()):
-        names = [name or "the model" for name, reason in left.items() if reason == why]
+    for reason in dict.fromkeys(left.values()):
+        names = [name or "the model" for name, each in left.items() if each == reason]
         rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        lines.append(f"{', '.join(names[:4])}{rest} ({why})")
+        lines.append(f"{', '.join(names[:4])}{rest} ({reason})")
     return "; ".join(lines)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +39,8 @@ from trainrun.output import quantity, say
 from trainrun.parallel.single import Single
 from trainrun.plots.compare import text_table
 from trainrun.runs.restore_config import checkpoint_of, give_task_state, load_parts, without_gpu
-from trainrun.runs.run import new_run
+from trainrun.runs.resume import trusted_config
+from trainrun.runs.run import new_run, open_run
 from trainrun.runtime.signals import StopFlag
 from trainrun.sampling.run_tokenizer import SEAL
 from trainrun.timing.paired import Rules, compare_in_turns, turn_of
@@ -58,6 +61,53 @@ def load_pending_weights(model: nn.Module) -> nn.Module:
     fit_buffers(model, PENDING_WEIGHTS, torch.device("cpu"))
     model.load_state_dict(PENDING_WEIGHTS)
     return model
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Metrics of a network, and the size of its weights."""
+
+    metrics: dict[str, float]
+    num_bytes: int
+    model: nn.Module
+
+
+@dataclass(frozen=True)
+class SourceRun:
+    """A run that a smaller one is made from.
+
+    new_run: the folder of the smaller run. checkpoint: the one that was read. parts: the run, built from it. config:
+    its settings. before: its measurement.
+    """
+
+    run: RunDir
+    new_run: RunDir
+    checkpoint: Path
+    parts: Components
+    config: RunConfig
+    before: Measurement
+
+    def copy_model(self) -> nn.Module:
+        """Return a copy of the network in evaluation mode."""
+        return copy.deepcopy(self.parts.model).eval()
+
+
+def open_source(arguments: Namespace, ending: str, own_transforms: Sequence[str]) -> SourceRun:
+    """Load and measure the run that the arguments name.
+
+    ending: of the default folder of the new run. own_transforms: transforms that the run may not have yet.
+    """
+    run = open_run(arguments.run_dir)
+    folder = choose_folder(arguments.out, run, ending)
+    which = checkpoint_of(run, arguments.which)
+    overrides = [*UNCOMPILED, *arguments.overrides]
+    parts, checkpoint = load_parts(run, which, overrides, arguments.trust)
+    config = trusted_config(run, arguments.overrides, arguments.trust)
+    if present := [name for name in own_transforms if name in config.transform]:
+        raise ConfigError(
+            f"{run.root}: has transform.{present[0]} already; use the run that it was made from"
+        )
+    return SourceRun(run, folder, checkpoint, parts, config, measure_run(parts))
 
 
 def choose_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
@@ -92,22 +142,20 @@ def atomic_folder(run: RunDir) -> Iterator[RunDir]:
         raise
 
 
-def write_run(
-    run: RunDir, source: RunDir, checkpoint: Path, config: RunConfig, model: nn.Module, words: str
-) -> None:
-    """Write a run at step 0 with the weights of `model`, and with task state and tokenizer of `source`.
+def write_run(source: SourceRun, config: RunConfig, model: nn.Module, reason: str) -> None:
+    """Write the new run at step 0 with the weights of `model`, and with task state and tokenizer of the source.
 
-    checkpoint: the one of `source` to read. config: its transforms fit the weights.
+    config: its transforms fit the weights. reason: what was done, for the status of the new run.
     """
     weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     config = with_values(config, {
         "init_from": None, "init": InitConfig(), "ckpt_path": None, "checkpoint.adapter_only": False
     })  # fmt: skip
-    source_identity = read_identity(source)
-    with atomic_folder(run) as part, only_writer(part):
-        new_run(Composition(config, {}, [], {}), [f"# {words}"], part)
-        if source.tokenizer.is_file():
-            shutil.copyfile(source.tokenizer, part.tokenizer)
+    source_identity = read_identity(source.run)
+    with atomic_folder(source.new_run) as part, only_writer(part):
+        new_run(Composition(config, {}, [], {}), [f"# {reason}"], part)
+        if source.run.tokenizer.is_file():
+            shutil.copyfile(source.run.tokenizer, part.tokenizer)
         names = ("data", "precision", "num_threads", SEAL)
         copied = {name: source_identity[name] for name in names if name in source_identity}
         identity = read_identity(part) | copied
@@ -130,9 +178,9 @@ def write_run(
             parts, _ = build_components(with_values(without_gpu(config), changes), site)
         finally:
             PENDING_WEIGHTS.clear()
-        loaded = read_checkpoint(checkpoint)
+        loaded = read_checkpoint(source.checkpoint)
         give_task_state(parts.task, parts.task_calls, loaded, parts.parallel.device)
-        state = TrainState(stop_reason=words)
+        state = TrainState(stop_reason=reason)
         if parts.validation:
             parts.triggers.note_validation(state, evaluate_all(parts))
         parts.checkpoints.save(parts, state)
@@ -140,7 +188,7 @@ def write_run(
         note_saved(part)
         metrics = {name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")}
         write_status(
-            part, config.run_name, state="stopped", exit_code=0, message="", reason=words, metrics=metrics,
+            part, config.run_name, state="stopped", exit_code=0, message="", reason=reason, metrics=metrics,
             monitor=parts.triggers.best.metric, mode=parts.triggers.best.mode, value=state.best_metric,
         )  # fmt: skip
         close_streams(parts)
@@ -150,15 +198,6 @@ def close_streams(parts: Components) -> None:
     """Close the training stream and all validation and test streams."""
     for stream in (parts.train, *parts.splits().values()):
         stream.close()
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Metrics of a network, and the size of its weights."""
-
-    metrics: dict[str, float]
-    num_bytes: int
-    model: nn.Module
 
 
 def evaluate_all(parts: Components) -> dict[str, float]:
@@ -176,12 +215,13 @@ def measure_run(parts: Components) -> Measurement:
     return Measurement(metrics, sum(tensor.nbytes for tensor in tensors.values()), parts.model.eval())
 
 
-def compare_runs(run: RunDir, before: Measurement, parts: Components) -> int:
+def compare_runs(source: SourceRun) -> int:
     """Load the new run, print both measurements, and return the exit code."""
-    again, _ = load_parts(run, checkpoint_of(run, None), UNCOMPILED, trust=True)
+    parts, new_run = source.parts, source.new_run
+    again, _ = load_parts(new_run, checkpoint_of(new_run, None), UNCOMPILED, trust=True)
     # a loss that depends on the step is compared at the same one
     again.task_calls.start(parts.task_calls.place)
-    print_comparison(before, measure_run(again), parts)
+    print_comparison(source.before, measure_run(again), parts)
     close_streams(parts)
     close_streams(again)
     return EXIT_DONE

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trainrun.export.served import output_tensors
-from trainrun.smaller.channels import NORMS, Channels, find_channel_groups, format_reasons
+from trainrun.smaller.channels import NORMS, ChannelGroup, find_channel_groups, format_reasons
 from trainrun.transform.int8 import explain_float_layers, has_computed_weight, untied_layers
 
 CONVOLUTIONS = (
@@ -85,22 +85,22 @@ def narrow_layer(layer: Any, outputs: Tensor, inputs: Tensor) -> None:
     for name in ("weight", "bias", "running_mean", "running_var"):
         if (old := getattr(layer, name, None)) is None:
             continue
-        kept = old[outputs][:, inputs] if old.ndim > 1 else old[outputs]
-        if kept.ndim == 4 and old.is_contiguous(memory_format=torch.channels_last):
-            kept = kept.contiguous(memory_format=torch.channels_last)
-        one = isinstance(old, nn.Parameter)
-        setattr(layer, name, nn.Parameter(kept.clone(), old.requires_grad) if one else kept.clone())
-    number = len(outputs)
+        new = old[outputs][:, inputs] if old.ndim > 1 else old[outputs]
+        if new.ndim == 4 and old.is_contiguous(memory_format=torch.channels_last):
+            new = new.contiguous(memory_format=torch.channels_last)
+        new = new.clone()
+        setattr(layer, name, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
+    num_outputs, num_inputs = len(outputs), len(inputs)
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-        layer.normalized_shape = (number,)
+        layer.normalized_shape = (num_outputs,)
     elif isinstance(layer, NORMS):
-        layer.num_features = number
+        layer.num_features = num_outputs
     elif isinstance(layer, nn.Linear):
-        layer.out_features, layer.in_features = number, len(inputs)
+        layer.out_features, layer.in_features = num_outputs, num_inputs
+    elif layer.groups > 1:  # a convolution of each channel alone
+        layer.groups = layer.out_channels = layer.in_channels = num_outputs
     else:
-        alone = layer.groups > 1  # a convolution of each channel alone
-        layer.out_channels, layer.in_channels = number, number if alone else len(inputs)
-        layer.groups = number if alone else 1
+        layer.out_channels, layer.in_channels = num_outputs, num_inputs
 
 
 def remove_channels(
@@ -113,11 +113,11 @@ def remove_channels(
     groups = find_channel_groups(model, args, named)
     if not groups:
         raise ValueError("the model has no torch.nn.Linear or Conv2d with weights of its own")
-    left = {name: group.why for group in groups if group.why for name in group.writers}
-    able = [group for group in groups if not group.why]
+    left = {name: group.reason for group in groups if group.reason for name in group.writers}
+    able = [group for group in groups if not group.reason]
     shapes = output_shapes(model, args, named)
 
-    def works(some: Sequence[Channels]) -> bool:
+    def works(some: Sequence[ChannelGroup]) -> bool:
         try:
             return output_shapes(narrow_groups(model, some, amount)[0], args, named) == shapes
         except Exception:  # of the model's own code, which knows some size
@@ -130,38 +130,38 @@ def remove_channels(
                 able.append(group)
             else:
                 left |= dict.fromkeys(group.writers, "has a size that the code of the model fixes")
-    found, sizes = narrow_groups(model, able, amount)
+    narrowed, sizes = narrow_groups(model, able, amount)
     if not sizes:
         reasons = f": {format_reasons(left)}" if left else ""
         raise ValueError(
             f"no channel can be removed{reasons}; without --structured single weights are pruned"
         )
-    return found, sizes, left
+    return narrowed, sizes, left
 
 
 def narrow_groups(
-    model: nn.Module, groups: Sequence[Channels], amount: float
+    model: nn.Module, groups: Sequence[ChannelGroup], amount: float
 ) -> tuple[nn.Module, list[list[Any]]]:
     """Return a copy whose groups keep the channels with the largest L1 norm, relative to the mean of each layer."""
     model = copy.deepcopy(model)
     layers: dict[str, Any] = dict(model.named_modules())
     keep: dict[str, list[Tensor]] = {}
 
-    def kept(name: str) -> list[Tensor]:
+    def kept_indices(name: str) -> list[Tensor]:
         shape = (*layers[name].weight.shape, 0)[:2]
         return keep.setdefault(name, [torch.arange(size) for size in shape])
 
     for group in groups:
         norms = [layers[name].weight.detach().float().abs().flatten(1).sum(1) for name in group.writers]
-        worth = torch.stack([norm / norm.mean().clamp(min=1e-12) for norm in norms]).sum(0)
-        number = max(1, round((1 - amount) * len(worth)))
-        if number == len(worth):
+        importance = torch.stack([norm / norm.mean().clamp(min=1e-12) for norm in norms]).sum(0)
+        number = max(1, round((1 - amount) * len(importance)))
+        if number == len(importance):
             continue
-        chosen = worth.topk(number).indices.sort().values.cpu()
-        for name in (*group.writers, *group.along):
-            kept(name)[0] = chosen
-        for name, block in group.readers:
-            kept(name)[1] = (chosen[:, None] * block + torch.arange(block)).flatten()
+        channels = importance.topk(number).indices.sort().values.cpu()
+        for name in (*group.writers, *group.followers):
+            kept_indices(name)[0] = channels
+        for name, width in group.readers:
+            kept_indices(name)[1] = (channels[:, None] * width + torch.arange(width)).flatten()
     for name, (outputs, inputs) in keep.items():
         narrow_layer(layers[name], outputs, inputs)
     return model, [[name, len(outputs), len(inputs)] for name, (outputs, inputs) in keep.items()]

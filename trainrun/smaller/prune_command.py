@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from argparse import Namespace
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from trainrun.cli.commands import add_import_paths
 from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
@@ -12,11 +14,9 @@ from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.export.served import record_call
 from trainrun.limits import EPOCH, STEP, parse_duration
 from trainrun.output import counted, say
-from trainrun.runs.restore_config import checkpoint_of, load_parts
-from trainrun.runs.resume import trusted_config
-from trainrun.runs.run import open_run, resume_run
+from trainrun.runs.run import resume_run
 from trainrun.smaller.channels import format_reasons
-from trainrun.smaller.new_run import UNCOMPILED, choose_folder, compare_runs, measure_run, write_run
+from trainrun.smaller.new_run import SourceRun, compare_runs, open_source, write_run
 from trainrun.smaller.prune import (
     Mask,
     explain_unmasked,
@@ -30,8 +30,33 @@ from trainrun.transform.lora import LoraLinear
 NAME = "pruned"  # in `transform`
 
 
+class PrunedModel(NamedTuple):
+    """A smaller network, the transform that loads its weights, and what was done, in words."""
+
+    model: nn.Module
+    transform: dict[str, Any]
+    summary: str
+
+
 def main(argv: list[str]) -> int:
     """Write the new run, train it on if asked to, and compare the two."""
+    arguments = parse_arguments(argv)
+    limits = training_limits(arguments.finetune)
+    source = open_source(arguments, NAME, [NAME, "int8"])
+    pruned = prune_model(source, arguments)
+    transforms = {**source.config.transform, NAME: pruned.transform}
+    config = with_values(source.config, {"transform": transforms, **limits})
+    reason = f"pruned: --amount {arguments.amount:g}, of {source.run.root.name}"
+    write_run(source, config, pruned.model, reason)
+    say(f"{source.new_run.root}: {pruned.summary}")
+    if arguments.finetune:
+        exit_code = resume_run(source.new_run, [], add_import_paths([]), trust=True)
+        if exit_code != EXIT_DONE:
+            return exit_code
+    return compare_runs(source)
+
+
+def parse_arguments(argv: list[str]) -> Namespace:
     parser = run_parser("prune", "A new run with a part of the weights, or of the channels, taken out.")
     add_checkpoint(parser)
     parser.add_argument("--amount", type=float, default=0.5, help="the part that goes, above 0 and below 1")
@@ -40,49 +65,46 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--finetune", help="how long the new run trains, as 2epoch or 500step")
     parser.add_argument("--out", help="the folder of the new run (default: RUN_DIR-pruned, beside it)")
-    words = parse(parser, argv)
-    if not 0 < words.amount < 1:
-        raise ConfigError(f"--amount {words.amount:g}: must be above 0 and below 1, as 0.5")
-    limits = training_limits(words.finetune)
-    source = open_run(words.run_dir)
-    run = choose_folder(words.out, source, NAME)
-    which = checkpoint_of(source, words.which)
-    parts, checkpoint = load_parts(source, which, [*UNCOMPILED, *words.overrides], words.trust)
-    config = trusted_config(source, words.overrides, words.trust)
-    if NAME in config.transform or "int8" in config.transform:
-        name = NAME if NAME in config.transform else "int8"
-        raise ConfigError(f"{source.root}: has transform.{name} already; prune the run that it was made from")
-    before = measure_run(parts)
-    model = copy.deepcopy(parts.model).eval()
-    node: dict[str, Any]
+    arguments = parse(parser, argv)
+    if not 0 < arguments.amount < 1:
+        raise ConfigError(f"--amount {arguments.amount:g}: must be above 0 and below 1, as 0.5")
+    return arguments
+
+
+def prune_model(source: SourceRun, arguments: Namespace) -> PrunedModel:
+    """Return the pruned network. Raise ConfigError if nothing can be removed."""
+    model, amount = source.copy_model(), arguments.amount
     try:
-        if words.structured:
-            (batch,) = first_batches(parts.val or parts.train)
-            tensors, call = record_call(model, parts.task, batch)
-            positional, named = call.filled(tensors)
-            model, sizes, left = remove_channels(model, positional, named, words.amount)
-            node = {"_target_": f"{__package__}.prune.{narrow_layers.__name__}", "sizes": sizes}
-            reasons = f"; not narrowed: {format_reasons(left)}" if left else ""
-            what = f"{counted(len(sizes), 'layer')} narrowed{reasons}"
-        else:
-            left = explain_unmasked(model)
-            masks = [one.mask for one in mask_weights(model, words.amount).modules() if isinstance(one, Mask)]
-            node = {"_target_": f"{__package__}.prune.{mask_weights.__name__}", "amount": words.amount}
-            zeros = sum(int((~mask).sum()) for mask in masks) / sum(p.numel() for p in model.parameters())
-            reasons = f"; not masked: {format_reasons(left)}" if left else ""
-            what = f"{counted(len(masks), 'layer')} masked, {zeros:.0%} of all weights stay zero{reasons}"
+        return prune_channels(source, model, amount) if arguments.structured else prune_weights(model, amount)
     except ValueError as error:
-        adapted = any(isinstance(layer, LoraLinear) for layer in model.modules())
-        way = f"; or merge LoRA first: trainrun export {words.run_dir} --to huggingface --merge, and init_from that"
-        raise ConfigError(f"--amount {words.amount:g}: {error}{way if adapted else ''}") from error
-    config = with_values(config, {"transform": {**config.transform, NAME: node}, **limits})
-    write_run(
-        run, source, checkpoint, config, model, f"pruned: --amount {words.amount:g}, of {source.root.name}"
-    )
-    say(f"{run.root}: {what}")
-    if words.finetune and (code := resume_run(run, [], add_import_paths([]), trust=True)) != EXIT_DONE:
-        return code
-    return compare_runs(run, before, parts)
+        way_out = ""
+        if any(isinstance(layer, LoraLinear) for layer in model.modules()):
+            merge = f"trainrun export {arguments.run_dir} --to huggingface --merge"
+            way_out = f"; or merge LoRA first: {merge}, and init_from that"
+        raise ConfigError(f"--amount {amount:g}: {error}{way_out}") from error
+
+
+def prune_channels(source: SourceRun, model: nn.Module, amount: float) -> PrunedModel:
+    """Remove whole channels; the graph of the network is read on a batch of the run."""
+    (batch,) = first_batches(source.parts.val or source.parts.train)
+    tensors, call = record_call(model, source.parts.task, batch)
+    positional, named = call.filled(tensors)
+    model, sizes, left = remove_channels(model, positional, named, amount)
+    reasons = f"; not narrowed: {format_reasons(left)}" if left else ""
+    transform = {"_target_": f"{__package__}.prune.{narrow_layers.__name__}", "sizes": sizes}
+    return PrunedModel(model, transform, f"{counted(len(sizes), 'layer')} narrowed{reasons}")
+
+
+def prune_weights(model: nn.Module, amount: float) -> PrunedModel:
+    """Mask the smallest weights."""
+    left = explain_unmasked(model)
+    masks = [module.mask for module in mask_weights(model, amount).modules() if isinstance(module, Mask)]
+    num_zeros = sum(int((~mask).sum()) for mask in masks)
+    share = num_zeros / sum(param.numel() for param in model.parameters())
+    reasons = f"; not masked: {format_reasons(left)}" if left else ""
+    transform = {"_target_": f"{__package__}.prune.{mask_weights.__name__}", "amount": amount}
+    summary = f"{counted(len(masks), 'layer')} masked, {share:.0%} of all weights stay zero{reasons}"
+    return PrunedModel(model, transform, summary)
 
 
 def training_limits(text: str | None) -> dict[str, int | None]:
