@@ -14,12 +14,23 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainrun.errors import TrainrunError as TrainrunError
+    from trainrun.interfaces import MicroBatch as MicroBatch
+    from trainrun.interfaces import StepInfo as StepInfo
+    from trainrun.interfaces import StepOutput as StepOutput
+    from trainrun.interfaces import StepReport as StepReport
     from trainrun.runs.api import Run as Run
     from trainrun.runs.api import load_run as load
     from trainrun.runs.api import load_run as load_run
     from trainrun.runs.api import train as train
 
-__all__ = ["Run", "TrainrunError", "load", "load_model", "load_run", "train"]
+INTERFACES = (
+    "MicroBatch",
+    "StepInfo",
+    "StepOutput",
+    "StepReport",
+)  # what tasks and steps are given and return
+
+__all__ = ["Run", "TrainrunError", "load", "load_model", "load_run", "train", *INTERFACES]
 
 
 def load_model(
@@ -51,4 +62,8 @@ def __getattr__(name: str) -> Any:
         from trainrun.errors import TrainrunError
 
         return TrainrunError
+    if name in INTERFACES:
+        from trainrun import interfaces
+
+        return getattr(interfaces, name)
     raise AttributeError(f"module 'trainrun' has no attribute '{name}'")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import trainrun
 from trainrun.cli.manual_pages import FOLDER
 from trainrun.interfaces import (
     Agreed,
@@ -94,3 +95,10 @@ def test_the_checks_see_a_name_that_does_not_exist() -> None:
         "run.parallel.rang",
     ]
     assert wrong_types("| `state.step` | `float` | steps |\n") == ["state.step: int, not float"]
+
+
+def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
+    missing = [name for name in trainrun.__all__ if not hasattr(trainrun, name)]
+    assert missing == []
+    assert trainrun.StepOutput is StepOutput
+    assert not hasattr(trainrun, "Trainer")
