@@ -62,7 +62,6 @@ def test_one_word_chooses_the_scope(typed: str, scope: str) -> None:
         ("loop._target_=my.loop", "a loop of your own"),
         ("trainer.compile.dynamic=true", "each shape of batch"),
         ("trainer.compile.mode=reduce-overhead", "hold no tensors that change"),
-        ("trainer.cpu_offload=parameters", "at another time or place"),
         ("data.padding=token_budget", "use data.padding=bucket"),
     ],
 )

@@ -14,7 +14,7 @@ NAMED = {"a": {"_target_": "my.load"}, "b": {"_target_": "my.load"}}
 STEP = {"_target_": "my.step"}
 MIX = {"a": 1.0, "b": 1.0}
 AGAIN, MOVED = {"trainer.gradient_checkpointing": "full"}, {"trainer.activation_offload": True}
-OFFLOAD, GRAPHS = {"trainer.cpu_offload": "parameters"}, {"trainer.cuda_graphs": True}
+GRAPHS = {"trainer.cuda_graphs": True}
 COMPILED = {"trainer.compile.scope": "model"}
 ROLLBACK = {"trainer.nan_policy": "rollback"}
 
@@ -64,13 +64,8 @@ BREAKS: tuple[dict[str, Any], ...] = (
     {**AGAIN, **GRAPHS},
     {**AGAIN, "parallel.sync_batchnorm": True},
     {**MOVED, **AGAIN},
-    {**MOVED, **OFFLOAD},
     {**MOVED, **COMPILED},
     {**MOVED, **GRAPHS},
-    {**OFFLOAD, "precision.mode": "16-mixed"},
-    {**OFFLOAD, **COMPILED},
-    {**OFFLOAD, "parallel.mode": "ddp"},
-    {**OFFLOAD, "trainer.gradient_checkpointing": "regional"},
 )
 STEP_BREAKS: tuple[dict[str, Any], ...] = (
     {"parallel.mode": "ddp"},
@@ -81,11 +76,10 @@ STEP_BREAKS: tuple[dict[str, Any], ...] = (
     {"task": {"_target_": DISTILLATION}},
     {"trainer.compile.dynamic": True},
     {"trainer.compile.mode": "reduce-overhead"},
-    OFFLOAD,
     {"data.padding": "token_budget"},
 )
 CASES = [*zip(RULES, BREAKS, strict=True), *zip(STEP_RULES, STEP_BREAKS, strict=True),
-         *zip(GPU_RULES, (MOVED, OFFLOAD), strict=True)]  # fmt: skip
+         *zip(GPU_RULES, (MOVED,), strict=True)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "values"), CASES, ids=[rule.setting for rule, _ in CASES])
@@ -118,9 +112,6 @@ def test_a_step_of_one_graph_names_what_stands_against_it(values: dict[str, Any]
 
 
 def test_a_gpu_is_needed_by_what_moves_tensors_to_the_host() -> None:
-    config = with_values(RunConfig(), {**MOVED, **OFFLOAD})
-    assert [fault.key for fault in needs_gpu(config, "cpu")] == [
-        "trainer.activation_offload",
-        "trainer.cpu_offload",
-    ]
+    config = with_values(RunConfig(), MOVED)
+    assert [fault.key for fault in needs_gpu(config, "cpu")] == ["trainer.activation_offload"]
     assert needs_gpu(config, "cuda") == []

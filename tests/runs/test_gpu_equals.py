@@ -48,8 +48,6 @@ def weights_after(device: str, *words: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("words", "technique"),
     [
-        ((*CNN, "trainer.ema=true", "trainer.ema.decay=0.9"), ("trainer.cpu_offload=parameters",)),
-        more((*BLOCKS, "optimizer=adamw"), ("trainer.cpu_offload=parameters",)),
         more(CNN, ("trainer.activation_offload=true",)),
         (BLOCKS, ("trainer.activation_offload=true",)),
         ((*BLOCKS, "model.dropout=0.1"), ("trainer.gradient_checkpointing=full",)),

@@ -55,14 +55,7 @@ REFUSED = [
     (["trainer.activation_offload=true", "trainer.cuda_graphs=true"], "no memory of the host can be had"),
     (["trainer.activation_offload=true", "parallel.accelerator=cpu"], "moves tensors from a GPU"),
     (["trainer.activation_offload=true", "trainer.gradient_checkpointing=full"], "there are none to move"),
-    (["trainer.activation_offload=true", "trainer.cpu_offload=parameters"], "there are none to move"),
     (["trainer.activation_offload=true", "trainer.compile.enabled=auto"], "trainer.compile.scope=off"),
-    (["trainer.cpu_offload=weights"], "must be one of none, parameters"),
-    (["trainer.cpu_offload=parameters", "parallel.accelerator=cpu"], "moves tensors from a GPU"),
-    (["trainer.cpu_offload=parameters", "precision=16-mixed"], "use precision=bf16-mixed"),
-    (["trainer.cpu_offload=parameters", "parallel=ddp"], "use parallel=single"),
-    (["trainer.cpu_offload=parameters", "trainer.compile.enabled=true"], "trainer.compile.scope=off"),
-    (["trainer.cpu_offload=parameters", "trainer.gradient_checkpointing=selective"], "leave it out"),
 ]
 
 
@@ -78,13 +71,12 @@ def test_illegal_pairs_are_refused_before_anything_starts(
     assert not list(workdir.iterdir())
 
 
-@pytest.mark.parametrize("words", [("trainer.activation_offload=true",), ("trainer.cpu_offload=parameters",)])
 def test_without_a_gpu_offloading_is_refused_with_the_reason(
-    workdir: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with refused(ConfigError):
-        package.train(*words, "trainer.max_steps=1", *SHORT)
+        package.train("trainer.activation_offload=true", "trainer.max_steps=1", *SHORT)
 
 
 def test_a_model_without_blocks_is_told_and_auto_says_so(

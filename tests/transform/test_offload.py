@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from trainrun.model.gpt import Gpt
 from trainrun.transform.activation_offload import activation_offload
-from trainrun.transform.blocks import model_blocks
-from trainrun.transform.parameter_offload import fetch_blocks, own_parameters
 
 
 def model_of() -> nn.Module:
@@ -64,35 +62,3 @@ def test_what_was_moved_is_not_kept_on_the_device() -> None:
     assert seen[0]() is None
     loss.backward()
     assert torch.equal(x.grad, 8 * x.detach())
-
-
-def test_fetched_weights_give_the_same_bits() -> None:
-    plain, on = model_of(), model_of()
-    blocks = model_blocks(on)
-    fetched: list[Tensor] = []
-    alive: list[int] = []
-    copies: weakref.WeakSet[Tensor] = weakref.WeakSet()
-
-    def fetch(param: Tensor) -> Tensor:
-        alive.append(len(copies))
-        copy = param.clone()
-        copies.add(copy)
-        fetched.append(param)
-        return copy
-
-    fetch_blocks(on, blocks, fetch)
-    for a, b in zip(trained(on), trained(plain), strict=True):
-        assert torch.equal(a, b)
-    own = own_parameters(on, blocks)
-    assert len(own) == sum(1 for _ in on.blocks.parameters())
-    assert {id(param) for param in fetched} == {id(param) for param in own}
-    assert len(fetched) == 3 * 2 * len(own)  # steps, forward and backward
-    assert max(alive) < len(own)  # never those of both blocks
-    assert list(on.state_dict()) == list(plain.state_dict())
-    assert all(isinstance(param, nn.Parameter) for param in own)
-
-
-def test_what_is_shared_with_the_outside_stays() -> None:
-    model = model_of()
-    model.head.weight = model.blocks[0].narrow.weight  # nonsense, but shared
-    assert all(param is not model.head.weight for param in own_parameters(model, model_blocks(model)))

@@ -552,8 +552,7 @@ def precision_options(config: RunConfig) -> PrecisionOptions:
     trainer = config.trainer
     clip_algorithm = "norm" if trainer.gradient_clip_val is None else trainer.gradient_clip_algorithm
     return PrecisionOptions(
-        config.precision.mode, trainer.gradient_clip_val, clip_algorithm, trainer.nan_policy,
-        trainer.cpu_offload,
+        config.precision.mode, trainer.gradient_clip_val, clip_algorithm, trainer.nan_policy
     )  # fmt: skip
 
 

@@ -173,9 +173,7 @@ def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, no
             notes.append(fp8_linear(model, device, trainer.compile.scope != "off"))
     if trainer.channels_last:
         channels_last(model)
-    if trainer.cpu_offload == "parameters":
-        notes.append(offload_parameters(model, device))
-    elif trainer.gradient_checkpointing != "none":  # not on top of blocks whose weights come and go
+    if trainer.gradient_checkpointing != "none":
         notes.append(checkpoint_gradients(model, config))
     if trainer.activation_offload:
         from trainrun.transform.activation_offload import activation_offload
@@ -243,14 +241,6 @@ NO_BLOCKS = (
     "the model has no blocks to compute again: no torch.nn.ModuleList or torch.nn.Sequential with several children "
     "of one class that have layers of their own, and in a Sequential no runs of layers that save more than their input"
 )
-
-
-def offload_parameters(model: nn.Module, device: torch.device) -> str:
-    from trainrun.transform.parameter_offload import parameter_offload
-
-    if not (number := parameter_offload(model, device)):
-        raise ConfigError(f"trainer.cpu_offload=parameters: {NO_BLOCKS}; use trainer.cpu_offload=none")
-    return f"trainer.cpu_offload: the weights of {number} blocks lie in the host's memory"
 
 
 def checkpoint_gradients(model: nn.Module, config: RunConfig) -> str:

@@ -152,7 +152,7 @@ def other_cost(config: RunConfig, train: Batches) -> str:
     trainer = config.trainer
     if trainer.deterministic or trainer.compile.scope != "off" or trainer.gradient_checkpointing != "none":
         return "another cost"
-    if trainer.cpu_offload != "none" or trainer.activation_offload:
+    if trainer.activation_offload:
         return "another step"
     read_in_workers = config.data.num_workers not in ("auto", 0)
     return "workers would have to start" if read_in_workers else ""

@@ -133,17 +133,13 @@ def _is_compiled(config: RunConfig) -> bool:
     return config.trainer.compile.scope != "off"
 
 
-def _offloads(config: RunConfig) -> bool:
-    return config.trainer.cpu_offload == "parameters"
-
-
 def _rolls_back(config: RunConfig) -> bool:
     return config.trainer.nan_policy == "rollback"
 
 
 LEAVE_ONE, USE_ONE = "leave one of them out", "use one of the two"
 AGAIN = "trainer.gradient_checkpointing={c.trainer.gradient_checkpointing}"
-MOVED, OFFLOAD = "trainer.activation_offload=true", "trainer.cpu_offload={c.trainer.cpu_offload}"
+MOVED = "trainer.activation_offload=true"
 NOT_COMPILED = "does not go with trainer.compile.scope={c.trainer.compile.scope}"
 NOT_RECORDED = "does not go with trainer.cuda_graphs=true"
 NO_ACTIVATIONS = "computes the activations of blocks again, so that there are none to move"
@@ -266,19 +262,10 @@ RULES = (
          "does not go with parallel.sync_batchnorm=true, which would exchange the statistics of the ranks a second "
          "time in the backward", USE_ONE),
     Rule(MOVED, lambda c: c.trainer.activation_offload and _recomputes(c), f"{AGAIN} {NO_ACTIVATIONS}", USE_ONE),
-    Rule(MOVED, lambda c: c.trainer.activation_offload and _offloads(c), f"{OFFLOAD} {NO_ACTIVATIONS}", USE_ONE),
     Rule(MOVED, lambda c: c.trainer.activation_offload and _is_compiled(c),
          OPAQUE, "use trainer.compile.scope=off"),
     Rule(MOVED, lambda c: c.trainer.activation_offload and c.trainer.cuda_graphs,
          f"{NOT_RECORDED}, because no memory of the host can be had while a step is recorded", USE_ONE),
-    Rule(OFFLOAD, lambda c: c.trainer.cpu_offload != "none" and c.precision.mode == "16-mixed",
-         "the loss scaling of precision=16-mixed reads gradients on a GPU only", "use precision=bf16-mixed"),
-    Rule(OFFLOAD, lambda c: _offloads(c) and _is_compiled(c), OPAQUE, "use trainer.compile.scope=off"),
-    Rule(OFFLOAD, lambda c: _offloads(c) and c.parallel.mode != "single",
-         "parallel={c.parallel.mode} wants all weights on one device", "use parallel=single"),
-    Rule(OFFLOAD, lambda c: _offloads(c) and _recomputes(c) and c.trainer.gradient_checkpointing != "full",
-         f"computes all blocks again (trainer.gradient_checkpointing=full), so {AGAIN} does not go with it",
-         "leave it out"),
 )  # fmt: skip
 
 STEP_RULES = (  # what a step of one graph does not go with
@@ -296,8 +283,6 @@ STEP_RULES = (  # what a step of one graph does not go with
          "each shape of batch is a graph of its own", "leave it out"),
     Rule("trainer.compile.mode=reduce-overhead", lambda c: c.trainer.compile.mode == "reduce-overhead",
          "CUDA graphs of inductor hold no tensors that change in place", f"leave it out, or {MODEL_SCOPE}"),
-    Rule(OFFLOAD, lambda c: c.trainer.cpu_offload != "none",
-         "the update would be at another time or place", USE_ONE),
     Rule("data.padding=token_budget", lambda c: c.data.padding == "token_budget",
          "its batches have other rows each time, and only full ones are compiled", "use data.padding=bucket"),
 )  # fmt: skip
@@ -305,8 +290,6 @@ STEP_RULES = (  # what a step of one graph does not go with
 GPU_RULES = (  # what only a GPU has a use for
     Rule(MOVED, lambda c: c.trainer.activation_offload, TO_HOST,
          f"use trainer.activation_offload=false; {ON_EVERY_DEVICE}"),
-    Rule(OFFLOAD, lambda c: c.trainer.cpu_offload != "none", TO_HOST,
-         f"use trainer.cpu_offload=none; {ON_EVERY_DEVICE}"),
 )  # fmt: skip
 
 

@@ -272,7 +272,6 @@ class TrainerConfig:
         words={"true": "full", "on": "full", "yes": "full", "false": "none", "off": "none", "no": "none"},
     )  # fmt: skip
     activation_offload: bool = setting(False, "activations wait in the host's memory (GPU)")
-    cpu_offload: str = choice("none", "parameters", help="what stays in the host's memory (GPU)")
     cpu_allocator: str = choice(
         "auto", "keep", "libc", "return",
         help="freed memory of the host: kept for the next step, returned to the system, or as the C library likes",

@@ -167,8 +167,5 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target, which keeps its memory."""
-    is_offloaded = any(target.is_pinned() for target in targets if target.device.type == "cpu")
-    if torch.cuda.is_available() and is_offloaded:
-        torch.cuda.synchronize()  # an offloaded weight may still be on its way to the device
     for some_targets, some_sources in by_type(zip(targets, sources, strict=True)):
         copy_(some_targets, some_sources)

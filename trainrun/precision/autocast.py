@@ -33,15 +33,12 @@ MATMUL_NOTES = {
 class PrecisionOptions:
     """clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback,
     ignore.
-
-    offload: none; parameters: the update happens on the host, which cannot read a flag on a GPU.
     """
 
     mode: str = "32-true"
     clip_value: float | None = None
     clip_algorithm: str = "norm"
     nan_policy: str = "stop"
-    offload: str = "none"
 
 
 def build_precision(
@@ -68,7 +65,7 @@ def build_precision(
         options.clip_value,
         options.clip_algorithm,
         options.nan_policy,
-        lazy=device.type == "cuda" and options.offload == "none",
+        lazy=device.type == "cuda",
         phases=phases,
         parallel=parallel,
     )

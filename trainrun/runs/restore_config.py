@@ -178,9 +178,7 @@ def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.d
 
 def without_gpu(config: RunConfig) -> RunConfig:
     """Without what only a GPU's training has."""
-    return with_values(config, {
-        "trainer.cuda_graphs": False, "trainer.activation_offload": False, "trainer.cpu_offload": "none",
-    })  # fmt: skip
+    return with_values(config, {"trainer.cuda_graphs": False, "trainer.activation_offload": False})
 
 
 def checkpoint_of(run: RunDir, which: str | None) -> str:

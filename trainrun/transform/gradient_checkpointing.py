@@ -4,7 +4,7 @@ what: of every block only its input stays; `selective` also keeps what matrix pr
     so that only the cheap operations run again; a share such as 0.5 leaves the last half of the blocks
     alone. Bit for bit the plain result, with dropout, autocast and batch norm.
 when: activations do not fit; a larger batch pays.
-when not: memory is taken by weights and optimizer (see trainer.cpu_offload); time counts more.
+when not: memory is taken by weights and optimizer; time counts more.
 source: Chen et al., 2016, arXiv:1604.06174; https://docs.pytorch.org/docs/stable/checkpoint.html
 gain: GPT of 3M parameters, 8,192 tokens, float32, one of 2 busy Xeon cores: peak above the imports 667 MB, full
     238, selective 486, 0.5 381, with trainer.cpu_allocator=return; a step 1.2x as long with full. Without it
@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainrun.transform.blocks import ModelBlock, model_blocks, wrap_blocks
+from trainrun.transform.blocks import model_blocks, wrap_blocks
 from trainrun.transform.recompute import Recompute
-
-Around = Callable[[Callable[..., Any], Sequence[nn.Module]], Callable[..., Any]]
 
 
 def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
-    """Change the model in place; how many blocks will be computed again, 0 if it has none.
+    """Wrap the blocks of a model in place. Return how many will be computed again, 0 if it has none.
 
     mode: full, selective, or the share of the blocks that is left alone, above 0 and below 1: the last ones,
     whose activations are the first to go in the backward.
@@ -34,30 +32,20 @@ def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
     blocks = model_blocks(model)
     if not isinstance(mode, str):
         blocks = blocks[: len(blocks) - int(mode * len(blocks))]
-    recompute_blocks(model, blocks, selective=mode == "selective")
-    return len(blocks)
-
-
-def recompute_blocks(
-    model: nn.Module, blocks: list[ModelBlock], selective: bool = False, around: Around | None = None
-) -> None:
-    """Wrap each block in activation checkpointing, in place. around: returns the forward that is called in both
-    passes.
-    """
     calls: list[Recompute] = []
 
     def wrap(forward: Callable[..., Any], modules: Sequence[nn.Module]) -> Recompute:
-        inner = forward if around is None else around(forward, modules)
-        calls.append(Recompute(inner, modules, selective))
+        calls.append(Recompute(forward, modules, selective=mode == "selective"))
         return calls[-1]
 
     wrap_blocks(blocks, wrap)
     if calls:
-        model.register_forward_hook(Watch(calls))
+        model.register_forward_hook(BlockUseCheck(calls))
+    return len(blocks)
 
 
-class Watch:
-    """A forward hook of the model: a model that goes through its blocks by itself would not use them."""
+class BlockUseCheck:
+    """A forward hook of the model. It raises RuntimeError if the model goes through the layers of its blocks itself."""
 
     def __init__(self, calls: list[Recompute]) -> None:
         self._calls = calls
