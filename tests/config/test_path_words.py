@@ -209,3 +209,54 @@ def test_a_path_of_no_known_kind_is_refused() -> None:
     Path("data.xyz").touch()
     with refused(ConfigError, "data.path"):
         compose_run(["data.path=data.xyz"])
+
+
+REFERENCES = [
+    ["data.path=${oc.env:TABLE}"],
+    ["data.path=${oc.env:NO_TABLE,table.csv}"],
+    ["run_name=table.csv", "data.path=${run_name}"],
+    ["user.folder=.", "data.path=${user.folder}/table.csv"],
+    ["data_path=${oc.env:TABLE}"],
+]
+
+
+@pytest.mark.parametrize("words", REFERENCES, ids=lambda words: words[-1])
+def test_a_path_that_is_a_reference_takes_the_option_that_reads_it(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TABLE", "table.csv")
+    Path("table.csv").touch()
+    composition = compose_run(words)
+    path = composition.config.data.train["path"]
+    assert (composition.choices["data"], Path(path)) == ("csv", Path("table.csv"))
+
+
+def test_a_reference_that_leads_nowhere_is_named() -> None:
+    for path in ("${oc.env:NO_TABLE}", "${nothing}", "${data.train.path}"):
+        with pytest.raises(ConfigError) as error:
+            compose_run([f"data.path={path}"])
+        assert [fault.startswith(f"data.path={path}: ") for fault in error.value.faults] == [True]
+
+
+def test_a_name_that_equals_the_path_reads_no_data() -> None:
+    Path("table.csv").touch()
+    with pytest.raises(ConfigError) as error:
+        compose_run(["data=digits", "run_name=table.csv", "data.path=table.csv"])
+    assert error.value.faults[0].startswith("data.path=table.csv: ")
+
+
+def test_data_of_the_users_own_may_read_a_file_below_the_path() -> None:
+    words = ["data.train._target_=my.load", "data.train.file=${data.path}/a.csv", "data.path=folder"]
+    assert compose_run(words).config.data.train["file"] == "folder/a.csv"
+
+
+def test_a_path_of_the_environment_leads_from_where_a_run_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TABLE", "table.csv")
+    Path("table.csv").touch()
+    new_run(compose_run(["data.path=${oc.env:TABLE}", "seed=1"]), [], RunDir(named_folder("run")))
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    data = load_config(tmp_path / "run/config.yaml", []).data
+    assert data.train["path"] == str(tmp_path / "table.csv")

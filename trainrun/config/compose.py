@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from trainrun.config.argv import (
     with_one_warmup,
 )
 from trainrun.config.messages import explain_reference, unread_files
-from trainrun.config.overrides import composed, lower_trackers, override_fault, text_of_override
+from trainrun.config.overrides import composed, lower_trackers, override_fault, read_override
 from trainrun.config.rules import unread_path
 from trainrun.config.saved_values import remember, values_to_save, with_home_folder
 from trainrun.config.schema import RunConfig, setting_fields, settings, value_of, with_values
@@ -87,7 +88,7 @@ def choose_data_option(words: CommandLine, folders: list[Path]) -> None:
     chosen_groups = typed_keys | groups_of_experiment(words, folders)
     if not paths or has_own_root or "data" in chosen_groups:
         return
-    path = text_of_override(paths[-1])
+    path = resolve_path(paths[-1], words.overrides, folders)
     ways = [] if path is None else settings_for_path(path)
     typed = words.typed.get(paths[-1].lstrip("+"), paths[-1])
     path_word = paths[-1].lstrip("+")
@@ -98,6 +99,17 @@ def choose_data_option(words: CommandLine, folders: list[Path]) -> None:
         added = [word for word in way if word.partition("=")[0] not in chosen_groups]
         words.notes.append(f"{typed} is read as {' '.join([*added, path_word])}")
         words.overrides[:0] = added
+
+
+def resolve_path(word: str, overrides: list[str], folders: list[Path]) -> str | None:
+    """Return the path that `data.path=...` gives, with its references resolved; None if it gives several or none."""
+    override = read_override(word, [])
+    value = None if override is None else override.value()
+    if isinstance(value, str) and "${" in value:
+        cfg = composed([word for word in overrides if not override_fault(word)], folders, [])
+        with suppress(OmegaConfBaseException):  # which the composition reports
+            value = None if cfg is None else OmegaConf.select(cfg, "data.path")
+    return value if isinstance(value, str) and "${" not in value else None
 
 
 def groups_of_experiment(words: CommandLine, folders: list[Path]) -> set[str]:

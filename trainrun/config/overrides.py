@@ -219,13 +219,6 @@ def read_override(word: str, faults: list[str], if_several: str = SWEEP) -> Over
     return None
 
 
-def text_of_override(word: str) -> str | None:
-    """Return the text that an override gives its key; None if it gives several, a reference or no text."""
-    override = read_override(word, [])
-    value = None if override is None else override.value()
-    return value if isinstance(value, str) and "${" not in value else None
-
-
 @cache
 def _parser() -> OverridesParser:
     return OverridesParser.create()

@@ -11,11 +11,11 @@ from trainrun.config.schema import (
     SAME,
     RunConfig,
     config_leaves,
-    plain_values,
+    settings,
     validation_nodes,
 )
 from trainrun.instantiate import TARGET, is_node, named_nodes, target_name
-from trainrun.limits import EPOCH, Duration, is_finite, parse_interval
+from trainrun.limits import EPOCH, NAMED, NODE, NODES, Duration, is_finite, parse_interval
 
 READERS, ARRAYS = "trainrun.data.", "trainrun.data.readers.arrays."
 VAES = ("trainrun.model.vae.Vae", "trainrun.model.sequence_vae.SequenceVae")
@@ -334,10 +334,17 @@ def _held_out_parts(config: RunConfig) -> Iterator[Fault]:
 
 
 def unread_path(config: RunConfig) -> list[str]:
-    """A fault where no node has the path: the run would train on other data than its words name."""
-    path, values = config.data.path, plain_values(config)
-    del values["data"]["path"]
-    if path is None or any(value == path for _, value in config_leaves(values)):
+    """List a fault if no node has the path or refers to it: the run would train on other data than it names."""
+    path = config.data.path
+    prefixes = tuple(
+        f"{key}." for key, setting in settings().items() if setting.opens in (NODE, NAMED, NODES)
+    )
+    has_reader = any(
+        value == path or "${data.path}" in config.references.get(key, "")
+        for key, value in config_leaves(config)
+        if key.startswith(prefixes)
+    )
+    if path is None or has_reader:
         return []
     from trainrun.data.readers.path_contents import data_options  # a run without a path needs none
 

@@ -31,6 +31,7 @@ from trainrun.config.rules import unread_path
 from trainrun.config.saved_values import (
     REFERENCE,
     Any_,
+    FromEnvironment,
     read_yaml_text,
     remember,
     resolve_references,
@@ -122,10 +123,10 @@ def places_of(run: RunDir, found: dict[str, Any]) -> list[Path]:
 
 
 def placed(values: Any_, base: Path) -> Any_:
-    """A copy in which relative paths are absolute, as far as they lead somewhere from a directory."""
+    """Return a copy in which relative paths are absolute, as far as they lead somewhere from a directory."""
 
     def place(key: str, value: Any) -> Any:
-        if type(value) is not str or not value or not may_be_path(key, value):
+        if not isinstance(value, str) or not value or not may_be_path(key, value):
             return value
         pattern = re.sub(r"\{.*?\}", "*", value)  # names with braces, as `shard-{0..9}.tar`
         there = os.path.join(base, value)  # itself where it is absolute
@@ -133,7 +134,9 @@ def placed(values: Any_, base: Path) -> Any_:
             PATH_KEY.search(key) or os.sep in value
         )  # `encoder.*` names parameters, and may fit files
         is_there = os.path.exists(there) or (may_be_pattern and any(glob.iglob(pattern, root_dir=base)))
-        return there if is_there else value
+        if not is_there or there == value:
+            return value
+        return FromEnvironment.of(there, value.reference) if isinstance(value, FromEnvironment) else there
 
     return map_config(values, place)  # type: ignore[no-any-return]
 
@@ -204,7 +207,8 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
     before = OmegaConf.select(saved, "data.path")
     has_moved = "data.path" in changed and config.data.path != before
-    config = placed(config, Path.cwd()) if places else config
+    for base in (Path.cwd(), *places) if places else ():  # what the command line and the environment name
+        config = placed(config, base)
     faults += check_config(config)
     faults += untold(idle_settings(config, words.overrides), faults)
     # With its other values it has trained.

@@ -60,7 +60,7 @@ def remember(cfg: DictConfig, config: RunConfig) -> RunConfig:
     references = {
         key.replace("monitor.listeners.", "monitor."): text
         for key, text in texts.items()
-        if REFERENCE.fullmatch(text) and not key.startswith("hydra.")
+        if REFERENCE.search(text) and not key.startswith("hydra.")
     }
     for _ in range(3):  # references to references to references
         texts = {key: REFERENCE.sub(partial(_target_text, texts), text) for key, text in texts.items()}
@@ -79,6 +79,8 @@ def values_to_save(config: RunConfig) -> dict[str, Any]:
     values = plain_values(config)
     saved = plain_values(map_config(public(config)[0], _escape))
     for key, text in vars(config)["references"].items():
+        if not REFERENCE.fullmatch(text):
+            continue
         section, _, name = key.rpartition(".")
         with contextlib.suppress(LookupError, TypeError):
             value = value_at(values, key)

@@ -433,7 +433,7 @@ class RunConfig:
     user: Any = field(
         default=None, metadata={"help": "whatever you want to keep in config.yaml", "opens": ANY}
     )
-    # No setting: the texts of references to other settings, by key, as `data.train.path: ${data.path}`.
+    # No setting: the texts of references to other settings, by key, as `data.train.path: ${data.path}/a.csv`.
     references: dict[str, str] = field(
         default_factory=dict, compare=False, repr=False, metadata={"omegaconf_ignore": True}
     )
