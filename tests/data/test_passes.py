@@ -41,6 +41,19 @@ class NestedCursor(IterableDataset[Any]):
             yield torch.tensor(self.parts[1])
 
 
+class RestartsAtEnd(IterableDataset[Any]):
+    """Begins anew only after its last sample."""
+
+    def __init__(self, count: int = 30) -> None:
+        self.at, self.count = 0, count
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.count:
+            self.at += 1
+            yield torch.tensor([self.at])
+        self.at = 0
+
+
 class OneIterator(IterableDataset[Any]):
     def __init__(self) -> None:
         self.samples = iter([torch.tensor([n]) for n in range(100)])
@@ -102,6 +115,9 @@ class SaysItsPlace(Cursor):
         self.at = state["at"]
 
 
+GOING_ON = [Cursor, NestedCursor, RestartsAtEnd, OneIterator, OwnGenerator, LateGenerator]
+
+
 def lines_of(source: IterableDataset[Any], **changes: Any) -> list[str]:
     lines: list[str] = []
     fields = {"key": "data.train", "training": True, "batch_size": 2, "seed": 1, "num_workers": 0, "limit": 3}
@@ -113,7 +129,7 @@ def lines_of(source: IterableDataset[Any], **changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", [Cursor, NestedCursor, OneIterator, OwnGenerator, LateGenerator])
+@pytest.mark.parametrize("kind", GOING_ON)
 def test_a_source_that_goes_on_is_told_once(kind: type, training: bool) -> None:
     assert len(lines_of(kind(), training=training)) == 1
 
@@ -133,6 +149,12 @@ def test_a_source_that_begins_anew_is_not_told(source: IterableDataset[Any]) -> 
 @pytest.mark.process
 def test_a_worker_begins_anew() -> None:
     assert lines_of(Cursor(), num_workers=1) == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("training", "lines"), [(True, 1), (False, 0)])
+def test_epochs_of_training_that_a_worker_reads_alike_are_told(training: bool, lines: int) -> None:
+    assert len(lines_of(OwnGenerator(), training=training, num_workers="auto")) == lines
 
 
 class Pipe(IterableDataset[Any]):
@@ -163,7 +185,7 @@ def samples_of(stream: OpenedStream, epoch: int, start: int = 0) -> list[float]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", [Cursor, NestedCursor, OneIterator, OwnGenerator, LateGenerator])
+@pytest.mark.parametrize("kind", GOING_ON)
 def test_by_default_each_epoch_of_a_source_that_goes_on_is_the_same(kind: type, training: bool) -> None:
     source = kind()
     stream = opened(source, training)

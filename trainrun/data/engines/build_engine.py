@@ -50,6 +50,12 @@ GOES_ON = (
     "and load_state_dict(state)"
 )
 
+SAME_SAMPLES = (
+    "goes on from one epoch to the next, so a loader worker reads it, which begins with the initial value: every epoch "
+    "has the same samples. For others in each epoch (from an endless source or a random generator of its own), give "
+    "the class set_epoch(epoch)"
+)
+
 NOT_COMPARED = (
     "cannot be read in a child process (a fork needs Linux, no threads of your own and no started CUDA), so it was not "
     "checked that each epoch begins anew. If it does not, a resume differs: use data.num_workers=1, or give the class "
@@ -174,10 +180,9 @@ def _workers_for_iterable(source: Any, options: StreamOptions) -> tuple[int, str
         options.report(f"{name} {NOT_COMPARED}")
     elif goes_on(source):
         if number == "auto":
-            return (
-                1,
-                "an IterableDataset that goes on from epoch to epoch; a worker reads the same samples in each",
-            )
+            if options.training:
+                options.report(f"{name} {SAME_SAMPLES}")
+            return 1, "an IterableDataset that goes on from epoch to epoch"
         options.report(f"{name} {GOES_ON}")
     return 0, "asked for" if number == 0 else "an IterableDataset"
 

@@ -117,77 +117,107 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             yield Reading(None, [role], False, False)
 
     def _batches(self, role: int) -> Iterator[Reading]:
-        plan = replace(self.plan, rank=0, world_size=1) if self.readers else self.plan
-        parts, mine = self.parts, self.plan.rank * self.readers + role
+        """Yield the batches that a reader makes of its part of the source, from its start on."""
+        part, plan = self.plan.rank * self.readers + role, self._plan_of_part
         start, place = self.begun.get(role, (0 if self.readers > 1 else self.start, SourcePlace()))
-        place, size, count, position = replace(place), plan.global_size, start, place.taken
-        samples = islice(self._samples(place, mine), None if plan.training else self.most)
-        for _ in islice(samples, start * size - position):
-            position += 1  # it had to be read, but not to be collated
+        place, position, number = replace(place), place.taken, start
         most = self.most if plan.training and not self.readers else None
-        while (most is None or count < most) and (chunk := list(islice(samples, size))):
-            if len(chunk) < size:
-                if count == 0 and plan.training and not self.readers:
-                    raise batch_too_large(self.recipe.key, len(chunk), plan)
-                if plan.drop_last:
-                    break
-            count, first, position = count + 1, position, position + len(chunk)
+        samples = islice(self._samples(place, part), None if plan.training else self.most)
+        skipped = islice(samples, start * plan.global_size - position)  # they are read, but not collated
+        position += sum(1 for _ in skipped)
+        while (most is None or number < most) and (chunk := self._next_chunk(samples, number)):
+            whole = digest_of(chunk) if plan.world_size > 1 and number == start else ""
+            first, position, number = position, position + len(chunk), number + 1
             if not self.buffer:
                 place.ask(position)
-            begin, end = share_bounds(len(chunk), plan.rank, plan.world_size)
-            stands = (role, count, place.taken, place.state) if keeps_place(self.dataset) else None
-            shared = plan.world_size > 1 and count == start + 1
-            whole = digest_of(chunk) if shared else ""
-            if begin < end:
-                numbers = [(first + i) * parts + mine * (parts > 1) for i in range(begin, end)]
-                yield self._reading(chunk[begin:end], numbers, True)._replace(state=stands, whole=whole)
-            elif plan.training:
-                yield self._reading(chunk[:1], [first], False)._replace(state=stands, whole=whole)
-        if count > start:
-            return
-        spare = next(self._samples(SourcePlace(), mine), None) if self.readers else None
-        if spare is not None:  # other readers, or ranks, may go on
-            yield self._reading([spare], [mine], False)
-        elif not self.readers and not position:
-            raise DataError(
-                f"{self.recipe.key}: {self._name(mine)} gave no batch in epoch {self.epoch}{self._exhausted}"
-            )
-        elif not self.readers:
-            all_of_them = position // size if plan.drop_last else -(-position // size)
-            raise behind_the_end(start, all_of_them if most is None else min(most, all_of_them))
+            state = (role, number, place.taken, place.state) if keeps_place(self.dataset) else None
+            reading = self._share_of(chunk, first, part)
+            if reading is not None:
+                yield reading._replace(state=state, whole=whole)
+        if number == start:
+            yield from self._without_batch(part, start, position)
 
-    def _samples(self, place: SourcePlace, mine: int) -> Iterator[Any]:
+    @property
+    def _plan_of_part(self) -> Plan:
+        """Return the plan of the batches: a rank with a part of its own makes them alone."""
+        return replace(self.plan, rank=0, world_size=1) if self.readers else self.plan
+
+    def _next_chunk(self, samples: Iterator[Any], number: int) -> list[Any]:
+        """Return the samples of global micro-batch `number`; none at the end of the source.
+
+        Raise DataError if the source of a training has fewer samples than a batch.
+        """
+        plan = self._plan_of_part
+        chunk = list(islice(samples, plan.global_size))
+        if not chunk or len(chunk) == plan.global_size:
+            return chunk
+        if number == 0 and plan.training and not self.readers:
+            raise batch_too_large(self.recipe.key, len(chunk), plan)
+        return [] if plan.drop_last else chunk
+
+    def _share_of(self, chunk: list[Any], first: int, part: int) -> Reading | None:
+        """Return this rank's share of a global micro-batch; in training a filler if it has none.
+
+        first: the position of the first sample of the chunk in its part.
+        """
+        plan = self._plan_of_part
+        begin, end = share_bounds(len(chunk), plan.rank, plan.world_size)
+        if begin < end:
+            numbers = [position * self.parts + part for position in range(first + begin, first + end)]
+            return self._reading(chunk[begin:end], numbers, True)
+        return self._reading(chunk[:1], [first], False) if plan.training else None
+
+    def _without_batch(self, part: int, start: int, position: int) -> Iterator[Reading]:
+        """Yield a filler if other readers may have batches; raise DataError if there are none from `start` on.
+
+        position: the number of samples that were read.
+        """
+        if self.readers:
+            for sample in islice(self._samples(SourcePlace(), part), 1):
+                yield self._reading([sample], [part], False)
+            return
+        if not position:
+            raise DataError(
+                f"{self.recipe.key}: {self._name(part)} gave no batch in epoch {self.epoch}{self._exhausted}"
+            )
+        size = self.plan.global_size
+        num_batches = position // size if self.plan.drop_last else -(-position // size)
+        if self.plan.training and self.most is not None:
+            num_batches = min(num_batches, self.most)
+        raise behind_the_end(start, num_batches)
+
+    def _samples(self, place: SourcePlace, part: int) -> Iterator[Any]:
         """Yield the samples from `place` on. With a shuffle buffer, `place` is the start of the current block."""
-        raw, taken = self._raw(place, mine), place.taken
+        raw, taken = self._raw(place, part), place.taken
         if not self.buffer:
             yield from raw
             return
         while block := list(islice(raw, self.buffer)):
-            parts = (self.plan.seed, self.epoch, taken // self.buffer * self.parts + mine, SHUFFLE)
-            for index in torch.randperm(len(block), generator=generator_of(*parts)).tolist():
+            key = (self.plan.seed, self.epoch, taken // self.buffer * self.parts + part, SHUFFLE)
+            for index in torch.randperm(len(block), generator=generator_of(*key)).tolist():
                 yield block[index]
             taken += len(block)
             place.ask(taken)
 
-    def _raw(self, place: SourcePlace, mine: int) -> Iterator[Any]:
+    def _raw(self, place: SourcePlace, part: int) -> Iterator[Any]:
         """Yield every sample in the order of the source."""
         seed, epoch, position, parts = self.plan.seed, self.epoch, place.taken, self.parts
         source, end = self.dataset, object()
         try:
             seed_globals(seed, epoch)
             if parts > 1:
-                source = source.shard(num_shards=parts, index=mine)
+                source = source.shard(num_shards=parts, index=part)
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
             if keeps_place(source):
                 # one that was left amid an epoch begins the next at the beginning
-                if mine not in self.fresh:
-                    self.fresh[mine] = copy.deepcopy(source.state_dict())
-                state = self.fresh[mine] if place.state is None else place.state
+                if part not in self.fresh:
+                    self.fresh[part] = copy.deepcopy(source.state_dict())
+                state = self.fresh[part] if place.state is None else place.state
                 source.load_state_dict(copy.deepcopy(state))
             place.source, samples = source, iter(source)
             while True:
-                seed_globals(seed, epoch, position * parts + mine * (parts > 1))
+                seed_globals(seed, epoch, position * parts + part)
                 sample = next(samples, end)
                 if sample is end:
                     break
@@ -196,12 +226,12 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             place.source = None
         except ANY_FAULT as error:
             raise DataError(
-                f"{self.recipe.key}: sample {position} of {self._name(mine)} cannot be read: "
+                f"{self.recipe.key}: sample {position} of {self._name(part)} cannot be read: "
                 f"{type(error).__name__}: {error}{line_of(error)}"
             ) from error
         if self.num_samples not in (None, position):
             raise DataError(
-                f"{self.recipe.key}: len() of {self._name(mine)} says {self.num_samples} samples, but its iterator "
+                f"{self.recipe.key}: len() of {self._name(part)} says {self.num_samples} samples, but its iterator "
                 f"gave {position}; correct __len__ or leave it out"
             )
 
@@ -213,9 +243,9 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         ]
         return Reading(collated(changed, self.recipe), indices, real, False)
 
-    def _name(self, mine: int) -> str:
-        part = f" (part {mine} of {self.parts})" if self.parts > 1 else ""
-        return f"{type(self.dataset).__name__}{part}"
+    def _name(self, part: int) -> str:
+        which = f" (part {part} of {self.parts})" if self.parts > 1 else ""
+        return f"{type(self.dataset).__name__}{which}"
 
     @property
     def _exhausted(self) -> str:
@@ -260,37 +290,42 @@ def can_compare_passes(source: Any) -> bool:
 def goes_on(source: Any) -> bool:
     """Return whether a pass over the source begins where the pass before was left, so that its samples depend on it.
 
-    A child process reads the first samples of two passes, which begin with the same random states: several, as the
-    first may be the same by chance. Its pipes and sockets are at their end: what comes through them comes once. A
-    source that cannot be read there, or says its place, counts as one that begins anew; one that takes too long as one
-    that goes on.
+    A child process reads the first samples of a pass, half as many of a second one, and the first again of a third:
+    several, as the first may be the same by chance, and half, as a source may begin anew only after its end. The passes
+    begin with the same random states. Pipes and sockets of the child are at their end: what comes through them comes
+    once. A source that cannot be read there, or says its place, counts as one that begins anew; one that takes too long
+    as one that goes on.
     """
     if keeps_place(source) or not can_fork():
         return False
 
-    def first_samples_differ() -> bool:
+    def passes_differ() -> bool:
         end_pipes_and_sockets()
-        digests: list[str] = []
-        most = PASS_SAMPLES
-        for _ in range(2):
-            seed_globals(0)
-            if hasattr(source, "set_epoch"):
-                source.set_epoch(0)
-            samples, until = [], time.monotonic() + PASS_SECONDS / 4
-            for sample in islice(source, most):
-                samples.append(sample)
-                if not digests and time.monotonic() > until:  # a slow source
-                    break
-            digests.append(digest_of(samples))
-            most = len(samples)
-        return digests[0] != digests[1]
+        first = first_samples(source, PASS_SAMPLES, PASS_SECONDS / 4)
+        half = max(1, len(first) // 2)
+        others = [first_samples(source, number, PASS_SECONDS) for number in (half, len(first))]
+        return any(digest_of(first[: len(other)]) != digest_of(other) for other in others)
 
     try:
-        return run_in_child(first_samples_differ, PASS_SECONDS, computes=False)
+        return run_in_child(passes_differ, PASS_SECONDS, computes=False)
     except ChildLate:
         return True
     except ANY_FAULT:  # the run reads it too, and reports what is wrong
         return False
+
+
+def first_samples(source: Any, number: int, seconds: float) -> list[Any]:
+    """Return the first samples of a pass over epoch 0: `number` of them, or what comes in so many seconds."""
+    seed_globals(0)
+    if hasattr(source, "set_epoch"):
+        source.set_epoch(0)
+    samples: list[Any] = []
+    until = time.monotonic() + seconds
+    for sample in islice(source, number):
+        samples.append(sample)
+        if time.monotonic() > until:
+            break
+    return samples
 
 
 class Alike(Around):
