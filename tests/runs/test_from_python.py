@@ -296,3 +296,12 @@ def test_a_network_with_lazy_layers_takes_its_sizes_from_the_data(workdir: Path)
     data = (torch.randn(64, 3), torch.randint(0, 2, (64,)))
     trainrun.train("trainer.max_steps=2", "output_dir=run", model=model, data=data)
     assert model[0].weight.shape == (5, 3)
+
+
+def test_a_network_with_an_expanded_buffer_gets_the_weights_back(workdir: Path) -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("scale", torch.ones(1).expand(2))
+    data = (torch.randn(64, 3), torch.randint(0, 2, (64,)))
+    before = model.weight.clone()
+    trainrun.train("trainer.max_steps=2", "output_dir=run", model=model, data=data)
+    assert not torch.equal(model.weight, before)

@@ -28,6 +28,7 @@ from trainrun.monitor.metric_rows import read_rows, with_numbers
 from trainrun.output import say
 from trainrun.runs.restore_config import load_network
 from trainrun.runs.run import begun, open_run, start
+from trainrun.runtime.memory_layout import make_dense
 from trainrun.seeding import kept_random_state
 from trainrun.transform.lora import LoraLinear, merge_lora
 
@@ -261,6 +262,9 @@ def given(name: str, about: str) -> Any:
     if about_of(value) != about:
         raise ConfigError(f"{config_place(name)}: this run was given {about}, and now {about_of(value)}")
     if name == "model":
+        make_dense(
+            value
+        )  # the copy is dense in any case, and its weights are loaded into the caller's at the end
         value = copy.deepcopy(value)
     elif name == "task":
         value = copy.copy(value)

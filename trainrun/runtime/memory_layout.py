@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainrun.errors import PluginError
 
@@ -37,7 +38,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 def has_overlap(tensor: Tensor) -> bool:
     """Return whether two values of the tensor share a place in memory, as those of `expand` do."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     reach, dimensions = 0, dimensions_of(tensor)
     for stride, size in dimensions:
