@@ -18,7 +18,8 @@ from typing import IO, Any
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 COMMAND = "trainrun"
 INDENT = 13  # of the text behind the name of a line, in the first and last lines of a run
-SPEEDS = {"tokens_per_second": "tokens/s", "pixels_per_second": "pixels/s", "samples_per_second": "samples/s"}
+UNITS = ("tokens", "pixels", "samples", "items")  # what a task counts; items: something else
+SPEEDS = {f"{unit}_per_second": f"{unit}/s" for unit in UNITS}
 
 
 def printable(text: object, encoding: str = "utf-8") -> str:

@@ -23,7 +23,7 @@ def logger_and_rows(
     monitor: Any = SimpleNamespace(on_step=lambda step, epoch, row: rows.append(row))
     tokens: Any = SimpleNamespace(take=lambda: 0.0, counts=False)
     return metric_logger.MetricLogger(
-        Single(torch.device("cpu")), [monitor], dict, 10, 1, True, None, on_log, "samples", None, tokens,
+        Single(torch.device("cpu")), [monitor], dict, 10, 1, True, None, on_log, "samples", 8, None, tokens,
         phases or PhaseTimer(), None, None, None,
     ), rows  # fmt: skip
 
@@ -72,3 +72,14 @@ def test_saving_is_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
         state = TrainState(step=step, items=8.0 * step, losses=[torch.ones(())], logged_items=8)
         logger.on_step(state, StepReport(state.losses, 8))
     assert [(row["samples_per_second"], row["step_seconds"]) for row in rows] == [(4.0, 2.0)] * 2
+
+
+@pytest.mark.parametrize(("counted", "unit"), [(8.0, "samples"), (8.0 * 32 * 32, "items")])
+def test_a_task_that_counts_more_than_samples_has_its_speed_in_items(counted: float, unit: str) -> None:
+    """As a classification of every pixel."""
+    logger, rows = logger_and_rows()
+    for step in (1, 2):
+        state = TrainState(step=step, items=counted * step, losses=[torch.ones(())], logged_items=8)
+        logger.on_step(state, StepReport(state.losses, 8))
+    assert all(f"{unit}_per_second" in row for row in rows)
+    assert list(logger.speeds(3.0)) == [f"{unit}_per_second"]

@@ -424,8 +424,9 @@ def build_monitors(
 
     return MetricLogger(
         context.parallel, context.monitors, lambda: update.schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
-        rhythm.log_every is not None, context.on_position, context.on_log, unit_of(task), Tidy(), data.tokens,
-        context.phases, task, find_nan_cause if data.validation else None, context.write,
+        rhythm.log_every is not None, context.on_position, context.on_log, unit_of(task),
+        rhythm.lengths.samples_per_step, Tidy(), data.tokens, context.phases, task,
+        find_nan_cause if data.validation else None, context.write,
     )  # fmt: skip
 
 

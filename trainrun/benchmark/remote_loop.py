@@ -100,7 +100,7 @@ def info_of(run: Components) -> RunInfo:
     on_gpu = device.type == "cuda"
     positions = run.positions.get(config.data.padding, 0.0)
     return RunInfo(
-        unit=str(getattr(run.task, "unit", "samples")),
+        unit=run.monitors.speed_name.removesuffix("_per_second"),
         engine=opened.read_by.engine if opened is not None else "",
         number=opened.read_by.number if opened is not None else 0,
         num_threads=torch.get_num_threads(),

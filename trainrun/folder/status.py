@@ -15,14 +15,13 @@ from typing import Any
 
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, named_folder, read_json, write_json
-from trainrun.output import figure, masked, path_to_paste, say
+from trainrun.output import SPEEDS, figure, masked, path_to_paste, say
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"  # in it: the folder of the best job, empty before a job has a value
 STATES = ("running", "done", "stopped", "failed")
 KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("value", "best_step", "samples_per_second", "tokens_per_second", "pixels_per_second"),
-                    (int, float, NoneType)),
+    **dict.fromkeys(("value", "best_step", *SPEEDS), (int, float, NoneType)),
     **dict.fromkeys(("step", "epoch", "seconds"), (int, float)), **dict.fromkeys(("reason", "message"), (str,)),
     "monitor": (str, NoneType), "overrides": (list,),
 }  # fmt: skip

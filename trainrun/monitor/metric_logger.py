@@ -36,7 +36,9 @@ class MetricLogger:
     logs: False if nothing is logged: then losses are forgotten at once and nothing is ever read.
     on_position: told the step after every step, a few hundred nanoseconds at most (a progress bar).
     on_log: called at each log point after the row was handed on.
-    unit: what an item is, `samples` or `tokens`. tokens: counts them for a task whose items are samples.
+    unit: what an item is, `samples` or `tokens`. samples_per_step: of a full step over all ranks, None if it differs;
+    a task that counts more than these counts something else, and its speed is in items.
+    tokens: counts them for a task whose items are samples.
     learning_rates: of the coming update, for steps whose report does not say those of its own.
     tidy: called at the end of each log point (False) and of each validation (True), on every rank.
     phases: where the wait for a GPU is booked. task: what makes metrics of its sums.
@@ -51,14 +53,15 @@ class MetricLogger:
     def __init__(
         self, parallel: Parallel, monitors: Sequence[Monitor], learning_rates: Callable[[], dict[str, float]],
         steps_per_epoch: int | None, accumulate: int, logs: bool, on_position: Callable[[int], None] | None,
-        on_log: Callable[[int], None] | None, unit: str, tidy: Callable[[bool], None] | None,
-        tokens: CountsTokens, phases: PhaseTimer, task: Any, why_nan: Callable[[], str] | None,
-        write: Callable[[Mapping[str, Any]], None] | None,
+        on_log: Callable[[int], None] | None, unit: str, samples_per_step: int | None,
+        tidy: Callable[[bool], None] | None, tokens: CountsTokens, phases: PhaseTimer, task: Any,
+        why_nan: Callable[[], str] | None, write: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:  # fmt: skip
         self._parallel, self._monitors, self._learning_rates = parallel, monitors, learning_rates
         self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
         self._on_position, self._on_log, self._tidy = on_position, on_log, tidy
         self._task, self._why_nan, self._write, self.speed_name = task, why_nan, write, f"{unit}_per_second"
+        self._samples_per_step = samples_per_step if unit == "samples" else None
         self._summarizes = isinstance(task, Summarizes)
         self._phases = phases
         self._saved_seconds = 0.0
@@ -164,6 +167,8 @@ class MetricLogger:
         seconds, steps = now - self._mark - self._elsewhere, state.step - self._marked_step
         items = (state.items - self._marked_items) * self._parallel.world_size
         self._mark, self._marked_step, self._marked_items, self._elsewhere = now, state.step, state.items, 0.0
+        if self._samples_per_step is not None and items > steps * self._samples_per_step:
+            self.speed_name = "items_per_second"
         self._seen_tokens, self._seen_items = self._seen_tokens + tokens, self._seen_items + items
         speeds = {self.speed_name: _ratio(items, seconds), "step_seconds": _ratio(seconds, steps)}
         counts = self._tokens is not None and self._tokens.counts

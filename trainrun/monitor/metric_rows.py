@@ -13,6 +13,7 @@ from typing import Any
 
 from trainrun.errors import DataError
 from trainrun.folder.run_folder import strict, sync_path, write_text
+from trainrun.output import SPEEDS
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NO_NUMBERS = ("kind", "text", "split", "facts", "class_names")  # whatever they say
@@ -146,9 +147,8 @@ EVERYWHERE: dict[str, Any] = {
     "facts": {"name": str, "choices": [str], "steps_per_epoch": _is_number},
     "summary": {
         "monitor": str, "value": _is_number, "best_step": _is_number, "step": _is_count, "epoch": _is_number,
-        "seconds": _is_number, "samples_per_second": _is_number, "tokens_per_second": _is_number,
-        "pixels_per_second": _is_number, "skipped_steps": _is_count, "metrics": (_is_number,),
-        "hardware": (_is_number,), "idle": str,
+        "seconds": _is_number, **dict.fromkeys(SPEEDS, _is_number), "skipped_steps": _is_count,
+        "metrics": (_is_number,), "hardware": (_is_number,), "idle": str,
     },
 }  # fmt: skip
 OF_KIND: dict[str, dict[str, Any]] = {

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from trainrun.output import SPEEDS
 from trainrun.plots.series import MOST_POINTS, Floats, Point, thin_by_extremes, wants_log_scale
 
-UNITS = {"step_seconds": "seconds", "samples_per_second": "samples/s", "tokens_per_second": "tokens/s",
-         "pixels_per_second": "pixels/s"}  # fmt: skip
+UNITS = {"step_seconds": "seconds", **SPEEDS}
 SCRIPT = Path(__file__).with_name("chart.js")
 STYLE = Path(__file__).with_name("chart.css")
 

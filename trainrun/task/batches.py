@@ -42,7 +42,10 @@ def inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
         kind = form_of(target)
         if isinstance(target, (tuple, list)) and target:
             kind += f" ({type(target[0]).__name__})"
-        raise DataError(f"data: the targets of a batch are {kind}, not a tensor; give numbers")
+        raise DataError(
+            f"data: the targets of a batch are {kind}, not a tensor; give numbers, or compute the loss in a task of "
+            "your own: task=my_file.MyTask (see `trainrun help tasks`)"
+        )
     return inputs, target
 
 

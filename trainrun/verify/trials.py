@@ -25,6 +25,7 @@ from trainrun.config.validate import check_config
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TrainingError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, write_json
 from trainrun.monitor.metric_rows import read_rows
+from trainrun.output import SPEEDS
 from trainrun.runs.run import execute, new_run, resume_run
 from trainrun.train_state import TrainState
 from trainrun.training import loop
@@ -34,7 +35,7 @@ from trainrun.verify.attributes import attributes_of
 from trainrun.verify.certificate import NotApplicable
 from trainrun.verify.subject_changes import Doubles
 
-WALL_CLOCK = ("time", "samples_per_second", "tokens_per_second", "pixels_per_second", "step_seconds")
+WALL_CLOCK = ("time", "step_seconds", *SPEEDS)
 WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
 FEW_VALIDATIONS = 3  # batches
 STEPS = 6  # of a resumed run: enough for a stop in the middle of something
