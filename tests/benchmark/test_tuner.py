@@ -172,6 +172,14 @@ def test_nothing_is_claimed_without_time_for_fresh_processes() -> None:
     assert tuning.problem
 
 
+@pytest.mark.parametrize("fill", [10.0, 14.0])
+def test_claim_that_was_begun_is_finished_a_little_after_the_budget(fill: float) -> None:
+    world = World(replace(SLOW_READING, fill=fill), noise=0.02)
+    tuning = tuned(world, budget=80.0)
+    assert tuning.found == ("data.cache=memory",)
+    assert world.now <= 1.2 * 80
+
+
 @pytest.mark.parametrize("budget", [6.0, 16.0, 30.0])
 def test_time_that_is_short_is_kept(budget: float) -> None:
     """Remedies that there is no time for are named, and so is a gain that could not be confirmed."""

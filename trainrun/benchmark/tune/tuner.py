@@ -9,7 +9,6 @@ training long enough to pay for it. When not: a run of seconds. Source: `timing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -24,7 +23,6 @@ from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.errors import ConfigError
 from trainrun.output import counted
 from trainrun.timing.paired import (
-    LEAST_REPLICATES,
     PROCESS_SPREAD,
     Ratio,
     Rules,
@@ -36,12 +34,14 @@ CONFIRM_PART: Final = 0.4  # of the budget at least: for fresh processes that co
 CONFIRM_ROOM: Final = 1.2  # times the seconds that the fewest pairs of fresh processes need
 DIAGNOSIS_PART: Final = 1 / 6  # of the budget that one diagnosis takes
 LEAST_DIAGNOSIS: Final = 6.0  # seconds
+LEAST_PROCESSES: Final = 3  # pairs of processes of a claim; Student's interval of two is far too wide
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 OVERRUN: Final = 0.2  # of the budget
 SURE: Final = 0.99  # the confidence of the claim
 MOST_PROCESSES: Final = 12  # pairs of processes of the claim
 PROCESS_TURNS: Final = 3  # of each process of a pair: their median is what the pair says
 LEAST_LIMIT: Final = 5.0  # seconds for a start and for a reply
+PAIR_LIMIT: Final = 3.0  # times the seconds of a usual pair: for a start and for a reply of a fresh process
 TURN_COST: Final = 2.0  # times the seconds of a turn, with its first steps and what stands around it
 NO_TIME: Final = "no time left (--budget)"
 Progress = Callable[[str, float], None]
@@ -166,15 +166,15 @@ class Tuner:
         """Start the run of the user's own settings."""
         self._say("your own settings", self.budget.left())
         began = self.budget.clock()
-        self.base = self._own = self._start(self.overrides)
+        self.base = self._own = self._start(self.overrides, self.budget.left())
         self.base.find_pace()
         self._start_seconds = self.budget.clock() - began
         self.base.item_seconds()
         self.speed = self.base.items_per_second
 
-    def _start(self, overrides: Sequence[str], seconds: float = math.inf) -> MeasuredRun:
+    def _start(self, overrides: Sequence[str], seconds: float) -> MeasuredRun:
         """Start a run that may take so long for its start, and for each reply."""
-        config, limit = config_of(overrides), max(LEAST_LIMIT, min(seconds, self.budget.left()))
+        config, limit = config_of(overrides), max(LEAST_LIMIT, seconds)
         usual = self._own.worker.start_seconds if self._start_seconds else limit
         worker = self._pool.start(config, limit)
         worker.limit = limit  # a compiler may take all the time that is left
@@ -192,7 +192,7 @@ class Tuner:
 
     def _end_of_trials(self) -> float:
         """Return the time of the clock from which on the rest of the budget is for fresh processes."""
-        needed = CONFIRM_ROOM * LEAST_REPLICATES * self._seconds_of_pair()
+        needed = CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
         return self.budget.deadline() - max(CONFIRM_PART * self.budget.seconds, needed)
 
     def _best(self) -> list[str]:
@@ -285,7 +285,7 @@ class Tuner:
         self._say(f"trying {remedy}", self.budget.left())
         run = None
         try:
-            run = self._start(self.with_own_choices(remedy.overrides), seconds)
+            run = self._start(self.with_own_choices(remedy.overrides), min(seconds, self.budget.left()))
             run.find_pace()
             return run, ""
         except ConfigError as error:
@@ -316,12 +316,12 @@ class Tuner:
                 self.problem = str(error).strip().splitlines()[-1]
                 return None
             if len(groups) == 1:
-                more = self._affordable_pairs(clock() - began, LEAST_REPLICATES - 1)
+                more = self._affordable_pairs(clock() - began, LEAST_PROCESSES - 1)
                 wanted = min(MOST_PROCESSES, 1 + more)
-        if len(groups) < LEAST_REPLICATES:
-            needed = self.budget.spent + CONFIRM_ROOM * LEAST_REPLICATES * self._seconds_of_pair()
+        if len(groups) < LEAST_PROCESSES:
+            needed = self.budget.spent + CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
             self.problem = (
-                f"no time for {LEAST_REPLICATES} pairs of fresh processes; try --budget {needed:.0f}"
+                f"no time for {LEAST_PROCESSES} pairs of fresh processes; try --budget {needed:.0f}"
             )
             return None
         return ratio_of_processes(groups, SURE)
@@ -331,7 +331,7 @@ class Tuner:
         extra: float = self.base.worker.start_seconds - self._own.worker.start_seconds
         return 2 * self._start_seconds + max(0.0, extra)
 
-    def _affordable_pairs(self, seconds: float, least: int = LEAST_REPLICATES) -> int:
+    def _affordable_pairs(self, seconds: float, least: int = LEAST_PROCESSES) -> int:
         """Return how many pairs of so many seconds there are to be; none if there is no time for the least number.
 
         For the least number the budget may be exceeded a little: without them all that was tried is of no use.
@@ -342,11 +342,14 @@ class Tuner:
         return min(MOST_PROCESSES, int(left / max(seconds, 1e-9)))
 
     def _fresh_pair(self, found: Sequence[str], own_first: bool) -> list[tuple[float, float]]:
-        """Return the speeds in turns of both settings, each in a new process. Raises WorkerFailed."""
+        """Return the speeds in turns of both settings, each in a new process. Raises WorkerFailed.
+
+        A pair that was begun is finished, also if it takes longer than the budget.
+        """
         settings = [self.overrides, replaced(self.overrides, found)]
         runs = []
         for overrides in settings if own_first else settings[::-1]:
-            runs.append(self._start(overrides))
+            runs.append(self._start(overrides, PAIR_LIMIT * self._seconds_of_pair()))
             runs[-1].find_pace()
         own, best = runs if own_first else runs[::-1]
         rules = Rules(0.0, least_rounds=PROCESS_TURNS, first_rounds=PROCESS_TURNS, most_pairs=PROCESS_TURNS)
