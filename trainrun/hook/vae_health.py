@@ -54,12 +54,16 @@ class HasBound(Protocol):
 
 
 class VaeHealth:
-    """A hook. update_every_n_steps: how often it looks. num_samples: about how many samples of the validation data are
-    held for that. window_size: how many looks in a row must find a collapse. verbose: a line with every validation.
-    fast: active units and KL alone, from one forward. on_collapse: `raise` ends the run; `boost_free_bits` raises
-    `task.free_bits`, again after each further window.
+    """A hook that measures the latent code of a VAE. It raises ConfigError at the start without validation data, or if
+    the task has no bound.
 
-    ConfigError, at the start: no validation data, or a task without a bound.
+    Args:
+        update_every_n_steps: steps between two measurements.
+        num_samples: about how many samples of the validation data are held for them.
+        window_size: how many measurements in a row must be a collapse.
+        verbose: print a line with every validation.
+        fast: measure KL and active units alone, from one forward.
+        on_collapse: `raise` ends the run; `boost_free_bits` raises `task.free_bits`, again after each further window.
     """
 
     def __init__(
@@ -73,12 +77,12 @@ class VaeHealth:
     ) -> None:
         self._every, self._num_samples, self._window = update_every_n_steps, num_samples, window_size
         self._verbose, self._fast, self._action = verbose, fast, on_collapse
-        self._held: list[Any] = []
-        self._kl: list[float] = []  # of the looks in a row that found a collapse
-        self._told = False
+        self._batches: list[Any] = []
+        self._collapsed_kl: list[float] = []  # of the measurements in a row that are a collapse
+        self._is_reported = False  # the present collapse
         self._free_bits: float | None = None  # what it was raised to
-        self._line = ""
-        self._said_beta = False
+        self._line = ""  # of the last measurement, until a validation prints it
+        self._has_beta_note = False
 
     def on_start(self, run: Components, state: TrainState) -> None:
         task: Any = run.task
@@ -101,148 +105,151 @@ class VaeHealth:
             task.free_bits = max(self._free_bits, task.free_bits)
 
     def on_step_end(self, run: Components, state: TrainState) -> None:
-        if state.step % self._every == 0 and (health := self._look(run, state)):
-            self._judge(run, health)
+        if state.step % self._every == 0 and (row := self._measure(run, state)):
+            self._check_collapse(run, row)
 
     def on_validation_end(self, run: Components, state: TrainState, metrics: Mapping[str, float]) -> None:
-        self._tell(run, state)
+        self._print_line(run, state)
 
     def on_end(self, run: Components, state: TrainState) -> None:
-        if not self._said_beta:  # no scheduled validation, no look
-            self._tell(run, state)
+        if not self._has_beta_note:  # nothing was measured so far
+            self._print_line(run, state)
 
-    def _tell(self, run: Components, state: TrainState) -> None:
+    def _print_line(self, run: Components, state: TrainState) -> None:
         if not self._verbose:
             return
-        if not self._line:  # of a run, or an epoch, shorter than `update_every_n_steps`
-            self._look(run, state)
+        if not self._line:  # a run, or an epoch, shorter than `update_every_n_steps`
+            self._measure(run, state)
         if self._line:
             run.monitors.note(self._line)
         self._line = ""
 
-    def _look(self, run: Components, state: TrainState) -> dict[str, Any] | None:
-        """Write the row of a look; None of numbers that are not finite."""
+    def _measure(self, run: Components, state: TrainState) -> dict[str, Any] | None:
+        """Write the row of a measurement and return it; None if its numbers are not finite."""
         started = perf_counter()
+        task: Any = run.task
         with run.monitors.paused(), run.evaluating():
-            if not self._held:
-                self._held = held_samples(run, self._num_samples)
-            health = look(run, self._held, state.step, self._fast)  # waits for the device
-        numbers = [*health["kl_of_dimensions"], *health["activity"], health["kl"], health.get("gain", 0.0)]
+            if not self._batches:
+                self._batches = held_batches(run, self._num_samples)
+            row = measure_code(run, self._batches, state.step, self._fast)  # waits for the device
+        numbers = [*row["kl_of_dimensions"], *row["activity"], row["kl"], row.get("gain", 0.0)]
         if not all(map(math.isfinite, numbers)):
-            self._kl.clear()  # not a collapse: nan_policy and the validation say what is wrong
+            self._collapsed_kl.clear()  # not a collapse: nan_policy and the validation say what is wrong
             return None
-        run.monitors.write_row("vae", state.step, health | {"seconds": perf_counter() - started})
-        if self._verbose and not self._said_beta and ("values" in health or "tokens" in health):
-            self._said_beta = True
-            run.monitors.note(effective_beta(run.task, health))
-        self._line = format_health(health)
-        return health
+        run.monitors.write_row("vae", state.step, row | {"seconds": perf_counter() - started})
+        if self._verbose and not self._has_beta_note and ("values" in row or "tokens" in row):
+            self._has_beta_note = True
+            run.monitors.note(describe_beta(task.beta, row))
+        self._line = format_row(row)
+        return row
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty while nothing was found: such a run also goes on without the watch."""
-        if not self._kl and self._free_bits is None:
+        """Return an empty state while there is no collapse: such a run can be resumed without this hook."""
+        if not self._collapsed_kl and self._free_bits is None:
             return {}
-        return {"kl": list(self._kl), "told": self._told, "free_bits": self._free_bits}
+        return {"kl": list(self._collapsed_kl), "told": self._is_reported, "free_bits": self._free_bits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._kl, self._told = list(state.get("kl", [])), bool(state.get("told", False))
+        self._collapsed_kl, self._is_reported = list(state.get("kl", [])), bool(state.get("told", False))
         self._free_bits = state.get("free_bits")
 
-    def _judge(self, run: Components, found: Mapping[str, Any]) -> None:
-        """Tell of a collapse once, and of the next one after it has gone."""
+    def _check_collapse(self, run: Components, row: Mapping[str, Any]) -> None:
+        """Report a collapse once, and the next one after the code has recovered."""
         task: Any = run.task
-        if not collapsed(found, task.beta):
-            self._kl.clear()
-            self._told = False
+        if not is_collapsed(row, task.beta):
+            self._collapsed_kl.clear()
+            self._is_reported = False
             return
-        self._kl = [*self._kl, found["kl"]][-self._window :]
-        waking = self._kl[-1] > WAKING * self._kl[0] + WAKING_NATS
-        if len(self._kl) < self._window or waking or self._told:
+        self._collapsed_kl = [*self._collapsed_kl, row["kl"]][-self._window :]
+        is_recovering = self._collapsed_kl[-1] > WAKING * self._collapsed_kl[0] + WAKING_NATS
+        if len(self._collapsed_kl) < self._window or is_recovering or self._is_reported:
             return
-        text = f"posterior collapse: {describe_health(found)}. {remedy(task, found, word_dropout(run))}"
+        text = f"posterior collapse: {describe_collapse(row)}. {remedy(task, row, word_dropout(run))}"
         if self._action == "raise":
             raise TrainingError(f"{text} (hook.vae.on_collapse=raise)")
         if self._action == "boost_free_bits" and task.free_bits < LAST_BOOST:
             self._free_bits = task.free_bits = min(max(FIRST_BOOST, 2 * task.free_bits), LAST_BOOST)
-            self._kl.clear()  # it has a whole window to help
+            self._collapsed_kl.clear()  # it has a whole window to help
             text += f"; task.free_bits is {task.free_bits:g} from here on"
         else:
-            self._told = True
+            self._is_reported = True
         run.monitors.note(text)
 
 
-def held_samples(run: Components, num_samples: int) -> list[Any]:
+def held_batches(run: Components, num_samples: int) -> list[Any]:
     """Return this rank's share of batches, spread evenly over the first validation set, which may be sorted by
     class.
     """
     stream = run.val
     assert stream is not None
-    number, samples = stream.num_batches, stream.num_samples
-    if number and samples:
-        wanted = min(number, math.ceil(num_samples * number / samples))
-        places = [place * number // wanted for place in range(wanted)]
-        first_batches = (next(iter(stream.epoch(0, place)), None) for place in places)
+    num_batches, available = stream.num_batches, stream.num_samples
+    if num_batches and available:
+        wanted = min(num_batches, math.ceil(num_samples * num_batches / available))
+        starts = [number * num_batches // wanted for number in range(wanted)]
+        firsts = [next(iter(stream.epoch(0, start)), None) for start in starts]
         batches = [
-            batch for batch in first_batches if batch is not None
-        ]  # of a last one not every rank has a share
+            batch for batch in firsts if batch is not None
+        ]  # not every rank has a share of the last one
     else:
         size = run.config.data.batch_size * run.parallel.world_size
         batches = list(islice(stream.epoch(0), math.ceil(num_samples / size)))
     return [batch.data for batch in batches if batch.real]
 
 
-def look(run: Components, held: list[Any], step: int, fast: bool) -> dict[str, Any]:
-    """Measure the latent code on the held samples of all ranks. Return the row."""
+def measure_code(run: Components, batches: list[Any], step: int, fast: bool) -> dict[str, Any]:
+    """Measure the latent code on the held batches of all ranks. Return the row."""
     task: Any = run.task
+    ranks = run.parallel.gather(rank_terms(run, batches, fast))
 
-    def terms_of(batches: list[Any]) -> list[Any]:
+    def joined(name: str) -> Tensor:
+        return torch.tensor([sample for rank in ranks for sample in rank[name]], dtype=torch.float64)
+
+    mean, log_var, reconstruction, gain = map(joined, ("mean", "log_var", "reconstruction", "gain"))
+    facts = latent_facts(mean, log_var)
+    row: dict[str, Any] = {
+        "beta": float(task.beta_at(step)), "kl": float(facts.kl.sum()), "active_units": facts.active_units,
+        "reconstruction": float(reconstruction.mean()), "free_bits": float(getattr(task, "free_bits", 0.0)),
+        "kl_of_dimensions": facts.kl.tolist(), "activity": facts.activity.tolist(),
+    }  # fmt: skip
+    if not fast:
+        information = mutual_information(mean, log_var, normal_like(mean))
+        row |= {"mutual_information": information, "ceiling": math.log(len(mean))}
+        row["marginal_kl"] = row["kl"] - information
+    if len(gain):
+        row["gain"] = float(gain.mean())
+    if num_tokens := sum(rank["tokens"] for rank in ranks):
+        row["tokens"] = num_tokens / len(mean)
+    if num_values := max(rank["values"] for rank in ranks):
+        row["values"] = num_values
+        if getattr(task, "likelihood", "") in ("auto", "gaussian"):
+            row["residual_variance"] = 2 * row["reconstruction"] / num_values
+    return row
+
+
+def rank_terms(run: Components, batches: list[Any], fast: bool) -> dict[str, Any]:
+    """Return the terms of the bound of this rank's samples as lists, and how many values and tokens they have."""
+    task: Any = run.task
+    if not batches:
+        return {"mean": [], "log_var": [], "reconstruction": [], "gain": [], "values": 0, "tokens": 0}
+
+    def compute(inputs: list[Any]) -> list[Any]:
         with run.precision.autocast():
-            return [task.terms(run.model, batch) for batch in batches]
+            return [task.terms(run.model, batch) for batch in inputs]
 
     def joined(terms: list[Any], name: str) -> Tensor:
         return torch.cat([getattr(term, name) for term in terms]).double()
 
-    totals: dict[str, Any] = {
-        "mean": [],
-        "log_var": [],
-        "reconstruction": [],
-        "gain": [],
-        "values": 0,
-        "tokens": 0,
-    }
-    if held:
-        terms = terms_of(held)
-        mean, log_var, rebuilt = (joined(terms, name) for name in ("mean", "log_var", "reconstruction"))
-        totals |= {"mean": mean.tolist(), "log_var": log_var.tolist(), "reconstruction": rebuilt.tolist()}
-        totals["values"] = getattr(terms[0], "num_values", 0)
-        totals["tokens"] = sum(int(getattr(term, "num_tokens", None) or 0) for term in terms)
-        if not fast and takes_noise(held, mean.shape[1]) and len(mean) > 1:
-            others = joined(terms_of(shuffle_codes(held, mean, log_var)), "reconstruction")
-            totals["gain"] = (others - rebuilt).tolist()
-    ranks = run.parallel.gather(totals)
-    means, log_vars, reconstructions, gains = (
-        torch.tensor([row for rank in ranks for row in rank[name]], dtype=torch.float64)
-        for name in ("mean", "log_var", "reconstruction", "gain")
-    )
-    facts = latent_facts(means, log_vars)
-    row: dict[str, Any] = {
-        "beta": float(task.beta_at(step)), "kl": float(facts.kl.sum()), "active_units": facts.active_units,
-        "reconstruction": float(reconstructions.mean()), "free_bits": float(getattr(task, "free_bits", 0.0)),
-        "kl_of_dimensions": facts.kl.tolist(), "activity": facts.activity.tolist(),
+    terms = compute(batches)
+    mean, log_var, reconstruction = (joined(terms, name) for name in ("mean", "log_var", "reconstruction"))
+    gain: list[float] = []
+    if not fast and takes_noise(batches, mean.shape[1]) and len(mean) > 1:
+        of_others = joined(compute(shuffle_codes(batches, mean, log_var)), "reconstruction")
+        gain = (of_others - reconstruction).tolist()
+    return {
+        "mean": mean.tolist(), "log_var": log_var.tolist(), "reconstruction": reconstruction.tolist(), "gain": gain,
+        "values": getattr(terms[0], "num_values", 0),
+        "tokens": sum(int(getattr(term, "num_tokens", None) or 0) for term in terms),
     }  # fmt: skip
-    if not fast:
-        information = mutual_information(means, log_vars, normal_like(means))
-        row |= {"mutual_information": information, "ceiling": math.log(len(means))}
-        row["marginal_kl"] = row["kl"] - information
-    if len(gains):
-        row["gain"] = float(gains.mean())
-    if tokens := sum(rank["tokens"] for rank in ranks):
-        row["tokens"] = tokens / len(means)
-    if values := max(rank["values"] for rank in ranks):
-        row["values"] = values
-    if values and getattr(task, "likelihood", "") in ("auto", "gaussian"):
-        row["residual_variance"] = 2 * row["reconstruction"] / values
-    return row
 
 
 def normal_like(tensor: Tensor) -> Tensor:
@@ -251,15 +258,15 @@ def normal_like(tensor: Tensor) -> Tensor:
     return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
 
 
-def takes_noise(held: list[Any], dimensions: int) -> bool:
+def takes_noise(batches: list[Any], dimensions: int) -> bool:
     """Return whether the batches hold noise of the latent code alone."""
-    noises = [batch_fields(batch).get("noise") for batch in held]
+    noises = [batch_fields(batch).get("noise") for batch in batches]
     return all(isinstance(noise, Tensor) and noise.shape[1:] == (dimensions,) for noise in noises)
 
 
-def shuffle_codes(held: list[Any], mean: Tensor, log_var: Tensor) -> list[Any]:
+def shuffle_codes(batches: list[Any], mean: Tensor, log_var: Tensor) -> list[Any]:
     """Return the batches with noise that gives each sample the code of another sample."""
-    named = [batch_by_name(batch) for batch in held]
+    named = [batch_by_name(batch) for batch in batches]
     code = mean + (0.5 * log_var).exp() * torch.cat([batch["noise"] for batch in named]).double()
     order = torch.randperm(len(code), generator=torch.Generator().manual_seed(0)).to(code.device)
     others = torch.empty_like(code)
@@ -271,34 +278,32 @@ def shuffle_codes(held: list[Any], mean: Tensor, log_var: Tensor) -> list[Any]:
     ]
 
 
-def collapsed(found: Mapping[str, Any], last_beta: float) -> bool:
+def is_collapsed(row: Mapping[str, Any], last_beta: float) -> bool:
     """Return whether the code carries nothing, or the decoder ignores it, after beta has risen."""
-    dimensions = len(found["activity"])
-    least = min(dimensions, max(LEAST_ACTIVE, LEAST_ACTIVE_SHARE * dimensions))
-    silent = found["active_units"] < least and found["kl"] < LEAST_KL
-    ignored = found.get("gain", math.inf) < LEAST_GAIN * found["reconstruction"]
-    return bool(found["beta"] >= RISEN * last_beta > 0 and (silent or ignored))
+    num_dimensions = len(row["activity"])
+    least = min(num_dimensions, max(LEAST_ACTIVE, LEAST_ACTIVE_SHARE * num_dimensions))
+    is_empty = row["active_units"] < least and row["kl"] < LEAST_KL
+    is_ignored = row.get("gain", math.inf) < LEAST_GAIN * row["reconstruction"]
+    has_risen = row["beta"] >= RISEN * last_beta > 0
+    return bool(has_risen and (is_empty or is_ignored))
 
 
-def describe_health(found: Mapping[str, Any]) -> str:
+def describe_collapse(row: Mapping[str, Any]) -> str:
     """Return `KL 0.02 nats, 0 of 16 dimensions active, codes of other samples cost 0.1 % of the reconstruction,
     beta 50`.
     """
-    parts = [
-        f"KL {found['kl']:.3g} nats",
-        f"{found['active_units']} of {len(found['activity'])} dimensions active",
-    ]
-    if "gain" in found:
-        share = 100 * found["gain"] / max(found["reconstruction"], 1e-12)
-        parts.append(f"codes of other samples cost {share:.2g} % of the reconstruction")
-    return ", ".join([*parts, f"beta {found['beta']:.3g}"])
+    parts = [f"KL {row['kl']:.3g} nats", f"{row['active_units']} of {len(row['activity'])} dimensions active"]
+    if "gain" in row:
+        percent = 100 * row["gain"] / max(row["reconstruction"], 1e-12)
+        parts.append(f"codes of other samples cost {percent:.2g} % of the reconstruction")
+    return ", ".join([*parts, f"beta {row['beta']:.3g}"])
 
 
-def remedy(task: Any, found: Mapping[str, Any], dropped: float = 0.0) -> str:
+def remedy(task: Any, row: Mapping[str, Any], dropped: float = 0.0) -> str:
     """Return the likely cause, and the setting to try first. dropped: the share of tokens that the decoder does not
     see.
     """
-    beta, spread = found["beta"], found.get("residual_variance", math.inf)
+    beta, spread = row["beta"], row.get("residual_variance", math.inf)
     if spread < LITTLE_SPREAD * beta:
         return (
             f"Likely cause: beta {beta:.3g} suits data of that variance around their reconstruction, and here it is "
@@ -306,20 +311,20 @@ def remedy(task: Any, found: Mapping[str, Any], dropped: float = 0.0) -> str:
         )
     if beta > 1:
         return f"Likely cause: beta {beta:.3g} weighs the KL more than the bound does; try task.beta=1"
-    if "tokens" in found and getattr(task, "schedule", "") != "constant" and dropped < 1:
+    if "tokens" in row and getattr(task, "schedule", "") != "constant" and dropped < 1:
         rate = 0.3 if dropped < 0.3 else 1.0 if dropped >= 0.8 else dropped + 0.2
         return (
             "Likely cause: the decoder predicts a token from those before it and does without the code; try "
             f"data.augment.word_dropout.rate={rate:.3g}{', or more' if rate < 1 else ''}"
         )
-    if found["kl"] >= LEAST_KL:
+    if row["kl"] >= LEAST_KL:
         return "Likely cause: the decoder does without the code; try a smaller decoder"
     if getattr(task, "schedule", "") == "constant":
         return (
             "Likely cause: the KL has its whole weight before the decoder uses the code; try "
             "task.beta_schedule=linear task.beta_steps=2000"
         )
-    if not found["free_bits"]:
+    if not row["free_bits"]:
         return "Likely cause: the KL of every dimension costs from its first nat on; try task.free_bits=0.1"
     return "Likely cause: the decoder learns faster than the encoder; try a smaller decoder"
 
@@ -331,27 +336,25 @@ def word_dropout(run: Components) -> float:
     return float(rate) if isinstance(rate, (int, float)) else 0.0
 
 
-def effective_beta(task: Any, found: Mapping[str, Any]) -> str:
-    """Describe the effective beta, whatever the losses are summed or averaged over."""
-    number = found.get("values") or found["tokens"]
-    terms = "values" if "values" in found else "tokens, on average,"
-    return (
-        f"vae: effective beta {task.beta:.3g}: a sum over {number:.4g} {terms} and one over {len(found['activity'])} "
-        f"dimensions of a sample; beside a reconstruction averaged over them it is {task.beta / number:.2g}"
-    )
+def describe_beta(beta: float, row: Mapping[str, Any]) -> str:
+    """Return what beta would be beside a loss that is averaged, not summed, over the values of a sample."""
+    number = row.get("values") or row["tokens"]
+    unit = "values" if "values" in row else "tokens (on average)"
+    averaged = f"a loss averaged over the {number:.4g} {unit} of a sample"
+    return f"vae: beta {beta:.3g} (equals {beta / number:.2g} for {averaged})"
 
 
-def format_health(found: Mapping[str, Any]) -> str:
+def format_row(row: Mapping[str, Any]) -> str:
     """Return `vae: beta 1  KL 12.3 nats  active 9/16  MI >= 6.1 (ceiling 6.24)  marginal KL <= 6.2  gain 21.0`."""
     parts = [
-        f"vae: beta {found['beta']:.3g}", f"KL {found['kl']:.4g} nats",
-        f"active {found['active_units']}/{len(found['activity'])}",
+        f"vae: beta {row['beta']:.3g}", f"KL {row['kl']:.4g} nats",
+        f"active {row['active_units']}/{len(row['activity'])}",
     ]  # fmt: skip
-    if "mutual_information" in found:
-        near = found["ceiling"] - found["mutual_information"] < NEAR_CEILING
-        least, most = (">= ", "<= ") if near else ("", "")
-        parts.append(f"MI {least}{found['mutual_information']:.3g} (ceiling {found['ceiling']:.3g})")
-        parts.append(f"marginal KL {most}{found['marginal_kl']:.3g}")
-    if "gain" in found:
-        parts.append(f"gain {found['gain']:.3g}")
+    if "mutual_information" in row:
+        is_near_ceiling = row["ceiling"] - row["mutual_information"] < NEAR_CEILING
+        least, most = (">= ", "<= ") if is_near_ceiling else ("", "")
+        parts.append(f"MI {least}{row['mutual_information']:.3g} (ceiling {row['ceiling']:.3g})")
+        parts.append(f"marginal KL {most}{row['marginal_kl']:.3g}")
+    if "gain" in row:
+        parts.append(f"gain {row['gain']:.3g}")
     return "  ".join(parts)
