@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,10 +18,11 @@ from trainrun.assemble.resumption import network_of
 from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.checkpoint.weights import BASE
 from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
+from trainrun.config.saved_values import public
+from trainrun.config.schema import RunConfig, plain_values
 from trainrun.config.validate import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.export.formats import FORMATS, ExportRequest, Runner
-from trainrun.export.network_facts import describe_network
 from trainrun.export.served import (
     CPU,
     ModelCall,
@@ -30,6 +33,7 @@ from trainrun.export.served import (
     half_batch,
     load_real_samples,
 )
+from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.output import say
 from trainrun.parallel.single import Single
 from trainrun.precision.autocast import cast_inputs
@@ -48,6 +52,40 @@ GRAPHS = ("onnx", "torch.export")  # the others hold weights for the same code
 
 def main(argv: list[str]) -> int:
     """Write every format that `--to` names, and compare its outputs with those of the network."""
+    arguments = parse_arguments(argv)
+    names = parse_formats(arguments.to)
+    run = open_run(arguments.run_dir)
+    out = output_folder(arguments.out, run)
+    config = trusted_config(run, arguments.overrides, arguments.trust)
+    which, split = checkpoint_of(run, arguments.which), arguments.split
+    model = exported_model(network_of(run, config, which), arguments.merge)
+    loaded = read_checkpoint(resolve(run.checkpoints, which))
+    try:
+        has_own_tokenizer = "bpe:" in str(config.data.train)
+        read_config = with_tokenizer(config, run, Single(CPU), []) if has_own_tokenizer else config
+        samples = load_real_samples(read_config, model, split, loaded)
+    except Exception as error:  # of the data, the task or the model; formats of weights alone need no samples
+        if set(names) & set(GRAPHS) or split != "val":
+            raise
+        reason = " ".join(str(error).split())[:300]
+        samples = RealSamples(ServedModel(model, ModelCall()), [], [], reason)
+    outside = changes_outside(config, split)
+    about = describe_network(run, config, model, samples) | ({"before_network": outside} if outside else {})
+    shared = loaded.shared if config.checkpoint.adapter_only else {}
+    about |= {BASE: shared[BASE]} if BASE in shared else {}
+    adapter = frozenset(shared["model"]) if BASE in shared and not arguments.merge else None
+    request = ExportRequest(samples, arguments.dynamic == "batch", about, adapter)
+    tolerance = arguments.tolerance
+    if tolerance is None:
+        tolerance = TOLERANCE_OF_BYTES if has_rounded_inputs(model) else TOLERANCE
+    for name in names:
+        write_checked(name, request, out, tolerance)
+    for key in outside:
+        say(f"note: {key} is not in the exported network; samples must go through it before")
+    return EXIT_DONE
+
+
+def parse_arguments(argv: list[str]) -> Namespace:
     parser = run_parser(
         "export", "The trained network in other formats, each tried on samples of the run's data."
     )
@@ -62,40 +100,17 @@ def main(argv: list[str]) -> int:
         "--tolerance", type=parse_tolerance, help=f"of the largest output (default: {TOLERANCE:g}, or "
         f"{TOLERANCE_OF_BYTES:g} where inputs of layers are rounded to bytes)",
     )  # fmt: skip
-    words = parse(parser, argv)
-    formats = parse_formats(words.to)
-    run = open_run(words.run_dir)
-    out = Path(words.out).expanduser() if words.out else run.root.with_name(f"{run.root.name}-export")
+    return parse(parser, argv)
+
+
+def output_folder(text: str | None, run: RunDir) -> Path:
+    """Return the folder to write to. Raise ConfigError if it is the run folder, or lies in it."""
+    out = Path(text).expanduser() if text else run.root.with_name(f"{run.root.name}-export")
     if run.root in (out.resolve(), *out.resolve().parents):
         raise ConfigError(
-            f"--out {words.out}: lies in the folder of the run, which holds nothing else; name another"
+            f"--out {text}: lies in the folder of the run, which holds nothing else; name another"
         )
-    config = trusted_config(run, words.overrides, words.trust)
-    which = checkpoint_of(run, words.which)
-    model = exported_model(network_of(run, config, which), words.merge)
-    loaded = read_checkpoint(resolve(run.checkpoints, which))
-    try:
-        own = "bpe:" in str(config.data.train)
-        read = with_tokenizer(config, run, Single(CPU), []) if own else config
-        samples = load_real_samples(read, model, words.split, loaded)
-    except Exception as error:  # of the data, the task or the model; weights alone are there all the same
-        if set(formats) & set(GRAPHS) or words.split != "val":
-            raise
-        samples = RealSamples(ServedModel(model, ModelCall()), [], [], " ".join(str(error).split())[:300])
-    outside = changes_outside(config, words.split)
-    about = describe_network(run, config, model, samples) | ({"before_network": outside} if outside else {})
-    shared = loaded.shared if config.checkpoint.adapter_only else {}
-    about |= {BASE: shared[BASE]} if BASE in shared else {}
-    adapter = frozenset(shared["model"]) if BASE in shared and not words.merge else None
-    request = ExportRequest(samples, words.dynamic == "batch", about, adapter)
-    tolerance = words.tolerance
-    if tolerance is None:
-        tolerance = TOLERANCE_OF_BYTES if has_rounded_inputs(model) else TOLERANCE
-    for name in formats:
-        write_checked(name, request, out, tolerance)
-    for key in outside:
-        say(f"note: {key} is not in the exported network; samples must go through it before")
-    return EXIT_DONE
+    return out
 
 
 def write_checked(name: str, request: ExportRequest, out: Path, tolerance: float) -> None:
@@ -120,13 +135,10 @@ def write_checked(name: str, request: ExportRequest, out: Path, tolerance: float
 
 
 def parse_tolerance(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise ArgumentTypeError(f"{text}: must be a number above 0, as 1e-4")
-    return found
+    with suppress(ValueError):
+        if 0 < (tolerance := float(text)) < float("inf"):
+            return tolerance
+    raise ArgumentTypeError(f"{text}: must be a number above 0, as 1e-4")
 
 
 def has_rounded_inputs(model: nn.Module) -> bool:
@@ -186,21 +198,21 @@ def check_export(name: str, path: Path, runner: Runner, request: ExportRequest, 
     return f"largest difference {worst:.2g} of the largest output, on {count} samples"
 
 
-def relative_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def relative_difference(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest difference, relative to the largest expected number of the same output.
 
     For an output near zero it is relative to LEAST times the largest number of all outputs. It is infinite if shapes or
     NaNs differ.
     """
-    if [one.shape for one in found] != [one.shape for one in expected]:
+    if [output.shape for output in outputs] != [output.shape for output in expected]:
         return float("inf")
     worst, floor = 0.0, LEAST * max(map(largest_number, expected))
-    for here, there in zip(found, expected, strict=True):
-        here, there = here.double(), there.double()
-        same = (here == there) | (here.isnan() & there.isnan())  # infinities too
-        if not same.all():
-            gap = float((here - there)[~same].abs().nan_to_num(nan=float("inf")).max())
-            worst = max(worst, gap / max(largest_number(there), floor, 1e-12))
+    for output, wanted in zip(outputs, expected, strict=True):
+        output, wanted = output.double(), wanted.double()
+        is_same = (output == wanted) | (output.isnan() & wanted.isnan())  # infinities too
+        if not is_same.all():
+            gap = float((output - wanted)[~is_same].abs().nan_to_num(nan=float("inf")).max())
+            worst = max(worst, gap / max(largest_number(wanted), floor, 1e-12))
     return worst
 
 
@@ -212,6 +224,41 @@ def largest_number(output: Tensor) -> float:
 
 def format_size(path: Path) -> str:
     """Return the size of a file or folder as text, such as `0.14 MB`."""
-    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
-    num_bytes = sum(one.stat().st_size for one in files)
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    num_bytes = sum(file.stat().st_size for file in files)
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
+
+
+def describe_network(
+    run: RunDir, config: RunConfig, model: nn.Module, samples: RealSamples
+) -> dict[str, Any]:
+    """Return how the network is built and what goes in, as plain values without what is named like a secret."""
+    values, data = plain_values(public(config)[0]), read_identity(run).get("data", {})
+    sizes = {
+        "in_shape": data.get("shape"),
+        **dict.fromkeys(("num_classes", "vocab_size"), data.get("num_classes")),
+    }
+    node = {name: sizes.get(name) if value is None else value for name, value in values["model"].items()}
+    return {
+        "architectures": [type(model).__name__],
+        "torch_dtype": str(next((p.dtype for p in model.parameters()), "")).removeprefix("torch."),
+        "model": node,
+        "transform": values["transform"],
+        "task": values["task"],
+        **({} if samples.untried else describe_inputs(samples, values["data"]["augment"])),
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def describe_inputs(samples: RealSamples, augment: dict[str, Any]) -> dict[str, Any]:
+    served, first, scale = samples.served, samples.inputs[0][0], samples.served.scale
+    names = [key.removeprefix("data.augment.") for key, _, _ in served.changes]
+    return {
+        "inputs": samples.names,
+        "input_shape": ["batch", *first.shape[1:]],
+        "input_dtype": str(first.dtype).removeprefix("torch."),
+        "input_scaling": {
+            **({} if scale is None else {"divide_by": 255, "mean": scale.mean, "std": scale.std}),
+            **{name: augment[name] for name in names},
+        },
+    }

@@ -109,15 +109,16 @@ def to_onnx(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    if request.dynamic and not any(
-        isinstance(size, str) for one in session.get_inputs() for size in one.shape[:1]
-    ):
+    graph_inputs = session.get_inputs()
+    is_dynamic = any(isinstance(size, str) for graph_input in graph_inputs for size in graph_input.shape[:1])
+    if request.dynamic and not is_dynamic:
         raise ConfigError(f"--to onnx: {FIXED_BATCH}")
-    names = [one.name for one in session.get_inputs()]
 
     def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        given = {name: one.numpy() for name, one in zip(names, inputs, strict=True)}
-        return tuple(torch.from_numpy(one) for one in session.run(None, given))
+        feed = {
+            graph_input.name: tensor.numpy() for graph_input, tensor in zip(graph_inputs, inputs, strict=True)
+        }
+        return tuple(torch.from_numpy(output) for output in session.run(None, feed))
 
     return path, run
 
@@ -134,9 +135,8 @@ def _shapes(request: ExportRequest) -> Any:
     if not request.dynamic:
         return None
     batch = torch.export.Dim("batch")
-    return {
-        "inputs": tuple({0: batch} if many else None for many in is_per_sample(request.samples.inputs[0]))
-    }
+    has_rows = is_per_sample(request.samples.inputs[0])
+    return {"inputs": tuple({0: batch} if each else None for each in has_rows)}
 
 
 @contextlib.contextmanager

@@ -44,6 +44,8 @@ from trainrun.training.task_calls import Place, TaskCalls
 BATCH, BATCHES = 32, 3  # of real samples; the batches after the first have its shapes
 CPU = torch.device("cpu")
 CONSTANTS = bool | int | float | str | None  # of a call: they become a part of the graph
+# Augmentations that are inputs of the graph where the network takes them.
+EXTRA_INPUTS = (LatentNoise, SampleNumbers, WordDropout)
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,15 @@ class ServedModel(nn.Module):
         return output_tensors(self.model(*args, **named))
 
 
-def output_tensors(found: Any) -> Any:
+def output_tensors(output: Any) -> Any:
     """Return the output tensor, or a tuple of the tensors in a tuple, dictionary or output object."""
-    if isinstance(found, Tensor):
-        return found
-    if isinstance(getattr(found, "logits", None), Tensor):  # what the task takes
-        return found.logits
-    tensors = tuple(tensors_in(found))
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(getattr(output, "logits", None), Tensor):  # what the task takes
+        return output.logits
+    tensors = tuple(tensors_in(output))
     if not tensors:
-        raise ConfigError(f"model: gives a {type(found).__name__} without tensors, which no format can hold")
+        raise ConfigError(f"model: gives a {type(output).__name__} without tensors, which no format can hold")
     return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -131,48 +133,64 @@ def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: L
 
     Raise ConfigError if there are no samples, or if the call of the network cannot be exported.
     """
-    is_16_bit = config.precision.mode in ("bf16-true", "16-true")
-    config = with_values(config, {
-        "data.val_batch_size": BATCH, "data.num_workers": 0, **({"precision.mode": "32-true"} if is_16_bit else {}),
-    })  # fmt: skip
+    config, parallel = in_full_precision(config), Single(CPU)
     dtype = torch.float64 if config.precision.mode == "64-true" else torch.float32
-    alone, (sources, _) = Single(CPU), build_sources(config, [])
-    there = [name for name, source in sources.items() if source is not None and name != "train"]
-    split = split if split in there else next((name for name in there if name.startswith(f"{split}/")), split)
-    if split not in there:
-        raise no_split(there, split)
-    source = sources[split]
-    train = stream_options(config, alone, "train", lambda line: None)
-    task = build_task(config, facts_of_all(sources, train))
-    # gives it `info`, where it takes that
-    calls = TaskCalls(task, model, Place(config.seed or 0, 0, CPU), None)
-    give_task_state(task, calls, loaded, CPU)
-    options = stream_options(config, alone, split, lambda line: None)
-    beside = (LatentNoise, SampleNumbers, WordDropout)  # inputs of the graph where the network takes them
-    changes = [one for one in options.augment if not (one.random or isinstance(one.apply, beside))]
-    plain = options.transform is None and options.collate_fn is None
-    raw, scale = as_bytes(source) if plain else (source, None)
-    again = build_sources(config, [])[0][split] if isinstance(source, IterableDataset) else source
-    batches, _ = open_batches(raw, replace(options, augment=()))
-    scaled = open_split(config, alone, split, again, [], lambda line: None)
-    assert scaled is not None
-    found: list[tuple[ServedModel, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
-    for untouched, batch in islice(zip(batches.epoch(0), scaled.epoch(0), strict=False), BATCHES):
-        tensors, call = record_call(model, task, batch.data)
+    sources, _ = build_sources(config, [])
+    split = existing_split(sources, split)
+    task = build_loaded_task(config, sources, model, loaded)
+    source, options = sources[split], stream_options(config, parallel, split, lambda line: None)
+    changes = [
+        change for change in options.augment if not (change.random or isinstance(change.apply, EXTRA_INPUTS))
+    ]
+    is_transformed = options.transform is not None or options.collate_fn is not None
+    raw_source, scale = (source, None) if is_transformed else as_bytes(source)
+    second_source = build_sources(config, [])[0][split] if isinstance(source, IterableDataset) else source
+    raw_stream, _ = open_batches(raw_source, replace(options, augment=()))
+    ready_stream = open_split(config, parallel, split, second_source, [], lambda line: None)
+    assert ready_stream is not None
+    tried: list[tuple[ServedModel, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+    for raw, ready in islice(zip(raw_stream.epoch(0), ready_stream.epoch(0), strict=False), BATCHES):
+        tensors, call = record_call(model, task, ready.data)
         served = ServedModel(model, call, scale, changes, dtype)
-        first = first_tensor(untouched.data) if scale is not None or changes else tensors[0]
+        begins_raw = scale is not None or changes
+        inputs = (first_tensor(raw.data) if begins_raw else tensors[0], *tensors[1:])
         args, named = call.filled(tensors)
         expected = output_tensors(model(*args, **named))
-        # constants of augmentations are made at their first call: not while it is traced
-        served(first, *tensors[1:])
-        found.append((served, (first, *tensors[1:]), as_tuple(expected)))
-    for stream in (batches, scaled):
+        served(*inputs)  # constants of augmentations are made at their first call: not while it is traced
+        tried.append((served, inputs, as_tuple(expected)))
+    for stream in (raw_stream, ready_stream):
         stream.close()
-    shapes = [[one.shape for one in inputs] for _, inputs, _ in found]
-    kept = [one for one, shape in zip(found, shapes, strict=True) if shape == shapes[0]]
-    if not kept:
+    if not tried:
         raise ConfigError(f"--split {split}: holds no samples to try the exported model on")
-    return RealSamples(kept[0][0], [one[1] for one in kept], [one[2] for one in kept])
+    first_shapes = [tensor.shape for tensor in tried[0][1]]
+    alike = [batch for batch in tried if [tensor.shape for tensor in batch[1]] == first_shapes]
+    return RealSamples(tried[0][0], [inputs for _, inputs, _ in alike], [outputs for *_, outputs in alike])
+
+
+def in_full_precision(config: RunConfig) -> RunConfig:
+    """Return the settings with which samples are read: small batches in this process, 16-bit weights as float32."""
+    changes: dict[str, Any] = {"data.val_batch_size": BATCH, "data.num_workers": 0}
+    if config.precision.mode in ("bf16-true", "16-true"):
+        changes["precision.mode"] = "32-true"
+    return with_values(config, changes)
+
+
+def existing_split(sources: Mapping[str, Any], split: str) -> str:
+    """Return the split, or the first of several named ones. Raise ConfigError if there is none."""
+    present = [name for name, source in sources.items() if source is not None and name != "train"]
+    names = [split] if split in present else [name for name in present if name.startswith(f"{split}/")]
+    if not names:
+        raise no_split(present, split)
+    return names[0]
+
+
+def build_loaded_task(config: RunConfig, sources: Mapping[str, Any], model: nn.Module, loaded: Loaded) -> Any:
+    """Return the task with its state of the checkpoint, and with `info` where it takes that."""
+    train = stream_options(config, Single(CPU), "train", lambda line: None)
+    task = build_task(config, facts_of_all(sources, train))
+    calls = TaskCalls(task, model, Place(config.seed or 0, 0, CPU), None)
+    give_task_state(task, calls, loaded, CPU)
+    return task
 
 
 @torch.no_grad()  # a task that teaches looks its answers up where gradients are wanted
@@ -184,10 +202,10 @@ def record_call(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], 
     """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((args, kwargs))
 
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
         task.step(model, batch)
     finally:
@@ -199,19 +217,14 @@ def record_call(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], 
         name: value for name, value in kwargs.items()
         if not (name.startswith(("return_", "output_")) and isinstance(value, bool | None))
     }  # fmt: skip
-    given = [*args, *named.values()]
-    tensors = [value for value in given if isinstance(value, Tensor)]
-    if not tensors or not all(isinstance(value, Tensor | CONSTANTS) for value in given):
+    values = [*args, *named.values()]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors or not all(isinstance(value, Tensor | CONSTANTS) for value in values):
         raise ConfigError(
             "model: the task gives it something else than tensors, numbers and flags, which cannot be exported"
         )
-    return tensors, ModelCall(
-        tuple(map(_place, args)), {name: _place(value) for name, value in named.items()}
-    )
-
-
-def _place(value: Any) -> Any:
-    return ... if isinstance(value, Tensor) else value
+    slots = [... if isinstance(value, Tensor) else value for value in values]
+    return tensors, ModelCall(tuple(slots[: len(args)]), dict(zip(named, slots[len(args) :], strict=True)))
 
 
 def first_tensor(batch: Any) -> Tensor:
@@ -250,11 +263,12 @@ def half_batch(samples: RealSamples) -> tuple[tuple[Tensor, ...], tuple[Tensor, 
     inputs = samples.inputs[0]
     size = max(1, len(inputs[0]) // 2)
     inputs = tuple(
-        one[:size] if many else one for one, many in zip(inputs, is_per_sample(inputs), strict=True)
+        tensor[:size] if has_rows else tensor
+        for tensor, has_rows in zip(inputs, is_per_sample(inputs), strict=True)
     )
     return inputs, as_tuple(samples.served(*inputs))
 
 
 def is_per_sample(inputs: tuple[Tensor, ...]) -> list[bool]:
     """Return for each input whether it has a row per sample; a temperature or a shared mask has not."""
-    return [one.ndim > 0 and len(one) == len(inputs[0]) for one in inputs]
+    return [tensor.ndim > 0 and len(tensor) == len(inputs[0]) for tensor in inputs]
