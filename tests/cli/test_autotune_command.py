@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from approved import approve_error
 
-from trainrun.benchmark import autotune_command
+from trainrun.benchmark.tune import autotune_session
 from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
 from trainrun.cli.main import main as cli
 from trainrun.config.schema import RunConfig
@@ -102,6 +102,6 @@ def test_an_interrupted_search_leaves_nothing(own: Path, monkeypatch: pytest.Mon
     def interrupted(wish: object, typed: object, budget: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(autotune_command, "measured", interrupted)
+    monkeypatch.setattr(autotune_session, "run_search", interrupted)
     assert cli(["autotune", *SETTINGS]) == 130
     assert left_in(own) == set()

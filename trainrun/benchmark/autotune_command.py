@@ -3,20 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import shlex
-from argparse import Namespace
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
-
+from trainrun.benchmark.run_overrides import begin
 from trainrun.cli.run_arguments import Parser, known_and_words, take_seconds
-from trainrun.errors import EXIT_DONE
-from trainrun.output import masked_words, say
-
-if TYPE_CHECKING:
-    from trainrun.benchmark.tune.techniques import TechniqueTable
-    from trainrun.benchmark.tune.tuner import Tuner, Tuning
 
 SEARCH_SECONDS, TABLE_SECONDS = 120.0, 180.0
 ABOUT = (
@@ -41,15 +29,10 @@ def main(argv: list[str]) -> int:
     default = TABLE_SECONDS if "--table" in argv else SEARCH_SECONDS
     argv, budget = take_seconds(argv, default, "autotune")
     wish, words = known_and_words(autotune_parser(), argv)
-    from trainrun.benchmark.run_overrides import begin
+    typed, folder = begin("autotune", words)  # mistakes are answered without torch
+    from trainrun.benchmark.tune.autotune_session import search_settings
 
-    typed, folder = begin("autotune", words)
-    from trainrun.benchmark.tune.preset_file import host_preset, preset_path
-
-    preset = preset_path(wish.name or host_preset(), Path.cwd())
-    if wish.table:
-        return report_table(typed, measured_table(typed, budget), budget, folder)
-    return report(wish, typed, measured(wish, typed, budget), budget, folder, preset)
+    return search_settings(wish, typed, budget, folder)
 
 
 def find(what: str, argv: list[str]) -> int:
@@ -70,10 +53,10 @@ def find(what: str, argv: list[str]) -> int:
     if what == "lr":
         from trainrun.benchmark.finders import lr_range
 
-        return lr_range.main(wish, words, write_results)
+        return lr_range.main(wish, words)
     from trainrun.benchmark.finders import batch_size
 
-    return batch_size.main(wish, words, budget, write_results)
+    return batch_size.main(wish, words, budget)
 
 
 def autotune_parser() -> Parser:
@@ -92,84 +75,3 @@ def autotune_parser() -> Parser:
         "--table", action="store_true", help="measure well-known techniques, and write no preset"
     )
     return parser
-
-
-def measured(wish: Namespace, typed: list[str], budget: float) -> Tuning:
-    """Nothing is written before the search ends: an interrupted one leaves no trace."""
-    with tuner_of(typed, budget, wish.allow) as tuner:
-        return tuner.run()
-
-
-def measured_table(typed: list[str], budget: float) -> TechniqueTable:
-    from trainrun.benchmark.tune.techniques import measure_table
-
-    with tuner_of(typed, budget, "numeric") as tuner:
-        return measure_table(tuner)
-
-
-@contextlib.contextmanager
-def tuner_of(typed: list[str], budget: float, allowed: str) -> Iterator[Tuner]:
-    from trainrun.benchmark.budget import Budget
-    from trainrun.benchmark.run_overrides import progress_line
-    from trainrun.benchmark.tune.tuner import Tuner
-    from trainrun.benchmark.worker_process import WorkerPool
-
-    with WorkerPool() as pool, progress_line() as progress:
-        yield Tuner(pool, typed, Budget(budget), progress, allowed)
-
-
-def report(
-    wish: Namespace, typed: list[str], tuning: Tuning, budget: float, folder: Path, preset: Path
-) -> int:
-    from trainrun.benchmark.run_overrides import shown
-    from trainrun.benchmark.tune import tune_report
-    from trainrun.benchmark.tune.preset_file import write_preset
-
-    print_head(typed, tuning.seconds, budget)
-    for line in tune_report.tuning_lines(tuning):
-        say(line)
-    if tuning.is_claimed:
-        written = write_preset(preset, typed, tuning, Path.cwd())
-        use = f"trainrun {shlex.join(written.use)}"
-        if written.path is not None:
-            say(f"wrote {shown(written.path)}; use it with: {use}")
-        else:
-            say(f"no preset: a setting of yours, or an experiment, stands above it; say: {use}")
-    if wish.allow == "exact":
-        say("not tried: number types and compilation of the model, which round differently (--allow numeric)")
-    results = tune_report.as_plain(tuning)
-    results |= {"found": list(tuning.found), "claimed": tuning.is_claimed, "verdict": tuning.verdict}
-    write_results(folder, typed, results)
-    say(f"details: {shown(folder / 'autotune.json')}")
-    return EXIT_DONE
-
-
-def report_table(typed: list[str], table: TechniqueTable, budget: float, folder: Path) -> int:
-    from trainrun.benchmark.run_overrides import shown
-    from trainrun.benchmark.tune import tune_report
-
-    print_head(typed, table.seconds, budget)
-    for line in tune_report.table_lines(table):
-        say(line)
-    rows = [tune_report.as_plain(row) | {"title": row.trial.cause, "alone": tune_report.as_plain(row.alone)}
-            for row in table.rows]  # fmt: skip
-    write_results(folder, typed, tune_report.as_plain(table) | {"rows": rows})
-    say(f"details: {shown(folder / 'autotune.json')}")
-    return EXIT_DONE
-
-
-def print_head(typed: list[str], seconds: float, budget: float) -> None:
-    from trainrun.config.tuned_settings import machine
-
-    head = f"trainrun autotune {shlex.join(masked_words(typed))}".rstrip()
-    say(f"{head} | {machine()} | {seconds:.0f} s of {budget:.0f} s")
-
-
-def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:
-    from trainrun.config.tuned_settings import machine
-    from trainrun.folder.run_folder import write_json
-
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder / "autotune.json", {"machine": machine(), "words_typed": masked_words(typed), **results}
-    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from trainrun.benchmark.run_overrides import begin
 from trainrun.cli.run_arguments import Parser, known_and_words, take_seconds
-from trainrun.errors import EXIT_DONE
-from trainrun.output import say
 
 BUDGET_SECONDS = 40.0
 ABOUT = (
@@ -15,23 +14,12 @@ ABOUT = (
 
 
 def main(argv: list[str]) -> int:
-    from trainrun.benchmark.budget import Budget
-
     argv, seconds = take_seconds(argv, BUDGET_SECONDS, "diagnose")
-    budget = Budget(seconds)
     wish, words = known_and_words(diagnose_parser(), argv)
-    from trainrun.benchmark.run_overrides import begin, progress_line, shown
+    typed, folder = begin("diagnose", words)  # mistakes are answered without torch
+    from trainrun.benchmark.diagnose.diagnosis_report import report_diagnosis
 
-    typed, folder = begin("diagnose", words)
-    from trainrun.benchmark.diagnose.diagnosis import diagnose
-    from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
-
-    with progress_line() as progress:
-        diagnosis = diagnose(typed, budget, progress, wish.trace)
-    say("\n".join(lines_of(diagnosis)))
-    write_report(diagnosis, typed, folder)
-    say(f"in {budget.spent:.0f} s; details: {shown(folder / 'diagnosis.json')}")
-    return EXIT_DONE
+    return report_diagnosis(typed, seconds, wish.trace, folder)
 
 
 def diagnose_parser() -> Parser:

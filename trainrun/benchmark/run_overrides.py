@@ -14,9 +14,10 @@ from pathlib import Path
 from trainrun.benchmark.worker_messages import RunInfo
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import RunConfig
+from trainrun.config.tuned_settings import machine
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import named_folder
-from trainrun.output import duration, redraw, say
+from trainrun.folder.run_folder import named_folder, write_json
+from trainrun.output import duration, masked_words, redraw, say
 
 LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")
 
@@ -54,6 +55,14 @@ def progress_line() -> Iterator[Callable[[str, float], None]]:
 
 def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:
+    """Write autotune.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(
+        folder / "autotune.json", {"machine": machine(), "words_typed": masked_words(typed), **results}
+    )
 
 
 def key_of(override: str) -> str:

@@ -8,14 +8,28 @@ from typing import Any
 
 import torch
 
-from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf
+from trainrun.benchmark.budget import Budget
+from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf, diagnose
 from trainrun.benchmark.diagnose.profile import STEPS
 from trainrun.benchmark.diagnose.verdict import verdict
 from trainrun.benchmark.remedies import Remedy
+from trainrun.benchmark.run_overrides import progress_line, shown
+from trainrun.errors import EXIT_DONE
 from trainrun.folder.run_folder import write_json
-from trainrun.output import duration, masked_words, quantity
+from trainrun.output import duration, masked_words, quantity, say
 
 TITLES = {"dispatch": "calls of a small batch", "threads": "other threads"}
+
+
+def report_diagnosis(overrides: list[str], seconds: float, trace: bool, folder: Path) -> int:
+    """Diagnose a run with these settings, print what was measured and write it. Return the exit code."""
+    budget = Budget(seconds)
+    with progress_line() as progress:
+        diagnosis = diagnose(overrides, budget, progress, trace)
+    say("\n".join(lines_of(diagnosis)))
+    write_report(diagnosis, overrides, folder)
+    say(f"in {budget.spent:.0f} s; details: {shown(folder / 'diagnosis.json')}")
+    return EXIT_DONE
 
 
 def lines_of(found: Diagnosis) -> list[str]:

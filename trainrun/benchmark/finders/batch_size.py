@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainrun.benchmark.budget import Budget, steps_for
-from trainrun.benchmark.run_overrides import begin, config_of, progress_line, replaced, shown
+from trainrun.benchmark.run_overrides import begin, config_of, progress_line, replaced, shown, write_results
 from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainingError
 from trainrun.output import quantity, say
@@ -142,8 +142,7 @@ class BatchFinder:
         return take
 
 
-def main(wish: Namespace, words: list[str], budget: float, write: Any) -> int:
-    """write: of the results, as the command has it."""
+def main(wish: Namespace, words: list[str], budget: float) -> int:
     if wish.memory is not None and not wish.memory > 0:
         raise ConfigError(f"autotune batch: --memory {wish.memory:g}: must be above 0, in GB")
     typed, folder = begin("autotune-batch", words)
@@ -162,8 +161,14 @@ def main(wish: Namespace, words: list[str], budget: float, write: Any) -> int:
     say(f"fastest: data.batch_size={fastest}{unchanged} ({spread})")
     say("a rule for the rate says where to begin: linear for SGD, sqrt for Adam and its kin "
         f"(scheduler.lr_scaling=... scheduler.base_batch_size={global_batch(finder, base)})")  # fmt: skip
-    write(folder, typed, {"largest": largest, "fastest": int(fastest), "tried": [vars(one) for one in finder.tried],
-                          "speeds": speeds.speeds(str(base))})  # fmt: skip
+    tried = [vars(one) for one in finder.tried]
+    results = {
+        "largest": largest,
+        "fastest": int(fastest),
+        "tried": tried,
+        "speeds": speeds.speeds(str(base)),
+    }
+    write_results(folder, typed, results)
     say(f"details: {shown(folder / 'autotune.json')}")
     return EXIT_DONE
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainrun.benchmark.run_overrides import begin, config_of, progress_line, shown
+from trainrun.benchmark.run_overrides import begin, config_of, progress_line, shown, write_results
 from trainrun.benchmark.worker_messages import RateLosses, RateRange
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import say
@@ -120,8 +120,7 @@ def suggest_rate(found: RateLosses) -> Suggestion:
     return Suggestion(min(steepest, bound), float(rates[lowest]), why, averaged.tolist())
 
 
-def main(wish: Namespace, words: list[str], write: Any) -> int:
-    """write: of the results, as the command has it."""
+def main(wish: Namespace, words: list[str]) -> int:
     from trainrun.benchmark.worker_process import WorkerPool
 
     if not 0 < wish.low < wish.high or not math.isfinite(wish.high) or wish.steps < 4 * FIRST:
@@ -147,7 +146,7 @@ def main(wish: Namespace, words: list[str], write: Any) -> int:
         more = f"; all other rates times {advice.rate / found.peaks[0]:.2g}, as in the test" if others else ""
         say(f"suggestion: optimizer.lr={advice.rate * scale:.1e}{more} ({advice.why}; the loss is smallest at "
             f"{advice.smallest:.2g}); with warmup and decay this is the peak")  # fmt: skip
-    write(folder, typed, {
+    write_results(folder, typed, {
         "rates": found.rates, "losses": found.losses, "diverged": found.diverged, "suggestion": advice.rate,
         "why": advice.why, "peaks": found.peaks,
         "suggestions": advice.rate and [advice.rate * peak / found.peaks[0] for peak in found.peaks],

@@ -1,0 +1,83 @@
+"""A search for faster settings, or a table of techniques: measured, printed and written."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainrun.benchmark.budget import Budget
+from trainrun.benchmark.run_overrides import progress_line, shown, write_results
+from trainrun.benchmark.tune import tune_report
+from trainrun.benchmark.tune.preset_file import host_preset, preset_path, write_preset
+from trainrun.benchmark.tune.techniques import TechniqueTable, measure_table
+from trainrun.benchmark.tune.tuner import Tuner, Tuning
+from trainrun.benchmark.worker_process import WorkerPool
+from trainrun.config.tuned_settings import machine
+from trainrun.errors import EXIT_DONE
+from trainrun.output import masked_words, say
+
+
+def search_settings(wish: Namespace, typed: list[str], budget: float, folder: Path) -> int:
+    """Search as the arguments of `trainrun autotune` ask for. Return the exit code."""
+    preset = preset_path(wish.name or host_preset(), Path.cwd())
+    if wish.table:
+        return report_table(typed, run_table(typed, budget), budget, folder)
+    return report_search(wish, typed, run_search(wish, typed, budget), budget, folder, preset)
+
+
+def run_search(wish: Namespace, typed: list[str], budget: float) -> Tuning:
+    """Nothing is written before the search ends: an interrupted one leaves no trace."""
+    with tuner_of(typed, budget, wish.allow) as tuner:
+        return tuner.run()
+
+
+def run_table(typed: list[str], budget: float) -> TechniqueTable:
+    with tuner_of(typed, budget, "numeric") as tuner:
+        return measure_table(tuner)
+
+
+@contextlib.contextmanager
+def tuner_of(typed: list[str], budget: float, allowed: str) -> Iterator[Tuner]:
+    with WorkerPool() as pool, progress_line() as progress:
+        yield Tuner(pool, typed, Budget(budget), progress, allowed)
+
+
+def report_search(
+    wish: Namespace, typed: list[str], tuning: Tuning, budget: float, folder: Path, preset: Path
+) -> int:
+    print_head(typed, tuning.seconds, budget)
+    for line in tune_report.tuning_lines(tuning):
+        say(line)
+    if tuning.is_claimed:
+        written = write_preset(preset, typed, tuning, Path.cwd())
+        use = f"trainrun {shlex.join(written.use)}"
+        if written.path is not None:
+            say(f"wrote {shown(written.path)}; use it with: {use}")
+        else:
+            say(f"no preset: a setting of yours, or an experiment, stands above it; say: {use}")
+    if wish.allow == "exact":
+        say("not tried: number types and compilation of the model, which round differently (--allow numeric)")
+    results = tune_report.as_plain(tuning)
+    results |= {"found": list(tuning.found), "claimed": tuning.is_claimed, "verdict": tuning.verdict}
+    write_results(folder, typed, results)
+    say(f"details: {shown(folder / 'autotune.json')}")
+    return EXIT_DONE
+
+
+def report_table(typed: list[str], table: TechniqueTable, budget: float, folder: Path) -> int:
+    print_head(typed, table.seconds, budget)
+    for line in tune_report.table_lines(table):
+        say(line)
+    rows = [tune_report.as_plain(row) | {"title": row.trial.cause, "alone": tune_report.as_plain(row.alone)}
+            for row in table.rows]  # fmt: skip
+    write_results(folder, typed, tune_report.as_plain(table) | {"rows": rows})
+    say(f"details: {shown(folder / 'autotune.json')}")
+    return EXIT_DONE
+
+
+def print_head(typed: list[str], seconds: float, budget: float) -> None:
+    head = f"trainrun autotune {shlex.join(masked_words(typed))}".rstrip()
+    say(f"{head} | {machine()} | {seconds:.0f} s of {budget:.0f} s")
