@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.cli.commands import COMMANDS, FINE_TUNE, MEANT, command_of, read_as
 from trainrun.cli.completion import SCRIPTS, all_names, completion_script
-from trainrun.cli.main import main
+from trainrun.cli.main import COMMANDS, FINE_TUNE, MEANT, command_of, main, read_as
 from trainrun.config.argv import conf_dir
 from trainrun.errors import ConfigError
 
@@ -125,7 +124,7 @@ def test_words_of_ours_stay_as_they_are(words: list[str]) -> None:
 @pytest.mark.parametrize("word", FINE_TUNE)
 def test_fine_tuning_is_answered_with_its_setting(word: str) -> None:
     with pytest.raises(ConfigError, match="init_from="):
-        command_of([word])
+        command_of([word])()
 
 
 def test_no_word_of_another_program_hides_a_command_or_a_group() -> None:

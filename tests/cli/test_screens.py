@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from approved import approve, masked
 
-from trainrun.cli.commands import COMMANDS
-from trainrun.cli.main import main
+from trainrun.cli.main import COMMANDS, main
 
 SHORT = (
     "trainer.max_epochs=2",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.monitor.test_encodings import in_terminal
-from trainrun.cli.commands import COMMANDS
 from trainrun.cli.long_text import render_markdown, wrap_columns
+from trainrun.cli.main import COMMANDS
 from trainrun.cli.manual_pages import topics
 from trainrun.config.argv import conf_dir
 from trainrun.config.help_text import help_text

@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from trainrun.cli.commands import COMMANDS
+from trainrun.cli.main import COMMANDS
 from trainrun.config.argv import options
 from trainrun.config.compose import prepare_command_line
 

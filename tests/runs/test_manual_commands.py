@@ -28,8 +28,7 @@ from PIL import Image
 from pyarrow import parquet
 from test_sources import write_fashion
 
-from trainrun.cli.commands import COMMANDS
-from trainrun.cli.main import main
+from trainrun.cli.main import COMMANDS, main
 from trainrun.cli.manual_pages import FOLDER
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.errors import EXIT_USAGE

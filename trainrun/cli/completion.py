@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from trainrun.cli.main import COMMANDS
 from trainrun.config.argv import conf_dir, groups, options, user_conf_dirs
 from trainrun.config.help_text import WITH_OWN_KEYS, option_lines, setting_rows
 from trainrun.config.schema import settings
@@ -97,14 +98,17 @@ class Names(NamedTuple):
     values: list[str]
 
 
-def completion_command(words: Sequence[str], commands: Sequence[str]) -> int:
+def completion_command(words: list[str]) -> int:
     """Print the script of a shell. Raise ConfigError for a shell that is not known."""
     shell = words[0] if words else ""
     if shell not in SCRIPTS:
         raise ConfigError(
             f"--completion {shell}: must be one of {', '.join(SCRIPTS)}.{nearest(shell, SCRIPTS)}"
         )
-    say(completion_script(shell, all_names(commands, [*user_conf_dirs([], Path.cwd()), conf_dir()])), end="")
+    say(
+        completion_script(shell, all_names(list(COMMANDS), [*user_conf_dirs([], Path.cwd()), conf_dir()])),
+        end="",
+    )
     return EXIT_DONE
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trainrun.cli.commands import COMMANDS
 from trainrun.cli.long_text import show_text
+from trainrun.cli.main import COMMANDS
 from trainrun.cli.run_arguments import Parser
 from trainrun.config.argv import conf_dir, groups, user_conf_dirs
 from trainrun.config.help_text import help_text

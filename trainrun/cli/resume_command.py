@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from trainrun.cli.commands import add_import_paths
+from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import parse, run_parser
 from trainrun.cli.train_command import follows_others, in_earlier_folder, others_dismissed, with_way_to_resume
 from trainrun.config.aliases import setting_meant

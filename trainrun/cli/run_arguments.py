@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from trainrun.cli.commands import add_import_paths
+from trainrun.cli.main import add_import_paths
 from trainrun.config.argv import conf_dir, groups, setting_of_flag
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError

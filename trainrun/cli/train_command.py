@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainrun.cli.commands import add_import_paths
+from trainrun.cli.main import add_import_paths
 from trainrun.config.argv import CommandLine
 from trainrun.config.compose import Composition, compose_prepared, prepare_command_line, write_yaml
 from trainrun.config.saved_values import public

@@ -12,7 +12,8 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from trainrun.output import masked_word
+from trainrun.errors import EXIT_DONE
+from trainrun.output import masked_word, say
 
 MOST_DIFF_BYTES = 2**20
 DIFF_SECONDS = 5.0
@@ -106,6 +107,12 @@ def uncommitted(working_dir: Path) -> str:
         return ""
     text = diff[:MOST_DIFF_BYTES].decode("utf-8", "replace")
     return text if len(diff) <= MOST_DIFF_BYTES else f"{text}\n[cut: more than {MOST_DIFF_BYTES:,} bytes]\n"
+
+
+def show_version(words: list[str]) -> int:
+    """Print the versions of trainrun, torch and Python: `trainrun --version`."""
+    say(version_line())
+    return EXIT_DONE
 
 
 def version_line() -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from trainrun.cli.commands import add_import_paths
+from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
 from trainrun.config.schema import with_values
 from trainrun.errors import EXIT_DONE, ConfigError

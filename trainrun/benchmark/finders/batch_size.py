@@ -161,11 +161,11 @@ def main(wish: Namespace, words: list[str], budget: float) -> int:
     say(f"fastest: data.batch_size={fastest}{unchanged} ({spread})")
     say("a rule for the rate says where to begin: linear for SGD, sqrt for Adam and its kin "
         f"(scheduler.lr_scaling=... scheduler.base_batch_size={global_batch(finder, base)})")  # fmt: skip
-    tried = [vars(one) for one in finder.tried]
+    attempts = [vars(attempt) for attempt in finder.tried]
     results = {
         "largest": largest,
         "fastest": int(fastest),
-        "tried": tried,
+        "tried": attempts,
         "speeds": speeds.speeds(str(base)),
     }
     write_results(folder, typed, results)
