@@ -509,7 +509,8 @@ class RunFacts:
     sample_every: every such step counts for metrics of training; `train/loss` is over all steps. max_seconds: the limit
     of training time over all sessions. seconds_before, epochs_before: training of earlier sessions. choices: automatic
     choices with their reasons, one line each. advice: what a user should know or change, one line each. update:
-    optimizer, learning rate and schedule as text. run_id: kept by a resume. config: `config.yaml`, without secrets.
+    optimizer, learning rate and schedule as text. classes: those of the training data and their counts as text. run_id:
+    kept by a resume. config: `config.yaml`, without secrets.
     """
 
     name: str
@@ -528,6 +529,7 @@ class RunFacts:
     num_trainable: int
     choices: tuple[str, ...] = ()
     update: str = ""
+    classes: str = ""
     advice: tuple[str, ...] = ()
     run_id: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)

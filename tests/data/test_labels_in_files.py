@@ -131,28 +131,15 @@ def lines_on(folder: Path, labels: list[Any], *more: str, **arguments: Any) -> l
     config, source = compose_run(words).config, as_csv(folder, labels, **arguments)
     facts = facts_of(source)
     check_labels_fit(config, facts, {"train": source})
-    found = describe_sources(config, facts, {"train": source}, {}, is_new=True)
+    found = describe_sources(config, {"train": source}, {}, is_new=True)
     return [line for line in (describe_classes(facts), *found) if line]
-
-
-def test_a_class_of_one_sample_is_told_beside_larger_ones(tmp_path: Path) -> None:
-    """One odd cell of a table makes a class of its own."""
-    config = compose_run(["data=csv", f"data.path={tmp_path}/t.csv", "model=mlp"]).config
-    usual = [f"{i},class_{i % 3}" for i in range(N)]
-    told = []
-    for rows in (usual, [*usual, "1,clas_2"], ["1,a", "2,b", "3,c"]):
-        (tmp_path / "t.csv").write_text("\n".join(["a,y", *rows, ""]))
-        source = csv_files.load(str(tmp_path / "t.csv"), val_fraction=0.0)["train"]
-        told.append(describe_sources(config, facts_of(source), {"train": source}, {}, is_new=True))
-    assert [bool(lines) for lines in told] == [False, True, False]
-    assert "clas_2 (1)" in told[1][0]
 
 
 def test_real_numbers_as_labels_name_the_settings_that_help(tmp_path: Path) -> None:
     floats = [float(i % 2) for i in range(N)]
     with refused(DataError, "data.train.target_dtype=class", "task=regression"):
         lines_on(tmp_path, floats)
-    assert lines_on(tmp_path, floats, target_dtype="class") == ["classes 2: 0.0 (18), 1.0 (18)"]
+    assert lines_on(tmp_path, floats, target_dtype="class") == ["2: 0.0 (18), 1.0 (18)"]
     assert lines_on(tmp_path, floats, "task=regression") == []
     assert lines_on(tmp_path, floats, "task=multilabel", "model.num_classes=1") == []
 

@@ -20,6 +20,7 @@ from trainrun.assemble.data_pipeline import (
     check_same_inputs,
     describe_sources,
     describe_transforms,
+    is_classifier,
     options_of_splits,
     split_key,
 )
@@ -290,8 +291,7 @@ def load_data_sets(config: RunConfig, context: RunContext, notes: Notes) -> Data
         splits["train"] = replace(splits["train"], may_shrink=True)
     check_same_inputs(config, sources, splits)
     facts = with_trained_classes(facts_of_all(sources, splits["train"]), context.trained)
-    notes.choices.extend(filter(None, [describe_classes(facts)]))
-    notes.advice.extend(describe_sources(config, facts, sources, splits, context.is_new))
+    notes.advice.extend(describe_sources(config, sources, splits, context.is_new))
     return DataSets(sources, drawn, splits, facts)
 
 
@@ -587,6 +587,7 @@ def run_facts(run: Components, context: RunContext, rhythm: Intervals, notes: No
         choices=tuple(notes.choices),
         advice=(*notes.advice, *filter(None, [cut])),
         update=describe_update(config, run.schedule),
+        classes=describe_classes(run.data_facts) if is_classifier(config) else "",
         run_id=context.run_id,
         config=plain_values(public(config)[0]),
     )

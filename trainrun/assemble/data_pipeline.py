@@ -16,7 +16,6 @@ from trainrun.data.facts import (
     check_labels,
     check_targets_are_classes,
     class_names_of,
-    describe_rare_class,
     describe_unique_labels,
     labels_in,
 )
@@ -89,11 +88,7 @@ def fold_groups(data: DataConfig) -> str | None:
 
 
 def describe_sources(
-    config: RunConfig,
-    facts: DataFacts,
-    sources: Mapping[str, Any],
-    splits: Mapping[str, StreamOptions],
-    is_new: bool,
+    config: RunConfig, sources: Mapping[str, Any], splits: Mapping[str, StreamOptions], is_new: bool
 ) -> list[str]:
     """Return what a user should know of the samples before the training; nothing where the run goes on.
 
@@ -101,10 +96,9 @@ def describe_sources(
     """
     if not is_new:
         return []
-    lines = [describe_rare_class(facts)]
+    lines = describe_shared_rows(sources, splits)
     if is_classifier(config):
-        lines += [describe_unique_labels(sources["train"], "data.train", is_table(config))]
-    lines += describe_shared_rows(sources, splits)
+        lines.insert(0, describe_unique_labels(sources["train"], "data.train", is_table(config)))
     return [line for line in lines if line]
 
 

@@ -32,6 +32,7 @@ def start_lines(facts: RunFacts, step: int, verbose: bool, summary: bool = False
     return [
         f"{facts.name} on {facts.device}" + (f", resumed at step {step:,}" if step else ""),
         format_entry("data", data),
+        *([format_entry("classes", facts.classes)] if facts.classes else []),
         format_entry("model", model),
         *([format_entry("optimizer", facts.update)] if facts.update else []),
         format_entry("batch", _batch(facts)),

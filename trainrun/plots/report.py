@@ -221,6 +221,7 @@ def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     names = {
         "model_summary": "model", "num_parameters": "parameters", "num_trainable": "trained parameters",
         "update": "optimizer", "num_train": "training samples", "num_val": "validation samples",
+        "classes": "classes",
         "batch_size": "batch size", "accumulate": "accumulated batches", "world_size": "ranks", "device": "device",
         "steps_per_epoch": "steps an epoch", "total_steps": "steps in all", "total_epochs": "epochs",
     }  # fmt: skip

@@ -206,11 +206,11 @@ def test_the_first_lines_name_the_classes(tmp_path: Path):
     rows = [*["1,a", "2,b", "3,c"] * 5, "4,1O"]
     (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
     source = csv_files.load(str(tmp_path / "t.csv"), val_fraction=0.0)["train"]
-    assert describe_classes(facts_of(source)) == "classes 4: 1O (1), a (5), b (5), c (5)"
+    assert describe_classes(facts_of(source)) == "4: 1O (1), a (5), b (5), c (5)"
     labels = torch.tensor([0] * 5 + [2] * 3)
-    assert describe_classes(facts_of((torch.zeros(8, 2), labels))) == "classes 2: 0 (5), 2 (3)"
+    assert describe_classes(facts_of((torch.zeros(8, 2), labels))) == "2: 0 (5), 2 (3)"
     many = torch.arange(100).repeat_interleave(2)[1:]
     told = describe_classes(facts_of((torch.zeros(199, 1), many)))
-    assert told.startswith("classes 100: 0 (1), 1 (2), ")
+    assert told.startswith("100: 0 (1), 1 (2), ")
     assert told.endswith("rarest 0 (1)")
     assert describe_classes(facts_of((torch.zeros(8, 2), torch.zeros(8, 1)))) == ""
