@@ -121,3 +121,38 @@ def test_what_cannot_be_resumed_is_refused(
     open_sweep([["optimizer.lr=1,2", "model.api_key=typed"]], sweep.folder)
     with pytest.raises(ConfigError, match="secrets are not saved"):
         runner.resume_sweep(sweep.folder, False, [])
+
+
+def test_words_of_hydra_and_of_branches_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(runner, "run_sweep", lambda words, folder: calls.extend(words) or 0)
+    words = [
+        "--multirun", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "hydra/launcher=joblib",
+        "model=mlp,cnn", "precision=32,bf16", "model=mlp: dropout=0,0.1", "precision=bf16: lr=interval(0.1,1)",
+    ]  # fmt: skip
+    assert cli.main(words) == 0
+    assert calls[0] == [
+        "model=mlp,cnn", 'precision=32-true,bf16-mixed', "model=mlp: model.dropout=0,0.1",
+        "precision=bf16-mixed: optimizer.lr=interval(0.1,1)", "sweep=optuna", "sweep.trials=9", "sweep.jobs=auto",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hydra/sweeper=ax"],
+        ["sweep.jobs=1", "sweep.jobs=2"],
+        ["model=mlp,cnn", "model.hidden=[8],[9]"],  # a cnn has none
+        ["model=mlp,cnn", "model=cnn: model.hidden=[8],[9]"],
+        ["model=mlp: model.dropout=0,0.1"],
+    ],
+    ids=" ".join,
+)
+def test_mistakes_of_a_sweep_end_it_before_the_first_job(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "JobQueue", None)  # no job is begun
+    assert cli.main(["--multirun", *words]) == 2
+    assert capsys.readouterr().err.startswith("trainrun: ")
+    assert not (tmp_path / "sweeps").exists()

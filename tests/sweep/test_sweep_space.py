@@ -7,9 +7,13 @@ from approved import refused
 
 from trainrun.errors import ConfigError
 from trainrun.sweep.options import SweepOptions, read_options
-from trainrun.sweep.space import combinations_of, draw_points, words_to_check
+from trainrun.sweep.space import dimensions_of, draw_points, num_points, points_of, words_to_check
 
 SPACE = ["lr=tag(log, interval(1e-4, 1e-1))", "width=int(interval(16, 20))", "model=mlp,cnn", "fixed=1"]
+
+
+def draw(words: list[str], count: int, seed: int) -> list[tuple[str, ...]]:
+    return [job for (job,) in draw_points(words, count, seed)]
 
 
 def test_options_are_read() -> None:
@@ -22,7 +26,7 @@ def test_options_are_read() -> None:
         "sweep.per_device=2",
         "sweep.max_time=2min",
     ]
-    assert read_options(words) == SweepOptions("random", 8, 3, None, 2, 120.0)
+    assert read_options(words) == SweepOptions("random", 8, 3, jobs=None, per_device=2, max_seconds=120.0)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +42,11 @@ def test_options_are_read() -> None:
         ["sweep.max_time=soon"],
         ["sweep.max_time=0"],
         ["sweep.per_device=1.5"],
+        ["sweep=optuna"],
+        ["sweep=optuna", "sweep.trials=8", "sweep.sampler=grid"],
+        ["sweep=random", "sweep.trials=8", "sweep.sampler=tpe"],
+        ["sweep=optuna", "sweep.trials=8", "sweep.objective=[val/acc,]"],
+        ["sweep=optuna", "sweep.trials=8", "sweep.objective=[val/acc,-seconds]", "sweep.sampler=cmaes"],
     ],
     ids=" ".join,
 )
@@ -56,16 +65,16 @@ def test_spaces_that_cannot_be_drawn_from_are_refused(word: str) -> None:
 
 
 def test_a_point_depends_on_the_seed_and_its_number_alone() -> None:
-    points = draw_points(SPACE, 20, 0)
-    assert draw_points(SPACE, 5, 0) == points[:5]
-    assert draw_points(SPACE, 20, 1) != points
-    with_more = draw_points([*SPACE, "more=interval(0,1)"], 20, 0)
+    points = draw(SPACE, 20, 0)
+    assert draw(SPACE, 5, 0) == points[:5]
+    assert draw(SPACE, 20, 1) != points
+    with_more = draw([*SPACE, "more=interval(0,1)"], 20, 0)
     assert [point[:-1] for point in with_more] == points
-    assert draw_points(SPACE[::-1], 20, 0) == [point[::-1] for point in points]
+    assert draw(SPACE[::-1], 20, 0) == [point[::-1] for point in points]
 
 
 def test_values_are_of_their_kind_and_reach_all_of_the_space() -> None:
-    points = [dict(word.split("=") for word in point) for point in draw_points(SPACE, 200, 0)]
+    points = [dict(word.split("=") for word in point) for point in draw(SPACE, 200, 0)]
     rates = [float(point["lr"]) for point in points]
     assert all(1e-4 <= rate <= 1e-1 for rate in rates)
     assert 60 < sum(rate < 10**-2.5 for rate in rates) < 140  # a decade is as likely as another
@@ -75,10 +84,42 @@ def test_values_are_of_their_kind_and_reach_all_of_the_space() -> None:
 
 
 def test_each_point_is_trained_with_all_seeds() -> None:
-    jobs = combinations_of(["lr=interval(0,1)", "seed=range(3)", "sweep=random", "sweep.trials=2"])
-    assert len(jobs) == 6
-    assert len({job[0] for job in jobs}) == 2
-    assert [job[1] for job in jobs] == ["seed=0", "seed=1", "seed=2"] * 2
+    points = points_of(["lr=interval(0,1)", "seed=range(3)", "sweep=random", "sweep.trials=2"])
+    assert [[job[1] for job in jobs] for jobs in points] == [["seed=0", "seed=1", "seed=2"]] * 2
+    assert [len({job[0] for job in jobs}) for jobs in points] == [1, 1]
+    assert points[0][0][0] != points[1][0][0]
+
+
+def test_the_points_of_a_discrete_space_differ_until_all_are_drawn() -> None:
+    words = ["a=1,2,3", "b=int(interval(1,4))", "fixed=0", "seed=0,1"]
+    assert num_points(dimensions_of(words)) == 12
+    few, all_of_them = draw_points(words, 7, 0), draw_points(words, 99, 0)
+    assert all_of_them[:7] == few
+    assert len({jobs[0] for jobs in all_of_them}) == len(all_of_them) == 12
+
+
+BRANCHES = ["model=mlp,cnn,none", "model=mlp: width=16,32", "model=cnn: width=8,9", "width=32: drop=0.1,0.2"]
+
+
+def test_a_word_of_a_branch_is_in_its_points_alone() -> None:
+    points = [" ".join(word.partition("=")[2] for word in jobs[0]) for jobs in points_of(BRANCHES)]
+    assert points == ["mlp 16", "mlp 32 0.1", "mlp 32 0.2", "cnn 8", "cnn 9", "none"]
+    assert num_points(dimensions_of(BRANCHES)) == 6
+    drawn = draw(BRANCHES, 6, 0)
+    assert {jobs[0] for jobs in points_of(BRANCHES)} == set(drawn)
+
+
+def test_every_branch_is_checked_before_the_first_job() -> None:
+    words = [*BRANCHES, "sweep=random", "sweep.trials=1"]
+    checked = words_to_check(words)
+    assert set(checked) <= {jobs[0] for jobs in points_of(BRANCHES)}
+    assert {word for job in checked for word in job} == {word for job in draw(BRANCHES, 6, 0) for word in job}
+
+
+@pytest.mark.parametrize("word", ["model=mlpp: width=1,2", "width=1: model=mlp"])
+def test_a_branch_that_no_point_has_is_refused(word: str) -> None:
+    with refused(ConfigError, word.partition(":")[0]):
+        points_of(["model=mlp,cnn", word])
 
 
 def test_a_space_of_many_settings_is_checked_one_value_at_a_time() -> None:

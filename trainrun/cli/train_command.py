@@ -23,14 +23,17 @@ from trainrun.parallel.devices import external_ranks
 from trainrun.runs.run import begun, start, torchrun_ranks
 
 SWEEP_OPTION = re.compile(r"sweep(\.\w+)?=")
+# Also Hydra's words for a sweep, and a word for one of its branches: `model=mlp: model.width=16,32`.
+SWEEP_WORD = re.compile(r"sweep(\.\w+)?=|hydra[./](sweeper|launcher)\b|[\w./]+=[^\s:,{}()\[\]]+:\s")
 
 
 def main(words: list[str]) -> int:
     """A new run, a sweep, or the composed config without running."""
     if follows_others():
         return int(torchrun_ranks().follow_run())
-    sweep_options = [word for word in words if SWEEP_OPTION.match(word)]
-    words = [word for word in words if word not in sweep_options]
+    is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
+    sweep_words = [word for word in words if (SWEEP_WORD if is_sweep else SWEEP_OPTION).match(word)]
+    words = [word for word in words if word not in sweep_words]
     prepared, folders = prepare_command_line(words, Path.cwd())
     if prepared.twice:
         raise ConfigError(*prepared.twice)
@@ -47,9 +50,9 @@ def main(words: list[str]) -> int:
             )
         from trainrun.sweep.run_sweep import sweep_command
 
-        return sweep_command(prepared, sweep_options)
-    if sweep_options:
-        raise ConfigError(f"{sweep_options[0]}: is a setting of a sweep; add --multirun")
+        return sweep_command(prepared, sweep_words)
+    if sweep_words:
+        raise ConfigError(f"{sweep_words[0]}: is a setting of a sweep; add --multirun")
     if "hydra.sweep.dir" in prepared.own:
         raise ConfigError(
             "hydra.sweep.dir: is the folder of a sweep (--multirun); one run has output_dir=..."

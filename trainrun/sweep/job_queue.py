@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,8 @@ from trainrun.parallel.launch import module_command
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.leases import Lease, Leases
 from trainrun.sweep.progress import SweepProgress
-from trainrun.sweep.results import OUTPUT, Job, has_checkpoint, read_result
+from trainrun.sweep.results import OUTPUT, Job, has_checkpoint, read_result, with_objective
+from trainrun.sweep.search.study import SweepStudy
 
 Command = Callable[[list[str], Path], list[str]]
 STOPPING = b"\nstopping: the jobs that run save first; Ctrl-C again ends them without\n"
@@ -99,42 +100,74 @@ class RunningJob:
 
 
 class JobQueue:
-    """Runs the wanted jobs of a sweep.
+    """Runs the wanted jobs of a sweep, and the points that a search asks for.
 
-    leases: None for one job after the other, with the whole machine. devices_of: how many places a job needs.
+    objective: by which jobs are judged; empty for what they monitor. study: of a search. leases: None for one job after
+    the other, with the whole machine. devices_of: how many places a job needs.
     until: when the jobs are asked to save and the sweep ends, by `time.monotonic()`.
     """
 
     def __init__(
         self, sweep: Sweep, command: Command, relay: StopRelay, progress: SweepProgress,
         leases: Leases | None = None, devices_of: Callable[[Job], int] = lambda job: 1, until: float | None = None,
+        objective: Sequence[str] = (), study: SweepStudy | None = None,
     ) -> None:  # fmt: skip
         self._sweep, self._command, self._relay, self._progress = sweep, command, relay, progress
         self._leases, self._devices_of, self._until = leases, devices_of, until
+        self._objective, self._study = objective, study
         self._running: list[RunningJob] = []
+        self._waiting: list[int] = []
         self.refused: set[int] = set()  # jobs that ended by a mistake, before their first step
         self.out_of_time = False
+        self.fault = ""  # for which the sweep ends
 
     def run(self) -> None:
         """Return once no job runs and none is to be started."""
-        waiting = [num for num in self._sweep.wanted if not self._keep(self._sweep.jobs[num])]
-        while self._running or (waiting and not self._is_stopping()):
-            if not self._is_stopping():
-                waiting = [num for num in waiting if not self._start(self._sweep.jobs[num])]
+        self._waiting = [num for num in self._sweep.wanted if not self._keep(self._sweep.jobs[num])]
+        if self._study is not None:
+            self._study.open()
+        self._fill_places()
+        while self._running:
             for running in [one for one in self._running if one.process.poll() is not None]:
                 self._end(running)
+            self._fill_places()
             self._check_time()
             self._progress.draw()
             time.sleep(POLL_SECONDS)
 
+    def _fill_places(self) -> None:
+        """Start the jobs for which there is a place; where none waits, those of the next points of a search."""
+        while not self._is_stopping():
+            self._waiting = [num for num in self._waiting if not self._start(self._sweep.jobs[num])]
+            if self._waiting or not self._has_place():
+                return
+            asked = self._study.ask() if self._study is not None and self._sweep.search else []
+            if not asked:
+                return
+            running = {one.job.num for one in self._running}
+            for num in asked:  # a point that was made before has its jobs already
+                if num not in running and not self._keep(self._sweep.jobs[num]):
+                    self._waiting.append(num)
+
+    def _has_place(self) -> bool:
+        if self._leases is None:
+            return not self._running
+        lease = self._leases.take(self._devices_of(Job(0, self._sweep.first_words(), "")))
+        if lease is not None:
+            lease.release()
+        return lease is not None
+
     def _is_stopping(self) -> bool:
-        return bool(self._relay.number) or self.out_of_time
+        return bool(self._relay.number) or self.out_of_time or bool(self.fault)
 
     def _check_time(self) -> None:
         if self._until is not None and not self.out_of_time and time.monotonic() >= self._until:
             self.out_of_time = True
-            for running in self._running:
-                self._relay.pass_on(running.process, signal.SIGTERM)
+            self._stop_jobs()
+
+    def _stop_jobs(self) -> None:
+        for running in self._running:
+            self._relay.pass_on(running.process, signal.SIGTERM)
 
     def _keep(self, job: Job) -> bool:
         """Return whether an earlier call has done this job."""
@@ -144,8 +177,10 @@ class JobQueue:
         result = read_result(folder)
         if job.result.seconds is not None:  # of all its tries, with start and end
             result = replace(result, seconds=job.result.seconds)
-        self._sweep.note(job.num, result)
+        self._sweep.note(job.num, with_objective(result, folder, self._objective))
         self._progress.keep(self._sweep.jobs[job.num])
+        if self._study is not None:
+            self._study.tell(job.num)
         return True
 
     def _start(self, job: Job) -> bool:
@@ -194,5 +229,17 @@ class JobQueue:
             self.refused.add(job.num)
         before = (job.result.seconds or 0.0) if running.goes_on else 0.0
         result = replace(result, seconds=before + time.monotonic() - running.began)
+        is_done = result.state == "done"
+        result = with_objective(result, self._sweep.folder / job.folder, self._objective)
         self._sweep.note(job.num, result)
         self._progress.end(job, result)
+        if self._study is not None:
+            self._study.tell(job.num)
+        if is_done and result.state != "done" and not self._is_stopping():
+            self._refuse_objective(result.error)
+
+    def _refuse_objective(self, error: str) -> None:
+        """End the sweep if no job reports the objective."""
+        if not any(job.result.values for job in self._sweep.jobs.values()):
+            self.fault = error
+            self._stop_jobs()

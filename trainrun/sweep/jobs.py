@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import secrets
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,10 +19,18 @@ from trainrun.folder.run_folder import cannot_write, read_json, write_json
 from trainrun.folder.seal import check_files, digest_part, make_key
 from trainrun.folder.status import BEST, SWEEP_FILE
 from trainrun.output import masked_words
-from trainrun.sweep.options import split_options
-from trainrun.sweep.points import SweepPoint, best_job, ranked_points
-from trainrun.sweep.results import Job, Result
-from trainrun.sweep.space import columns_that_vary, combinations_of
+from trainrun.sweep.options import read_options, split_options
+from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_points
+from trainrun.sweep.results import Job, Result, short_numbers
+from trainrun.sweep.space import (
+    Dimension,
+    dimensions_of,
+    jobs_of_point,
+    key_of,
+    point_of,
+    points_of,
+    varied_keys,
+)
 
 SEAL = "seal"  # in the file of a sweep: shows that this user wrote the words
 NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still readable
@@ -30,31 +40,81 @@ NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still
 class Sweep:
     """All jobs that were ever asked for in `folder`, and the numbers of those that this call wants.
 
-    working_dir: where the first call was typed, to which paths in its words may refer.
+    trials: the numbers of the jobs of each point, in the order in which the points were made.
+    search: the words of sweep=optuna, which ask for points one after the other. working_dir: where the first call was
+    typed, to which paths in its words may refer.
     """
 
     folder: Path
     calls: list[list[str]] = field(default_factory=list)
     jobs: dict[int, Job] = field(default_factory=dict)
     wanted: list[int] = field(default_factory=list)
+    trials: list[list[int]] = field(default_factory=list)
+    search: list[str] = field(default_factory=list)
     working_dir: Path = field(default_factory=Path.cwd)
 
     def add_call(self, words: list[str]) -> None:
         """Add the jobs of these settings. Jobs that the sweep has already are not added twice. Raise ConfigError."""
-        combinations = combinations_of(words)
-        varied = columns_that_vary(combinations)
+        options, job_words = read_options(split_options(words)[0]), split_options(words)[1]
+        dimensions = dimensions_of(job_words)
+        call = masked_words(words)
+        others = [other for other in self.calls if identity_of(other) != identity_of(call)]
+        searches = [other for other in [*others, call] if identity_of(other)[0] == "optuna"]
+        if others and searches:
+            raise ConfigError(
+                f"output_dir={self.folder}: holds a sweep with other words, which sweep=optuna cannot share; "
+                "name another folder"
+            )
+        self.calls = [*others, call]
+        if options.kind == "optuna":
+            self.search = words
+            typed = dict(zip(masked_words(job_words), job_words, strict=True))
+            for num in itertools.chain.from_iterable(self.trials):
+                job = self.jobs[num]  # its secrets are not in the file
+                self.jobs[num] = replace(job, words=tuple(typed.get(word, word) for word in job.words))
+                self._want(num)
+        for point in points_of(words):
+            self.add_point(dimensions, point)
+
+    def add_point(self, dimensions: Sequence[Dimension], rows: Sequence[tuple[str, ...]]) -> list[int]:
+        """Add the jobs of a point, and return their numbers."""
+        varied = varied_keys(dimensions)
+        numbers: list[int] = []
         known = {tuple(sorted(masked_words(job.words))): job.num for job in self.jobs.values()}
-        for row in combinations:
+        for row in rows:
             num = known.setdefault(tuple(sorted(masked_words(row))), len(self.jobs))
-            name = file_name_of(masked_words([row[column] for column in varied] or row)) or "default"
+            words = [word for word in row if key_of(word) in varied]
+            name = file_name_of(masked_words(words or row)) or "default"
             job = self.jobs.setdefault(num, Job(num, row, f"{num}-{name}"))
             if sorted(job.words) != sorted(row):  # its secrets are not in the file
                 self.jobs[num] = replace(job, words=row)
-            if num not in self.wanted:  # the same value twice is one job
-                self.wanted.append(num)
-        call = masked_words(words)
-        self.calls = [other for other in self.calls if split_options(other)[1] != split_options(call)[1]]
-        self.calls.append(call)
+            self._want(num)
+            if num not in numbers:  # the same value twice is one job
+                numbers.append(num)
+        if self.search or numbers not in self.trials:
+            self.trials.append(numbers)
+        return numbers
+
+    def _want(self, num: int) -> None:
+        if num not in self.wanted:
+            self.wanted.append(num)
+
+    @property
+    def num_jobs(self) -> int:
+        """The jobs of this call, with those that a search has not made yet."""
+        options, dimensions = read_options(split_options(self.search)[0]), self.dimensions()
+        repeats = len(jobs_of_point(dimensions, [one.word for one in dimensions if one.key in REPEATED]))
+        return len(self.wanted) + max((options.trials or 0) - len(self.trials), 0) * repeats
+
+    def dimensions(self) -> list[Dimension]:
+        """Return the space of a search."""
+        return dimensions_of(split_options(self.search)[1])
+
+    def first_words(self) -> tuple[str, ...]:
+        """Return the words of the first job, or of a job like those that a search will make."""
+        if self.wanted:
+            return self.jobs[self.wanted[0]].words
+        return point_of(self.dimensions(), lambda dimension: dimension.ends[0])
 
     def note(self, num: int, result: Result) -> None:
         """Keep the result of a job, on the disk too."""
@@ -66,7 +126,7 @@ class Sweep:
         best = best_job(self.points())
         write_json(self.folder / SWEEP_FILE, {
             "calls": self.calls, "working_dir": str(self.working_dir), SEAL: seal_of_words(self.calls),
-            BEST: "" if best is None else best.folder, "jobs": jobs,
+            BEST: "" if best is None else best.folder, "jobs": jobs, "trials": self.trials,
         })  # fmt: skip
 
     def swept_keys(self) -> list[str]:
@@ -82,13 +142,7 @@ class Sweep:
 def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
     """Return the sweep in the folder, or a new one, with the jobs of these command lines. Raise ConfigError."""
     if folder is None:
-        combinations = combinations_of(calls[0])
-        folder = new_folder(
-            [
-                combinations[0][column].partition("=")[0].lstrip("+")
-                for column in columns_that_vary(combinations)
-            ]
-        )
+        folder = new_folder(varied_keys(dimensions_of(split_options(calls[0])[1])))
     folder = folder.expanduser().absolute()
     sweep = load_sweep(folder)
     for words in calls:
@@ -117,11 +171,23 @@ def load_sweep(folder: Path) -> Sweep:
             if not re.fullmatch(rf"{int(job.num)}-[A-Za-z0-9_.=+-]+", job.folder, re.ASCII):
                 raise ValueError(f"{job.folder[:80]!r} is no folder of a job")
         working_dir = Path(saved.get("working_dir", Path.cwd()))
-        return Sweep(folder, saved["calls"], {job.num: job for job in jobs}, working_dir=working_dir)
+        trials = [[int(num) for num in numbers] for numbers in saved["trials"]]
+        known = {job.num: job for job in jobs}
+        if not known.keys() >= set(itertools.chain.from_iterable(trials)):
+            raise ValueError("a point has a job that is not there")
+        return Sweep(folder, saved["calls"], known, trials=trials, working_dir=working_dir)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"output_dir={folder}: its {SWEEP_FILE} cannot be read ({error}); name another folder"
         ) from error
+
+
+def identity_of(words: list[str]) -> tuple[Any, ...]:
+    """Return what makes a call another one: its kind, the words of its jobs, and the seed of its points."""
+    own, job_words = split_options(words)
+    options = read_options(own)
+    about = {"grid": (), "random": (options.seed,), "optuna": (options.seed, options.objective)}
+    return options.kind, tuple(job_words), about[options.kind]
 
 
 def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
@@ -166,7 +232,9 @@ def new_folder(keys: list[str]) -> Path:
 def file_name_of(words: list[str] | tuple[str, ...]) -> str:
     """Return settings as a file name. A long name is cut and ends with a hash of the whole."""
     text = re.sub(
-        r"[^A-Za-z0-9_.=+-]+", "_", "-".join(word.replace('"', "").replace("'", "") for word in words)
+        r"[^A-Za-z0-9_.=+-]+",
+        "_",
+        "-".join(short_numbers(word).replace('"', "").replace("'", "") for word in words),
     )
     longest = NAME_LENGTH - 6  # room for the number in front
     if len(text) <= longest:

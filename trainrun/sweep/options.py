@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,13 +13,26 @@ from trainrun.limits import parse_seconds
 
 OPTION: Final = re.compile(r"sweep(\.\w+)?=")
 AUTO = "auto"
-KINDS = ("grid", "random")
+# Hydra's names for settings of a sweep: with a value, and with any value.
+HYDRA_WORDS = {
+    "hydra/sweeper=basic": "sweep=grid", "hydra/sweeper=optuna": "sweep=optuna",
+    **{f"hydra/sweeper/sampler={name}": f"sweep.sampler={name}" for name in ("tpe", "random", "cmaes", "qmc", "gp")},
+    "hydra/sweeper/sampler=nsgaii": "sweep.sampler=nsga2", "hydra/sweeper/sampler=grid": "sweep=grid",
+    "hydra/launcher=basic": "sweep.jobs=1", "hydra/launcher=joblib": "sweep.jobs=auto",
+}  # fmt: skip
+HYDRA_KEYS = {
+    "hydra.sweeper.n_trials": "sweep.trials", "hydra.sweeper.n_jobs": "sweep.jobs",
+    "hydra.sweeper.sampler.seed": "sweep.seed", "hydra.launcher.n_jobs": "sweep.jobs",
+}  # fmt: skip
+KINDS = ("grid", "random", "optuna")
+SAMPLERS = ("tpe", "gp", "random", "qmc", "nsga2", "cmaes")
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """kind: grid or random. trials: of a random sweep, all calls together. seed: of its points.
+    """kind: grid, random or optuna. trials: points that are drawn or searched, all calls together. seed: of them.
 
+    sampler: of Optuna. objective: metrics; one with a minus is better when smaller. Empty: what the jobs monitor.
     jobs: side by side; None is as many as the GPUs, or the cores, can take. per_device: jobs that share a GPU.
     max_seconds: after which the jobs save and the sweep ends.
     """
@@ -27,6 +40,8 @@ class SweepOptions:
     kind: str = "grid"
     trials: int | None = None
     seed: int = 0
+    sampler: str = "tpe"
+    objective: tuple[str, ...] = ()
     jobs: int | None = 1
     per_device: int = 1
     max_seconds: float | None = None
@@ -38,12 +53,36 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, [word for word in words if word not in own]
 
 
+def from_hydra(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the settings of a sweep with Hydra's names for them translated, and a note on each. Raise ConfigError."""
+    own, notes = [], []
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        if OPTION.match(word):
+            own.append(word)
+            continue
+        meant = HYDRA_WORDS.get(f"{key}={value}")
+        if meant is None and key in HYDRA_KEYS:
+            meant = f"{HYDRA_KEYS[key]}={value}"
+        if meant is None:
+            raise ConfigError(
+                f"{word}: is read by no sweep; write its own settings, as sweep=optuna sweep.jobs=auto"
+            )
+        own.append(meant)
+        notes.append(f"{word} is read as {meant}")
+    return own, notes
+
+
 def read_options(words: Sequence[str]) -> SweepOptions:
     """Return the settings that these words give. Raise ConfigError for all mistakes."""
     values: dict[str, Any] = {}
     faults = []
     for word in words:
         key, _, text = word.partition("=")
+        name = READERS[key][0] if key in READERS else ""
+        if name in values:
+            faults.append(f"{word}: {key} is given twice; leave one out")
+            continue
         if key not in READERS:
             faults.append(f"{key}: no such setting of a sweep.{nearest(key, READERS)}")
             continue
@@ -53,14 +92,50 @@ def read_options(words: Sequence[str]) -> SweepOptions:
         except ValueError:
             faults.append(f"{word}: must be {allowed}")
     options = SweepOptions(**values)
-    if not faults and options.kind == "random" and options.trials is None:
-        faults.append("sweep=random: needs the number of points; add sweep.trials=20")
-    for key, name in (("sweep.trials", "trials"), ("sweep.seed", "seed")):
-        if options.kind != "random" and name in values:
-            faults.append(f"{key}={values[name]}: is of sweep=random; a grid has all its points")
+    if not faults:
+        faults = faults_together(options, values)
     if faults:
         raise ConfigError(*faults)
     return options
+
+
+def faults_together(options: SweepOptions, given: Collection[str]) -> list[str]:
+    """Return what is wrong with settings that are right by themselves. given: the fields that the words give."""
+    faults = []
+    if (
+        options.kind != "grid"
+        and options.trials is None
+        and (options.kind == "random" or not options.max_seconds)
+    ):
+        faults.append(f"sweep={options.kind}: needs the number of points; add sweep.trials=20")
+    if options.kind == "grid":
+        for name in ("trials", "seed"):
+            if name in given:
+                value = getattr(options, name)
+                faults.append(
+                    f"sweep.{name}={value}: is of sweep=random and sweep=optuna; a grid has all its points"
+                )
+    if options.kind != "optuna" and "sampler" in given:
+        faults.append(f"sweep.sampler={options.sampler}: is of sweep=optuna; add that, or leave it out")
+    if len(options.objective) > 1 and options.sampler == "cmaes":
+        faults.append("sweep.sampler=cmaes: takes one objective; use nsga2 or tpe for several")
+    return faults
+
+
+def objective_of(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip(" \"'") for name in text.strip("[]").split(","))
+    if not all(re.fullmatch(r"-?[\w./@-]+", name) for name in names) or len(set(names)) < len(names):
+        raise ValueError(text)
+    return names
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return read
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -84,17 +159,17 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
-def kind_of(text: str) -> str:
-    if text not in KINDS:
-        raise ValueError(text)
-    return text
-
-
 # The field of each setting, what is allowed, and how the text is read.
 READERS: Final[dict[str, tuple[str, str, Callable[[str], Any]]]] = {
-    "sweep": ("kind", " or ".join(KINDS), kind_of),
+    "sweep": ("kind", "one of " + ", ".join(KINDS), one_of(*KINDS)),
     "sweep.trials": ("trials", "a whole number, 1 or more", whole_number(1)),
     "sweep.seed": ("seed", "a whole number, 0 or more", whole_number(0)),
+    "sweep.sampler": ("sampler", "one of " + ", ".join(SAMPLERS), one_of(*SAMPLERS)),
+    "sweep.objective": (
+        "objective",
+        "a metric or a list of different ones, as [val/acc,-seconds]",
+        objective_of,
+    ),
     "sweep.jobs": ("jobs", "auto, or a whole number, 1 or more", jobs_of),
     "sweep.per_device": ("per_device", "a whole number, 1 or more", whole_number(1)),
     "sweep.max_time": ("max_seconds", "a time, as 90s, 10min or 2h", seconds_of),

@@ -34,7 +34,6 @@ class SweepProgress:
         self._terminal = sys.stdout.isatty()
         self._finished: list[float] = []  # seconds of jobs that ended in this call
         self._running: dict[int, float] = {}  # job -> when it started
-        self._position = {num: place for place, num in enumerate(sweep.wanted, start=1)}
 
     def start(self, job: Job, goes_on: bool) -> None:
         self._running[job.num] = self._clock()
@@ -70,7 +69,7 @@ class SweepProgress:
     def bar(self, width: int) -> str:
         """Return the fields that fit: bar, jobs done, failed and running, the best, `elapsed < left`."""
         total, states = (
-            len(self._sweep.wanted),
+            self._sweep.num_jobs,
             [self._sweep.jobs[num].result.state for num in self._sweep.wanted],
         )
         done, failed = states.count("done"), states.count("failed")
@@ -105,7 +104,8 @@ class SweepProgress:
             each = sum(elapsed.values()) / sum(fractions.values())
         else:
             return None
-        rest = (len(self._unfinished()) - len(fractions)) * each
+        to_come = self._sweep.num_jobs - len(self._sweep.wanted) + len(self._unfinished())
+        rest = (to_come - len(fractions)) * each
         for num, fraction in fractions.items():
             by_steps = each * (1 - fraction)
             rest += max(by_steps, each - elapsed[num]) if self._finished else by_steps
@@ -128,7 +128,10 @@ class SweepProgress:
     def _say(self, job: Job, text: str) -> None:
         if self._terminal:
             redraw()
-        say(f"[{self._position[job.num]}/{len(self._sweep.wanted)}] {job.folder}: {text}", flush=True)
+        say(
+            f"[{self._sweep.wanted.index(job.num) + 1}/{self._sweep.num_jobs}] {job.folder}: {text}",
+            flush=True,
+        )
 
 
 def finished_part(folder: Path) -> float:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
+import re
 import signal
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,9 @@ from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
 from trainrun.folder.run_folder import RunDir, was_saved
 from trainrun.folder.status import read_status
 from trainrun.output import masked_words
+from trainrun.task.metrics.directions import known_direction
 
+LONG_NUMBER = re.compile(r"(?<![\w.])\d+\.\d{6,}(e[-+]?\d+)?(?![\w.])")
 OUTPUT = "run.out"  # what a job prints
 STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
 
@@ -22,7 +28,9 @@ STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
 class Result:
     """state: done, stopped, failed or "not run"; value: the best of `monitor`; mode: min or max.
 
-    seconds: from the start of its process to its end, of all its tries."""
+    seconds: from the start of its process to its end, of all its tries. values: of each name of sweep.objective, of
+    which the first is `value`.
+    """
 
     state: str = "not run"
     value: float | None = None
@@ -30,6 +38,14 @@ class Result:
     mode: str = ""
     seconds: float | None = None
     error: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def scores(self) -> list[float]:
+        """The values of all objectives, each better when smaller."""
+        if self.values:
+            return [sign_of(name) * value for name, value in self.values.items()]
+        return [] if self.value is None else [self.sign * self.value]
 
     @property
     def sign(self) -> int:
@@ -55,8 +71,13 @@ class Job:
     def label(self, keys: list[str]) -> str:
         """Return the settings of the keys that vary; all words where none does."""
         settings = self.settings
-        shown = [f"{key}={settings[key]}" for key in keys if key in settings]
+        shown = [f"{key}={short_numbers(settings[key])}" for key in keys if key in settings]
         return " ".join(shown or masked_words(self.words))
+
+
+def short_numbers(text: str) -> str:
+    """Return a text with numbers of six digits at most, as a point of a search has sixteen."""
+    return LONG_NUMBER.sub(lambda number: f"{float(number[0]):.6g}", text)
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -79,6 +100,63 @@ def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any
     monitor, mode = (str(status.get(name) or "") for name in ("monitor", "mode"))
     value, seconds = (finite(status.get(name)) for name in ("value", "seconds"))
     return Result(state, value, monitor, mode, seconds, " ".join(error.split()))
+
+
+def with_objective(result: Result, folder: Path, objective: Sequence[str]) -> Result:
+    """Return a result judged by the names of sweep.objective; one that lacks a value of a job that is done has failed.
+
+    A metric of the validation is taken at the best checkpoint. Others are fields of `status.json`.
+    """
+    if not objective or result.state != "done":
+        return result
+    status = read_status(RunDir(folder))
+    rows = [row for row in EvaluationRows(folder).read_new() if row.get("step") == status.get("best_step")]
+    reported = {**status, **(rows[-1] if rows else status.get("metrics") or {}), "seconds": result.seconds}
+    values = {name: finite(reported.get(name.removeprefix("-"))) for name in objective}
+    missing = [name for name, value in values.items() if value is None]
+    if missing:
+        names = sorted(name for name in reported if "/" in name)
+        error = (
+            f"sweep.objective={missing[0]}: is not reported; the job reports {', '.join(names)} and seconds"
+        )
+        return replace(result, state="failed", value=None, error=error)
+    first = objective[0]
+    mode = "min" if sign_of(first) > 0 else "max"
+    numbers = {name: value for name, value in values.items() if value is not None}
+    return replace(result, value=values[first], monitor=first.removeprefix("-"), mode=mode, values=numbers)
+
+
+def sign_of(name: str) -> int:
+    """Return 1 if an objective is better when smaller: one with a minus, or a metric known to be. Else -1."""
+    return 1 if name.startswith("-") or known_direction(name) == "min" else -1
+
+
+class EvaluationRows:
+    """The validations of a run that writes its rows meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = RunDir(folder).metrics
+        self._offset = 0
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """Return the rows of `eval` since the last call; all of them again if the file was cut for a resume."""
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:
+            return []
+        lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
+        self._offset += sum(map(len, lines))
+        rows = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # a damaged line
+                row = json.loads(line) if b'"eval"' in line else {}
+                if isinstance(row, dict) and row.get("kind") == "eval":
+                    rows.append(row)
+        return rows
 
 
 def explain(folder: Path, status: dict[str, Any], exit_code: int) -> str:

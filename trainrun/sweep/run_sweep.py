@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from trainrun.config.argv import OWN_KEYS, CommandLine
-from trainrun.config.compose import compose_run
+from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.lock import only_writer
 from trainrun.folder.run_folder import RunDir, is_there, named_folder, write_text
@@ -29,24 +29,29 @@ from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
 from trainrun.sweep.jobs import Sweep, calls_to_resume, open_sweep
 from trainrun.sweep.leases import Leases, find_places
-from trainrun.sweep.options import read_options, split_options
+from trainrun.sweep.options import from_hydra, read_options, split_options
 from trainrun.sweep.points import best_job
 from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import Job
-from trainrun.sweep.space import words_to_check
+from trainrun.sweep.search.study import SweepStudy
+from trainrun.sweep.space import branch_words, dimensions_of, num_points, split_branch, words_to_check
 from trainrun.sweep.table import MEANS, jobs_csv, points_csv, print_tables, repeated_keys
 
+POINT_KEYS = ("sweep", "sweep.seed", "sweep.sampler", "sweep.objective")
 PARALLEL_WORDS = ("parallel", "experiment", "preset", "--")  # that may say how many devices a job needs
 
 
-def sweep_command(prepared: CommandLine, options: list[str]) -> int:
+def sweep_command(prepared: CommandLine, sweep_words: list[str]) -> int:
     """Run the sweep of a command line. Raise ConfigError for mistakes of any job, before the first one starts.
 
-    options: the words that are settings of the sweep itself.
+    sweep_words: settings of the sweep itself, also by Hydra's names, and words that hold for one of its branches.
     """
-    for note in prepared.notes:
+    branches, own = branch_words(sweep_words)
+    options, notes = from_hydra(own)
+    for note in [*prepared.notes, *notes]:
         say(f"note: {note}", file=sys.stderr)
-    words = [*[f"--config-dir={folder}" for folder in prepared.config_dirs], *prepared.overrides, *options]
+    words = [*[f"--config-dir={folder}" for folder in prepared.config_dirs], *prepared.overrides]
+    words += [word for branch in branches for word in prepared_branch(branch)] + options
     named = [prepared.own[key] for key in OWN_KEYS if key in prepared.own]
     if len(named) > 1:
         raise ConfigError(
@@ -56,16 +61,42 @@ def sweep_command(prepared: CommandLine, options: list[str]) -> int:
     return run_sweep([words], Path(named[0]) if named else None)
 
 
+def prepared_branch(word: str) -> list[str]:
+    """Return a word of a branch, translated as a command line: its condition, and its setting, which may be several."""
+    condition, setting = split_branch(word)
+    (condition, *_), settings = (
+        prepare_command_line(["--multirun", part], Path.cwd())[0].overrides for part in (condition, setting)
+    )
+    return [f"{condition}: {setting}" for setting in settings]
+
+
 def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
     """Run what is not done of a sweep, by the words with which it was begun. Raise ConfigError.
 
     options: settings of the sweep itself that are others now, as sweep.jobs=2.
     """
-    calls = calls_to_resume(folder, trust)
-    keys = [word.partition("=")[0] for word in options]
-    calls = [[*(word for word in words if word.partition("=")[0] not in keys), *options] for words in calls]
+    calls = [with_options(words, options) for words in calls_to_resume(folder, trust)]
+    kinds = [read_options(split_options(words)[0]).kind for words in calls]
+    if set(kinds) == {"grid"}:
+        read_options(options)  # raises for settings of points that a grid has not
     check_words(calls)
     return run_sweep(calls, folder)
+
+
+def with_options(words: list[str], options: list[str]) -> list[str]:
+    """Return the words of a call with other settings of the sweep. Raise ConfigError if they make other points."""
+    own, job_words = split_options(words)
+    values = {word.partition("=")[0]: word for word in own}
+    is_grid = read_options(own).kind == "grid"
+    for word in options:
+        key = word.partition("=")[0]
+        if key in POINT_KEYS:
+            raise ConfigError(
+                f"{word}: makes other points; a sweep goes on with its own. Give all its words again"
+            )
+        if not (is_grid and key == "sweep.trials"):
+            values[key] = word
+    return [*job_words, *values.values()]
 
 
 def check_words(calls: list[list[str]]) -> None:
@@ -96,16 +127,18 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
     is_new = folder is None or not folder.exists()
     with locked_sweep(calls, folder) as sweep, catch_stops(relay.handle):
         devices_of = devices_by_words() if (options.jobs, options.per_device) != (1, 1) else None
-        places, about = find_places(options, len(sweep.wanted), devices_of is not None and uses_gpus(sweep))
-        say(
-            f"sweep: {counted(len(sweep.wanted), 'job')} in {sweep.folder}{about and f', {about}'}",
-            flush=True,
-        )
+        num_jobs = sweep.num_jobs
+        places, about = find_places(options, num_jobs, devices_of is not None and uses_gpus(sweep))
+        study = SweepStudy(sweep, options) if sweep.search else None
+        for note in notes_on_points(calls):
+            say(f"note: {note}", file=sys.stderr)
+        jobs = counted(num_jobs, "job") if num_jobs else "jobs"
+        say(f"sweep: {jobs} in {sweep.folder}{about and f', {about}'}", flush=True)
         progress = SweepProgress(sweep, max(len(places), 1))
         until = None if options.max_seconds is None else time.monotonic() + options.max_seconds
         queue = JobQueue(
             sweep, command, relay, progress, Leases(places) if places else None,
-            devices_of or (lambda job: 1), until,
+            devices_of or (lambda job: 1), until, options.objective, study,
         )  # fmt: skip
         try:
             queue.run()
@@ -116,6 +149,8 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
                 conclude(sweep)
         if all_refused:
             remove_refused(sweep)
+    if queue.fault:
+        raise ConfigError(queue.fault)
     if queue.out_of_time:
         say(f"sweep.max_time: the time of this call is over after {options.max_seconds:g} s", flush=True)
         return EXIT_AGAIN
@@ -123,6 +158,19 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
     done = all(sweep.jobs[num].result.state == "done" for num in sweep.wanted)
     return EXIT_DONE if done else EXIT_FAILED
+
+
+def notes_on_points(calls: list[list[str]]) -> list[str]:
+    """Return a note on each call that asks for more points than its space has."""
+    notes = []
+    for words in calls:
+        own, job_words = split_options(words)
+        trials, total = read_options(own).trials, num_points(dimensions_of(job_words))
+        if trials is not None and total is not None and trials > total:
+            notes.append(
+                f"sweep.trials={trials}: the space has {counted(total, 'point')}, and no other is trained"
+            )
+    return notes
 
 
 def conclude(sweep: Sweep) -> None:
@@ -170,7 +218,7 @@ def devices_by_words() -> Callable[[Job], int]:
 
 def uses_gpus(sweep: Sweep) -> bool:
     """Return whether the first job may compute on a GPU."""
-    words = [word for word in sweep.jobs[sweep.wanted[0]].words if word.startswith(PARALLEL_WORDS)]
+    words = [word for word in sweep.first_words() if word.startswith(PARALLEL_WORDS)]
     return compose_run(words).config.parallel.accelerator in ("auto", "cuda")
 
 

@@ -1,13 +1,18 @@
-"""From words with several values to the words of each job: every combination, or points that are drawn at random."""
+"""From words with several values to the words of each job: every combination, or points of a space.
+
+A word can hold for one branch of a sweep alone: `model=mlp: model.width=16,32` varies the width where the model is mlp.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
@@ -19,74 +24,11 @@ from trainrun.output import masked_words
 from trainrun.sweep.options import read_options, split_options
 from trainrun.sweep.points import REPEATED
 
-
-def combinations_of(words: list[str]) -> list[tuple[str, ...]]:
-    """Return the words of every job of a call. Raise ConfigError."""
-    own, job_words = split_options(words)
-    options = read_options(own)
-    if options.kind == "grid" or options.trials is None:
-        return expand(job_words)
-    return draw_points(job_words, options.trials, options.seed)
-
-
-def words_to_check(words: list[str]) -> list[tuple[str, ...]]:
-    """Return combinations in which every value is, and both ends of every interval. Raise ConfigError.
-
-    Of random points each value is beside the first of all others: their combinations may be too many to count.
-    """
-    own, job_words = split_options(words)
-    if read_options(own).kind == "grid":
-        return expand(job_words)
-    values = [ends_of(word) or choices_of_word(word) for word in job_words]
-    first = tuple(choices[0] for choices in values)
-    others = [(place, value) for place, choices in enumerate(values) for value in choices[1:]]
-    return [first, *((*first[:place], value, *first[place + 1 :]) for place, value in others)]
-
-
-def expand(words: list[str]) -> list[tuple[str, ...]]:
-    """Return the words of every job; the first word with several values varies slowest. Raise ConfigError.
-
-    Words that begin with a dash are flags, one word each, and the same for all jobs.
-    """
-    return list(itertools.product(*[choices_of_word(word) for word in words]))
-
-
-def draw_points(words: list[str], count: int, seed: int) -> list[tuple[str, ...]]:
-    """Return the words of jobs at random points of a space. Raise ConfigError.
-
-    Point n depends on (seed, n) alone, for each word by itself: more points, or another word, change no other value.
-    A seed or a fold with several values is no part of the space: each point is trained with all of them.
-    """
-    repeated = [word for word in words if key_of(word) in REPEATED]
-    jobs: list[tuple[str, ...]] = []
-    for number in range(count):
-        point = [word if word in repeated else draw_value(word, seed, number) for word in words]
-        jobs += expand(point)
-    return jobs
-
-
-def draw_value(word: str, seed: int, number: int) -> str:
-    """Return the word with one value of its choices or of its interval."""
-    generator = random.Random(f"{seed} {number} {key_of(word)}")
-    interval = interval_of(word)
-    if interval is None:
-        return generator.choice(choices_of_word(word))
-    low, high = interval.low, interval.high
-    whole = isinstance(low, int) and isinstance(high, int)
-    top = high + 1 if whole else high  # each whole number has an equal share
-    if interval.log:
-        value = math.exp(generator.uniform(math.log(low), math.log(top)))
-    else:
-        value = generator.uniform(low, top)
-    text = str(min(math.floor(value), high)) if whole else f"{value:.6g}"
-    return f"{word.partition('=')[0]}={text}"
-
-
-def ends_of(word: str) -> list[str]:
-    """Return the word with both ends of its interval; empty without one."""
-    interval = interval_of(word)
-    key = word.partition("=")[0]
-    return [] if interval is None else [f"{key}={interval.low}", f"{key}={interval.high}"]
+BRANCH: Final = re.compile(
+    r"(?P<condition>[\w./]+=[^\s:,{}()\[\]]+):\s+(?P<setting>[+~]?[A-Za-z_][\w./]*=.*)"
+)
+QUOTES = "\"'"
+MOST_COUNTED = 100_000  # points of a space; one with more is taken as endless
 
 
 class Interval(NamedTuple):
@@ -95,6 +37,218 @@ class Interval(NamedTuple):
     low: float
     high: float
     log: bool
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A word of a sweep. choices: a word for each of its values; empty where it has an interval.
+
+    condition: the word that a point must have, so that this one is part of it; empty for a word of all points.
+    """
+
+    word: str
+    choices: tuple[str, ...]
+    interval: Interval | None = None
+    condition: str = ""
+
+    @property
+    def key(self) -> str:
+        return key_of(self.word)
+
+    @property
+    def name(self) -> str:
+        """The key, which is another one for each branch."""
+        return f"{self.key} [{self.condition}]" if self.condition else self.key
+
+    def holds(self, point: Sequence[str]) -> bool:
+        """Return whether a point is in the branch of this word."""
+        return not self.condition or any(plain_word(word) == plain_word(self.condition) for word in point)
+
+    def with_value(self, value: object) -> str:
+        return f"{self.word.partition('=')[0]}={value}"
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The choices; the word with both ends of its interval."""
+        if self.interval is None:
+            return self.choices
+        return self.with_value(self.interval.low), self.with_value(self.interval.high)
+
+    @property
+    def all_choices(self) -> tuple[str, ...] | None:
+        """A word for each value; None if they cannot be counted."""
+        if self.interval is None:
+            return self.choices
+        if not self.interval.is_whole or self.interval.high - self.interval.low >= MOST_COUNTED:
+            return None
+        return tuple(map(self.with_value, range(int(self.interval.low), int(self.interval.high) + 1)))
+
+
+def dimensions_of(words: Sequence[str]) -> list[Dimension]:
+    """Return the dimensions of a sweep's words. Raise ConfigError for one that cannot be read."""
+    dimensions: list[Dimension] = []
+    for word in words:
+        condition, setting = split_branch(word)
+        interval = interval_of(setting)
+        choices = () if interval else tuple(choices_of_word(setting))
+        earlier = [choice for dimension in dimensions for choice in dimension.ends]
+        if condition and not Dimension(setting, choices, None, condition).holds(earlier):
+            raise ConfigError(
+                f"{word}: {condition} is no value of an earlier word of the sweep; name one, as "
+                f"model=mlp,cnn 'model=mlp: {setting}'"
+            )
+        dimensions.append(Dimension(setting, choices, interval, condition))
+    return dimensions
+
+
+def branch_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words that hold for one branch alone, and the others."""
+    branches = [word for word in words if split_branch(word)[0]]
+    return branches, [word for word in words if word not in branches]
+
+
+def split_branch(word: str) -> tuple[str, str]:
+    """Return the condition of a word, which is empty for a word of all points, and its setting."""
+    branch = BRANCH.fullmatch(word)
+    return (branch["condition"], branch["setting"]) if branch else ("", word)
+
+
+def point_of(dimensions: Sequence[Dimension], pick: Callable[[Dimension], str]) -> tuple[str, ...]:
+    """Return the words of a point: one of each dimension that its branch has, as `pick` says."""
+    point: list[str] = []
+    for dimension in dimensions:
+        if dimension.holds(point):
+            point.append(pick(dimension))
+    return tuple(point)
+
+
+def points_of(words: list[str]) -> list[list[tuple[str, ...]]]:
+    """Return the points of a call, each as the words of its jobs. Raise ConfigError.
+
+    The jobs of a point differ in seed or fold alone. A sweep=optuna has no points before it asks for them.
+    """
+    own, job_words = split_options(words)
+    options = read_options(own)
+    if options.kind == "optuna":
+        return []
+    if options.kind == "random" and options.trials is not None:
+        return draw_points(job_words, options.trials, options.seed)
+    points: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in expand(job_words):
+        points.setdefault(tuple(word for word in row if key_of(word) not in REPEATED), []).append(row)
+    return list(points.values())
+
+
+def jobs_of_point(dimensions: Sequence[Dimension], point: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the words of each job of a point: seeds and folds with several values are in it as they were typed."""
+    typed = {dimension.word: dimension.choices for dimension in dimensions if dimension.key in REPEATED}
+    return list(itertools.product(*[typed.get(word, (word,)) for word in point]))
+
+
+def expand(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the words of every job; the first word with several values varies slowest. Raise ConfigError."""
+    return list(rows_of(dimensions_of(words)))
+
+
+def rows_of(dimensions: Sequence[Dimension], row: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if not dimensions:
+        yield row
+        return
+    first, *others = dimensions
+    if not first.holds(row):
+        yield from rows_of(others, row)
+    elif first.interval is not None:
+        raise ConfigError(
+            f"{first.word}: a grid takes values, as {first.key}=0.1,0.2; an interval is for random points: add "
+            "sweep=random sweep.trials=20"
+        )
+    else:
+        for choice in first.choices:
+            yield from rows_of(others, (*row, choice))
+
+
+def num_points(dimensions: Sequence[Dimension]) -> int | None:
+    """Return how many points a space has; None if they cannot be counted. Seeds and folds make no points."""
+    counted: list[Dimension] = []
+    most = 1
+    for dimension in dimensions:
+        choices = dimension.choices[:1] if dimension.key in REPEATED else dimension.all_choices
+        most *= MOST_COUNTED if choices is None else len(choices)
+        if choices is None or most >= MOST_COUNTED:
+            return None
+        counted.append(Dimension(dimension.word, choices, None, dimension.condition))
+    return sum(1 for _ in rows_of(counted))
+
+
+def words_to_check(words: list[str]) -> list[tuple[str, ...]]:
+    """Return points in which every value is, and both ends of every interval. Raise ConfigError.
+
+    Of a space each value is beside the first of all others, in a branch that has it: all points may be too many.
+    """
+    own, job_words = split_options(words)
+    if read_options(own).kind == "grid":
+        return expand(job_words)
+    dimensions = dimensions_of(job_words)
+    wanted = [dict[str, str]()]
+    for dimension in dimensions:
+        branch = words_of_branch(dimensions, dimension)
+        wanted += [{**branch, dimension.name: value} for value in dimension.ends[0 if branch else 1 :]]
+
+    def point_with(words: dict[str, str]) -> tuple[str, ...]:
+        return point_of(dimensions, lambda dimension: words.get(dimension.name, dimension.ends[0]))
+
+    return list(map(point_with, wanted))
+
+
+def words_of_branch(dimensions: Sequence[Dimension], dimension: Dimension) -> dict[str, str]:
+    """Return the words, by the names of their dimensions, that a point of the branch of a dimension has."""
+    if not dimension.condition:
+        return {}
+    condition = plain_word(dimension.condition)
+    other, choice = next(
+        (other, choice) for other in dimensions for choice in other.ends if plain_word(choice) == condition
+    )
+    return {**words_of_branch(dimensions, other), other.name: choice}
+
+
+def draw_points(words: Sequence[str], count: int, seed: int) -> list[list[tuple[str, ...]]]:
+    """Return the jobs of so many different random points of a space; all points if it has fewer.
+
+    Draw n depends on (seed, n) alone, for each word by itself: more points, or another word, change no other value.
+    A seed or a fold with several values is no part of the space: each point is trained with all of them.
+    """
+    dimensions = dimensions_of(words)
+    total = num_points(dimensions)
+    wanted = count if total is None else min(count, total)
+    points: dict[tuple[str, ...], None] = {}
+    for number in itertools.count():
+        if len(points) == wanted:
+            break
+
+        def pick(dimension: Dimension, number: int = number) -> str:
+            return dimension.word if dimension.key in REPEATED else draw_value(dimension, seed, number)
+
+        points[point_of(dimensions, pick)] = None
+    return [jobs_of_point(dimensions, point) for point in points]
+
+
+def draw_value(dimension: Dimension, seed: int, number: int) -> str:
+    """Return the word with one value of its choices or of its interval."""
+    generator = random.Random(f"{seed} {number} {dimension.key}")
+    interval = dimension.interval
+    if interval is None:
+        return generator.choice(dimension.choices)
+    low, high = interval.low, interval.high
+    top = high + 1 if interval.is_whole else high  # each whole number has an equal share
+    if interval.log:
+        value = math.exp(generator.uniform(math.log(low), math.log(top)))
+    else:
+        value = generator.uniform(low, top)
+    return dimension.with_value(min(math.floor(value), high) if interval.is_whole else f"{value:.6g}")
 
 
 def interval_of(word: str) -> Interval | None:
@@ -119,11 +273,6 @@ def choices_of_word(word: str) -> list[str]:
         return [word]
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
         raise ConfigError(f"{word}: a sweep takes names, not a pattern, as {override.key_or_group}=one,two")
-    if override.value_type is ValueType.INTERVAL_SWEEP:
-        raise ConfigError(
-            f"{word}: a grid takes values, as {override.key_or_group}=0.1,0.2; an interval is for random points: add "
-            "sweep=random sweep.trials=20"
-        )
     try:
         values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
     except HydraException as error:
@@ -154,6 +303,13 @@ def key_of(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def columns_that_vary(combinations: Sequence[tuple[str, ...]]) -> list[int]:
-    """Return the numbers of the words that are not the same in all combinations."""
-    return [place for place, column in enumerate(zip(*combinations, strict=True)) if len(set(column)) > 1]
+def plain_word(word: str) -> str:
+    """Return a word without the marks of the grammar."""
+    key, _, value = word.lstrip("+").partition("=")
+    return f"{key}={value.strip(QUOTES)}"
+
+
+def varied_keys(dimensions: Sequence[Dimension]) -> list[str]:
+    """Return the keys that have not the same word in all jobs, in the order of the words."""
+    varied = [one.key for one in dimensions if one.condition or one.interval or len(set(one.choices)) > 1]
+    return list(dict.fromkeys(varied))

@@ -1,0 +1,272 @@
+"""The points of a sweep as trials of an Optuna study: asked for, reported, and compared while they run.
+
+The truth is `sweep.json` and the folders of the jobs. The study's journal is an index of them for Optuna and its
+tools. A journal that is missing, torn or says something else is made anew from the jobs, with the same numbers.
+
+Point n depends on the seed of the sweep, n and the reported results alone: each has a sampler of its own, seeded by
+both. All values are written so that a smaller one is better.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+from trainrun.errors import ConfigError
+from trainrun.sweep.jobs import Sweep
+from trainrun.sweep.options import SweepOptions
+from trainrun.sweep.points import REPEATED
+from trainrun.sweep.results import Job
+from trainrun.sweep.space import Dimension, jobs_of_point, plain_word, point_of
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+    from optuna.samplers import BaseSampler
+    from optuna.storages import JournalStorage
+    from optuna.trial import FrozenTrial
+
+JOURNAL = "study.log"  # in the folder of a sweep
+NAME = "sweep"  # of the study in it
+RUNNING = "RUNNING"
+HAS_STATE: Final = ("qmc", "nsga2", "cmaes")  # samplers that note in the study which point they were at
+WHERE_TO_GET = "pip install 'trainrun[optuna]'"
+
+
+class FileLock:
+    """A lock of the journal that ends with its process, which Optuna's own does not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+
+    def acquire(self) -> bool:
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        return True
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+
+class SweepStudy:
+    """The points of a sweep as trials, numbered as in `sweep.trials`. Raise ConfigError without Optuna."""
+
+    def __init__(self, sweep: Sweep, options: SweepOptions) -> None:
+        self._sweep, self._options = sweep, options
+        self._dimensions = sweep.dimensions()
+        self._path = sweep.folder / JOURNAL
+        check_packages(options.sampler if sweep.search else "")
+        self._study: Study
+        self._failed: set[int] = set()  # jobs that failed in this call; others that failed are tried again
+
+    def open(self) -> None:
+        """Read the journal, or make it anew from the jobs. Call it once the results of earlier calls are known."""
+        study = read_study(self._path)
+        if study is None or not self._agrees(study):
+            study = self._rebuilt()
+        self._study = study
+
+    def ask(self) -> list[int]:
+        """Make the next point, and return the numbers of its jobs; none if all points are made."""
+        number = len(self._sweep.trials)
+        if self._options.trials is not None and number >= self._options.trials:
+            return []
+        trial = self._ask(self._study, number)
+        point = self._point(trial)
+        jobs = self._sweep.add_point(self._dimensions, jobs_of_point(self._dimensions, point))
+        self._sweep.save()
+        return jobs
+
+    def tell(self, num: int) -> None:
+        """Report the points of a job, which has ended, once all their jobs have."""
+        if self._sweep.jobs[num].result.state == "failed":
+            self._failed.add(num)
+        for number, jobs in enumerate(self._sweep.trials):
+            state, values = self._outcome(number) if num in jobs else (RUNNING, [])
+            if state != RUNNING:
+                tell(self._study, number, state, values)
+
+    def _point(self, trial: Trial) -> tuple[str, ...]:
+        return point_of(self._dimensions, lambda dimension: suggested_word(trial, dimension))
+
+    def _jobs(self, number: int) -> list[Job]:
+        return [self._sweep.jobs[num] for num in self._sweep.trials[number]]
+
+    def _ask(self, study: Study, number: int) -> Trial:
+        study.sampler = build_sampler(self._options.sampler, self._options.seed, number)
+        return study.ask()
+
+    def _outcome(self, number: int) -> tuple[str, list[float]]:
+        """Return the state of a trial by its jobs, and the means of its values. One failed job fails it."""
+        jobs = self._jobs(number)
+        states = {
+            RUNNING if job.result.state == "failed" and job.num not in self._failed else job.result.state
+            for job in jobs
+        }
+        if not states <= {"done", "failed", "pruned"}:
+            return RUNNING, []
+        if states != {"done"}:
+            return "FAIL" if "failed" in states else "PRUNED", []
+        scores = [job.result.scores for job in jobs]
+        if any(len(score) != self._num_objectives for score in scores):
+            return "FAIL", []  # done without a value
+        return "COMPLETE", [fmean(column) for column in zip(*scores, strict=True)]
+
+    def _agrees(self, study: Study) -> bool:
+        """Return whether a study has the points, the values and the states of the jobs."""
+        trials = study.get_trials(deepcopy=False)
+        if len(trials) != len(self._sweep.trials) or len(study.directions) != self._num_objectives:
+            return False
+        return all(map(self._is_trial_of_jobs, trials))
+
+    def _is_trial_of_jobs(self, trial: FrozenTrial) -> bool:
+        jobs = self._jobs(trial.number)
+        state, values = self._outcome(trial.number)
+        agrees: bool = trial.state.name == state and trial.params == self._params(jobs[0])
+        return agrees and (state != "COMPLETE" or trial.values == values)
+
+    @property
+    def _num_objectives(self) -> int:
+        return max(len(self._options.objective), 1)
+
+    def _rebuilt(self) -> Study:
+        """Ask and report all points once more, in their order, and write that as the journal."""
+        import optuna
+        from optuna.study import StudyDirection
+
+        directions = [StudyDirection.MINIMIZE] * self._num_objectives
+        storage = optuna.storages.InMemoryStorage()
+        study = optuna.create_study(study_name=NAME, storage=storage, directions=directions)
+        for number in range(len(self._sweep.trials)):
+            jobs = self._jobs(number)
+            params = self._params(jobs[0])
+            study.enqueue_trial(params)
+            trial = self._ask(study, number)
+            if params and self._options.sampler in HAS_STATE:
+                _ = trial.relative_params  # its sampler notes this point
+            self._point(trial)
+            state, values = self._outcome(number)
+            if state != RUNNING:
+                tell(study, number, state, values)
+        temporary = self._path.with_name(f"{JOURNAL}.new")
+        temporary.unlink(missing_ok=True)
+        optuna.copy_study(from_study_name=NAME, from_storage=storage, to_storage=journal_storage(temporary))
+        temporary.replace(self._path)
+        rebuilt = read_study(self._path)
+        assert rebuilt is not None
+        return rebuilt
+
+    def _params(self, job: Job) -> dict[str, Any]:
+        """Return the parameters of a job as Optuna has them, by its words."""
+        params: dict[str, Any] = {}
+        if not self._sweep.search:
+            return params
+        values = {
+            plain_word(word).partition("=")[0]: plain_word(word).partition("=")[2] for word in job.words
+        }
+        for dimension in self._dimensions:
+            if is_searched(dimension) and dimension.holds(job.words):
+                params[dimension.name] = param_of(dimension, values[dimension.key])
+        return params
+
+
+def tell(study: Study, number: int, state: str, values: list[float]) -> None:
+    from optuna.trial import TrialState
+
+    study.tell(number, values or None, state=TrialState[state], skip_if_finished=True)
+
+
+def is_searched(dimension: Dimension) -> bool:
+    """Return whether a dimension is a parameter of the study: of seeds and folds a point has all."""
+    several = dimension.interval is not None or len(set(dimension.choices)) > 1
+    return several and dimension.key not in REPEATED
+
+
+def suggested_word(trial: Trial, dimension: Dimension) -> str:
+    """Return the word of a dimension for a trial."""
+    if not is_searched(dimension):
+        return dimension.word if dimension.key in REPEATED else dimension.choices[0]
+    interval = dimension.interval
+    if interval is None:
+        words = {value_of(word): word for word in dimension.choices}
+        return words[trial.suggest_categorical(dimension.name, list(words))]
+    if interval.is_whole:
+        low, high = int(interval.low), int(interval.high)
+        return dimension.with_value(trial.suggest_int(dimension.name, low, high, log=interval.log))
+    value = trial.suggest_float(dimension.name, interval.low, interval.high, log=interval.log)
+    return dimension.with_value(value)
+
+
+def value_of(word: str) -> str:
+    return plain_word(word).partition("=")[2]
+
+
+def param_of(dimension: Dimension, text: str) -> Any:
+    if dimension.interval is None:
+        return text
+    return int(text) if dimension.interval.is_whole else float(text)
+
+
+def build_sampler(name: str, seed: int, number: int) -> BaseSampler:
+    """Return the sampler of one trial. Its draws depend on the seed of the sweep and the number of the trial."""
+    from optuna.exceptions import ExperimentalWarning
+
+    own_seed = (seed * 1_000_003 + number) % 2**32
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)  # its users chose the sampler by name
+        return sampler_of(name, seed, own_seed)
+
+
+def sampler_of(name: str, seed: int, own_seed: int) -> BaseSampler:
+    from optuna import samplers
+
+    if name == "qmc":  # one sequence for all trials
+        others = samplers.RandomSampler(seed=own_seed)
+        return samplers.QMCSampler(
+            scramble=True, seed=seed, independent_sampler=others, warn_independent_sampling=False
+        )
+    if name == "cmaes":
+        return samplers.CmaEsSampler(seed=own_seed, warn_independent_sampling=False)
+    kinds: dict[str, Callable[..., BaseSampler]] = {
+        "tpe": samplers.TPESampler, "gp": samplers.GPSampler, "random": samplers.RandomSampler,
+        "nsga2": samplers.NSGAIISampler,
+    }  # fmt: skip
+    return kinds[name](seed=own_seed)
+
+
+def journal_storage(path: Path) -> JournalStorage:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    lock: Any = FileLock(path.with_name(f"{JOURNAL}.lock"))  # as Optuna's own, which are of a private class
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+def read_study(path: Path) -> Study | None:
+    """Return the study of a journal; None if there is none that can be read, or if it ends in the middle of a line."""
+    import optuna
+
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            is_whole = file.read(1) == b"\n"
+        return optuna.load_study(study_name=NAME, storage=journal_storage(path)) if is_whole else None
+    except Exception:  # of a damaged file Optuna raises what the damage happens to make
+        return None
+
+
+def check_packages(sampler: str) -> None:
+    """Raise ConfigError if Optuna, or what the sampler needs, is not installed. Have it print errors alone."""
+    needed = ["optuna", *{"cmaes": ["cmaes"], "gp": ["scipy", "torch"], "qmc": ["scipy"]}.get(sampler, [])]
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"sweep=optuna: the package {missing[0]} is not installed; {WHERE_TO_GET}")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
