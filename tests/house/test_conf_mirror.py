@@ -20,6 +20,7 @@ SCHEDULE_WORDS = {
     "warmup_steps",
     "warmup_ratio",
     "warmup_epochs",
+    "warmup_start_factor",
     "lr_scaling",
     "base_batch_size",
     "metric",

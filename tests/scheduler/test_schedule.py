@@ -88,6 +88,14 @@ def test_a_curve_is_its_formula(name: str, warmup: int, as_tensor: bool) -> None
         assert lrs == pytest.approx([base * factor for base in BASES], rel=1e-12, abs=1e-15)
 
 
+def test_a_warmup_climbs_from_a_part_of_the_rate() -> None:
+    optimizer = new_optimizer(False)
+    schedule = build_schedule(optimizer, curves.constant, {}, 4, TOTAL, warmup_start_factor=0.2)
+    first = trace(optimizer, schedule, 5)
+    for lrs, factor in zip(first, [0.4, 0.6, 0.8, 1.0, 1.0], strict=True):
+        assert lrs == pytest.approx([base * factor for base in BASES], rel=1e-12)
+
+
 TORCH: dict[str, tuple[Callable[..., LRScheduler], dict[str, Any]]] = {
     "StepLR": (StepLR, {"step_size": 4, "gamma": 0.5}),
     "ConstantLR": (ConstantLR, {"factor": 0.25, "total_iters": 6}),

@@ -173,6 +173,23 @@ def test_thresholds_end_the_waiting() -> None:
     assert "divergence" in validate(built, [math.nan]).early_stop
 
 
+def test_a_value_far_behind_the_best_ends_the_waiting() -> None:
+    for mode, values in (("min", [1.0, 0.5, 0.99, 1.0, 0.1]), ("max", [0.0, 0.5, 0.01, 0.0, 0.9])):
+        built, heard, _ = triggers(watch=MetricTracker("val/loss", mode, 9, worse_by=0.5))
+        assert validate(built, values).early_stop.endswith("is 0.5 worse than its best 0.5")
+        assert heard.losses == values[:4]
+
+
+def test_no_early_stop_before_the_least_number_of_epochs() -> None:
+    watch = MetricTracker("val/loss", "min", patience=1, worse_by=0.1, min_epochs=4)
+    built, _, _ = triggers(watch=watch)
+    state = TrainState()
+    for epoch in range(1, 6):
+        state.step, state.epoch = 10 * epoch, epoch
+        built.note_validation(state, {"val/loss": float(epoch)})
+        assert bool(state.early_stop) == (epoch >= 4)
+
+
 def test_an_extra_validation_at_the_end_is_not_heard_by_early_stopping() -> None:
     built, heard, _ = triggers(
         watch=MetricTracker("val/loss", "min", patience=1), best=MetricTracker("val/loss", "min")

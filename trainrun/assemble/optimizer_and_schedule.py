@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CONSTANT = {"_target_": "trainrun.scheduler.curves.constant"}
 WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
-SCHEDULE_KEYS = (*WARMUPS, "lr_scaling", "base_batch_size", "metric", "interval")
+SCHEDULE_KEYS = (*WARMUPS, "warmup_start_factor", "lr_scaling", "base_batch_size", "metric", "interval")
 MOST_RATES = 3  # that are told one by one
 GROUP_KEYS = ("groups", "no_decay", "layer_decay")
 
@@ -106,9 +106,14 @@ def build_schedule_of(config: RunConfig, optimizer: Optimizer, rhythm: Intervals
 
 
 def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm: Intervals) -> Schedule:
-    steps = warmup_steps(config, rhythm, node)
+    steps, start_factor = warmup_steps(config, rhythm, node), node.get("warmup_start_factor") or 0.0
+    if start_factor and not steps:
+        raise ConfigError(
+            f"scheduler.warmup_start_factor={start_factor:g}: there is no warmup; set scheduler.warmup_steps, or leave "
+            "it out"
+        )
     if node["_target_"] == CONSTANT["_target_"] and node.get("interval") != "epoch":
-        return Schedule(optimizer, None, steps)
+        return Schedule(optimizer, None, steps, None, start_factor)
     left_out = (*SCHEDULE_KEYS, CHECK, "_target_")
     keywords = rebuilt({name: value for name, value in node.items() if name not in left_out}, "scheduler")
     if node.get("lr_scaling", "none") != "none" and (peaks := keywords.keys() & {"max_lr", "base_lr"}):
@@ -132,7 +137,7 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
             )
     return build_schedule(
         optimizer, locate(node["_target_"], "scheduler"), keywords, steps, rhythm.total_steps, node.get("metric"),
-        rhythm.steps_per_epoch, node.get("interval") == "epoch", rhythm.validates,
+        rhythm.steps_per_epoch, node.get("interval") == "epoch", rhythm.validates, start_factor,
     )  # fmt: skip
 
 

@@ -233,6 +233,7 @@ def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
     return MetricTracker(
         metric, direction("trainer.early_stopping", metric, wanted), wanted.patience, wanted.min_delta,
         wanted.stopping_threshold, wanted.divergence_threshold, wanted.monitor is not None,
+        wanted.worse_than_best_by, wanted.min_epochs,
     )  # fmt: skip
 
 

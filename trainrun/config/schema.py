@@ -181,6 +181,10 @@ class EarlyStoppingConfig:
     )
     stopping_threshold: float | None = setting(None, "good enough: stop")
     divergence_threshold: float | None = setting(None, "hopeless: stop")
+    worse_than_best_by: float | None = setting(
+        None, "stop at once if it is this much worse than its best", above=0
+    )
+    min_epochs: int = setting(0, "no early stop before the end of this epoch", at_least=0)
 
 
 @dataclass(frozen=True)

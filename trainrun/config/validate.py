@@ -57,6 +57,7 @@ SHARED: dict[str, dict[str, Any]] = {  # what the runner itself reads, whatever 
     "scheduler": {
         **dict.fromkeys(("warmup_ratio", "warmup_epochs"), NotNegative | None),
         "warmup_steps": Warmup | Lasting | None,
+        "warmup_start_factor": Fraction,
         "interval": Literal["step", "epoch"],
         "lr_scaling": Literal["none", "linear", "sqrt"],
         "base_batch_size": Count,
@@ -286,7 +287,13 @@ def _limit(limit: Any) -> str:
 
 EXAMPLE = "my_file.MyClass"
 # of scheduler=custom
-USUAL_BESIDE = {"interval": "step", "warmup_steps": 0, "lr_scaling": "none", "base_batch_size": 256}
+USUAL_BESIDE = {
+    "interval": "step",
+    "warmup_steps": 0,
+    "warmup_start_factor": 0.0,
+    "lr_scaling": "none",
+    "base_batch_size": 256,
+}
 # in no group
 OF_ALL = ("fused", "foreach", "differentiable", "capturable", "no_decay", "layer_decay", "groups")
 SOURCES = {  # what an argument is by default

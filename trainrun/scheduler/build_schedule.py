@@ -71,7 +71,7 @@ def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int
 def build_schedule(
     optimizer: Optimizer, target: Callable[..., Any], keywords: dict[str, Any], warmup_steps: int,
     total_steps: int | None, metric: str | None = None, steps_per_epoch: int | None = None, by_epoch: bool = False,
-    validates: bool = True,
+    validates: bool = True, warmup_start_factor: float = 0.0,
 ) -> Schedule:  # fmt: skip
     """Build the schedule of an optimizer.
 
@@ -97,7 +97,9 @@ def build_schedule(
             made = _checked_scheduler(target(optimizer, **keywords), name)
             if isinstance(made, ReduceLROnPlateau) and not validates:
                 raise ConfigError("scheduler=plateau: there is no validation data (data.val) to watch")
-            return Schedule(optimizer, None, warmup_steps, TorchScheduler(made, metric, by_epoch))
+            return Schedule(
+                optimizer, None, warmup_steps, TorchScheduler(made, metric, by_epoch), warmup_start_factor
+            )
         curve = _checked_curve(partial(target, **keywords), name)
     except OF_ARGUMENTS as error:
         if not (isinstance(error, TypeError | ValueError) or is_of_torch(error)):
@@ -105,7 +107,7 @@ def build_schedule(
         way = "; give a function as a node: {_target_: package.function, _partial_: true}"
         way *= "'str' object is not callable" in str(error)
         raise PluginError(f"scheduler: {name}: {named(error)}{way}") from error
-    return Schedule(optimizer, curve, warmup_steps)
+    return Schedule(optimizer, curve, warmup_steps, None, warmup_start_factor)
 
 
 def makes_scheduler(target: Callable[..., Any]) -> bool:

@@ -22,7 +22,8 @@ Curve = Callable[[int], float]
 class Schedule:
     """Sets every group's rate for update s (0 is the first), where W is `warmup_steps`:
 
-    s < W: base * (s + 1) / W, so the first update learns already and update W - 1 has the base rate;
+    s < W: base * (F + (1 - F) * (s + 1) / W) with F = `warmup_start_factor`, so the first update learns already and
+    update W - 1 has the base rate;
     s >= W: base * curve(s - W), or what torch's scheduler says after s - W of its steps.
 
     base is the rate of the group as the optimizer was built; with a torch scheduler it is what that
@@ -32,10 +33,11 @@ class Schedule:
     """
 
     def __init__(
-        self, optimizer: Optimizer, curve: Curve | None, warmup_steps: int = 0, wrapped: TorchScheduler | None = None
+        self, optimizer: Optimizer, curve: Curve | None, warmup_steps: int = 0, wrapped: TorchScheduler | None = None,
+        warmup_start_factor: float = 0.0,
     ) -> None:  # fmt: skip
         self._optimizer, self._curve, self._wrapped = optimizer, curve, wrapped
-        self.warmup_steps = warmup_steps
+        self.warmup_steps, self._start_factor = warmup_steps, warmup_start_factor
         self._count = 0
         self._base_lrs = self.lrs
         self._follow()
@@ -76,7 +78,8 @@ class Schedule:
     def _follow(self) -> None:
         """Set the rates of the warmup, or those at its end."""
         if self._count < self.warmup_steps:
-            factor = (self._count + 1) / self.warmup_steps
+            start = self._start_factor
+            factor = start + (1 - start) * (self._count + 1) / self.warmup_steps
         else:
             factor = 1.0 if self._curve is None else self._curve(self._count - self.warmup_steps)
         self._base_lrs += self.lrs[len(self._base_lrs) :]  # of groups that a hook has added

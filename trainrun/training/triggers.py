@@ -141,7 +141,10 @@ class Intervals:
 
 @dataclass(frozen=True)
 class MetricTracker:
-    """A metric and its direction. threshold, divergence: values at which waiting is pointless. named: by a setting."""
+    """A metric and its direction. threshold, divergence: values at which waiting is pointless. named: by a setting.
+
+    worse_by: the distance from the best value at which waiting is pointless. min_epochs: the run has at least as many.
+    """
 
     metric: str | None
     mode: str
@@ -150,6 +153,8 @@ class MetricTracker:
     threshold: float | None = None
     divergence: float | None = None
     named: bool = False
+    worse_by: float | None = None
+    min_epochs: int = 0
 
     @property
     def name(self) -> str:
@@ -226,7 +231,7 @@ class Triggers:
         state.best_by, state.watched_by = best_by, watched_by
         if state.early_stop:
             value = state.last_metrics.get(self._watch.metric or "")
-            state.early_stop = "" if value is None else self._early_stop(value, state.bad_validations)
+            state.early_stop = "" if value is None else self._early_stop(value, state)
         self._started, self._seconds_before = time.monotonic(), state.seconds
         if self._limits.max_seconds is not None:
             self._deadline = self._started + self._limits.max_seconds - state.seconds
@@ -344,7 +349,7 @@ class Triggers:
             state.watched_metric, state.bad_validations = value, 0
         else:
             state.bad_validations += 1
-        state.early_stop = self._early_stop(value, state.bad_validations)
+        state.early_stop = self._early_stop(value, state)
         return True
 
     def validate_again(self, state: TrainState, best: tuple[int, float] | None) -> bool:
@@ -362,9 +367,10 @@ class Triggers:
             self._best_before = state.best_step, state.best_metric
             state.best_metric, state.best_step = value, state.step
 
-    def _early_stop(self, value: float, bad_validations: int) -> str:
+    def _early_stop(self, value: float, state: TrainState) -> str:
+        """Return why the run ends at a value of the watched metric; empty if it goes on."""
         watch, sign = self._watch, 1 if self._watch.mode == "min" else -1
-        if watch.patience is None:
+        if watch.patience is None or state.epoch < watch.min_epochs:
             return ""
         if watch.threshold is not None and sign * value <= sign * watch.threshold:
             return f"early stopping: {watch.metric}={value:.5g} reached the threshold {watch.threshold:g}"
@@ -372,10 +378,13 @@ class Triggers:
             not math.isfinite(value) or sign * value >= sign * watch.divergence
         ):
             return f"early stopping: {watch.metric}={value:.5g} is beyond the divergence threshold {watch.divergence:g}"
-        if bad_validations >= watch.patience:
-            return (
-                f"early stopping: {watch.metric} has not improved in {counted(bad_validations, 'validation')}"
-            )
+        best = state.watched_metric
+        if watch.worse_by is not None and best is not None and sign * (value - best) >= watch.worse_by:
+            worse = f"{abs(value - best):.5g} worse than its best {best:.5g}"
+            return f"early stopping: {watch.metric}={value:.5g} is {worse}"
+        if state.bad_validations >= watch.patience:
+            times = counted(state.bad_validations, "validation")
+            return f"early stopping: {watch.metric} has not improved in {times}"
         return ""
 
 

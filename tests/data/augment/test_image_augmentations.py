@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainrun.config.compose import compose_run
 from trainrun.data.augment.augmented import Augmentation
+from trainrun.data.augment.color import ColorJitter
 from trainrun.data.augment.crop import RandomCrop
 from trainrun.data.augment.cutout import Cutout
 from trainrun.data.augment.draws import Draws
@@ -94,6 +95,29 @@ def test_a_batch_equals_its_samples_one_by_one(
     assert not torch.equal(found, x)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_colours_of_a_batch_equal_those_of_its_samples(
+    dtype: torch.dtype, layout: torch.memory_format
+) -> None:
+    x = images(dtype=dtype).contiguous(memory_format=layout)
+    before = x.clone()
+    augmentation, numbers = ColorJitter(0.4, 0.3), draws(len(x), epoch=1)
+    found = augmentation(x, numbers)
+    light, contrast = (1 + amount * (2 * numbers.uniform(name)[:, 0].double() - 1)
+                       for name, amount in (("brightness", 0.4), ("contrast", 0.3)))  # fmt: skip
+    for number, one in enumerate(x.double() * light[:, None, None, None]):
+        wanted = one.mean() + contrast[number] * (one - one.mean())
+        if dtype is torch.uint8:
+            wanted = wanted.clamp(0, 255)
+        tolerance = 1e-6 if dtype.is_floating_point else 0.501  # of a rounded pixel
+        torch.testing.assert_close(found[number].double(), wanted, rtol=1e-5, atol=max(tolerance, 1e-3))
+    assert found.dtype is dtype
+    assert found.is_contiguous(memory_format=layout)
+    assert torch.equal(x, before), "the data set may own it"
+    assert len(set(light.tolist())) == len(x)
+
+
 def test_alternating_flips_turn_in_every_epoch() -> None:
     x = images((64, 1, 4, 6))
     epochs = [AlternatingFlip()(x, draws(64, epoch)) for epoch in range(3)]
@@ -161,6 +185,7 @@ def test_other_data_is_refused(batch: Any) -> None:
         RandomFlip(),
         AlternatingFlip(),
         Cutout(),
+        ColorJitter(),
         Normalize(0, 1),
         MixUp(),
         CutMix(),
