@@ -83,7 +83,7 @@ CONTRACTS = (
     Contract(
         "parameters",
         "Each parameter that requires a gradient belongs to an optimizer and gets a gradient.",
-        "trainrun.training.checks.missing_gradients:WatchGradients",
+        "trainrun.training.trained_parameters:WatchGradients",
         "after the first step and up to the first log point",
     ),
     Contract(

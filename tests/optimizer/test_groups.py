@@ -18,8 +18,7 @@ from trainrun.model.gpt import Gpt
 from trainrun.model.mlp import Mlp
 from trainrun.model.resnet import ResNet
 from trainrun.optimizer.build_optimizer import build_optimizer
-from trainrun.optimizer.groups import GroupRules, without_decay
-from trainrun.optimizer.layer_depth import layers_above
+from trainrun.optimizer.groups import GroupRules, layers_above, without_decay
 from trainrun.optimizer.muon import Muon
 from trainrun.optimizer.plain_step import FusedAdam, plain_step
 

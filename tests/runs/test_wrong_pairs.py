@@ -14,7 +14,7 @@ from torch import nn
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError, DataError
 from trainrun.runs.api import train
-from trainrun.runs.loop_errors import WHOLE_INPUTS
+from trainrun.runs.rank import WHOLE_INPUTS
 
 
 def test_an_autoencoder_without_its_task_is_refused_before_anything_starts():

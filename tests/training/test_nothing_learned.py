@@ -13,7 +13,7 @@ from quiet_runs import QUIET, weights
 
 import trainrun as package
 from trainrun.errors import PluginError
-from trainrun.runs.loop_errors import explained
+from trainrun.runs.rank import explain_error
 from trainrun.task.classification import Classification
 from trainrun.task.multilabel import MultiLabel
 from trainrun.train_state import TrainState
@@ -116,7 +116,7 @@ def test_a_loss_that_lost_its_graph_is_refused(files: Path) -> None:
 def test_a_gradient_of_a_gradient_in_a_compiled_model_names_the_setting() -> None:
     run = parts_of((), count=64)
     error = RuntimeError("torch.compile with aot_autograd does not currently support double backward")
-    told = explained(run, TrainState(), error)
+    told = explain_error(run, TrainState(), error)
     assert isinstance(told, PluginError)
     assert "trainer.compile" in str(told)
 

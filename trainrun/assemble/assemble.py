@@ -42,6 +42,7 @@ from trainrun.assemble.optimizer_and_schedule import (
     planned_beyond,
     warmup_steps,
 )
+from trainrun.assemble.resumption import teach
 from trainrun.assemble.run_plan import (
     best_watch,
     build_fingerprint,
@@ -87,7 +88,7 @@ from trainrun.interfaces import (
 )
 from trainrun.model.choices import WORDS
 from trainrun.monitor.metric_logger import MetricLogger
-from trainrun.optimizer.ema import Ema
+from trainrun.optimizer.ema import Ema, OwnAverage
 from trainrun.optimizer.plain_step import switching_optimizers
 from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
@@ -102,6 +103,7 @@ from trainrun.timing.phases import COPY, PhaseTimer
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.named_optimizers import JoinedOptimizers, JoinedPrecision, JoinedSchedules
+from trainrun.training.recovery.nonfinite import BadSteps, likely_cause
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import Hooks, Place, TaskCalls
 from trainrun.training.trained_parameters import TrainedParameters
@@ -110,10 +112,7 @@ from trainrun.training.triggers import Intervals, Triggers
 if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
     from trainrun.hook.unfreeze import Unfreeze
-    from trainrun.optimizer.own_average import OwnAverage
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
-    from trainrun.training.recovery.nonfinite import BadSteps
-
 LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
 
 
@@ -350,8 +349,6 @@ def prepare_model_and_numbers(
     if isinstance(task, ChecksModel):
         task.check_model(model)
     if context.trains and config.task.get("_target_") == DISTILLATION:
-        from trainrun.assemble.resumption import teach
-
         notes.choices.append(teach(config, parallel, task, model, data_sets.sources["train"], rhythm))
     apply_built_in(config, model, device, notes.choices)
     num_batches = math.inf if total_steps is None else total_steps * rhythm.accumulate
@@ -404,8 +401,6 @@ def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> 
         return Ema(model, wanted.decay, wanted.update_every_n_steps)
     if not switching:
         return None
-    from trainrun.optimizer.own_average import OwnAverage
-
     return OwnAverage(model, switching)
 
 
@@ -416,8 +411,6 @@ def build_monitors(
     """Build the logger of metrics, which hands its rows to the monitors of rank 0."""
 
     def find_nan_cause() -> str:
-        from trainrun.training.recovery.nonfinite import likely_cause
-
         average = update.average
         with nullcontext() if average is None else average.in_model():
             return likely_cause(model, next(iter(data.validation.values())))
@@ -490,8 +483,6 @@ def build_on_bad(
 
     @cache
     def bad_steps() -> BadSteps:
-        from trainrun.training.recovery.nonfinite import BadSteps
-
         folder = context.run.nonfinite
         return BadSteps(trainer.nan_policy, folder, context.parallel, precision, retry, note)
 

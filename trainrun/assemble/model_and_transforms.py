@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trainrun.checkpoint.weights import FrozenBase, load_initial, not_held
 from trainrun.config.rules import needs_gpu, step_obstacles
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import fault_of_value
@@ -28,12 +29,14 @@ from trainrun.output import counted
 from trainrun.precision.autocast import prepare_model
 from trainrun.runtime.memory_layout import make_dense
 from trainrun.transform.channels_last import channels_last, guard_convolutions
-from trainrun.transform.compile import gpu_compiler_problem
+from trainrun.transform.compile import (
+    WITH_CUDA_GRAPHS,
+    compile_model,
+    gpu_compiler_problem,
+    keep_gradients,
+)
 
-if TYPE_CHECKING:
-    from trainrun.checkpoint.weights import FrozenBase
-
-
+LAZY_WAY_OUT = "call it once at the end of its constructor"
 EXAMPLES = {
     "in_shape": "data.shape=[1,28,28]",
     "num_classes": "data.num_classes=10 for ten classes, model.num_classes=1 for one real number a sample",
@@ -57,8 +60,6 @@ def build_model(
     def new_model() -> nn.Module:
         model = checked(build(node, "model"), f"model._target_={node[TARGET]}")
         if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-            from trainrun.model.lazy_layers import give_sizes
-
             with told_of_a_setting(ValueError):
                 give_sizes(model, facts.shape)
         make_dense(model)
@@ -69,6 +70,29 @@ def build_model(
     return in_form(materialize(new_model), config)
 
 
+def give_sizes(model: nn.Module, shape: Sequence[int] | None) -> None:
+    """Send one sample of zeros through the model, in evaluation mode; the new weights are drawn from the global seed.
+
+    shape: of one input, without the batch. ValueError: it is not known, or zeros do not go through.
+    """
+    if shape is None:
+        raise ValueError(
+            f"model: {type(model).__name__} has lazy layers, and the data does not tell the shape of an "
+            f"input; {LAZY_WAY_OUT}"
+        )
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, *shape))
+    except Exception as error:
+        raise ValueError(
+            f"model: {type(model).__name__} has lazy layers, and zeros {(1, *shape)} do not go through it ({error}); "
+            f"{LAZY_WAY_OUT}"
+        ) from error
+    model.train(training)
+
+
 def build_changed(
     config: RunConfig, facts: DataFacts, parallel: Parallel, init_from: str | None, notes: list[str],
     advice: list[str],
@@ -76,15 +100,11 @@ def build_changed(
     """The model with the weights it begins with, transformed; what trains frozen ones later, and what is not saved."""
     model, initial = build_model(config, facts, parallel.materialize), None
     if init_from is not None:
-        from trainrun.checkpoint.weights import load_initial
-
         initial = load_initial(model, init_from, parallel, config.init)
         advice += initial.lines
     model = apply_transforms(config, model, parallel.device, notes)
     for name, tensor in model.state_dict().items():
         if getattr(tensor, "layout", None) is not torch.strided:
-            from trainrun.checkpoint.weights import not_held
-
             raise PluginError(not_held(name, tensor))
     if not all(layer.training for layer in model.modules()):
         begin_training(model, advice)
@@ -262,8 +282,6 @@ def checkpoint_gradients(model: nn.Module, config: RunConfig) -> str:
 
 def use_compiler(model: nn.Module, config: RunConfig, device: torch.device) -> None:
     """Compile the model alone or its blocks; a whole step is compiled elsewhere."""
-    from trainrun.transform.compile import WITH_CUDA_GRAPHS, compile_model, keep_gradients
-
     wanted = config.trainer.compile
     sizes = {config.data.batch_size, config.data.val_batch_size or config.data.batch_size}
     with told_of_a_setting():

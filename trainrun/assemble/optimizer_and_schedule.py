@@ -14,6 +14,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes, rebuilt
 from trainrun.optimizer.build_optimizer import build_optimizer
+from trainrun.optimizer.groups import GroupRules, peaks_of_groups
 from trainrun.output import counted, duration
 from trainrun.patterns import matching
 from trainrun.precision.update import Update
@@ -24,7 +25,6 @@ from trainrun.training.named_optimizers import NamedOptimizer
 from trainrun.training.triggers import Intervals
 
 if TYPE_CHECKING:
-    from trainrun.optimizer.groups import GroupRules
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
 
 CONSTANT = {"_target_": "trainrun.scheduler.curves.constant"}
@@ -87,8 +87,6 @@ def group_rules(node: dict[str, Any], key: str) -> GroupRules | None:
     groups, no_decay, layer_decay = (node.get(name) for name in GROUP_KEYS)
     if not groups and no_decay in (None, "none") and layer_decay is None:
         return None
-    from trainrun.optimizer.groups import GroupRules
-
     return GroupRules(key, copy.deepcopy(groups or []), no_decay or "none", layer_decay)
 
 
@@ -124,8 +122,6 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
                 [scaled(rate)[0] for rate in value] if isinstance(value, list) else scaled(value)[0]
             )
     if len(optimizer.param_groups) > 1 and str(node["_target_"]).startswith("torch."):
-        from trainrun.optimizer.groups import peaks_of_groups
-
         keywords |= peaks_of_groups(keywords, optimizer)
     tried = {**keywords, "_target_": node["_target_"], "mode": "min"}  # a class of one's own may fix its mode
     if tried["_target_"].endswith(".ReduceLROnPlateau") and not bind_faults(tried, "", ["optimizer"]):

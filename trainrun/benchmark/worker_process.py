@@ -33,7 +33,7 @@ from trainrun.config.compose import Composition
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError, TrainrunError
 from trainrun.folder.run_folder import LaunchSpec
-from trainrun.parallel.scratch import scratch_folder
+from trainrun.parallel.launch import scratch_folder
 from trainrun.runs.run import execute, new_run
 from trainrun.runtime.signals import QUIET_SECONDS, catch_stops
 

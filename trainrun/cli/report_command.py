@@ -17,6 +17,10 @@ from trainrun.folder.seal import check_files, check_sealed
 from trainrun.folder.status import named_run
 from trainrun.monitor.metric_rows import read_rows
 from trainrun.output import counted, say
+from trainrun.plots.history import read_config
+from trainrun.plots.report import draw_report
+from trainrun.plots.run_curves import draw_run
+from trainrun.trackers.sender import send_all
 
 
 def compare_command(argv: list[str]) -> int:
@@ -59,9 +63,6 @@ def main(argv: list[str]) -> int:
     if words.out is not None and len(runs) == 1:
         raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
     with check_writable():
-        from trainrun.plots.report import draw_report
-        from trainrun.plots.run_curves import draw_run
-
         for run in runs:
             pictures = draw_run(run)
             say(f"{draw_report(run)}  (pictures: {len(pictures)}, in {run.plots})")
@@ -117,9 +118,6 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
 
 def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
     """Send all rows of a run to each named tracker, with the arguments that the run has for that tracker."""
-    from trainrun.plots.history import read_config
-    from trainrun.trackers.sender import send_all
-
     check_sealed(run, trust)
     config, tracker_options = read_config(run), tracker_nodes()
     nodes = {name: node for name, node in config.get("monitor", {}).items() if isinstance(node, dict)}

@@ -14,6 +14,7 @@ from trainrun.config.schema import (
     settings,
     validation_nodes,
 )
+from trainrun.data.readers.path_contents import data_options
 from trainrun.instantiate import TARGET, is_node, named_nodes, target_name
 from trainrun.limits import EPOCH, NAMED, NODE, NODES, Duration, is_finite, parse_interval
 
@@ -346,8 +347,6 @@ def unread_path(config: RunConfig) -> list[str]:
     )
     if path is None or has_reader:
         return []
-    from trainrun.data.readers.path_contents import data_options  # a run without a path needs none
-
     readers = " or ".join(f"data={option}" for option in data_options(path))
     return [
         f"data.path={path}: nothing reads it with data={config.data.name}; say what it is, as "

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainrun.errors import OF_ARGUMENTS, CheckpointError, PluginError
+from trainrun.optimizer.groups import Division, GroupRules
 from trainrun.optimizer.other_optimizers import (
     check_contract,
     check_sparse,
@@ -26,9 +27,6 @@ from trainrun.optimizer.other_optimizers import (
 )
 from trainrun.runtime.memory_layout import is_dense
 from trainrun.user_code import is_of_torch, named
-
-if TYPE_CHECKING:
-    from trainrun.optimizer.groups import GroupRules
 
 ADDED = "added"  # the mark of a group that a hook has added
 PLAIN = (Adam, AdamW, SGD)  # which any gradients suit, and whose step asks for no closure
@@ -63,8 +61,6 @@ def build_optimizer(
     groups: Any = params if make_groups is None else make_groups(model)
     division, settings = None, [keywords]
     if rules is not None:
-        from trainrun.optimizer.groups import Division
-
         division = Division(rules, model, members, groups if make_groups else [{"params": params}])
         groups = division.groups
         settings += [keywords | rules.options(number) for number in range(len(rules.groups))]

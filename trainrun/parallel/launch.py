@@ -8,11 +8,14 @@ of dead processes. Several machines are torchrun's job: see `handshake.py`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +29,6 @@ from trainrun.folder.lock import passed_on
 from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.output import say
 from trainrun.parallel.rank_place import listening_file
-from trainrun.parallel.scratch import scratch_folder
 from trainrun.runtime.machine import usable_cores
 from trainrun.runtime.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 
@@ -35,6 +37,7 @@ SETTLE_SECONDS = 5.0  # how long the other ranks get to notice a failure and to 
 END_SECONDS = 2.0  # between SIGTERM and SIGKILL
 STACKS_SECONDS = 1.0  # to write them down
 CLEAN_CODES = (EXIT_DONE, EXIT_AGAIN, EXIT_INTERRUPTED)
+PREFIX, OWNER = "trainrun-", ".owner"  # of a temporary folder, and its locked file
 MOST_IDLE = 3  # attempts in a row without a new checkpoint
 
 # Python puts the working directory first, also for `-m`, so that a `types.py` in it would be taken for Python's own.
@@ -371,3 +374,47 @@ def never_ended(rank: int, seconds: float, run_dir: RunDir) -> RankFailed:
 
 def signal_name(number: int) -> str:
     return {entry.value: entry.name for entry in signal.Signals}.get(number, f"signal {number}")
+
+
+@contextlib.contextmanager
+def scratch_folder(place: str | None = None) -> Iterator[Path]:
+    """Yield a new folder of this process, which is removed at the end. place: None is the temporary directory.
+
+    The folder has a file that this process has locked. The lock goes with the process, also by SIGKILL, and the next
+    call removes folders without a lock. Where there are no such locks (Windows, some network file systems), nothing
+    is removed.
+    """
+    remove_orphaned_folders(Path(place or tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        descriptor = os.open(folder / f"{OWNER}-new", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try_lock(descriptor)
+            os.rename(folder / f"{OWNER}-new", folder / OWNER)  # nobody sees it before it is locked
+            yield folder
+        finally:
+            os.close(descriptor)
+
+
+def remove_orphaned_folders(place: Path) -> None:
+    """Take away this user's folders whose process is gone; what is not ours has no such file in it."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if try_lock(descriptor):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Return whether the file is locked by us now; False if another process has it."""
+    with contextlib.suppress(OSError, ImportError):
+        import fcntl  # not on Windows
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,11 +18,20 @@ from torch import nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
+from trainrun.assemble.resumption import loaded_state
 from trainrun.assemble.start_choices import Chosen, choose_allocator, chosen_before
 from trainrun.assemble.unread_settings import check_settings_are_read
 from trainrun.checkpoint.files import committed_steps
 from trainrun.config.schema import RunConfig, stop_recording
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, PluginError, TrainingError
+from trainrun.errors import (
+    EXIT_AGAIN,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    DataError,
+    PluginError,
+    TrainingError,
+    TrainrunError,
+)
 from trainrun.folder.run_folder import (
     LaunchSpec,
     RunDir,
@@ -37,7 +47,6 @@ from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.failures import end_hung, on_trial
-from trainrun.runs.loop_errors import explained
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.runtime.machine import return_kept_memory
 from trainrun.runtime.signals import StopFlag
@@ -56,6 +65,8 @@ from trainrun.train_state import SAVE_NOW, RollBack, TrainState
 from trainrun.training import loop
 from trainrun.training.checks.validation_trial import try_validation
 from trainrun.training.components import Components
+from trainrun.training.recovery.oom import ONE_SAMPLE, no_memory
+from trainrun.transform.compile import broken_library
 
 
 def train_here(run_dir: RunDir, config: RunConfig, order: LaunchSpec, flag: StopFlag, began: float) -> int:
@@ -165,8 +176,6 @@ def first_state(
     """A fresh state, or the one of the checkpoint to go on from."""
     state = TrainState()
     if resume or config.ckpt_path is not None:
-        from trainrun.assemble.resumption import loaded_state
-
         state = loaded_state(run, run_dir, config, resume)
     if back is not None:
         back.apply(state)
@@ -229,7 +238,7 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
     try:
         return fit(run, state)
     except (MemoryError, RuntimeError, AttributeError, TypeError, ValueError) as error:
-        if (message := explained(run, state, error)) is not None:
+        if (message := explain_error(run, state, error)) is not None:
             raise message from error
         raise
 
@@ -292,3 +301,90 @@ def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str,
             name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")
         },
     }
+
+
+# of a loss with another shape than its gradient
+OF_LOSS = re.compile(r"Mismatch in shape: grad_output|invalid gradient at index 0 - got \[\]")
+# of torch's linear, convolution and recurrent layers; `scalar type Long` may also be said of a target
+WHOLE = r"(Bool|Byte|Char|Short|Int)"
+WHOLE_INPUTS = re.compile(
+    rf"got ({WHOLE}|Long) and |Input type \((bool|unsigned char|(short |long )?int|torch.*ByteTensor)\)"
+    rf"|scalar type {WHOLE} but found |\"(batch_norm|slow_conv\w*)\" not implemented for '({WHOLE}|Long)"
+    r"|RNN input dtype \(torch\.(bool|u?int)"
+)
+OF_ANOMALY = re.compile(r"Function '\w+' returned nan values")
+ASSERTED = "device-side assert"  # of a kernel; the device is lost to the process with it
+# of torch's embeddings
+FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scalar types: Long, Int; but got")
+
+
+def explain_error(run: Components, state: TrainState, error: Exception) -> TrainrunError | None:
+    """Return what to do about an error; None if that is not known."""
+    task = type(run.task).__name__
+    if isinstance(error, AttributeError):
+        if error.name not in ("loss_sum", "sums", "count"):
+            return None
+        return PluginError(
+            f"task: {task}.step() gave a {type(error.obj).__name__}; it must return "
+            "trainrun.interfaces.StepOutput(loss_sum, {...})"
+        )
+    if text := no_memory(error):
+        return TrainingError(describe_memory_end(run, text))
+    if "file too short" in str(error) and (text := broken_library(error)):
+        return TrainingError(text)
+    if ASSERTED in str(error):
+        return TrainingError(
+            f"at step {state.step + 1} or just before: an index was out of range on the GPU, as a label or a "
+            "token that the model has no class or row for; the same command with parallel.accelerator=cpu "
+            "names its value, and with CUDA_LAUNCH_BLOCKING=1 in the environment the error has the right line"
+        )
+    if "does not currently support double backward" in str(error):
+        return PluginError(
+            f"trainer.compile={run.config.trainer.compile.scope}: {task}.step() differentiates a gradient "
+            "(autograd.grad with create_graph=True), which torch.compile does not support; use trainer.compile=off"
+        )
+    if OF_ANOMALY.search(str(error)):
+        return TrainingError(
+            f"step {state.step + 1}: {str(error).rstrip('.')} (trainer.detect_anomaly=true); torch's warning above "
+            "shows where the forward pass called it"
+        )
+    if OF_LOSS.search(str(error)):  # whose first shape was right
+        return PluginError(
+            f"task: at step {state.step + 1} {task}.step() gave a loss that is not 0-d; it "
+            f"must be the sum over the batch ({str(error).partition('.')[0]})"
+        )
+    if FRACTIONS.search(str(error)):
+        return DataError(
+            f"data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "
+            "data=text task=language_modeling"
+        )
+    if "must be Tensor, not dict" in str(error) and type(run.model).__module__.startswith("trainrun."):
+        return DataError(
+            "data: the inputs are several by name, but the model takes one tensor; name inputs of one kind, as "
+            "data.train.inputs=[a,b], or use a model whose forward takes the dict"
+        )
+    if "Expected more than 1 value per channel" in str(error):
+        return DataError(
+            f"data: at step {state.step + 1} a batch has one sample, of which a BatchNorm knows nothing; leave such "
+            "a last batch out with data.drop_last=true (also by trainrun resume), or take another data.batch_size"
+        )
+    if WHOLE_INPUTS.search(str(error)):
+        return DataError(
+            f"data: the inputs are whole numbers, but the model computes with fractions ({error}); "
+            "convert them where they are read, as x.float() / 255"
+        )
+    return None
+
+
+def describe_memory_end(run: Components, text: str) -> str:
+    """Return what to do when memory ran out. text: what the allocator said, and why the window did not run again."""
+    batch = run.config.data.batch_size
+    accumulate = run.config.trainer.accumulate_grad_batches
+    if run.retry.refusal:
+        text += f"; not run again in smaller micro-batches: {run.retry.refusal}"
+    if batch == 1 or ONE_SAMPLE in text:
+        return f"out of memory with data.batch_size={batch}: {text}. A smaller model, or preset=memory-limited, may fit"
+    return (
+        f"out of memory with data.batch_size={batch}: {text}. The same training in less memory: "
+        f"data.batch_size={batch // 2} trainer.accumulate_grad_batches={accumulate * 2}"
+    )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainrun.checkpoint.files import folder_name
 from trainrun.checkpoint.load import load_together
+from trainrun.checkpoint.weights import evaluated_weights
 from trainrun.data.split_batch import tensors_in
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Predicts
@@ -87,8 +88,6 @@ def _predictions_at(
 @contextmanager
 def _weights_of(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
     """Inside, the model has the weights of a checkpoint and is in evaluation mode; afterwards its own."""
-    from trainrun.checkpoint.weights import evaluated_weights  # not needed where the last step is the best
-
     own = {name: value.detach().to("cpu", copy=True) for name, value in run.model.state_dict().items()}
     modes = [(module, module.training) for module in run.model.modules()]
     loaded = load_together(run_dir.checkpoints / folder_name(step), run.parallel, None)

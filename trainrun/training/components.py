@@ -42,8 +42,7 @@ from trainrun.training.triggers import Triggers
 
 if TYPE_CHECKING:
     from trainrun.checkpoint.weights import FrozenBase
-    from trainrun.optimizer.ema import Ema
-    from trainrun.optimizer.own_average import OwnAverage
+    from trainrun.optimizer.ema import Ema, OwnAverage
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
     from trainrun.transform.compile_log import CompileLog
 

@@ -17,14 +17,14 @@ from trainrun.interfaces import KeepsState, StepInfo
 from trainrun.seeding import derive_seed
 from trainrun.timing import phases
 from trainrun.train_state import TrainState
-from trainrun.training.checks.missing_gradients import WatchGradients
 from trainrun.training.checks.task_pictures import save_pictures
 from trainrun.training.checks.unsaved_state import UnsavedState
+from trainrun.training.trained_parameters import WatchGradients
 from trainrun.training.triggers import STOP_INTERRUPT
 
 if TYPE_CHECKING:
-    from trainrun.training.checks.missing_gradients import WatchGradients
     from trainrun.training.checks.unsaved_state import UnsavedState
+    from trainrun.training.trained_parameters import WatchGradients
 
 HOOKS = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end", "pictures")
 TRAINING, EVALUATION = 7, 8  # what seeds are derived from, besides the place

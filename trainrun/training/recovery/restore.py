@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainrun.checkpoint.weights import check_tensors, fit_buffers, tensor_kinds, with_left_out
 from trainrun.data.order.sampler import LISTED, ORDER
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import KeepsState
+from trainrun.optimizer.load_named_state import configured_fields, load_named_optimizer_state
 from trainrun.seeding import set_random_state
 from trainrun.train_state import OF_THIS_SESSION, TrainState
 from trainrun.training.components import Components
@@ -44,8 +46,6 @@ def load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str
 
 
 def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
-    from trainrun.checkpoint.weights import check_tensors, fit_buffers, tensor_kinds, with_left_out
-
     if longer := fit_buffers(run.model, shared["model"], run.parallel.device):
         run.monitors.note(
             f"checkpoint {place}: longer than the model makes them at first: {', '.join(longer)}"
@@ -105,8 +105,6 @@ def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
     if run.optimizers:
         load_optimizer_states(run.optimizers, run.model, place, tree, run.config.optimizer)
         return
-    from trainrun.optimizer.load_named_state import configured_fields, load_named_optimizer_state
-
     configured = configured_fields(run.config.optimizer)
     load_named_optimizer_state(run.optimizer, run.model, tree, configured)
 
