@@ -52,7 +52,7 @@ def train():
 with catch_signals(flag):
     show_stacks_when_asked()
     say_listening()
-    sys.exit(run_rank(run, rank, work))
+    sys.exit(run_rank(run, rank, work, flag))
 """
 
 

@@ -11,6 +11,7 @@ import pytest
 from trainrun.errors import EXIT_FAILED, SaveError
 from trainrun.folder.run_folder import RunDir
 from trainrun.parallel import rank_place as rank
+from trainrun.runtime.signals import StopFlag
 
 
 def test_a_full_disk_hides_no_failure(
@@ -23,5 +24,5 @@ def test_a_full_disk_hides_no_failure(
         raise SaveError("checkpoint step-00000004: no space")
 
     monkeypatch.setattr(rank, "write_json", full)
-    assert rank.run_rank(RunDir(tmp_path), 1, work) == EXIT_FAILED
+    assert rank.run_rank(RunDir(tmp_path), 1, work, StopFlag()) == EXIT_FAILED
     assert capsys.readouterr().err == "rank 1: checkpoint step-00000004: no space\n"

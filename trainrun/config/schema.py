@@ -354,6 +354,9 @@ class ParallelConfig:
     gradient_as_bucket_view: bool = setting(True, "gradients lie in what is exchanged: a copy less")
     bucket_cap_mb: float = setting(25.0, "MB that are exchanged at a time", above=0)
     timeout_seconds: float = setting(1800.0, "limit for one exchange", above=0, read_by="the launcher")
+    meeting_seconds: float = setting(
+        90.0, "limit for the ranks to meet before the first step", above=0, read_by="the launcher"
+    )
     max_restarts: int = setting(
         0, "restarts of the ranks after a failure", at_least=0, read_by="the launcher"
     )

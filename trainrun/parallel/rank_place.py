@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
+from trainrun.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
 from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.output import say
+from trainrun.runtime.signals import STOP_INTERRUPTED, StopFlag
 from trainrun.user_code import line_of
 
 WATCH_SECONDS = 0.5
@@ -30,6 +31,14 @@ class LostContact(LaunchError):
     def __init__(self, reason: BaseException | str) -> None:
         self.reason = (str(reason).strip() or type(reason).__name__).splitlines()[0]
         super().__init__(f"lost contact with the other ranks ({self.reason})")
+
+
+class MeetingFailed(LostContact):
+    """Ranks did not come, or cannot be reached, before the first step."""
+
+    def __init__(self, message: str) -> None:
+        LaunchError.__init__(self, message)
+        self.reason = message
 
 
 def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
@@ -69,13 +78,18 @@ def show_stacks_when_asked() -> None:
     faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
 
 
-def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int]) -> int:
-    """Return the exit code of a rank's whole work. A failure is written to the run folder for the driver."""
+def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int], flag: StopFlag) -> int:
+    """Return the exit code of a rank's whole work. A failure is written to the run folder for the driver.
+
+    A rank that was asked to stop and then loses contact ends as it was asked: the others did, perhaps a moment earlier.
+    """
     try:
         return work()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
+        if isinstance(error, LostContact) and flag.request:
+            return EXIT_INTERRUPTED if flag.request == STOP_INTERRUPTED else EXIT_AGAIN
         try:
             report_failure(run_dir, rank, error)
         except OSError:  # the disk is full, perhaps: the driver knows the code, the rank's output the reason

@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
 
+from trainrun.errors import EXIT_FAILED
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.group import init_group
-from trainrun.parallel.rank_place import die_with_parent, run_rank, say_listening, show_stacks_when_asked
+from trainrun.parallel.handshake import ended_after, name_ranks
+from trainrun.parallel.rank_place import (
+    die_with_parent,
+    listening_file,
+    run_rank,
+    say_listening,
+    show_stacks_when_asked,
+)
 from trainrun.runtime.signals import StopFlag, catch_signals
 
 Work = Callable[[Parallel, StopFlag], int]
@@ -41,6 +50,8 @@ class Options(Protocol):
     def bucket_cap_mb(self) -> float: ...
     @property
     def timeout_seconds(self) -> float: ...
+    @property
+    def meeting_seconds(self) -> float: ...
 
 
 def run_as_rank(
@@ -48,28 +59,52 @@ def run_as_rank(
     options: Options,
     work: Work,
     store: Store | None = None,
+    flag: StopFlag | None = None,
     deadline: AbstractContextManager[None] | None = None,
+    end: Callable[[str], object] | None = None,
 ) -> int:
     """Run one rank from start to end. Return its exit code; never raise an Exception.
 
     store: where the ranks meet, from `handshake`, if torchrun started them. deadline: a context around the work that
-    limits
-    the time of a stop, if no driver of trainrun does.
+    limits the time of a stop. end: ends the process because the ranks did not meet in time; its argument says why.
     """
     die_with_parent()
-    flag = StopFlag()
+    flag = flag or StopFlag(training=False)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    end = end or (lambda text: os._exit(EXIT_FAILED))
 
     def whole() -> int:
-        parallel = build_ddp(options, store)
+        side = store and store.clone()  # type: ignore[attr-defined]  # public, not in torch's stubs
+        with ended_after(options.meeting_seconds, lambda: missing_ranks(side, world_size), end):
+            parallel = build_ddp(options, store)
         code = work(parallel, flag)
         parallel.close()  # not after a failure: it could wait for ranks that are gone
         return code
 
     with catch_signals(flag), deadline or nullcontext():
-        if store is None:  # else nobody of ours started this rank
+        if store is None:
             show_stacks_when_asked()
             say_listening()
-        return run_rank(run_dir, int(os.environ["RANK"]), whole)
+        else:  # nobody of ours started this rank
+            store.set(f"here/{rank}", "")
+        return run_rank(run_dir, rank, whole, flag)
+
+
+def missing_ranks(store: Store | None, world_size: int) -> str:
+    """Describe whom this rank waits for: ranks that never began to connect, else the connections themselves.
+
+    store: a connection of its own; that of the process group waits.
+    """
+    if store is None:
+        place = Path(os.environ["TRAINRUN_STORE"])
+        missing = [rank for rank in range(world_size) if not listening_file(place, rank).exists()]
+    else:
+        try:
+            missing = [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
+        except RuntimeError:  # it hosts the store, and has ended
+            return "rank 0"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "the interface of this machine's name")
+    return name_ranks(missing) if missing else f"connections to the other ranks over {interface}"
 
 
 def build_ddp(options: Options, store: Store | None) -> Ddp:

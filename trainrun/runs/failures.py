@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainrun.config.schema import RunConfig
 from trainrun.errors import (
+    EXIT_AGAIN,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
@@ -32,7 +33,7 @@ from trainrun.folder.status import read_status, write_status
 from trainrun.instantiate import satellite
 from trainrun.output import printable, say
 from trainrun.parallel.devices import external_ranks
-from trainrun.parallel.rank_place import LostContact, report_failure
+from trainrun.parallel.rank_place import LostContact, MeetingFailed, report_failure
 from trainrun.runtime.signals import StopFlag, stop_deadline
 from trainrun.timing.phases import RANKS
 from trainrun.user_code import of_the_system
@@ -174,22 +175,42 @@ def end_hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, 
     end_process(EXIT_FAILED)
 
 
-def deadline(run: RunDir, config: RunConfig) -> AbstractContextManager[None]:
-    """End the process if a stop inside takes too long, or is requested twice."""
-    return stop_deadline(
-        config.trainer.stop_grace_seconds, lambda number, twice: give_up(run, config, number, twice)
-    )
+def end_meeting(run_dir: RunDir, config: RunConfig, text: str) -> None:
+    """Report that the ranks did not meet in time, and end this process."""
+    report_failure(run_dir, int(os.environ["RANK"]), MeetingFailed(text))
+    if external_ranks():
+        leave_now(run_dir, config, "failed", EXIT_FAILED, text)
+    end_process(EXIT_FAILED)
 
 
-def give_up(run: RunDir, config: RunConfig, number: int, twice: bool) -> None:
+def deadline(run: RunDir, config: RunConfig, flag: StopFlag | None = None) -> AbstractContextManager[None]:
+    """End the process if a stop inside takes too long, or is requested twice.
+
+    flag: of a rank. A rank ends at once before its first step: nothing is lost, and others may never come. Later the
+    driver of trainrun limits the time, if there is one.
+    """
+
+    def limit() -> float:
+        if flag is not None and not flag.training and flag.fault is None:
+            return 0.0
+        return math.inf if "TRAINRUN_STORE" in os.environ else config.trainer.stop_grace_seconds
+
+    return stop_deadline(limit, lambda number, twice: give_up(run, config, number, twice, flag))
+
+
+def give_up(run: RunDir, config: RunConfig, number: int, twice: bool, flag: StopFlag | None) -> None:
     """A stop that took too long, or was asked for twice: the process ends here, with what is committed."""
-    seconds = config.trainer.stop_grace_seconds
+    name, seconds = signal.Signals(number).name, config.trainer.stop_grace_seconds
+    left = "the last checkpoint stands" if any(run.checkpoints.glob("step-*")) else "nothing was saved yet"
+    if flag is not None and not flag.training:
+        code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_AGAIN
+        if os.environ["RANK"] != "0":  # rank 0 speaks for all
+            end_process(code)
+        leave_now(run, config, "stopped", code, f"{name} came before the first step; {left}")
     cause = (
         "came twice" if twice else f"was not followed by a save within trainer.stop_grace_seconds={seconds:g}"
     )
-    saved = any(run.checkpoints.glob("step-*"))
-    left = "the last checkpoint stands" if saved else "nothing was saved yet"
-    leave_now(run, config, "stopped", 128 + number, f"{signal.Signals(number).name} {cause}; {left}")
+    leave_now(run, config, "stopped", 128 + number, f"{name} {cause}; {left}")
 
 
 def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
+
 from trainrun.config.saved_config import load_config
-from trainrun.config.schema import record_reads
+from trainrun.config.schema import RunConfig, record_reads
+from trainrun.errors import EXIT_AGAIN, EXIT_INTERRUPTED
 from trainrun.folder.lock import take_over
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
+from trainrun.folder.status import read_status, write_status
 from trainrun.interfaces import Parallel
 from trainrun.output import complain
-from trainrun.parallel.worker import run_as_rank
+from trainrun.parallel.worker import Work, run_as_rank
+from trainrun.runs.failures import deadline, end_meeting
 from trainrun.runs.rank import train_rank
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.streams import guard_streams
@@ -34,7 +40,26 @@ def main(argv: list[str]) -> int:
         order = LaunchSpec(bool(job["resume"]) or attempt > 0, job["paths"], typed=tuple(job["typed"]))
         return train_rank(run_dir, config, order, parallel, flag, PhaseTimer(process_start()))
 
-    return run_as_rank(run_dir, config.parallel, work)
+    return run_rank_of(run_dir, config, work)
+
+
+def run_rank_of(run_dir: RunDir, config: RunConfig, work: Work, store: Store | None = None) -> int:
+    """Run one rank of a run. Return its exit code. store: of the ranks that torchrun or Slurm started."""
+    rank = int(os.environ["RANK"])
+    run_dir.rank_error(rank).unlink(missing_ok=True)
+    flag = StopFlag(training=False)
+    code = run_as_rank(
+        run_dir, config.parallel, work, store, flag, deadline(run_dir, config, flag),
+        lambda text: end_meeting(run_dir, config, text),
+    )  # fmt: skip
+    if (
+        rank == 0
+        and code in (EXIT_AGAIN, EXIT_INTERRUPTED)
+        and read_status(run_dir).get("state") == "running"
+    ):
+        message = "stopped by a signal after another rank had ended"
+        write_status(run_dir, config.run_name, state="stopped", exit_code=code, message=message)
+    return code
 
 
 if __name__ == "__main__":

@@ -13,26 +13,25 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from trainrun.config.saved_config import load_config
-from trainrun.config.schema import RunConfig, record_reads
+from trainrun.config.schema import ParallelConfig, RunConfig, record_reads
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.folder.status import write_status
 from trainrun.interfaces import Parallel
 from trainrun.output import say
-from trainrun.parallel.group import contact
 from trainrun.parallel.handshake import Meeting, folder_before, follow, lead
 from trainrun.parallel.rank_place import LostContact
-from trainrun.parallel.worker import run_as_rank
-from trainrun.runs.failures import deadline
 from trainrun.runs.rank import train_rank
-from trainrun.runtime.signals import StopFlag
+from trainrun.runs.rank_process import run_rank_of
+from trainrun.runtime.signals import StopFlag, left_at_stops
 from trainrun.timing.phases import PhaseTimer, process_start
 
 FOLDER_SECONDS = 20.0  # for a network's folder to show what rank 0 wrote
 POLL_SECONDS = 0.1
-DISMISS_SECONDS = 60.0  # for the other ranks to come
+MEETING = "parallel.meeting_seconds="
 
 
 def lead_run(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
@@ -49,42 +48,53 @@ def lead_run(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     if fault:
         dismiss(EXIT_USAGE)
         raise ConfigError(fault)
-    job = {"resume": order.resume, "paths": order.paths, "typed": order.typed}
-    meeting = lead({"folder": str(run.root), "config": _digest(run), **job})
-    if faults := meeting.hear_all():
-        raise ConfigError(faults[0])
+    payload = {
+        "folder": str(run.root), "config": _digest(run),
+        "resume": order.resume, "paths": order.paths, "typed": order.typed,
+    }  # fmt: skip
+    with left_at_stops():
+        meeting = lead(payload, sys.argv[1:], parallel.meeting_seconds)
     return _work(run, config, order, meeting)
 
 
 def dismiss(code: int = EXIT_DONE) -> None:
     """Rank 0, if the run has come to its end before, or cannot begin; the others end as it does.
 
-    They would wait for it for half an hour: Slurm, unlike torchrun, lets the others go on when a rank ends.
+    They would wait for it: Slurm, unlike torchrun, lets the others go on when a rank ends.
     """
-    with contextlib.suppress(LostContact):
-        lead({"folder": None, "code": code}, DISMISS_SECONDS).hear_all()
+    with contextlib.suppress(LostContact), left_at_stops():
+        lead({}, [], _meeting_seconds(), exit_code=code)
 
 
 def follow_run() -> int:
     """Every other rank: no Hydra, no words of its own."""
-    meeting = follow()
+    with left_at_stops():
+        meeting = follow(sys.argv[1:], _meeting_seconds(), fault_of=_folder_fault)
+    if meeting.exit_code is not None:
+        return meeting.exit_code
     payload = meeting.payload
-    if payload["folder"] is None:
-        with contact():
-            meeting.say_heard()
-        return int(payload["code"])
     sys.path += [path for path in payload["paths"] if path not in sys.path]
     run = RunDir(Path(payload["folder"]))
-    fault = "" if _is_shared(run, payload["config"]) else (
-        f"output_dir={run.root}: rank {os.environ['RANK']} on {socket.gethostname()} does not find the run folder of "
-        "rank 0 there; ranks on several machines need a folder that all of them share"
-    )  # fmt: skip
-    with contact():
-        meeting.say_heard(fault)
-    if fault:
-        raise ConfigError(fault)
     order = LaunchSpec(payload["resume"], payload["paths"], typed=tuple(payload["typed"]))
     return _work(run, load_config(run.config, []), order, meeting)
+
+
+def _meeting_seconds() -> float:
+    """Return `parallel.meeting_seconds` of the command line, where no config is composed yet; else the default."""
+    values = [word.removeprefix(MEETING) for word in sys.argv if word.startswith(MEETING)]
+    with contextlib.suppress(ValueError):  # rank 0 refuses it
+        return float(values[-1]) if values else ParallelConfig().meeting_seconds
+    return ParallelConfig().meeting_seconds
+
+
+def _folder_fault(payload: dict[str, Any]) -> str:
+    """Return what to say if rank 0 trains in a folder that this rank does not see."""
+    if "folder" not in payload or _is_shared(run := RunDir(Path(payload["folder"])), payload["config"]):
+        return ""
+    return (
+        f"output_dir={run.root}: rank {os.environ['RANK']} on {socket.gethostname()} does not find the run folder of "
+        "rank 0 there; ranks on several machines need a folder that all of them share"
+    )
 
 
 def _digest(run: RunDir) -> str:
@@ -107,7 +117,8 @@ def earlier_folder() -> str | None:
     """The run folder of this same job before torchrun restarted its ranks; None at its first start."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
-    folder = folder_before()
+    with left_at_stops():
+        folder = folder_before(_meeting_seconds())
     if folder is None:
         say(
             "note: torchrun restarted the ranks, and no folder of their run is known: a new run begins (with "
@@ -121,12 +132,9 @@ def _work(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -
     record_reads()
 
     def work(parallel: Parallel, flag: StopFlag) -> int:
-        meeting.end()  # all ranks are here: nobody asks rank 0 any more
         return train_rank(run, config, order, parallel, flag, PhaseTimer(process_start()))
 
-    run.rank_error(rank).unlink(missing_ok=True)
-
-    code = run_as_rank(run, config.parallel, work, store=meeting.store, deadline=deadline(run, config))
+    code = run_rank_of(run, config, work, meeting.store)
     if code != EXIT_DONE and run.rank_error(rank).exists():
         rank_error = read_json(run.rank_error(rank))
         text = rank_error["traceback"] if rank_error["kind"] == "bug" else rank_error["message"]

@@ -135,8 +135,15 @@ def watchdog_limit(seconds: float) -> float:
 
 
 @contextmanager
-def stop_deadline(seconds: float, expire: Expire) -> Iterator[None]:
-    """Call `expire` in a thread if a stop inside takes longer than `seconds`, or is requested twice.
+def left_at_stops() -> Iterator[None]:
+    """End the process at once at a stop signal, also while the main thread waits in C code."""
+    with catch_stops(_leave), stop_deadline(lambda: 0.0, lambda number, twice: _leave(number, None)):
+        yield
+
+
+@contextmanager
+def stop_deadline(limit: Callable[[], float], expire: Expire) -> Iterator[None]:
+    """Call `expire` in a thread if a stop inside takes longer than `limit()` seconds, or is requested twice.
 
     Python runs signal handlers between two of its own instructions: 11 s late in a gloo exchange with a timeout of
     10 s. The bytes of `signal.set_wakeup_fd` come at once, and a thread of their own reads them.
@@ -150,9 +157,7 @@ def stop_deadline(seconds: float, expire: Expire) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    clock = threading.Thread(
-        target=_listen, args=(reader, seconds, expire), name="trainrun stop", daemon=True
-    )
+    clock = threading.Thread(target=_listen, args=(reader, limit, expire), name="trainrun stop", daemon=True)
     clock.start()
     try:
         yield
@@ -164,7 +169,7 @@ def stop_deadline(seconds: float, expire: Expire) -> Iterator[None]:
         os.close(writer)
 
 
-def _listen(reader: int, seconds: float, expire: Expire) -> None:
+def _listen(reader: int, limit: Callable[[], float], expire: Expire) -> None:
     until, first, twice = math.inf, 0, False
     seen: dict[int, float] = {}
     while True:
@@ -180,7 +185,7 @@ def _listen(reader: int, seconds: float, expire: Expire) -> None:
                 continue
             now = time.monotonic()
             if not seen:
-                first, until = number, now + seconds
+                first, until = number, now + limit()
             again = now - seen.get(number, math.inf)
             if number == signal.SIGTERM and again >= AGAIN_SECONDS:
                 first, until, twice = number, now, True
