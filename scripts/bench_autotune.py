@@ -27,7 +27,7 @@ from bench_kit import machine  # noqa: E402
 from trainrun.benchmark.budget import Budget  # noqa: E402
 from trainrun.benchmark.diagnose.verdict import CAUSES  # noqa: E402
 from trainrun.benchmark.measured_run import MeasuredRun  # noqa: E402
-from trainrun.benchmark.run_overrides import config_of, replaced  # noqa: E402
+from trainrun.benchmark.run_overrides import config_of, replace_overrides  # noqa: E402
 from trainrun.benchmark.tune.tune_report import tuning_lines  # noqa: E402
 from trainrun.benchmark.tune.tuner import Tuner, Tuning  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
@@ -116,7 +116,7 @@ def in_fresh_processes(names: Sequence[str], budget: float) -> None:
         began = time.monotonic()
         tuning = tuned(WORKLOADS[name], budget, "numeric")
         took = time.monotonic() - began
-        again = started_again(tuning.overrides, replaced(tuning.overrides, tuning.found))
+        again = started_again(tuning.overrides, replace_overrides(tuning.overrides, tuning.found))
         claim = tuning.claim if tuning.is_claimed else None
         holds = claim is None or (claim.low <= again.high and again.low <= claim.high)
         print(

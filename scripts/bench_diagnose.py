@@ -32,10 +32,10 @@ from trainrun.benchmark.budget import Budget, PacedTurns, steps_for  # noqa: E40
 from trainrun.benchmark.diagnose.diagnosis import CLEAR, diagnose  # noqa: E402
 from trainrun.benchmark.diagnose.rounds import spent  # noqa: E402
 from trainrun.benchmark.diagnose.verdict import verdict  # noqa: E402
-from trainrun.benchmark.run_overrides import config_of, key_of, own_choices, replaced  # noqa: E402
+from trainrun.benchmark.run_overrides import config_of, key_of, replace_overrides, start_choices  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
 from trainrun.precision.autocast import emulates_bfloat16  # noqa: E402
-from trainrun.timing.paired import Ratio, Spent, ratio_of_totals, total  # noqa: E402
+from trainrun.timing.paired import Ratio, Spent, ratio_of_totals, sum_spent  # noqa: E402
 
 PAIRS = 7  # of turns, of the run with the fault and the one without, in one pair of processes
 FEWEST, MOST = 2, 6  # pairs of processes; those that come after the fewest take more turns
@@ -140,7 +140,7 @@ def judged(
         promised = next((each.gain.value for each in promises if each.name == fault.expected), float("nan"))
         gains = f" {promised:>7.2f}x"
         if fault.without is not None and not verdicts_only:
-            own = own_choices(config_of(words), found.info)
+            own = start_choices(config_of(words), found.info)
             real = realised(words, without_twice([*base, *fault.without]), own)
             error = abs(promised / real.value - 1)
             gains += f" {real!s:>22}  {error:.0%}"
@@ -161,9 +161,9 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
         # Each pair in another order, or all of them read the same batches, with the same number of rare stalls.
         order_of_data = [f"seed={number + 1}"]
         with WorkerPool() as pool:
-            first = pool.start(config_of(replaced(faulty, [*own, *order_of_data])))
+            first = pool.start(config_of(replace_overrides(faulty, [*own, *order_of_data])))
             said = {key_of(word) for word in clean}
-            held = replaced(clean, order_of_data)
+            held = replace_overrides(clean, order_of_data)
             second = pool.start(config_of([*held, *(word for word in own if key_of(word) not in said)]))
             steps = steps_for(lambda steps, first=first: first.train(steps, variant="whole"))
             sides = [
@@ -175,7 +175,7 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
             count = PAIRS if number < FEWEST else 3 * PAIRS
             turns = [pair_of(sides, number + turn) for turn in range(count)]
         first_turns, second_turns = zip(*turns, strict=True)
-        pairs.append((total(first_turns), total(second_turns)))  # a pair of processes counts once
+        pairs.append((sum_spent(first_turns), sum_spent(second_turns)))  # a pair of processes counts once
     return ratio_of_totals(pairs)
 
 

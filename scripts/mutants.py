@@ -66,8 +66,8 @@ MUTANTS: Final = (
     Mutant(
         "the memory of a step is that of a small batch",
         "trainrun/autotune",
-        "return gradients, sum(kept.values()) * count // min(ROWS, count), state",
-        "return gradients, sum(kept.values()), state",
+        "return gradients, sum(saved.values()) * count // min(ROWS, count), state",
+        "return gradients, sum(saved.values()), state",
         ("tests/autotune/test_forecast.py",),
     ),
     Mutant(
@@ -371,14 +371,14 @@ MUTANTS: Final = (
     Mutant(
         "the first update of a warmup has no learning rate",
         "trainrun/scheduler",
-        "factor = (self._count + 1) / self.warmup_steps",
-        "factor = self._count / self.warmup_steps",
+        "factor = start + (1 - start) * (self._count + 1) / self.warmup_steps",
+        "factor = start + (1 - start) * self._count / self.warmup_steps",
         ("tests/scheduler/test_schedule.py",),
     ),
     Mutant(
         "pruned networks are cut where outputs are added",
         "trainrun/smaller",
-        "        here.writers += there.writers\n",
+        "        root.writers += added.writers\n",
         "",
         ("tests/smaller/test_smaller.py",),
     ),
@@ -527,7 +527,7 @@ MUTANTS: Final = (
     Mutant(
         "a frozen batch norm goes on counting",
         "trainrun/transform",
-        "                layer.train = partial(stay, layer)  # type: ignore[method-assign]\n",
+        "                layer.train = partial(keep_mode, layer)  # type: ignore[method-assign]\n",
         "",
         ("tests/transform/test_lora_and_freeze.py",),
     ),

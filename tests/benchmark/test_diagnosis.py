@@ -22,7 +22,7 @@ from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
 from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.diagnose.verdict import CAUSES, verdict
 from trainrun.benchmark.remedies import EFFECTS, REMEDIES, Remedy, remedies_for
-from trainrun.benchmark.run_overrides import config_of, replaced
+from trainrun.benchmark.run_overrides import config_of, replace_overrides
 from trainrun.benchmark.worker_messages import RunInfo, Save, Turn
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
@@ -161,7 +161,7 @@ def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> No
 
 @pytest.mark.parametrize("remedy", [remedy for several in REMEDIES.values() for remedy in several], ids=str)
 def test_every_remedy_is_one_that_a_run_takes(remedy: Remedy) -> None:
-    config_of(replaced(["trainer.compile.scope=model"], remedy.overrides))
+    config_of(replace_overrides(["trainer.compile.scope=model"], remedy.overrides))
 
 
 def test_only_useful_ablations_are_asked() -> None:

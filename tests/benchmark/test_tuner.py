@@ -10,7 +10,7 @@ from benchmark_worlds import OFTEN, SETTINGS, Costs, World
 
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.remedies import EXACT, NUMERIC, TRAINING
-from trainrun.benchmark.run_overrides import config_of, replaced
+from trainrun.benchmark.run_overrides import config_of, replace_overrides
 from trainrun.benchmark.tune.techniques import Row, Technique, measure_table
 from trainrun.benchmark.tune.tune_report import as_plain, table_lines, tuning_lines
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner, Tuning
@@ -21,7 +21,7 @@ SLOW_READING = replace(FAST, read=2.7e-3)  # 12 times the rest of a step
 
 
 def new_tuner(world: World, *words: str, allowed: str = EXACT, budget: float = 120.0) -> Tuner:
-    overrides = replaced(SETTINGS, words)
+    overrides = replace_overrides(SETTINGS, words)
     return Tuner(world, overrides, Budget(budget, world.clock), lambda about, left: None, allowed)
 
 
@@ -38,7 +38,10 @@ def trial_of(tuning: Tuning, setting: str) -> Trial:
 def true_gain(world: World, tuning: Tuning, *words: str) -> float:
     """How much faster an item is with what was found."""
     seconds = []
-    for overrides in (replaced(SETTINGS, words), replaced([*SETTINGS, *words], tuning.found)):
+    for overrides in (
+        replace_overrides(SETTINGS, words),
+        replace_overrides([*SETTINGS, *words], tuning.found),
+    ):
         run = World(world.costs).start(config_of(overrides))
         phases = run.seconds_of_step(["validating", "saving"])
         seconds.append(sum(phases.values()) / run.batch)

@@ -18,7 +18,7 @@ from trainrun.model.gpt import Gpt
 from trainrun.model.mlp import Mlp
 from trainrun.optimizer.build_optimizer import build_optimizer, named_optimizer_state
 from trainrun.optimizer.load_named_state import load_named_optimizer_state
-from trainrun.optimizer.muon import Muon, hidden_matrices, orthogonal
+from trainrun.optimizer.muon import Muon, hidden_matrices, orthogonalize
 from trainrun.precision.update import takes_flag
 
 
@@ -40,7 +40,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) ->
 @pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (2, 64)])
 def test_the_direction_has_singular_values_near_one_and_the_same_vectors(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = orthogonal(matrix, 10)
+    found = orthogonalize(matrix, 10)
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     inside = left.T @ found @ right.T
     assert (inside - inside.diagonal().diag()).abs().max() < 1e-6

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trainrun.monitor.run_lines import compute_line
 from trainrun.summary import at_end
-from trainrun.summary.flops import Work, counter, data_sheet_flops, flops_per_item, measured_work
+from trainrun.summary.flops import Work, data_sheet_flops, flop_counter, flops_per_item, measured_work
 
 
 def test_an_mlp_counts_as_by_hand():
@@ -22,7 +22,7 @@ def test_an_mlp_counts_as_by_hand():
 
 def test_attention_on_a_cpu_counts_as_its_two_products():
     query = torch.randn(2, 3, 16, 8, requires_grad=True)
-    with counter() as counted:
+    with flop_counter() as counted:
         out = scaled_dot_product_attention(query, query, query, is_causal=True)
         forward = counted.get_total_flops()
         out.sum().backward()
@@ -33,7 +33,7 @@ def test_attention_on_a_cpu_counts_as_its_two_products():
 @pytest.mark.parametrize("layers", [1, 2])
 def test_an_lstm_counts_as_its_weights_at_every_position(layers):
     lstm = nn.LSTM(5, 7, layers, batch_first=True)
-    with counter() as counted:
+    with flop_counter() as counted:
         out, _ = lstm(torch.randn(3, 11, 5, requires_grad=True))
         forward = counted.get_total_flops()
         out.sum().backward()

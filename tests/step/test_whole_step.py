@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError, PluginError, TrainingError
-from trainrun.step.graphs import captured
+from trainrun.step.graphs import record_graph
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 
@@ -228,7 +228,7 @@ def test_a_recorded_step_equals_the_plain_one_also_where_a_validation_moves_weig
     components = parts_of((*words, *STEP), recorder, batch_size=4, count=12, accumulate=accumulate)
     if recorded:
         step: Any = components.step
-        step._engine = lambda function, inputs, held: captured(function, inputs, held, on_cpu)
+        step._engine = lambda function, inputs, held: record_graph(function, inputs, held, on_cpu)
         step._fixed = True
     fitted(components)
     for one, other in zip(weights_of(components), weights_of(plain), strict=True):
@@ -241,7 +241,7 @@ def test_a_recorded_step_equals_the_plain_one_also_where_a_validation_moves_weig
 def test_what_cannot_be_recorded_is_refused() -> None:
     weights, count = torch.zeros(2), torch.zeros((), device="meta")
     with refused(PluginError, "trainer.cuda_graphs"):
-        captured(lambda *flat: [flat[0]], [weights, count], 2, on_cpu)
+        record_graph(lambda *flat: [flat[0]], [weights, count], 2, on_cpu)
 
     def asks(*flat: Tensor) -> list[Tensor]:
         try:
@@ -252,6 +252,6 @@ def test_what_cannot_be_recorded_is_refused() -> None:
             ) from None  # as CUDA says it when the recording is ended
 
     with refused(PluginError):
-        captured(asks, [weights], 1, on_cpu)
+        record_graph(asks, [weights], 1, on_cpu)
     with refused(ConfigError, "trainer.cuda_graphs"):
         parts_of(("trainer.cuda_graphs=true",), batch_size=4)

@@ -372,6 +372,6 @@ def test_a_gpu_that_does_not_repeat_a_run_is_not_blamed_on_the_resume(monkeypatc
     monkeypatch.setattr(continuity, "choose_device", lambda *_, **__: torch.device(device))
     if state == NONE:
         with refused(NotApplicable, "trainer.deterministic=true"):
-            continuity.resumed(trials)
+            continuity.check_resume(trials)
     else:
-        assert continuity.resumed(trials).state == state
+        assert continuity.check_resume(trials).state == state

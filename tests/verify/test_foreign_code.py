@@ -11,7 +11,7 @@ import pytest
 from trainrun.config.compose import compose_run
 from trainrun.verify import run_checks
 from trainrun.verify.certificate import FAIL, NONE, PASS, Certificate
-from trainrun.verify.continuity import engines
+from trainrun.verify.continuity import check_engines
 
 WORDS = (
     "data.train._target_=subjects.samples", "data.val._target_=subjects.samples", "data.val.seed=2",
@@ -88,5 +88,5 @@ def test_a_model_that_cannot_compute_in_float64_says_so(table: Table) -> None:
 
 def test_engines_read_the_same_data_where_it_is_drawn_as_it_is_built() -> None:
     words = ["data.train._target_=subjects.drawn", "data.val._target_=subjects.drawn", "data.num_classes=2"]
-    found = engines(compose_run(["data=custom", *words, "seed=1"]).config)
+    found = check_engines(compose_run(["data=custom", *words, "seed=1"]).config)
     assert (found.state, found.text) == (PASS, "resident, workers, main process, threads read the same bits")

@@ -32,11 +32,11 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
     there = {
         start_of(tensor) for tensor in [*model.parameters(), *model.buffers(), *tensors_in([data, rows])]
     }
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if start_of(tensor) not in there:
-            kept[start_of(tensor)] = stored_numbers(tensor).untyped_storage().nbytes()
+            saved[start_of(tensor)] = stored_numbers(tensor).untyped_storage().nbytes()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -49,7 +49,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
         if not optimizer.state.get(param) and (numbers > 1 or group["momentum"])
     )
     gradients = sum(param.nbytes for param in model.parameters() if param.requires_grad)
-    return gradients, sum(kept.values()) * count // min(ROWS, count), state
+    return gradients, sum(saved.values()) * count // min(ROWS, count), state
 
 
 def start_of(tensor: Tensor) -> int:
@@ -80,14 +80,14 @@ def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
         return forecast(run.model, step, data, run.optimizer), num_rows(data)
 
     try:
-        found, rows = run_trial(measure, device)
+        sizes, rows = run_trial(measure, device)
     # Whatever a task of the user's cannot do with few samples is no fault of the run.
     except Exception as error:
         return f"memory: not forecast, {type(error).__name__}: {str(error).partition(chr(10))[0]}", rough
-    return described_memory(found, free, rows, trainer.accumulate_grad_batches), sum(found)
+    return describe_memory(sizes, free, rows, trainer.accumulate_grad_batches), sum(sizes)
 
 
-def described_memory(found: Forecast, free: int, rows: int, accumulate: int) -> str:
+def describe_memory(found: Forecast, free: int, rows: int, accumulate: int) -> str:
     sizes = [f"{size / 1e9:.2g}" for size in (sum(found), *found, free)]
     line = "memory: a step adds about {} GB ({} gradients, {} activations, {} optimizer), ".format(*sizes)
     if sum(found) <= free:

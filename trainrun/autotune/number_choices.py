@@ -113,14 +113,18 @@ class NumberTrial:
 
     def choices(self, num_batches: float, wanted: list[str]) -> dict[str, TimedChoice | None]:
         """Return what is fastest, by name; nothing where a step takes too long."""
-        seconds, found = self.usual_seconds(), dict[str, TimedChoice | None]()
+        seconds, chosen = self.usual_seconds(), dict[str, TimedChoice | None]()
         if seconds is None:
             return {}
-        whole, mode, clock = run_seconds(self._config, num_batches * seconds), self._mode, self._step.clock
+        run_length, mode, clock = (
+            run_seconds(self._config, num_batches * seconds),
+            self._mode,
+            self._step.clock,
+        )
         if "precision" in wanted:
             types = {name: partial(self._turn, name) for name in (FULL, MIXED)}
-            choice = choose_fastest(types, FULL, NOTABLE, PRECISION.of(whole), seconds, clock)
-            found["precision"] = choice
+            choice = choose_fastest(types, FULL, NOTABLE, PRECISION.of(run_length), seconds, clock)
+            chosen["precision"] = choice
             mode = mode if choice is None else choice.name
         usual = torch.get_num_threads()
         if "num_threads" in wanted and usual > 1:
@@ -128,11 +132,11 @@ class NumberTrial:
                 str(number): partial(self._with_threads, number, mode)
                 for number in (usual, math.isqrt(usual), 1)
             }
-            limit = THREADS.of(whole)
-            found["num_threads"] = choose_fastest(
+            limit = THREADS.of(run_length)
+            chosen["num_threads"] = choose_fastest(
                 numbers, str(usual), NOTABLE_OF_THREADS, limit, 2 * seconds, clock
             )
-        return found
+        return chosen
 
     def _turn(self, mode: str, rows: int = 0) -> float:
         """Measure the seconds of a step. rows: of the batch; 0 for all."""

@@ -63,7 +63,7 @@ class TimedStep:
 
     def seconds(self, data: Any, autocast: Autocast) -> float:
         """Measure one step on a copy of the batch; infinite if memory does not suffice."""
-        data = cloned(data)
+        data = clone_batch(data)
         began = self.now()
         try:
             self(data, autocast)
@@ -131,8 +131,8 @@ def agreed_choice(choices: Sequence[TimedChoice | None], usual: str) -> TimedCho
 
 def run_seconds(config: RunConfig, seconds: float) -> float:
     """Estimate how long the run may take. seconds: by the number of its steps."""
-    whole = parse_whole(config.trainer.max_duration)
-    by_duration = whole.amount if whole is not None and whole.unit == SECOND else math.inf
+    duration = parse_whole(config.trainer.max_duration)
+    by_duration = duration.amount if duration is not None and duration.unit == SECOND else math.inf
     return min(seconds, parse_seconds(config.trainer.max_time) or math.inf, by_duration)
 
 
@@ -145,6 +145,6 @@ def other_step(config: RunConfig) -> str:
     return ""
 
 
-def cloned(data: Any) -> Any:
+def clone_batch(data: Any) -> Any:
     """Copy a batch, since a model may write into its inputs."""
     return map_leaves(data, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)

@@ -45,10 +45,10 @@ def steps_for(take: Take, seconds: float = TURN_SECONDS) -> int:
         turn = take(steps)
         if turn.steps < steps:
             return max(1, turn.steps)
-        each = max(turn.running_seconds / steps, 1e-9)
+        step_seconds = max(turn.running_seconds / steps, 1e-9)
         if turn.running_seconds >= seconds / 2 or steps >= MOST_STEPS:
-            return max(1, round(seconds / each))
-        steps = min(MOST_STEPS, max(2 * steps, round(0.7 * seconds / each)))
+            return max(1, round(seconds / step_seconds))
+        steps = min(MOST_STEPS, max(2 * steps, round(0.7 * seconds / step_seconds)))
 
 
 def warm_up_steps(steps: int) -> int:

@@ -43,7 +43,7 @@ class PacedTriggers:
     def validation_due(self, state: TrainState) -> bool:
         if not self._validates:
             return False
-        with running(state):
+        with clear_stop_reason(state):
             return bool(self._triggers.validation_due(state))
 
 
@@ -54,16 +54,16 @@ class PacedCheckpoints:
         self._checkpoints, self._saves = checkpoints, saves
 
     def due(self, state: TrainState) -> bool:
-        with running(state):
+        with clear_stop_reason(state):
             return self._saves and bool(self._checkpoints.due(state))
 
     def save(self, run: Any, state: TrainState) -> None:
-        with running(state):
+        with clear_stop_reason(state):
             self._checkpoints.save(run, state)
 
 
 @contextmanager
-def running(state: TrainState) -> Iterator[None]:
+def clear_stop_reason(state: TrainState) -> Iterator[None]:
     """Clear the stop reason inside the block, since the end of a turn is not the end of the run."""
     reason, state.stop_reason = state.stop_reason, ""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from trainrun.benchmark.run_overrides import config_of, replaced
+from trainrun.benchmark.run_overrides import config_of, replace_overrides
 from trainrun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def new_settings(remedies: Iterable[Remedy], overrides: Sequence[str]) -> list[R
     configs, remaining = [config_of(overrides)], []
     for remedy in remedies:
         try:
-            config = config_of(replaced(overrides, remedy.overrides))
+            config = config_of(replace_overrides(overrides, remedy.overrides))
         except ConfigError:
             continue
         if config not in configs:

@@ -16,8 +16,8 @@ from typing import Any, Final
 import psutil
 import torch
 
-from trainrun.benchmark.diagnose.ablations import CACHED, CachedBatches, ablated
-from trainrun.benchmark.diagnose.profile import profiled
+from trainrun.benchmark.diagnose.ablations import CACHED, CachedBatches, apply_ablations
+from trainrun.benchmark.diagnose.profile import profile_steps
 from trainrun.benchmark.pacing import FirstBatches, OpenStream, PacedCheckpoints, PacedTriggers
 from trainrun.benchmark.snapshot import StateSnapshot
 from trainrun.benchmark.worker_messages import (
@@ -42,7 +42,7 @@ from trainrun.errors import PluginError, TrainingError
 from trainrun.interfaces import MicroBatch, counts_before
 from trainrun.runtime.machine import settle
 from trainrun.step.whole import task_obstacle
-from trainrun.summary.throughput_limits import ahead
+from trainrun.summary.throughput_limits import num_batches_ahead
 from trainrun.timing.phases import ACCOUNTS, COMPILE
 from trainrun.train_state import SAVE_NOW, TrainState
 from trainrun.training import loop
@@ -112,7 +112,7 @@ def info_of(run: Components) -> RunInfo:
         memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total,
         precision=config.precision.mode,
         thread_safe=opened is not None and thread_safe(opened.source),
-        reads_ahead=ahead(run) > 0,
+        reads_ahead=num_batches_ahead(run) > 0,
         padded=positions / run.positions.get("bucket", math.inf),
         sample_positions=positions / config.data.batch_size,
         one_graph=not task_obstacle(run.task, run.task_calls.informed),
@@ -128,7 +128,7 @@ class Worker:
         self._components = replace(run, train=self._stream)
         self._cached, self._snapshot = CachedBatches(self._stream), StateSnapshot(run)
         self._variants: dict[str, tuple[Components, TrainState]] = {}
-        self._steps_ahead = -(-ahead(run) // run.config.trainer.accumulate_grad_batches)
+        self._steps_ahead = -(-num_batches_ahead(run) // run.config.trainer.accumulate_grad_batches)
         self._refilled = False  # readers had time to read ahead while nobody asked them
         self._first_schedule = copy.deepcopy(run.schedule.state_dict())
         self._device = run.parallel.device
@@ -147,7 +147,7 @@ class Worker:
                 return self._rate_range(message)
             case Profile():
                 file = self._folder / f"trace-{self._own.parallel.rank}.json.gz"
-                return profiled(
+                return profile_steps(
                     lambda steps: self._run(self._components, self._state, steps), self._device, file
                 )
 
@@ -171,7 +171,7 @@ class Worker:
     def _train_cached(self, message: Train, run: Components, state: TrainState) -> Turn:
         workers = psutil.Process().children(recursive=True)
         self._refilled = not workers
-        with suspended(workers):
+        with suspend_workers(workers):
             return self._turn(message, run, state, message.warm)
 
     def _turn(self, message: Train, run: Components, state: TrainState, warm: int) -> Turn:
@@ -207,7 +207,7 @@ class Worker:
         if name not in self._variants:
             state = copy.copy(self._state)
             state.losses, state.sums, state.sum_items = [], {}, {}
-            self._variants[name] = ablated(name, self._components, self._cached), state
+            self._variants[name] = apply_ablations(name, self._components, self._cached), state
         return self._variants[name]
 
     def _run(
@@ -258,7 +258,7 @@ class Worker:
                 "measured in items; add a method count(batch)"
             )
         windows, items = self._windows(), 0
-        for _ in islice(windows, max(message.warm, ahead(self._own))):
+        for _ in islice(windows, max(message.warm, num_batches_ahead(self._own))):
             pass  # what was read ahead costs nothing any more
         settle(self._device)
         began, cpu = time.perf_counter(), cpu_seconds()
@@ -291,7 +291,7 @@ class Worker:
 
 
 @contextlib.contextmanager
-def suspended(workers: list[psutil.Process]) -> Iterator[None]:
+def suspend_workers(workers: list[psutil.Process]) -> Iterator[None]:
     """Stop loader workers, which would read ahead during a turn that reads nothing, and for the next one."""
     try:
         for worker in workers:

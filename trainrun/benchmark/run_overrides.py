@@ -30,8 +30,8 @@ def begin(command: str, argv: list[str]) -> tuple[list[str], Path]:
     composition = compose_run(argv)
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
-    if (own := composition.own.get("hydra.run.dir")) is not None:
-        folder = named_folder(own)
+    if (folder_text := composition.own.get("hydra.run.dir")) is not None:
+        folder = named_folder(folder_text)
     else:
         name = f"{datetime.now():%H-%M-%S}-{command}-{composition.config.run_name or 'run'}-{secrets.token_hex(4)}"
         folder = Path("outputs").absolute() / f"{datetime.now():%Y-%m-%d}" / name
@@ -53,7 +53,7 @@ def progress_line() -> Iterator[Callable[[str, float], None]]:
             redraw()
 
 
-def shown(path: Path) -> str:
+def relative_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -69,13 +69,17 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def replaced(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
+def replace_overrides(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the overrides with others in the place of those of the same key, or of a value inside the same group."""
     others = list(others)
     keys = {key_of(other) for other in others}
     inside = tuple(f"{key}." for key in keys if "." not in key)
-    kept = [one for one in overrides if key_of(one) not in keys and not key_of(one).startswith(inside)]
-    return [*kept, *others]
+    remaining = [
+        override
+        for override in overrides
+        if key_of(override) not in keys and not key_of(override).startswith(inside)
+    ]
+    return [*remaining, *others]
 
 
 def plain_overrides(argv: Sequence[str]) -> list[str]:
@@ -83,8 +87,8 @@ def plain_overrides(argv: Sequence[str]) -> list[str]:
     words, _ = prepare_command_line(list(argv), Path.cwd())
     if words.twice:
         raise ConfigError(*words.twice)
-    own = [f"{key}={value}" for key, value in words.own.items() if key != "hydra.run.dir"]
-    return [*[f"--config-dir={folder}" for folder in words.config_dirs], *own, *words.overrides]
+    hydra_settings = [f"{key}={value}" for key, value in words.own.items() if key != "hydra.run.dir"]
+    return [*[f"--config-dir={folder}" for folder in words.config_dirs], *hydra_settings, *words.overrides]
 
 
 def config_of(overrides: Sequence[str]) -> RunConfig:
@@ -92,11 +96,11 @@ def config_of(overrides: Sequence[str]) -> RunConfig:
 
     The result is cached: composing takes as long as hundreds of steps, and a search repeats the same overrides.
     """
-    return _composed(tuple(overrides), Path.cwd())
+    return _compose(tuple(overrides), Path.cwd())
 
 
 @lru_cache(maxsize=512)
-def _composed(overrides: tuple[str, ...], working_dir: Path) -> RunConfig:
+def _compose(overrides: tuple[str, ...], working_dir: Path) -> RunConfig:
     return compose_again(overrides)
 
 
@@ -106,15 +110,15 @@ def compose_again(overrides: Sequence[str]) -> RunConfig:
     return replace(config, seed=0 if config.seed is None else config.seed, run_name=None)
 
 
-def own_choices(config: RunConfig, info: RunInfo) -> list[str]:
+def start_choices(config: RunConfig, info: RunInfo) -> list[str]:
     """Return what the run chose when it started, as overrides: two runs then differ only in what is compared."""
-    found = [f"trainer.num_threads={info.num_threads}"] if config.trainer.num_threads == "auto" else []
+    choices = [f"trainer.num_threads={info.num_threads}"] if config.trainer.num_threads == "auto" else []
     if config.precision.mode == "auto":
-        found.append(f"precision.mode={info.precision}")
+        choices.append(f"precision.mode={info.precision}")
     readers_by_rule = config.data.num_workers == config.data.num_threads == "auto"
     if info.engine and readers_by_rule:
-        found += loader_overrides(config, info.engine, info.number)
-    return found
+        choices += loader_overrides(config, info.engine, info.number)
+    return choices
 
 
 def loader_overrides(config: RunConfig, engine: str, number: int) -> list[str]:

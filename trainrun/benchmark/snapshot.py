@@ -76,13 +76,13 @@ class StateSnapshot:
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         return Copy(copies, self._components.precision.state_dict())
 
-    def _put_back(self, kept: Copy) -> None:
+    def _put_back(self, copy: Copy) -> None:
         """Copy back what is still there in the same shape; state that appeared since then stays."""
         with torch.no_grad():
             for name, tensor in tensors_of(self._components).items():
-                if alike(old := kept.tensors.get(name), tensor):
+                if is_same_form(old := copy.tensors.get(name), tensor):
                     tensor.copy_(old)
-        self._components.precision.load_state_dict(kept.precision)
+        self._components.precision.load_state_dict(copy.precision)
 
 
 def tensors_of(run: Components) -> dict[str, Tensor]:
@@ -97,13 +97,13 @@ def tensors_of(run: Components) -> dict[str, Tensor]:
     return dict(_leaves(state, "", MAX_DEPTH))
 
 
-def _leaves(tree: Any, place: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+def _leaves(tree: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Tensor):
         if is_ordinary(tree):
-            yield place, tree.detach()
+            yield path, tree.detach()
     elif isinstance(tree, Mapping | list | tuple) and depth:
         for name, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from _leaves(value, f"{place}/{name}", depth - 1)
+            yield from _leaves(value, f"{path}/{name}", depth - 1)
 
 
 def is_ordinary(tensor: Tensor) -> bool:
@@ -119,7 +119,7 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor.detach()) is Tensor and not odd and not expanded
 
 
-def alike(copy: Tensor | None, tensor: Tensor) -> TypeGuard[Tensor]:
+def is_same_form(copy: Tensor | None, tensor: Tensor) -> TypeGuard[Tensor]:
     return copy is not None and (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
 
 

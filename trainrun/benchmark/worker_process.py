@@ -93,13 +93,13 @@ class WorkerPool:
         """
         folder = self.folder / secrets.token_hex(4)
         folder.mkdir()
-        worker = WorkerProcess(quiet(config), folder, self._paths, memory)
+        worker = WorkerProcess(quiet_config(config), folder, self._paths, memory)
         self._workers.append(worker)
         worker.wait_until_ready(limit)
         return worker
 
 
-def quiet(config: RunConfig) -> RunConfig:
+def quiet_config(config: RunConfig) -> RunConfig:
     """Return the same training with nothing on the screen and no pictures. Raise ConfigError."""
     if config.step:
         raise ConfigError("step: is your own, so nothing can be taken away from it in turns; leave it out")
@@ -209,9 +209,9 @@ class WorkerProcess:
     def _family(self) -> Iterator[psutil.Process]:
         if not self._closed:
             with contextlib.suppress(psutil.Error):
-                own = psutil.Process(self._process.pid)
-                yield own
-                yield from own.children(recursive=True)
+                process = psutil.Process(self._process.pid)
+                yield process
+                yield from process.children(recursive=True)
 
     def close(self) -> None:
         """End the run with all its processes, whatever they are doing; a second call does nothing."""

@@ -73,8 +73,8 @@ def _counts(tensor: Tensor) -> Tensor:
     finite = values.isfinite()
     low, high = values.where(finite, torch.inf).amin(), values.where(finite, -torch.inf).amax()
     low, high = torch.where(low == high, low - 0.5, low), torch.where(low == high, high + 0.5, high)
-    place = ((values - low) / (high - low) * BINS).where(finite, BINS).clamp(0, BINS).long()
-    place = place.where(~finite | (place < BINS), BINS - 1)  # the highest value belongs to the last bin
+    bins = ((values - low) / (high - low) * BINS).where(finite, BINS).clamp(0, BINS).long()
+    bins = bins.where(~finite | (bins < BINS), BINS - 1)  # the highest value belongs to the last bin
     counts = torch.zeros(BINS + 1, dtype=torch.float64, device=values.device)
-    counts.scatter_add_(0, place, torch.ones_like(values))
+    counts.scatter_add_(0, bins, torch.ones_like(values))
     return torch.cat((low[None], high[None], counts[:BINS]))

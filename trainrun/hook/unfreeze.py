@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from trainrun.transform.freeze import Frozen
 
 
-def faults_of_unfreezing(said: Mapping[str, Any]) -> list[str]:
+def faults_of_unfreezing(node: Mapping[str, Any]) -> list[str]:
     """Return a line for each mistake in `model.freeze_norm` and `model.unfreeze_at`."""
     faults = []
     for name in ("freeze_norm", "unfreeze_at"):
-        if (value := said.get(name)) and not said.get("freeze"):
+        if (value := node.get(name)) and not node.get("freeze"):
             typed = "true" if value is True else value
             faults.append(
                 f"model.{name}={typed}: is of frozen weights, and there are none; add model.freeze='encoder.*'"
             )
-    if (value := said.get("unfreeze_at")) is not None:
+    if (value := node.get("unfreeze_at")) is not None:
         try:
             is_whole = parse_duration(value, STEP, EPOCH).amount.is_integer()
             faults += (

@@ -90,9 +90,9 @@ def build_optimizer(
     kernel, reason = kernel_of(optimizer, wish)
     note = f"optimizer: {name}, {kernel} ({devices}): {reason}{lost}"
     if type(optimizer).__module__ == "trainrun.optimizer.muon":
-        from trainrun.optimizer.muon import shares
+        from trainrun.optimizer.muon import describe_parts
 
-        note += f"; {shares(optimizer.param_groups)}"
+        note += f"; {describe_parts(optimizer.param_groups)}"
     return optimizer, "\n".join([note, *lines])
 
 

@@ -90,8 +90,9 @@ class Ema:
             self._weights = None
 
     def state_dict(self) -> dict[str, Any]:
-        """count: of the updates. module: what the model's own state holds, with the average in the place of weights.
-        averages: those of parameters of 16 bits, in full."""
+        """Return `count` (of updates), `module` (the state of the model with averages in place of weights), and
+        `averages` (those of 16-bit parameters in full).
+        """
         self._follow_model()
         owners = {id(parameter): name for name, parameter in self._model.named_parameters()}
         module: dict[str, Any] = {}

@@ -66,9 +66,9 @@ class Division:
     def __init__(
         self, rules: GroupRules, model: nn.Module, members: Collection[nn.Parameter], groups: list[dict[str, Any]]
     ) -> None:  # fmt: skip
-        """members: all that this optimizer is for, frozen ones included; groups: to be divided.
+        """Divide the groups by the rules. members: all parameters of this optimizer, frozen ones included.
 
-        Raises ConfigError: a pattern fits nothing that is trained, or the depth of layers is not clear.
+        Raise ConfigError if a pattern fits nothing that is trained, or if the depth of layers is not clear.
         """
         self._rules = rules
         owners = entries_of(rules, model, {param for group in groups for param in group["params"]})
@@ -115,7 +115,7 @@ class Division:
                 group["weight_decay"] = 0.0
             if part.above and self._rules.layer_decay is not None:
                 group["lr"] = group["lr"] * self._rules.layer_decay**part.above
-        return [*filter(None, [self._told]), f"{key}: {kind}: {summary(optimizer.param_groups)}"]
+        return [*filter(None, [self._told]), f"{key}: {kind}: {describe_groups(optimizer.param_groups)}"]
 
     def _checked_options(
         self, entry: int, param: nn.Parameter, factory: Callable[..., Optimizer], keywords: dict[str, Any]
@@ -193,7 +193,7 @@ def without_decay(model: nn.Module) -> set[nn.Parameter]:
     return undecayed
 
 
-def summary(groups: Sequence[Mapping[str, Any]]) -> str:
+def describe_groups(groups: Sequence[Mapping[str, Any]]) -> str:
     """Return `52 tensors decay, 98 do not, 2 groups`, and how many tensors are frozen now."""
     decays = [bool(group.get("weight_decay")) for group in groups for p in group["params"] if p.requires_grad]
     decayed, others = sum(decays), len(decays) - sum(decays)
@@ -253,7 +253,7 @@ def layers_above(
     return {param: deepest - depth for param, depth in depths.items()}, ", ".join(parts)
 
 
-def number_blocks(model: nn.Module, own: Collection[nn.Parameter], key: str) -> dict[str, int]:
+def number_blocks(model: nn.Module, members: Collection[nn.Parameter], key: str) -> dict[str, int]:
     """Return the depth of each layer of the row of blocks, from 1 on, by name.
 
     A row is what one module has under numbers. Rows with blocks (layers made of layers, of a class that comes several
@@ -262,7 +262,7 @@ def number_blocks(model: nn.Module, own: Collection[nn.Parameter], key: str) -> 
     rows: dict[str, dict[str, nn.Module]] = {}
     for name, layer in model.named_modules():
         parent, _, number = name.rpartition(".")
-        if number.isdigit() and any(param in own for param in layer.parameters()):
+        if number.isdigit() and any(param in members for param in layer.parameters()):
             rows.setdefault(parent, {})[name] = layer
     kinds = Counter(type(layer) for row in rows.values() for layer in row.values() if has_layers(layer))
     blocks = {name for row in rows.values() for name, layer in row.items() if kinds[type(layer)] > 1}

@@ -54,7 +54,7 @@ def load_named_optimizer_state(
         on_device = bool(group.get("fused") or group.get("capturable"))
         for name in stored["params"]:
             if name in tree["state"]:  # a parameter without a gradient so far may have none
-                optimizer.state[params[name]] = _copied(tree["state"][name], params[name], on_device)
+                optimizer.state[params[name]] = _copy_state(tree["state"][name], params[name], on_device)
         cycled = CYCLED if "base_momentum" in stored else ()  # a schedule moves them
         fixed_fields = () if stored.get(ADDED) else configured
         _load_fields(group, stored, {name for name in fixed_fields if name not in cycled})
@@ -127,10 +127,10 @@ def _check_fields(optimizer: Optimizer, tree: dict[str, Any]) -> None:
                 )
 
 
-def _load_fields(group: dict[str, Any], stored: dict[str, Any], kept: Collection[str]) -> None:
+def _load_fields(group: dict[str, Any], stored: dict[str, Any], fixed: Collection[str]) -> None:
     """Group fields as stored, but for those kept; a tuple that became a list on disk is a tuple again."""
     for key, value in stored.items():
-        if key == "params" or key in OF_THIS_RUN or key in kept:
+        if key == "params" or key in OF_THIS_RUN or key in fixed:
             continue
         fresh = group.get(key)
         if isinstance(fresh, Tensor):
@@ -141,7 +141,7 @@ def _load_fields(group: dict[str, Any], stored: dict[str, Any], kept: Collection
             group[key] = value.clone() if isinstance(value, Tensor) else value
 
 
-def _copied(value: Any, param: Tensor, on_device: bool, key: str = "") -> Any:
+def _copy_state(value: Any, param: Tensor, on_device: bool, key: str = "") -> Any:
     """Copy a tree of state with the stored number types, to where torch's optimizers keep it.
 
     That is next to the parameter and in its memory format, since fused kernels walk both in memory order. A step count
@@ -153,7 +153,7 @@ def _copied(value: Any, param: Tensor, on_device: bool, key: str = "") -> Any:
             return torch.empty_like(param, dtype=value.dtype, device=device).detach().copy_(value)
         return value.detach().to(device, copy=True)
     if isinstance(value, dict):
-        return {k: _copied(v, param, on_device, k) for k, v in value.items()}
+        return {k: _copy_state(v, param, on_device, k) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_copied(item, param, on_device) for item in value])
+        return type(value)([_copy_state(item, param, on_device) for item in value])
     return value

@@ -81,8 +81,8 @@ class Muon(Optimizer):
         for group in others:
             group["lr"] = lr if adamw_lr is None else adamw_lr
         self._kernel = {"fused": fused, "foreach": foreach}
-        self._adamw = _sharing(AdamW, others, **self._kernel) if others else None
-        self._update_others: Callable[[], Any] = _nothing
+        self._adamw = _build_inner(AdamW, others, **self._kernel) if others else None
+        self._update_others: Callable[[], Any] = _do_nothing
         # as torch's fused optimizers: with `found_inf`, a 0-d tensor, set to 1 a step changes nothing
         inner = self._adamw
         self._step_supports_amp_scaling = inner is None or hasattr(inner, "_step_supports_amp_scaling")
@@ -117,7 +117,7 @@ class Muon(Optimizer):
                     self._update(param, param.grad, group, spoilt)
         others = self._groups(False)
         if self._adamw is None and others:  # added later
-            self._adamw = _sharing(AdamW, others, **self._kernel)
+            self._adamw = _build_inner(AdamW, others, **self._kernel)
         if self._adamw is not None:
             self._adopt(self._adamw, others)
             self._adamw.found_inf, self._adamw.grad_scale = found_inf, None  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ class Muon(Optimizer):
         """Give it today's groups and state: this may be a copy with others, or have loaded them."""
         mine = adamw.param_groups
         same = adamw.state is self.state and len(mine) == len(others) and all(map(is_, others, mine))
-        if not same or self._update_others is _nothing:
+        if not same or self._update_others is _do_nothing:
             for group in others:  # one that was added has not all of them
                 group.update({name: value for name, value in adamw.defaults.items() if name not in group})
             adamw.param_groups, adamw.state = others, self.state
@@ -148,7 +148,7 @@ class Muon(Optimizer):
         momentum.lerp_(grad, 1 - group["momentum"])
         direction = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         matrix = direction.flatten(1)
-        update = orthogonal(matrix, group["ns_steps"]).reshape(direction.shape).to(param.dtype)
+        update = orthogonalize(matrix, group["ns_steps"]).reshape(direction.shape).to(param.dtype)
         moved = param if spoilt is None else param.clone()
         moved.mul_(1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * LR_RULES[group["adjust_lr_fn"]](*matrix.shape)
@@ -161,11 +161,11 @@ class Muon(Optimizer):
             param.copy_(torch.where(spoilt, param, moved))
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing; stands for the update before the first step."""
 
 
-def _sharing(kind: type[Optimizer], groups: list[dict[str, Any]], **keywords: Any) -> Optimizer:
+def _build_inner(kind: type[Optimizer], groups: list[dict[str, Any]], **keywords: Any) -> Optimizer:
     """Return an optimizer that shares these groups, which get its options."""
     inner = kind([{"params": group["params"]} for group in groups], **keywords)
     for group, made in zip(groups, inner.param_groups, strict=True):
@@ -189,7 +189,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Return approximately U V of the singular value decomposition U S V.
 
     On a GPU it is computed in bfloat16, in which products are fast.
@@ -205,7 +205,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
     return x.T if tall else x
 
 
-def shares(groups: Iterable[dict[str, Any]]) -> str:
+def describe_parts(groups: Iterable[dict[str, Any]]) -> str:
     """Describe how many parameters Muon and AdamW update, for the first lines of a run."""
     counts = {True: 0, False: 0}
     for group in groups:

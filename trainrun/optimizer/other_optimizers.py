@@ -87,8 +87,8 @@ def _members(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, list | tuple | dict) or not depth:
         yield name, value
         return
-    for place, key in enumerate(value if isinstance(value, dict) else range(len(value))):
-        yield from _members(f"{name}.{key if isinstance(key, str) else place}", value[key], depth - 1)
+    for position, key in enumerate(value if isinstance(value, dict) else range(len(value))):
+        yield from _members(f"{name}.{key if isinstance(key, str) else position}", value[key], depth - 1)
 
 
 def _is_lost(value: Any, model: nn.Module) -> bool:

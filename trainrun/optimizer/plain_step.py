@@ -42,7 +42,7 @@ def plain_step(optimizer: Optimizer) -> Step:
     if is_fused(optimizer) and has_hooks(optimizer):
         optimizer.register_step_pre_hook(lay_out_gradients)  # behind those hooks, which may replace gradients
     step = bare_step(optimizer)
-    return FusedAdam(optimizer, step) if step != optimizer.step and suits(optimizer) else step
+    return FusedAdam(optimizer, step) if step != optimizer.step and can_prepare(optimizer) else step
 
 
 def joined_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -72,8 +72,8 @@ class JointStep:
 
     def look_again(self) -> bool:
         """Return whether the lists of all of them are still those of the optimizers."""
-        prepared = [isinstance(step, FusedAdam) and step.look_again() for step in self._steps]
-        return all(prepared)
+        are_prepared = [isinstance(step, FusedAdam) and step.look_again() for step in self._steps]
+        return all(are_prepared)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -99,11 +99,11 @@ def fit_layout(optimizer: Optimizer) -> bool:
             is_like_param = isinstance(value, Tensor) and value.shape == param.shape
             if is_like_param and not has_layout_of(value, param):
                 state[name] = in_layout_of(value, param)
-                forget_prepared(optimizer)
+                reset_prepared(optimizer)
     return False
 
 
-def forget_prepared(optimizer: Optimizer) -> None:
+def reset_prepared(optimizer: Optimizer) -> None:
     """Make `FusedAdam` build its lists again. It recognises the state of an optimizer by the step counters in it."""
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
@@ -191,7 +191,7 @@ class FusedAdam:
     def _prepare(self) -> None:
         """Let torch make an update, and with it the states, and make the lists of them."""
         self._plain()
-        self._groups = prepared(self._optimizer)
+        self._groups = prepare_groups(self._optimizer)
         self._first_group = self._optimizer.param_groups[0]
         state, groups = self._optimizer.state, self._optimizer.param_groups
         self._others = [param for group in groups for param in group["params"] if not state.get(param)]
@@ -217,7 +217,7 @@ class FusedAdam:
         return self._optimizer.state[first.params[0]].get("step") is first.counters[0]
 
 
-def suits(optimizer: Optimizer) -> bool:
+def can_prepare(optimizer: Optimizer) -> bool:
     """Return whether the options of all groups allow prepared lists."""
     return KERNEL is not None and type(optimizer) is AdamW and all(
         group.get("fused") and not (group["amsgrad"] or group["capturable"] or group["differentiable"])
@@ -232,7 +232,7 @@ def used_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if any(state.get(param) for param in group["params"])]
 
 
-def prepared(optimizer: Optimizer) -> list[Prepared]:
+def prepare_groups(optimizer: Optimizer) -> list[Prepared]:
     """Prepare all groups in use; none if the kernel could not take one of them in a single call."""
     groups = [Prepared(group, optimizer.state) for group in used_groups(optimizer)]
     for group in groups:

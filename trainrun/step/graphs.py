@@ -30,7 +30,7 @@ WARM_UP = 3  # what cuBLAS and others allocate at their first calls must lie out
 
 
 def rehearse(run: Components, batch: Any) -> None:
-    """Forward and loss twice, leaving no trace; the first also runs the checks that a task makes on its first batch.
+    """Compute forward and loss twice without a trace. The first also runs the checks of a task on its first batch.
 
     A trace keeps the path of the one pass it saw: a counter in an attribute, or a choice drawn from Python's or NumPy's
     random numbers, would be frozen without a word. Raises PluginError.
@@ -72,8 +72,8 @@ def rehearse(run: Components, batch: Any) -> None:
         )
 
 
-def compiled(function: Function, inputs: list[Tensor], backend: str, mode: str | None) -> Function:
-    """One graph for exactly these shapes and strides. Nothing is computed, so nothing changes.
+def compile_graph(function: Function, inputs: list[Tensor], backend: str, mode: str | None) -> Function:
+    """Trace and compile one graph for exactly these shapes and strides. Nothing is computed, so nothing changes.
 
     PluginError: the function asks for a value on the host, or something that no graph can hold.
     """
@@ -82,7 +82,7 @@ def compiled(function: Function, inputs: list[Tensor], backend: str, mode: str |
     try:
         with torch.no_grad():
             graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-            return lowered(graph, inputs, backend, mode)
+            return lower_graph(graph, inputs, backend, mode)
     except TrainrunError:
         raise
     except Exception as error:  # of torch's tracer, or of the user's code under it: there are many
@@ -93,8 +93,10 @@ def compiled(function: Function, inputs: list[Tensor], backend: str, mode: str |
         ) from error
 
 
-def lowered(graph: torch.fx.GraphModule, inputs: list[Tensor], backend: str, mode: str | None) -> Function:
-    """A traced graph as a callable of one of torch's backends."""
+def lower_graph(
+    graph: torch.fx.GraphModule, inputs: list[Tensor], backend: str, mode: str | None
+) -> Function:
+    """Return a traced graph as a callable of one of torch's backends."""
     if backend != "inductor":
         import torch._dynamo
 
@@ -149,8 +151,8 @@ class OnCuda:
         return replay, outputs
 
 
-def captured(function: Function, inputs: list[Tensor], num_held: int, record: Recorder) -> Function:
-    """The recorded function, whose order of operations, and so rounding, is that of the step that was recorded.
+def record_graph(function: Function, inputs: list[Tensor], num_held: int, record: Recorder) -> Function:
+    """Record a function. Its order of operations, and so its rounding, is that of the recorded step.
 
     inputs: the first `num_held` are changed in place, where they lie now; the others are copied to where the recorded
     kernels read. The warm-up writes into buffers, which are put back, as random numbers are. PluginError: it cannot be

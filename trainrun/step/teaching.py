@@ -59,7 +59,7 @@ def give_teacher(
         check_layer(model, name, "task.hidden: the student")
     answers, right, why = None, "", "an iterable data set"
     with kept_random_state():
-        network, mode = found_network(task.asked, config, load_run)
+        network, mode = resolve_network(task.asked, config, load_run)
         if config.precision.mode == "64-true":  # or its answers would depend on the other samples of a batch
             network, mode = network.double(), "64-true"
         weight = next((weight.dtype for weight in network.parameters()), torch.float32)
@@ -87,8 +87,8 @@ def give_teacher(
     )
 
 
-def found_network(asked: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.Module, str]:
-    """The network, and the mode of its precision. asked: a folder, a target, or what a node was built to."""
+def resolve_network(asked: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.Module, str]:
+    """Return the network, and the mode of its precision. asked: a folder, a target, or what a node was built to."""
     if isinstance(asked, str):
         if Path(asked).expanduser().is_dir() or os.sep in asked or not asked.replace(".", "_").isidentifier():
             network, trained = load_run(asked)
@@ -111,7 +111,7 @@ def found_network(asked: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.
 
 
 def check_normalized(trained: RunConfig, config: RunConfig) -> None:
-    """Both networks get one batch, so the teacher's must have been scaled alike."""
+    """Check that the teacher was trained on inputs of the same scale: both networks get one batch."""
     theirs, ours = (
         [node for node in one.data.augment.values() if node and node.get(TARGET) == NORMALIZE]
         for one in (trained, config)
@@ -179,7 +179,7 @@ def reason_to_ask_again(
 def all_answers(
     teacher: Teacher, stream: Batches, parallel: Parallel
 ) -> tuple[Mapping[str, Tensor] | None, str, str]:
-    """The answers by the number of the sample, how many are right, and why there are none."""
+    """Return the answers by the number of the sample, how many are right, and why there are none."""
     tables: dict[str, Tensor] = {}
     right = num_targets = 0
     limit = MOST_OF_FREE * min(parallel.gather(free_bytes(parallel.device))) / parallel.local_world_size

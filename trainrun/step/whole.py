@@ -26,7 +26,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.data.batch import map_leaves
 from trainrun.errors import ConfigError, PluginError, TrainingError
 from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport, counts_before, fields_beside
-from trainrun.step.graphs import Function, OnCuda, captured, compiled, rehearse
+from trainrun.step.graphs import Function, OnCuda, compile_graph, record_graph, rehearse
 from trainrun.sums import add_sums, flat_sums
 from trainrun.timing.phases import FORWARD, RANKS
 from trainrun.training.checks.unsaved_state import saves_all
@@ -46,7 +46,10 @@ Engine = Callable[[Function, Flat, int], Function]  # function, arguments, how m
 def build_whole_step(
     config: RunConfig, plain: Accumulate, task: Any, informed: bool, device: torch.device, log: CompileLog
 ) -> Step:
-    """Raise ConfigError for what cannot be one graph. plain: for all else; informed: the task takes `info`."""
+    """Return the step of a run. Raise ConfigError if it cannot be one graph.
+
+    plain: forward and backward of batches that are not full. informed: the task takes `info`.
+    """
     wanted, records = config.trainer.compile, config.trainer.cuda_graphs
     compiles = wanted.scope == "step"
     key, off = (
@@ -70,8 +73,8 @@ def build_whole_step(
 
     def engine(function: Function, inputs: Flat, num_held: int) -> Function:
         if compiles:
-            function = compiled(function, inputs, wanted.backend, wanted.mode)
-        return captured(function, inputs, num_held, record) if records else function
+            function = compile_graph(function, inputs, wanted.backend, wanted.mode)
+        return record_graph(function, inputs, num_held, record) if records else function
 
     return WholeStep(plain, config.data.batch_size, engine, log, fixed=records)
 
@@ -90,7 +93,7 @@ def task_obstacle(task: Any, informed: bool, off: str = "") -> str:
     return ""
 
 
-class Both(nn.Module):
+class ModelAndTask(nn.Module):
     """Model and task as one module, so that `functional_call` can lend it other weights."""
 
     def __init__(self, model: nn.Module, task: Any) -> None:
@@ -103,7 +106,7 @@ class Both(nn.Module):
         return out
 
 
-class Body:
+class StepFunction:
     """Forward and backward of one shape of batch, of flat tensors: parameters and buffers, share, batch.
 
     Returns the loss, the task's sums (`names`) and the gradients (of `trained`); both are known after the first call.
@@ -125,10 +128,10 @@ class Body:
         params = [name for name, param in self._params.items() if param.requires_grad]
         leaves = [lent[f"model.{name}"].requires_grad_() for name in params]
         lent |= buffers
-        both = Both(self._run.model, self._run.task)
+        model_and_task = ModelAndTask(self._run.model, self._run.task)
         with torch.enable_grad():
             with self._run.precision.autocast():
-                out: StepOutput = torch.func.functional_call(both, lent, (self._rebuild(batch),))
+                out: StepOutput = torch.func.functional_call(model_and_task, lent, (self._rebuild(batch),))
             if out.loss_sum.dim() != 0 or not out.loss_sum.requires_grad:
                 raise PluginError(
                     f"task: the loss has shape {tuple(out.loss_sum.shape)}; step() must return the sum over the "
@@ -144,29 +147,31 @@ class Body:
         self.trained = [
             self._params[name] for name, grad in zip(params, grads, strict=True) if grad is not None
         ]
-        return [out.loss_sum.detach(), *sums.values(), *own_memory(self.trained, grads, share)]
+        return [out.loss_sum.detach(), *sums.values(), *separate_gradients(self.trained, grads, share)]
 
 
-def own_memory(params: list[nn.Parameter], grads: Any, share: Tensor) -> Flat:
-    """The gradients in the layout of their parameters, as fused updates read them, no two in the same memory."""
+def separate_gradients(params: list[nn.Parameter], grads: Any, share: Tensor) -> Flat:
+    """Return the gradients in the layout of their parameters, as fused updates read them, each in its own memory."""
     copied: Flat = []
     seen_ids = {id(share)}
-    for param, grad in zip(params, [grad for grad in grads if grad is not None], strict=True):
-        if grad.layout is torch.strided and (id(grad) in seen_ids or grad.stride() != param.stride()):
-            grad = torch.empty_like(param).copy_(grad)
-        seen_ids.add(id(grad))
-        copied.append(grad)
+    for param, gradient in zip(params, [gradient for gradient in grads if gradient is not None], strict=True):
+        if gradient.layout is torch.strided and (
+            id(gradient) in seen_ids or gradient.stride() != param.stride()
+        ):
+            gradient = torch.empty_like(param).copy_(gradient)
+        seen_ids.add(id(gradient))
+        copied.append(gradient)
     return copied
 
 
-class Seen:
-    """A kind of batch, whether it is full, and its graph."""
+class BatchKind:
+    """Whether the batches of one kind are full, and their graph."""
 
     __slots__ = ("full", "graph")
 
     def __init__(self, full: bool) -> None:
         self.full = full
-        self.graph: tuple[Function, Body] | None = None
+        self.graph: tuple[Function, StepFunction] | None = None
 
 
 class WholeStep:
@@ -182,7 +187,7 @@ class WholeStep:
     ) -> None:
         self._plain, self._batch_size, self._engine, self._log = plain, batch_size, engine, log
         self._fixed = fixed
-        self._kinds: dict[Kind, Seen] = {}
+        self._kinds: dict[Kind, BatchKind] = {}
         self._held: Flat = []  # parameters and buffers of the model
         self._places: list[int] = []
         self._shares: dict[float, Tensor] = {}
@@ -193,7 +198,7 @@ class WholeStep:
 
     def _accumulate(self, run: Components, micro_batches: list[MicroBatch]) -> Gradients:
         """Run forward and backward of a window in the graph of the step."""
-        batches = [flattened(batch.data) for batch in micro_batches]
+        batches = [flatten_batch(batch.data) for batch in micro_batches]
         kinds = [self._kinds.get(kind) or self._new_kind(kind, leaves) for kind, leaves, _ in batches]
         if not all(kind.full for kind in kinds):
             self._held = []  # it may replace some
@@ -221,22 +226,22 @@ class WholeStep:
                     param.grad = grad if param.grad is None else param.grad.add_(grad)
         return Gradients(losses, items, agreed, sums)
 
-    def _new_kind(self, kind: Kind, leaves: Flat) -> Seen:
+    def _new_kind(self, kind: Kind, leaves: Flat) -> BatchKind:
         full = all(leaf.shape[0] == self._batch_size for leaf in leaves if leaf.ndim)
-        seen = self._kinds[kind] = Seen(full)
+        batch_kind = self._kinds[kind] = BatchKind(full)
         if sum(other_kind.full for other_kind in self._kinds.values()) > MAX_SHAPES:
             raise TrainingError(
                 f"trainer.compile.scope=step: the batches have more than {MAX_SHAPES} shapes, and each is a "
                 "graph; use data.padding=max, or trainer.compile.scope=model"
             )
-        return seen
+        return batch_kind
 
     def _hold(self, run: Components) -> Flat:
         held = [tensor.detach() for tensor in (*run.model.parameters(), *run.model.buffers())]
         places = [tensor.data_ptr() for tensor in held]
         if self._fixed and places != self._places:
-            for seen in self._kinds.values():
-                seen.graph = None
+            for batch_kind in self._kinds.values():
+                batch_kind.graph = None
         self._places = places
         # A validation may put another tensor in the place of a buffer, and cuDNN's recurrent layers move their weights
         # to other memory in it; a graph that went on with the old memory would train what nobody reads.
@@ -245,20 +250,22 @@ class WholeStep:
             self._held = held
         return held
 
-    def _new_graph(self, run: Components, seen: Seen, batch: Flattened) -> tuple[Function, Body]:
+    def _new_graph(
+        self, run: Components, batch_kind: BatchKind, batch: Flattened
+    ) -> tuple[Function, StepFunction]:
         _, leaves, rebuild = batch
         again = any(kind_of_batch.graph for kind_of_batch in self._kinds.values())
         self._log.begin()
         rehearse(run, rebuild(leaves))
-        held, body = self._hold(run), Body(run, rebuild)
+        held, body = self._hold(run), StepFunction(run, rebuild)
         share = self._share(1.0, run.parallel.device)
-        seen.graph = self._engine(body, [*held, share, *leaves], len(held)), body
+        batch_kind.graph = self._engine(body, [*held, share, *leaves], len(held)), body
         shapes = " ".join("x".join(map(str, leaf.shape)) for leaf in leaves)
         self._log.end(f"the step of a batch {shapes}", again=again)
-        return seen.graph
+        return batch_kind.graph
 
     def _share(self, share: float, device: torch.device) -> Tensor:
-        """1 / items, as the gradient of the summed loss."""
+        """Return 1 / items, as the gradient of the summed loss."""
         tensor = self._shares.get(share)
         if tensor is None:
             if len(self._shares) >= MAX_CACHED_SHARES:
@@ -268,8 +275,8 @@ class WholeStep:
         return tensor
 
 
-def flattened(data: Any) -> Flattened:
-    """A batch's kind (all that a graph is specialised on), its tensors, and the way back."""
+def flatten_batch(data: Any) -> Flattened:
+    """Return the kind of a batch (all that a graph is specialised on), its tensors, and a function that rebuilds it."""
     is_plain_tuple = type(data) is tuple and all(isinstance(leaf, Tensor) for leaf in data)
     if is_plain_tuple and not fields_beside(data):
         return tuple([(leaf.shape, leaf.dtype, leaf.stride()) for leaf in data]), list(data), tuple

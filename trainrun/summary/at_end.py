@@ -34,9 +34,9 @@ def measure_finished_run(
     long = state.seconds >= MIN_SECONDS and state.step >= MIN_STEPS
     work = measured_work(run) if long else None
     facts: dict[str, Any] = compute_facts(work, state.items / max(state.seconds, 1e-9))
-    found = throughput_limits(run, session)
-    if found is not None:
-        facts["throughput_limits"] = limit_facts(found, run.parallel.world_size)
+    limits = throughput_limits(run, session)
+    if limits is not None:
+        facts["throughput_limits"] = limit_facts(limits, run.parallel.world_size)
     padding = padding_fraction(run, state, session)
     words = run_dir.overrides.read_text(encoding="utf-8").splitlines() if run_dir.overrides.exists() else []
     return facts | {"padding_fraction": padding, "hint": hint(session.seconds, padding, words)}
@@ -53,11 +53,11 @@ def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float
     return facts
 
 
-def limit_facts(found: ThroughputLimits, world_size: int) -> dict[str, Any]:
+def limit_facts(limits: ThroughputLimits, world_size: int) -> dict[str, Any]:
     """Return the measured limits in items per second of all ranks."""
-    load, train = found.load * world_size, found.train * world_size
+    load, train = limits.load * world_size, limits.train * world_size
     rates = {"load_per_second": load, "train_per_second": train}
-    return rates | {"reached": found.reached, "limit": found.limit}
+    return rates | {"reached": limits.reached, "limit": limits.limit}
 
 
 def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> str:

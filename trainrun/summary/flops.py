@@ -73,9 +73,9 @@ def measured_work(run: Components) -> Work | None:
 
 def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
     """Look up a GPU's peak by its name; 0 for unknown GPUs, for parts of one (MIG), and for other types."""
-    known = next((key for key in DATA_SHEETS if re.search(rf"\b{key}\b", name)), "")
-    halves = (torch.float16,) if known in FLOAT16_ALONE else (torch.float16, torch.bfloat16)
-    return DATA_SHEETS[known] if known and dtype in halves and "MIG" not in name else 0.0
+    gpu_name = next((key for key in DATA_SHEETS if re.search(rf"\b{key}\b", name)), "")
+    halves = (torch.float16,) if gpu_name in FLOAT16_ALONE else (torch.float16, torch.bfloat16)
+    return DATA_SHEETS[gpu_name] if gpu_name and dtype in halves and "MIG" not in name else 0.0
 
 
 def flops_per_item(run: Components) -> float:
@@ -87,7 +87,7 @@ def flops_per_item(run: Components) -> float:
 
 def count_flops(run: Components, batch: Any) -> float:
     """Count the operations an item of the batch takes. It belongs into a trial."""
-    with counter() as counted, without_compiler(counted):
+    with flop_counter() as counted, without_compiler(counted):
         with run.precision.autocast():
             out = run.task.step(run.model, batch)
         out.loss_sum.backward()  # type: ignore[no-untyped-call]
@@ -105,16 +105,16 @@ def without_compiler(counted: FlopCounterMode) -> Iterator[None]:
         yield
 
 
-def counter() -> FlopCounterMode:
+def flop_counter() -> FlopCounterMode:
     """Return a counter that also knows attention and LSTM on a CPU, which torch's own does not."""
     aten = torch.ops.aten
-    known: dict[Any, Callable[..., int]] = {
+    formulas: dict[Any, Callable[..., int]] = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
         aten.mkldnn_rnn_layer: _recurrent,
         aten.mkldnn_rnn_layer_backward: _recurrent_backward,
     }
-    return FlopCounterMode(display=False, custom_mapping=known)
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:

@@ -47,14 +47,18 @@ def prediction_rows(run: Components, state: TrainState, run_dir: RunDir) -> list
     if run.val is None or not isinstance(run.task, Predicts):
         return []
     step = _try(run, lambda: _best_step(run, state))
-    own = None if step is None else _try(run, lambda: _predictions_at(run, state, run_dir, step))
-    pairs = None if own is None else own and (own.target.tolist(), own.prediction.tolist())
-    gathered = run.parallel.gather((own is None, pairs))
+    predictions = None if step is None else _try(run, lambda: _predictions_at(run, state, run_dir, step))
+    pairs = (
+        None
+        if predictions is None
+        else predictions and (predictions.target.tolist(), predictions.prediction.tolist())
+    )
+    gathered = run.parallel.gather((predictions is None, pairs))
     everyone = [pair for _, pair in gathered if pair]
-    if not own or not everyone or any(failed for failed, _ in gathered):
+    if not predictions or not everyone or any(failed for failed, _ in gathered):
         return []
     target, prediction = (torch.tensor([one for pair in everyone for one in pair[i]]) for i in (0, 1))
-    row = _try(run, lambda: _row(run, run_dir, own, target, prediction))
+    row = _try(run, lambda: _row(run, run_dir, predictions, target, prediction))
     return [row | {"split": "val", "step": state.step, "weights_step": step}] if row else []
 
 
@@ -88,7 +92,9 @@ def _predictions_at(
 @contextmanager
 def _weights_of(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
     """Inside, the model has the weights of a checkpoint and is in evaluation mode; afterwards its own."""
-    own = {name: value.detach().to("cpu", copy=True) for name, value in run.model.state_dict().items()}
+    own_weights = {
+        name: value.detach().to("cpu", copy=True) for name, value in run.model.state_dict().items()
+    }
     modes = [(module, module.training) for module in run.model.modules()]
     loaded = load_together(run_dir.checkpoints / folder_name(step), run.parallel, None)
     try:
@@ -96,7 +102,7 @@ def _weights_of(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
         run.model.eval()
         yield
     finally:
-        run.model.load_state_dict(own)
+        run.model.load_state_dict(own_weights)
         for module, training in modes:
             module.training = training
 
@@ -114,13 +120,13 @@ def _predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
     for batch in run.val.epoch(0):
         with run.precision.autocast():
             columns = {name: column.cpu() for name, column in run.task.predict(model, batch.data).items()}
-        pair = _comparable(columns)
+        pair = _target_and_prediction(columns)
         if pair is None:
             return ()
         collected.append(pair)
         if pair[0].ndim == 1 and (images := _images(batch.data)) is not None:
-            worst = _highest(worst, images, columns, _badness(columns))
-            random = _highest(random, images, columns, torch.rand(len(images), generator=generator))
+            worst = _merge_highest(worst, images, columns, _error_scores(columns))
+            random = _merge_highest(random, images, columns, torch.rand(len(images), generator=generator))
         seen += len(pair[0])
         if seen >= MAX_SAMPLES:
             break
@@ -131,7 +137,7 @@ def _predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
     return Predictions(target, prediction, worst, random)
 
 
-def _comparable(columns: Columns) -> tuple[Tensor, Tensor] | None:
+def _target_and_prediction(columns: Columns) -> tuple[Tensor, Tensor] | None:
     """Return targets and predictions: one class a sample each, (B,), or a few numbers each, (B, outputs)."""
     if "target" not in columns or "prediction" not in columns:
         return None
@@ -143,14 +149,14 @@ def _comparable(columns: Columns) -> tuple[Tensor, Tensor] | None:
     return (target, prediction) if few and target.shape == prediction.shape else None
 
 
-def _badness(columns: Columns) -> Tensor:
+def _error_scores(columns: Columns) -> Tensor:
     """Return 1 to 2 for wrong predictions and 0 to 1 for right ones; a sure mistake is the worst."""
     wrong = columns["prediction"] != columns["target"]
     confidence = columns.get("confidence", torch.ones(len(wrong)))
     return torch.where(wrong, 1 + confidence, 1 - confidence)
 
 
-def _highest(shown: Columns, images: Tensor, columns: Columns, score: Tensor) -> Columns:
+def _merge_highest(shown: Columns, images: Tensor, columns: Columns, score: Tensor) -> Columns:
     """Return the samples of the highest scores among those shown so far and a batch."""
     chosen = score.topk(min(NUM_SHOWN, len(score))).indices
     names = [name for name in ("target", "prediction", "confidence") if name in columns]
@@ -174,7 +180,7 @@ def _images(batch: Any) -> Tensor | None:
 
 
 def _row(
-    run: Components, run_dir: RunDir, own: Predictions, target: Tensor, prediction: Tensor
+    run: Components, run_dir: RunDir, predictions: Predictions, target: Tensor, prediction: Tensor
 ) -> dict[str, Any] | None:
     if target.ndim > 1:
         is_labels = bool(((target == target.min()) | (target == target.max())).all())
@@ -184,22 +190,24 @@ def _row(
     classes = int(max(target.max(), prediction.max())) + 1
     if classes > MAX_CLASSES or target.min() < 0:
         return None
-    if run.parallel.rank == 0 and own.worst:
-        _save_samples(run_dir, own, class_names)
+    if run.parallel.rank == 0 and predictions.worst:
+        _save_samples(run_dir, predictions, class_names)
     cells = target * classes + prediction
     counts = torch.bincount(cells, minlength=classes * classes).reshape(classes, classes)
     names = [class_names[i] if i < len(class_names) else str(i) for i in range(classes)]
     return {"kind": "confusion", "class_names": names, "matrix": counts.tolist()}
 
 
-def _save_samples(run_dir: RunDir, own: Predictions, class_names: tuple[str, ...]) -> None:
+def _save_samples(run_dir: RunDir, predictions: Predictions, class_names: tuple[str, ...]) -> None:
     from safetensors.torch import save_file  # a library that a limit of memory may refuse to load
 
-    columns = {name: torch.cat([own.worst[name], own.random[name]]) for name in own.worst}
+    columns = {
+        name: torch.cat([predictions.worst[name], predictions.random[name]]) for name in predictions.worst
+    }
     images = columns["images"]
     low, high = images.amin(dim=(1, 2, 3), keepdim=True), images.amax(dim=(1, 2, 3), keepdim=True)
     columns["images"] = (255 * (images - low) / (high - low).clamp(min=1e-12)).round().to(torch.uint8)
-    about = {"class_names": json.dumps(list(class_names)), "num_worst": str(len(own.worst["score"]))}
+    about = {"class_names": json.dumps(list(class_names)), "num_worst": str(len(predictions.worst["score"]))}
     temporary = run_dir.samples.with_suffix(".tmp")
     save_file({name: column.contiguous() for name, column in columns.items()}, temporary, metadata=about)
     temporary.replace(run_dir.samples)

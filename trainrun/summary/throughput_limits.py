@@ -49,16 +49,16 @@ def throughput_limits(run: Components, session: Session) -> ThroughputLimits | N
     seconds, items = session.seconds, session.items
     if session.steps < MIN_STEPS or not items or not seconds.get("forward"):
         return None
-    if ahead(run) or run.parallel.device.type != "cpu":
+    if num_batches_ahead(run) or run.parallel.device.type != "cpu":
         return None
     load = seconds.get("data", 0.0)
     train = seconds["forward"] + seconds.get("backward", 0.0) + session.update_seconds
     return ThroughputLimits(items / max(load, 1e-9), items / train, max(load, train) / session.loop_seconds)
 
 
-def ahead(run: Components) -> int:
+def num_batches_ahead(run: Components) -> int:
     """Return how many batches are read ahead of the training; 0 if each is read between two steps."""
-    number, factor = readers(run), run.config.data.prefetch_factor
+    number, factor = num_readers(run), run.config.data.prefetch_factor
     return num_ahead(number, factor) if number and engine_of(run) == "threads" else number * factor
 
 
@@ -66,7 +66,7 @@ def engine_of(run: Components) -> str:
     return run.train.read_by.engine if isinstance(run.train, OpenedStream) else run.config.data.engine
 
 
-def readers(run: Components) -> int:
+def num_readers(run: Components) -> int:
     """Return the number of threads or worker processes that read beside the training."""
     if isinstance(run.train, OpenedStream):
         return run.train.read_by.number
@@ -77,17 +77,17 @@ def readers(run: Components) -> int:
 
 def start_seconds(run: Components) -> float:
     """Return the seconds until worker processes read; threads start at once."""
-    return 0.0 if engine_of(run) == "threads" else WORKER_START * readers(run)
+    return 0.0 if engine_of(run) == "threads" else WORKER_START * num_readers(run)
 
 
 def padding_fraction(run: Components, state: TrainState, session: Session) -> float:
     """Return the share of padding in the next batches; 0 if it is unknown, or if reading takes too long."""
     if not session.steps:
         return 0.0
-    inline = not ahead(run)
+    inline = not num_batches_ahead(run)
     seconds = session.seconds.get("data", 0.0) if inline else session.loop_seconds
     usual = seconds / (session.steps * run.config.trainer.accumulate_grad_batches)
-    needed = (ahead(run) + BATCHES) * usual + start_seconds(run)
+    needed = (num_batches_ahead(run) + BATCHES) * usual + start_seconds(run)
     if needed > MOST_SHARE * session.loop_seconds:
         return 0.0
     useful = positions = 0
@@ -107,5 +107,5 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
 def real_positions(batch: Any) -> Tensor | None:
     """Return the mask (B, T) of a batch, 0 at padding; None if the batch has none."""
     fields = batch_fields(batch)
-    found = fields.get("attention_mask", fields.get("segment_ids"))
-    return found if isinstance(found, Tensor) else None
+    mask = fields.get("attention_mask", fields.get("segment_ids"))
+    return mask if isinstance(mask, Tensor) else None

@@ -126,7 +126,7 @@ class Rules:
 
     @property
     def looks(self) -> int:
-        """How often the pairs are looked at, at most, with the end of the comparison at stake."""
+        """Return how often, at most, a look at the pairs may end the comparison."""
         doublings = math.log2(max(1.0, self.most_pairs / self.first_rounds))
         return 1 + math.ceil(doublings)
 
@@ -169,7 +169,7 @@ class Comparison:
 
         Candidates are in the order in which they are preferred. confidence: that none is chosen if none is faster.
         """
-        confidence = shared(confidence, len(self.pairs))
+        confidence = split_confidence(confidence, len(self.pairs))
         ratios = {name: self.ratio(name, confidence) for name, pairs in self.pairs.items() if pairs}
         better = {
             name: ratio for name, ratio in ratios.items()
@@ -201,7 +201,7 @@ def compare_in_turns(
 
 def remaining_candidates(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
     """Return the candidates that get more turns; none if more turns would change nothing."""
-    early = shared(EARLY, rules.looks)
+    early = split_confidence(EARLY, rules.looks)
     ratios = {name: comparison.ratio(name, early) for name in staying if comparison.pairs[name]}
     if not ratios:
         return []
@@ -217,7 +217,7 @@ def remaining_candidates(comparison: Comparison, staying: Sequence[str], rules: 
         hopeless = ratio_of_turns(comparison.pairs[name], DROPPED).high < least
         if (name in half or close) and not hopeless:
             surviving.append(name)
-    alone = len(surviving) == 1 and leader.pairs >= rules.least_pairs and settled(leader, rules.smallest)
+    alone = len(surviving) == 1 and leader.pairs >= rules.least_pairs and is_settled(leader, rules.smallest)
     return [] if alone or leader.pairs >= rules.most_pairs else surviving
 
 
@@ -230,9 +230,9 @@ class Turns:
         self._rounds = 0
 
     def round(self, names: Sequence[str], found: Comparison, in_any_case: bool) -> bool:
-        """A base turn between each two candidates, or alone. Returns whether there was time, and the base works.
+        """Take a base turn between each two candidates. Return whether there was time, and the base did not fail.
 
-        One that stands alone comes before the base and after it alternately, or the drift of the machine would favor
+        A single candidate comes before the base and after it alternately, or the drift of the machine would favor
         one of the two.
         """
         self._rounds += 1
@@ -262,7 +262,7 @@ class Turns:
         return seconds
 
 
-def total(several: Iterable[Spent]) -> Spent:
+def sum_spent(several: Iterable[Spent]) -> Spent:
     seconds, items = (sum(column) for column in zip(*several, strict=True))
     return Spent(seconds, items)
 
@@ -303,9 +303,9 @@ def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
     the residuals of each pair; a single pair has none.
     """
     count = len(pairs)
-    both = [total(side) for side in zip(*pairs, strict=True)]
+    both = [sum_spent(side) for side in zip(*pairs, strict=True)]
     value = both[0].each / both[1].each
-    left = [sum(unexplained(one, whole) * sign for one, whole, sign in zip(pair, both, (1, -1), strict=True))
+    left = [sum(residual_share(one, whole) * sign for one, whole, sign in zip(pair, both, (1, -1), strict=True))
             for pair in pairs]  # fmt: skip
     width = half_interval(left)  # of the second's share of the first
     high = value / (1 - min(width, WIDEST)) if count > 1 else math.inf
@@ -313,7 +313,7 @@ def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
     return Ratio(value, value / (1 + width), high, count, each)
 
 
-def unexplained(one: Spent, whole: Spent) -> float:
+def residual_share(one: Spent, whole: Spent) -> float:
     """Residual: measured minus expected seconds, divided by the total. The residuals of all turns sum to 0."""
     return (one.seconds - one.items * whole.each) / whole.seconds
 
@@ -358,7 +358,7 @@ def student_within(bound: float, degrees: int) -> float:
     return 2 / math.pi * (angle + sine * series) if odd else sine * series
 
 
-def shared(confidence: float, chances: int) -> float:
+def split_confidence(confidence: float, chances: int) -> float:
     """Return the confidence of each of several chances to be wrong, so that all together keep this one (Bonferroni)."""
     return 1 - (1 - confidence) / max(chances, 1)
 
@@ -368,7 +368,7 @@ def exponential(number: float) -> float:
     return math.exp(number) if number < 700 else math.inf
 
 
-def settled(ratio: Ratio, smallest: float) -> bool:
+def is_settled(ratio: Ratio, smallest: float) -> bool:
     """Return whether more pairs would change nothing: the interval lies on one side of, or inside, 1 +- smallest."""
     return ratio.low > 1 + smallest or ratio.high < 1 - smallest or (
         1 - smallest <= ratio.low and ratio.high <= 1 + smallest

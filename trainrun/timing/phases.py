@@ -69,7 +69,7 @@ class PhaseTimer:
 
     @property
     def account(self) -> int:
-        """The one that is open."""
+        """Return the open account."""
         return self._open
 
     def seconds_of(self, account: int) -> float:

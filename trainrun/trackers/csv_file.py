@@ -40,11 +40,11 @@ class CsvFile:
                 raise ConfigError(f"{self._path}: is there already and not of this run; name another")
         if self._path != inside:
             mark.write_text(str(self._path.absolute()))
-        kept = [row for row in rows if int(row[0]) <= step]
-        self._step, self._there = step, {row[2] for row in kept if int(row[0]) == step}
+        earlier = [row for row in rows if int(row[0]) <= step]
+        self._step, self._there = step, {row[2] for row in earlier if int(row[0]) == step}
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([HEAD, *kept])
+            csv.writer(file).writerows([HEAD, *earlier])
         temporary.replace(self._path)
 
     def scalars(self, values: Mapping[str, float], step: int, seconds: float) -> None:

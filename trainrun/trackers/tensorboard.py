@@ -37,8 +37,8 @@ class TensorBoard:
         self._writer: Any = None
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
-        own = f"{run['name']}-{run['run_id']}"
-        folder = Path(self._log_dir, own) if self._log_dir else Path(run["folder"], FOLDER)
+        run_folder = f"{run['name']}-{run['run_id']}"
+        folder = Path(self._log_dir, run_folder) if self._log_dir else Path(run["folder"], FOLDER)
         self._writer = self._writer_class(str(folder), purge_step=step + 1 if step else 0, flush_secs=10)
         config = json.dumps(run["config"], indent=2, default=str)
         self._writer.add_text("run", f"{run['name']} ({run['run_id']})", step)

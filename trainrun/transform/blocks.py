@@ -82,16 +82,16 @@ def _runs(sequential: nn.Sequential) -> Iterator[ModelBlock]:
     for place, layer in enumerate(sequential):
         composite = next(layer.children(), None) is not None
         if composite or _has_weights(layer):
-            yield from _worthy(sequential, run, place)
+            yield from _worthwhile_runs(sequential, run, place)
             run = []
         if composite and type(layer) not in repeated:
             yield from _blocks(layer)
         elif composite or run or _has_weights(layer):
             run.append(layer)  # else: a simple layer before any with weights, left as it is
-    yield from _worthy(sequential, run, len(sequential))
+    yield from _worthwhile_runs(sequential, run, len(sequential))
 
 
-def _worthy(sequential: nn.Sequential, run: list[nn.Module], end: int) -> Iterator[ModelBlock]:
+def _worthwhile_runs(sequential: nn.Sequential, run: list[nn.Module], end: int) -> Iterator[ModelBlock]:
     """Yield the run if recomputing it saves more memory than its own input and output."""
     worthy_layers = [layer for layer in run[1:] if not isinstance(layer, SAVE_NOTHING_MORE)]
     if worthy_layers or (run and next(run[0].children(), None) is not None):

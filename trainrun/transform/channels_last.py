@@ -34,10 +34,10 @@ def channels_last(model: nn.Module) -> nn.Module:
 
 
 def _convert_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_converted(value) for value in args)
+    return tuple(_convert(value) for value in args)
 
 
-def _converted(value: Any) -> Any:
+def _convert(value: Any) -> Any:
     if isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point():
         return value.contiguous(memory_format=torch.channels_last)
     return value

@@ -45,7 +45,7 @@ class Frozen:
             layer = model.get_submodule(name)  # `parallel.sync_batchnorm` may have put another in its place
             if frozen:
                 layer.eval()
-                layer.train = partial(stay, layer)  # type: ignore[method-assign]
+                layer.train = partial(keep_mode, layer)  # type: ignore[method-assign]
             elif vars(layer).pop("train", None):
                 layer.train(model.training)
 
@@ -56,7 +56,7 @@ def norms_of(model: nn.Module, patterns: Patterns, frozen: set[str]) -> list[str
     for name, layer in model.named_modules():
         if getattr(layer, "running_mean", None) is not None:
             beginning = f"{name}." if name else ""
-            own_names = {f"{beginning}{each}" for each, _ in layer.named_parameters()}
+            own_names = {f"{beginning}{parameter_name}" for parameter_name, _ in layer.named_parameters()}
             if own_names <= frozen if own_names else is_named(f"{beginning}running_mean", patterns):
                 norms.append(name)
     return norms
@@ -69,6 +69,6 @@ def is_named(name: str, patterns: Patterns) -> bool:
         return False
 
 
-def stay(layer: nn.Module, mode: bool = True) -> nn.Module:
+def keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
     """Return the layer unchanged; replaces its method `train`."""
     return layer

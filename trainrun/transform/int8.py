@@ -83,7 +83,7 @@ class Int8Layer(nn.Module):
         self._kernel = None
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """hx: the state of a recurrent layer."""
+        """Compute the layer. hx: the state of a recurrent layer."""
         x = input
         if self.is_recording:
             return self._record(x)
@@ -298,13 +298,13 @@ def has_computed_weight(layer: nn.Module) -> bool:
     return not isinstance(getattr(layer, "weight", None), nn.Parameter | None)
 
 
-def explain_float_layers(model: nn.Module, what: str = "bytes") -> dict[str, str]:
-    """Return the layers whose matrices stay in floating point, with reasons. what: as in `no bytes for this`."""
+def explain_float_layers(model: nn.Module, storage: str = "bytes") -> dict[str, str]:
+    """Return the layers whose matrices stay in floating point, with reasons. storage: as in `no bytes for this`."""
     alone = untied_layers(model)
     return {
         name: "shares its weight with another layer"
         if name not in alone
-        else f"no {what} for this {type(layer).__name__}"
+        else f"no {storage} for this {type(layer).__name__}"
         + ", whose weight is computed" * has_computed_weight(layer)
         for name, layer in model.named_modules()
         if any(

@@ -81,7 +81,7 @@ def lora(
         if type(layer) is nn.Linear and used[id(layer.weight)] == 1
     }
     for name in matching(layers, target, "target", "linear layer with weights of its own"):
-        model = _replaced(model, name, LoraLinear(layers[name], rank, alpha, dropout))
+        model = _replace_layer(model, name, LoraLinear(layers[name], rank, alpha, dropout))
     for param in others:  # a bias beside its layer's matrices too
         param.requires_grad_(True)
     return model
@@ -91,11 +91,11 @@ def merge_lora(model: nn.Module) -> nn.Module:
     """Return the network with LoRA's layers merged into its weights, for export or for another `init_from`."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LoraLinear):
-            model = _replaced(model, name, layer.merged())
+            model = _replace_layer(model, name, layer.merged())
     return model
 
 
-def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+def _replace_layer(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
     if not name:  # the model is a single layer
         return layer
     parent, _, child = name.rpartition(".")

@@ -12,8 +12,8 @@ from trainrun.training.components import Components
 KEPT = ("state", "param_groups", "defaults", "step")  # of an optimizer, or the task's own function
 
 
-def attributes_of(run: Components) -> dict[str, str]:
-    """Place and value, as a short text. What a state_dict holds is left out: the checkpoint has it."""
+def unsaved_texts(run: Components) -> dict[str, str]:
+    """Return the attributes by name, as short texts. Those of a state_dict are left out: the checkpoint has them."""
     owners: dict[str, Any] = {
         f"model.{name}".rstrip("."): module for name, module in run.model.named_modules()
     }
@@ -21,11 +21,11 @@ def attributes_of(run: Components) -> dict[str, str]:
         owners["task"] = run.task
     if type(run.optimizer).__module__.partition(".")[0] != "torch":
         owners["optimizer"] = run.optimizer
-    known = ids_of_saved_parts(run.model)
+    saved_ids = ids_of_saved_parts(run.model)
     texts = {
-        f"{place}.{name}": state_text(value, known)
-        for place, owner in owners.items()
+        f"{owner_name}.{name}": state_text(value, saved_ids)
+        for owner_name, owner in owners.items()
         for name, value in own_attributes(owner).items()
         if name not in KEPT
     }
-    return {place: text for place, text in texts.items() if text}
+    return {owner_name: text for owner_name, text in texts.items() if text}

@@ -26,7 +26,7 @@ class NotApplicable(Exception):
     """The check means nothing for this config; the message says why."""
 
 
-def compared(name: str, difference: float, bound: float, text: str) -> Certificate:
+def certify_difference(name: str, difference: float, bound: float, text: str) -> Certificate:
     """Return a certificate that passes if the difference is a number within the bound."""
     state = PASS if difference <= bound else FAIL
     return Certificate(name, state, f"{difference:.1e}", f"{text} (bound {bound:.0e})")
@@ -60,9 +60,9 @@ def different_leaves(left: Any, right: Any, at: str = "") -> list[str]:
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         names = [*left, *(name for name in right if name not in left)]
         return [
-            place
+            difference
             for name in names
-            for place in (
+            for difference in (
                 different_leaves(left[name], right[name], f"{at}.{name}".lstrip("."))
                 if name in left and name in right
                 else [f"{at}.{name}".lstrip(".")]
@@ -70,7 +70,7 @@ def different_leaves(left: Any, right: Any, at: str = "") -> list[str]:
         ]
     if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
         pairs = enumerate(zip(left, right, strict=True))
-        return [place for i, (a, b) in pairs for place in different_leaves(a, b, f"{at}[{i}]")]
+        return [difference for i, (a, b) in pairs for difference in different_leaves(a, b, f"{at}[{i}]")]
     same = left == right or (left != left and right != right)
     return [] if same else [at]
 

@@ -21,9 +21,16 @@ from trainrun.seeding import derive_seed, seed_everything
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
 from trainrun.training.without_trace import first_batches
-from trainrun.verify.certificate import FAIL, PASS, Certificate, NotApplicable, compared, different_leaves
+from trainrun.verify.certificate import (
+    FAIL,
+    PASS,
+    Certificate,
+    NotApplicable,
+    certify_difference,
+    different_leaves,
+)
 from trainrun.verify.subject_changes import Doubles
-from trainrun.verify.trials import STEPS, Outcome, Trials, stopping
+from trainrun.verify.trials import STEPS, Outcome, Trials, stopping_loop
 
 LAP_SECONDS = 2.0  # of a training that is resumed
 MOST_STEPS = 60
@@ -34,41 +41,43 @@ MOST_INDICES = 10_007
 CPU = torch.device("cpu")
 
 
-def resumed(trials: Trials) -> Certificate:
+def check_resume(trials: Trials) -> Certificate:
     """Compare the user's training, stopped at a random step and resumed, with a training that was not stopped.
 
     It has as many steps as fit into LAP_SECONDS, or as the run has. State that no checkpoint holds is compared too.
     """
-    most = max(STEPS, min(MOST_STEPS, int(LAP_SECONDS / trials.pilot.step_seconds)))
-    straight = trials.pilot if most == STEPS else trials.stopped("a run without a stop", most)
-    steps = straight.shared["train"]["step"]
+    max_steps = max(STEPS, min(MOST_STEPS, int(LAP_SECONDS / trials.pilot.step_seconds)))
+    uninterrupted = trials.pilot if max_steps == STEPS else trials.stopped("a run without a stop", max_steps)
+    steps = uninterrupted.shared["train"]["step"]
     if steps < 2:
         raise NotApplicable("a run of one step has no middle to be resumed from")
-    at = random.Random(trials.config.seed).randrange(1, steps)
-    stopped = trials.stopped(f"the same, stopped at step {at} and resumed", at, then=most - at)
-    places = different_leaves(straight.shared, stopped.shared, "shared")
-    places += different_leaves(straight.own, stopped.own, "own")
-    places += [] if straight.rows == stopped.rows else ["metrics.jsonl"]
-    lost = lost_attributes(trials, straight, stopped, most)
-    text = f"stopped at step {at} of {steps}, every bit the same"
-    if places and on_gpu(trials.config) and not repeats(trials, straight, most):
+    stop_step = random.Random(trials.config.seed).randrange(1, steps)
+    stopped = trials.stopped(
+        f"the same, stopped at step {stop_step} and resumed", stop_step, then=max_steps - stop_step
+    )
+    differences = different_leaves(uninterrupted.shared, stopped.shared, "shared")
+    differences += different_leaves(uninterrupted.own, stopped.own, "own")
+    differences += [] if uninterrupted.rows == stopped.rows else ["metrics.jsonl"]
+    lost = lost_attributes(trials, uninterrupted, stopped, max_steps)
+    text = f"stopped at step {stop_step} of {steps}, every bit the same"
+    if differences and on_gpu(trials.config) and not is_repeatable(trials, uninterrupted, max_steps):
         raise NotApplicable(
             "a run without a stop does not repeat either: kernels of this GPU add up in any order; "
             "trainer.deterministic=true takes others"
         )
-    if places:
-        text = f"stopped at step {at} of {steps}; different: {', '.join(places[:4])}"
+    if differences:
+        text = f"stopped at step {stop_step} of {steps}; different: {', '.join(differences[:4])}"
     if lost:
         text += f"; not in the checkpoint: {', '.join(lost[:3])}"
-    both = len(places) + len(lost)
-    return Certificate("resume", FAIL if both else PASS, f"{both} values", text)
+    num_differences = len(differences) + len(lost)
+    return Certificate("resume", FAIL if num_differences else PASS, f"{num_differences} values", text)
 
 
 def on_gpu(config: RunConfig) -> bool:
     return choose_device(config.parallel.accelerator, mode=config.parallel.mode).type == "cuda"
 
 
-def repeats(trials: Trials, straight: Outcome, steps: int) -> bool:
+def is_repeatable(trials: Trials, straight: Outcome, steps: int) -> bool:
     again = trials.stopped("the run without a stop, once more", steps)
     return not different_leaves(straight.shared, again.shared, "shared")
 
@@ -77,15 +86,15 @@ def lost_attributes(trials: Trials, straight: Outcome, stopped: Outcome, steps: 
     """Return the attributes that the resume did not restore. Those that change when the run is repeated do not
     count.
     """
-    names = differing(straight.attributes, stopped.attributes)
+    names = changed_names(straight.attributes, stopped.attributes)
     if not names:
         return []
     again = trials.stopped("the run without a stop, once more", steps)
-    noise = differing(straight.attributes, again.attributes)  # a clock, say
+    noise = changed_names(straight.attributes, again.attributes)  # a clock, say
     return [name for name in names if name not in noise]
 
 
-def differing(left: dict[str, str], right: dict[str, str]) -> list[str]:
+def changed_names(left: dict[str, str], right: dict[str, str]) -> list[str]:
     return [name for name in {**left, **right} if left.get(name) != right.get(name)]
 
 
@@ -94,14 +103,14 @@ ENGINES: Final = {"resident": ("resident", 0), "workers": ("workers", 2), "main 
                   "threads": ("threads", 0)}  # fmt: skip
 
 
-def engines(config: RunConfig) -> Certificate:
+def check_engines(config: RunConfig) -> Certificate:
     """Compare the first batches of every engine, read from the start and from the middle."""
     reference: list[Any] = []
     seen: list[str] = []
     refused: list[str] = []
     for engine, (name, workers) in ENGINES.items():
         try:
-            batches = _batches_of(config, name, workers)
+            batches = _read_batches(config, name, workers)
         except TrainrunError as error:
             refused.append(str(error))
             continue
@@ -118,18 +127,18 @@ def engines(config: RunConfig) -> Certificate:
     return Certificate("engines", PASS, f"{len(reference)} batches", f"{', '.join(seen)} read the same bits")
 
 
-def _batches_of(config: RunConfig, engine: str, workers: int) -> list[Any]:
+def _read_batches(config: RunConfig, engine: str, workers: int) -> list[Any]:
     seed_everything(derive_seed(config.seed or 0))  # data may be drawn as it is built
-    engines = {"data.engine": engine, "data.num_workers": workers, "data.num_threads": 2}
-    stream = _opened(with_values(config, engines))
+    options = {"data.engine": engine, "data.num_workers": workers, "data.num_threads": 2}
+    stream = _open_training(with_values(config, options))
     try:
-        found = first_batches(stream, FEW_BATCHES) + first_batches(stream, FEW_BATCHES, start=1)
-        return found + first_batches(stream, epoch=1)
+        batches = first_batches(stream, FEW_BATCHES) + first_batches(stream, FEW_BATCHES, start=1)
+        return batches + first_batches(stream, epoch=1)
     finally:
         stream.close()
 
 
-def _opened(config: RunConfig) -> Batches:
+def _open_training(config: RunConfig) -> Batches:
     config = replace(config, data=replace(config.data, val=None, test=None))
     sources, drawn = build_sources(config, [])
     stream = open_split(config, Single(CPU), "train", sources["train"], [], lambda *_: None, drawn=drawn)
@@ -152,7 +161,7 @@ def check_epoch_coverage(config: RunConfig, num_samples: int | None) -> Certific
         raise NotApplicable("trainer.limit_train_batches ends an epoch before every sample is read")
     count = min(num_samples, MOST_INDICES)
     batch = min(config.data.batch_size, count)
-    kept = count - count % batch if config.data.drop_last else count
+    num_kept = count - count % batch if config.data.drop_last else count
     for world in (1, 2, 3):
         seen: list[int] = []
         for rank in range(world):
@@ -164,16 +173,16 @@ def check_epoch_coverage(config: RunConfig, num_samples: int | None) -> Certific
             for piece in stream.epoch(0):
                 seen += piece.data.tolist() if piece.real else []
         if sorted(seen) != list(range(count)):
-            lost, more = count - len(set(seen)), len(seen) - len(set(seen))
-            text = f"{world} ranks: {lost} samples lost, {more} repeated"
-            return Certificate("every sample once", FAIL, f"{lost + more}", text)
+            num_lost, num_repeated = count - len(set(seen)), len(seen) - len(set(seen))
+            text = f"{world} ranks: {num_lost} samples lost, {num_repeated} repeated"
+            return Certificate("every sample once", FAIL, f"{num_lost + num_repeated}", text)
     text = "1, 2 and 3 ranks read every sample of an epoch once"
-    if kept != count:
-        text += f"; data.drop_last=true leaves {count - kept} out"
+    if num_kept != count:
+        text += f"; data.drop_last=true leaves {count - num_kept} out"
     return Certificate("every sample once", PASS, f"{count} samples", text)
 
 
-def evaluation(build: Callable[[int], Components]) -> Certificate:
+def check_evaluation(build: Callable[[int], Components]) -> Certificate:
     """Check that loss and metrics of validation do not depend on the batch size."""
     results: list[dict[str, float]] = []
     for size in (3, 7):
@@ -181,21 +190,21 @@ def evaluation(build: Callable[[int], Components]) -> Certificate:
         if not run.validation:
             raise NotApplicable("there is no data.val")
         torch.manual_seed(size)  # a model that draws random numbers in evaluation gives itself away
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for split, stream in run.validation.items():
             with Doubles():
-                found |= evaluate(run, split)
+                metrics |= evaluate(run, split)
             stream.close()
-        results.append({name: value for name, value in found.items() if not name.endswith("/seconds")})
+        results.append({name: value for name, value in metrics.items() if not name.endswith("/seconds")})
     off = {name: abs(a - results[1][name]) / max(abs(a), 1e-12) for name, a in results[0].items()}
     worst = max(off, key=lambda name: off[name])
     about = "batches of 3 and of 7 give the same loss and metrics, in float64"
-    return compared(
+    return certify_difference(
         "evaluation", off[worst], 1e-9, about if off[worst] <= 1e-9 else f"{about}; largest: {worst}"
     )
 
 
-def drift(trials: Trials) -> Certificate:
+def check_rounding(trials: Trials) -> Certificate:
     """Compare the losses of the first steps in the user's precision with those in float32."""
     mode = trials.config.precision.mode
     mode = "bf16-mixed" if mode == "auto" else mode  # what it may come to
@@ -204,7 +213,7 @@ def drift(trials: Trials) -> Certificate:
 
     def losses(about: str, other: str) -> list[float]:
         def change(config: RunConfig) -> RunConfig:
-            loop = stopping(DRIFT_STEPS, evaluation_mode=True)
+            loop = stopping_loop(DRIFT_STEPS, evaluation_mode=True)
             return with_values(config, {"precision.mode": other, "loop": loop})
 
         return [row["train/loss"] for row in trials.run(about, change).rows if "train/loss" in row]
@@ -212,6 +221,6 @@ def drift(trials: Trials) -> Certificate:
     exact, rounded = losses("float32", "32-true"), losses(mode, mode)
     scale = max(sum(map(abs, exact)) / len(exact), 1e-12)
     worst = max(abs(a - b) for a, b in zip(exact, rounded, strict=True)) / scale
-    return compared(
+    return certify_difference(
         "rounding", worst, DRIFT_BOUND, f"the loss over {DRIFT_STEPS} steps in {mode} against float32"
     )

@@ -25,7 +25,7 @@ from trainrun.verify.certificate import (
     PASS,
     Certificate,
     NotApplicable,
-    compared,
+    certify_difference,
     different_leaves,
     largest_difference,
 )
@@ -40,31 +40,31 @@ MODE = "in float64, without dropout and batch statistics"  # which depend on the
 NO_DOUBLES = "the trial in float64 on a CPU does not run"
 
 
-def accumulation(trials: Trials) -> Certificate:
+def check_accumulation(trials: Trials) -> Certificate:
     """Check that two micro-batches of 4 samples, four of 2 and one of 8 give the same weights after two steps."""
     text = f"1, 2 and 4 micro-batches a step give the same weights, {MODE}"
-    return compared("accumulation", _difference_of_parts(trials, 2), BOUND, text)
+    return certify_difference("accumulation", _difference_of_parts(trials, 2), BOUND, text)
 
 
 def check_partial_window(trials: Trials) -> Certificate:
     """Check that a shorter last window of an epoch weighs its samples like the others."""
     worst = _difference_of_parts(trials, 3, samples=2 * 4 * MICRO + 2 * MICRO)
     text = f"a last window of half the size does not depend on its parts, {MODE}"
-    return compared("partial window", worst, BOUND, text)
+    return certify_difference("partial window", worst, BOUND, text)
 
 
 def _difference_of_parts(trials: Trials, steps: int, samples: int | None = None) -> float:
     whole, *divided = (
-        _weights(trials, f"{k} micro-batches a step", steps, 4 * MICRO // k, k, samples=samples)
+        _train_weights(trials, f"{k} micro-batches a step", steps, 4 * MICRO // k, k, samples=samples)
         for k in (1, 2, 4)
     )
     return max(largest_difference(whole, parts) for parts in divided)
 
 
-def learning_rates(trials: Trials) -> Certificate:
+def check_learning_rates(trials: Trials) -> Certificate:
     """Check that the schedule advances once per step, not once per micro-batch."""
     traces = [
-        [row["lr"] for row in _outcome(trials, f"rates with {k} micro-batches", 3, 4 * MICRO // k, k).rows]
+        [row["lr"] for row in _run_part(trials, f"rates with {k} micro-batches", 3, 4 * MICRO // k, k).rows]
         for k in (1, 4)
     ]
     moved = sum(a != b for a, b in zip(*traces, strict=True)) if len(traces[0]) == len(traces[1]) else 3
@@ -74,23 +74,23 @@ def learning_rates(trials: Trials) -> Certificate:
     )
 
 
-def ranks(trials: Trials) -> Certificate:
+def check_ranks(trials: Trials) -> Certificate:
     """Check that two processes with half of each batch give the weights of one process."""
     if trials.config.data.train and trials.config.parallel.mode not in ("single", "ddp"):
         raise NotApplicable(f"parallel={trials.config.parallel.mode}")
-    one = _weights(trials, "one rank", 2, 2 * MICRO, 1)
-    two = _weights(trials, "two ranks", 2, MICRO, 1, num_ranks=2)
-    return compared(
+    one = _train_weights(trials, "one rank", 2, 2 * MICRO, 1)
+    two = _train_weights(trials, "two ranks", 2, MICRO, 1, num_ranks=2)
+    return certify_difference(
         "ranks", largest_difference(one, two), BOUND, f"two ranks give the weights of one, {MODE}"
     )
 
 
-def _weights(trials: Trials, about: str, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-    model: dict[str, torch.Tensor] = _outcome(trials, about, *args, **kwargs).shared["model"]
+def _train_weights(trials: Trials, about: str, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    model: dict[str, torch.Tensor] = _run_part(trials, about, *args, **kwargs).shared["model"]
     return model
 
 
-def _outcome(
+def _run_part(
     trials: Trials, about: str, steps: int, batch_size: int, accumulate: int,
     samples: int | None = None, num_ranks: int = 1,
 ) -> Outcome:  # fmt: skip
@@ -109,32 +109,33 @@ def _outcome(
         raise NotApplicable(f"{NO_DOUBLES}: {error}") from error
 
 
-def sums(components: Components, batch: Any) -> Certificate:
+def check_sums(components: Components, batch: Any) -> Certificate:
     """Check that loss and count of a batch are the sums over its halves, in training mode too where that can hold."""
-    size = _size(batch)
+    size = _num_rows(batch)
     if size < 2:
         raise NotApplicable("the batch has one sample")
     halves = [
-        map_leaves(batch, partial(_rows, size, slice(a, b))) for a, b in ((0, size // 2), (size // 2, size))
+        map_leaves(batch, partial(_select_rows, size, slice(a, b)))
+        for a, b in ((0, size // 2), (size // 2, size))
     ]
     modes = [False, True] if _is_additive_in_training(components, batch) else [False]
     differences = []
     for training in modes:
-        total, items = _step(components, batch, training)
-        found = [_step(components, half, training) for half in halves]
+        total, items = _compute_step(components, batch, training)
+        found = [_compute_step(components, half, training) for half in halves]
         if items != sum(count for _, count in found):
             text = "the task's count of a batch is not that of its halves"
             return Certificate("sum of losses", FAIL, f"{items}", text)
         differences.append(abs(total - sum(loss for loss, _ in found)) / max(abs(total), 1e-12))
-    return compared(
+    return certify_difference(
         "sum of losses", max(differences), 1e-9, "task.step is a sum over samples, not a mean, in float64"
     )
 
 
-def draws(components: Components, batch: Any) -> bool:
+def uses_random_numbers(components: Components, batch: Any) -> bool:
     """Return whether a step draws random numbers even in evaluation mode."""
     before = random_state()
-    _step(components, batch)
+    _compute_step(components, batch)
     return bool(different_leaves(before, random_state()))
 
 
@@ -144,12 +145,12 @@ def _is_additive_in_training(components: Components, batch: Any) -> bool:
         return False
     before = torch.get_rng_state()
     found = [
-        _step(components, batch, training=True) for _ in range(2)
+        _compute_step(components, batch, training=True) for _ in range(2)
     ]  # a layer may count, or keep its own statistics
     return torch.equal(before, torch.get_rng_state()) and found[0] == found[1]
 
 
-def padding(components: Components, batch: Any) -> Certificate:
+def check_padding(components: Components, batch: Any) -> Certificate:
     """Check that other values at padding do not change the loss."""
     mask = batch_fields(batch).get("attention_mask")
     if mask is None:
@@ -168,13 +169,15 @@ def padding(components: Components, batch: Any) -> Certificate:
         keep = (leaf < 0) | ~where  # a target that counts nothing stays so
         return torch.where(keep, leaf, other)
 
-    clean, _ = _step(components, batch)
-    dirty, _ = _step(components, map_leaves(batch, poisoned))
+    clean, _ = _compute_step(components, batch)
+    dirty, _ = _compute_step(components, map_leaves(batch, poisoned))
     difference = abs(clean - dirty) / max(abs(clean), 1e-12)
-    return compared("padding", difference, 1e-10, "the values at padding do not reach the loss, in float64")
+    return certify_difference(
+        "padding", difference, 1e-10, "the values at padding do not reach the loss, in float64"
+    )
 
 
-def _step(components: Components, batch: Any, training: bool = False) -> tuple[float, float]:
+def _compute_step(components: Components, batch: Any, training: bool = False) -> tuple[float, float]:
     components.wrapped.train(training)
     with torch.no_grad(), Doubles(), components.precision.autocast():
         out = components.task.step(components.wrapped, batch)
@@ -186,18 +189,20 @@ def _step(components: Components, batch: Any, training: bool = False) -> tuple[f
     return float(out.loss_sum), count
 
 
-def _size(batch: Any) -> int:
+def _num_rows(batch: Any) -> int:
     sizes: list[int] = []
     map_leaves(batch, lambda leaf: sizes.append(len(leaf)) if getattr(leaf, "ndim", 0) else None)
     return sizes[0] if sizes and len(set(sizes)) == 1 else 1
 
 
-def _rows(size: int, rows: slice, leaf: Any) -> Any:
+def _select_rows(size: int, rows: slice, leaf: Any) -> Any:
     return leaf[rows] if getattr(leaf, "ndim", 0) and len(leaf) == size else leaf
 
 
 def check_all_parameters_change(
-    components: Components, fit: Callable[[Components], None], gradients: Callable[[], dict[str, float]]
+    components: Components,
+    fit: Callable[[Components], None],
+    measure_gradients: Callable[[], dict[str, float]],
 ) -> Certificate:
     """Check that a few steps of the user's training change every parameter. gradients: computed if one does not
     change.
@@ -207,19 +212,23 @@ def check_all_parameters_change(
     before = {name: p.detach().clone() for name, p in components.model.named_parameters() if p.requires_grad}
     fit(components)
     after = dict(components.model.named_parameters())
-    still = [name for name, value in before.items() if not different_leaves(value, after[name].detach())]
+    unchanged = [name for name, value in before.items() if not different_leaves(value, after[name].detach())]
     largest: dict[str, float] = {}
     with suppress(NotApplicable, RuntimeError):  # where the model has no float64
-        largest = gradients() if still else {}
-    idle = [name for name in still if 0 < largest.get(name, 0) < BOUND * max(largest.values())]
-    still = [name for name in still if name not in idle]
-    text = f"do not change: {', '.join(still[:5])}" if still else "all parameters that can be trained change"
+        largest = measure_gradients() if unchanged else {}
+    idle = [name for name in unchanged if 0 < largest.get(name, 0) < BOUND * max(largest.values())]
+    unchanged = [name for name in unchanged if name not in idle]
+    text = (
+        f"do not change: {', '.join(unchanged[:5])}"
+        if unchanged
+        else "all parameters that can be trained change"
+    )
     if idle:
         text += f"; without effect on the loss, so no fault: {', '.join(idle[:5])}"
-    return Certificate("parameters", FAIL if still else PASS, f"{len(still)} of {len(before)}", text)
+    return Certificate("parameters", FAIL if unchanged else PASS, f"{len(unchanged)} of {len(before)}", text)
 
 
-def update(components: Components, batch: Any) -> Certificate:
+def check_update(components: Components, batch: Any) -> Certificate:
     """Compare a few updates with those of torch's plain loops on contiguous copies of the weights.
 
     A kernel that ignores strides, or writes to other memory than a weight's, gives other numbers.
@@ -228,16 +237,16 @@ def update(components: Components, batch: Any) -> Certificate:
     if components.optimizers:
         raise NotApplicable("there are several optimizers")
     copies: dict[torch.Tensor, nn.Parameter] = {
-        param: nn.Parameter(_contiguous(param), param.requires_grad) for param in model.parameters()
+        param: nn.Parameter(_as_contiguous(param), param.requires_grad) for param in model.parameters()
     }
-    reference = _plain_optimizer(optimizer, copies)
-    before = {name: _contiguous(param) for name, param in model.named_parameters()}
+    reference = _unfused_optimizer(optimizer, copies)
+    before = {name: _as_contiguous(param) for name, param in model.named_parameters()}
     for number in range(UPDATES):
         components.wrapped.train()
         out = components.task.step(components.wrapped, batch)
-        components.precision.backward(out.loss_sum, 1 / max(1, _size(batch)))
+        components.precision.backward(out.loss_sum, 1 / max(1, _num_rows(batch)))
         for param, copy in copies.items():
-            copy.grad = None if param.grad is None else _contiguous(param.grad)
+            copy.grad = None if param.grad is None else _as_contiguous(param.grad)
         torch.manual_seed(number)  # some optimizers draw random numbers
         components.precision.optimizer_step(optimizer, want_norm=False)
         torch.manual_seed(number)
@@ -245,18 +254,18 @@ def update(components: Components, batch: Any) -> Certificate:
             reference.step(lambda: 0.0)  # type: ignore[no-untyped-call]
         else:
             reference.step()
-    moved = {name: _contiguous(copies[p]) - before[name] for name, p in model.named_parameters()}
-    ours = {name: _contiguous(param) - before[name] for name, param in model.named_parameters()}
+    moved = {name: _as_contiguous(copies[p]) - before[name] for name, p in model.named_parameters()}
+    ours = {name: _as_contiguous(param) - before[name] for name, param in model.named_parameters()}
     text = f"{UPDATES} updates are those of torch's plain loops on contiguous copies, in float32"
-    return compared("update", largest_difference(moved, ours), UPDATE_BOUND, text)
+    return certify_difference("update", largest_difference(moved, ours), UPDATE_BOUND, text)
 
 
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+def _as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.clone() if tensor.is_sparse else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _plain_optimizer(optimizer: Optimizer, copies: Mapping[torch.Tensor, nn.Parameter]) -> Optimizer:
+def _unfused_optimizer(optimizer: Optimizer, copies: Mapping[torch.Tensor, nn.Parameter]) -> Optimizer:
     """Return a copy of the optimizer that updates the copies of the weights without fused or batched kernels."""
     memo = {id(param): copy for param, copy in copies.items()}
     plain: Optimizer = object.__new__(type(optimizer))  # torch's own way leaves out attributes of subclasses
@@ -269,11 +278,11 @@ def _plain_optimizer(optimizer: Optimizer, copies: Mapping[torch.Tensor, nn.Para
     for param, state in plain.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
-                state[name] = _contiguous(value)
+                state[name] = _as_contiguous(value)
     return plain
 
 
-def gradients(components: Components, batch: Any) -> dict[str, float]:
+def gradient_sizes(components: Components, batch: Any) -> dict[str, float]:
     """Return the largest number in each parameter's gradient, in float64 and training mode."""
     components.wrapped.train()
     with Doubles(), components.precision.autocast():

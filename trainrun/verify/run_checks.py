@@ -27,7 +27,7 @@ from trainrun.user_code import line_of
 from trainrun.verify import continuity, mathematics
 from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable
 from trainrun.verify.subject_changes import first_samples
-from trainrun.verify.trials import StopAt, Trials, config_in_float64, quiet
+from trainrun.verify.trials import StopAt, Trials, config_in_float64, quiet_config
 
 CHANGING_STEPS = 10
 FEW_SAMPLES = 50
@@ -41,7 +41,7 @@ def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator
 
     Raise what a run of the same settings would raise before its first step.
     """
-    quiet(config)  # raises where there is nothing to verify
+    quiet_config(config)  # raises where there is nothing to verify
     with TemporaryDirectory(prefix="trainrun-", ignore_cleanup_errors=True) as name, kept_random_state():
         folder = Path(name)
         trials = Trials(config, folder, progress)
@@ -80,7 +80,7 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
     @functools.cache
     def draws() -> bool:
         run = exact()
-        return mathematics.draws(run, first_batch(run))
+        return mathematics.uses_random_numbers(run, first_batch(run))
 
     def cut(check: Check) -> Check:
         """Wrap a check that splits a batch: it does not apply if the parts draw other random numbers than the
@@ -95,27 +95,27 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         return checked
 
     return {
-        "sum of losses": cut(lambda: on_first_batch(mathematics.sums)),
-        "accumulation": cut(lambda: mathematics.accumulation(trials)),
+        "sum of losses": cut(lambda: on_first_batch(mathematics.check_sums)),
+        "accumulation": cut(lambda: mathematics.check_accumulation(trials)),
         "partial window": cut(lambda: mathematics.check_partial_window(trials)),
-        "learning rate": lambda: mathematics.learning_rates(trials),
-        "ranks": cut(lambda: mathematics.ranks(trials)),
+        "learning rate": lambda: mathematics.check_learning_rates(trials),
+        "ranks": cut(lambda: mathematics.check_ranks(trials)),
         "update": lambda: check_own_update(config, folder),
         "every sample once": lambda: continuity.check_epoch_coverage(config, exact().train.num_samples),
-        "engines": lambda: continuity.engines(config),
-        "padding": cut(lambda: on_first_batch(mathematics.padding)),
-        "evaluation": lambda: continuity.evaluation(exact),
+        "engines": lambda: continuity.check_engines(config),
+        "padding": cut(lambda: on_first_batch(mathematics.check_padding)),
+        "evaluation": lambda: continuity.check_evaluation(exact),
         "parameters": lambda: mathematics.check_all_parameters_change(
-            own_parts(config, folder), short_fit, lambda: on_first_batch(mathematics.gradients)
+            build_own_parts(config, folder), short_fit, lambda: on_first_batch(mathematics.gradient_sizes)
         ),
-        "rounding": lambda: continuity.drift(trials),
-        "resume": lambda: continuity.resumed(trials),
+        "rounding": lambda: continuity.check_rounding(trials),
+        "resume": lambda: continuity.check_resume(trials),
     }
 
 
 def build_exact_run(config: RunConfig, folder: Path, val_batch_size: int | None) -> Components:
     """Build the run in float64 on the CPU, as far as the model supports that."""
-    changed = quiet(config)
+    changed = quiet_config(config)
     nodes = validation_nodes(changed.data)
     changed = replace(config_in_float64(changed, 1, min(16, changed.data.batch_size), 1), loop=None)
     if val_batch_size is not None and nodes:
@@ -127,28 +127,30 @@ def build_exact_run(config: RunConfig, folder: Path, val_batch_size: int | None)
             "trainer.limit_val_batches": 1.0,
         })  # fmt: skip
     try:
-        return built(changed, folder, torch.device("cpu"))
+        return build_parts(changed, folder, torch.device("cpu"))
     except TrainrunError as error:
         raise NotApplicable(f"{mathematics.NO_DOUBLES}: {error}") from error
 
 
-def own_parts(config: RunConfig, folder: Path) -> Components:
-    changed = with_values(quiet(config), {"checkpoint.enabled": False})
-    return built(changed, folder, choose_device(config.parallel.accelerator, devices=config.parallel.devices))
+def build_own_parts(config: RunConfig, folder: Path) -> Components:
+    changed = with_values(quiet_config(config), {"checkpoint.enabled": False})
+    return build_parts(
+        changed, folder, choose_device(config.parallel.accelerator, devices=config.parallel.devices)
+    )
 
 
 def check_own_update(config: RunConfig, folder: Path) -> Certificate:
     """Check the user's own optimizer on the user's weights, in float32 and without clipping."""
-    plain = {"precision.mode": "32-true", "precision.fp8": False}
-    plain |= {"trainer.gradient_clip_val": None, "trainer.ema.enabled": False}
-    run = own_parts(with_values(config, plain), folder)
+    changes = {"precision.mode": "32-true", "precision.fp8": False}
+    changes |= {"trainer.gradient_clip_val": None, "trainer.ema.enabled": False}
+    run = build_own_parts(with_values(config, changes), folder)
     try:
-        return mathematics.update(run, first_batches(run.train)[0])
+        return mathematics.check_update(run, first_batches(run.train)[0])
     finally:
         run.train.close()
 
 
-def built(config: RunConfig, folder: Path, device: torch.device) -> Components:
+def build_parts(config: RunConfig, folder: Path, device: torch.device) -> Components:
     assert config.seed is not None
     seed_everything(derive_seed(config.seed))
     (folder / "parts").mkdir(exist_ok=True)  # for the pictures of a task

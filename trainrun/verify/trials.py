@@ -31,7 +31,7 @@ from trainrun.train_state import TrainState
 from trainrun.training import loop
 from trainrun.training.components import Components
 from trainrun.training.triggers import STOP_TERMINATE
-from trainrun.verify.attributes import attributes_of
+from trainrun.verify.attributes import unsaved_texts
 from trainrun.verify.certificate import NotApplicable
 from trainrun.verify.subject_changes import Doubles
 
@@ -75,7 +75,7 @@ class StopAt:
             components.wrapped.eval()
         state = loop.fit(dataclasses.replace(components, triggers=Stopping()), state)  # type: ignore[arg-type]
         if self._attributes is not None and components.parallel.rank == 0:
-            write_json(Path(self._attributes), attributes_of(components))
+            write_json(Path(self._attributes), unsaved_texts(components))
         return state
 
 
@@ -106,7 +106,7 @@ class Trials:
         then: steps of a resume, if the trial stops itself before its end.
         """
         self._progress(about)
-        config = change(quiet(self.config))
+        config = change(quiet_config(self.config))
         if faults := check_config(config):
             raise NotApplicable(f"it is another run than that of these words: {faults[0]}")
         own = {"hydra.run.dir": str(self.folder / secrets.token_hex(4))}
@@ -125,20 +125,20 @@ class Trials:
             raise TrainingError(
                 f"a trial ({about}) ended with {code}: {read_json(run.status).get('message')}"
             )
-        return outcome(run)
+        return read_outcome(run)
 
     def stopped(self, about: str, steps: int, then: int = 0) -> Outcome:
         """Run the user's settings and stop after some steps; see `run`."""
 
         def change(config: RunConfig) -> RunConfig:
             attributes = str(self.folder / f"{secrets.token_hex(4)}.json")
-            return replace(config, loop=stopping(steps, attributes=attributes))
+            return replace(config, loop=stopping_loop(steps, attributes=attributes))
 
         return self.run(about, change, then)
 
     @cached_property
     def pilot(self) -> Outcome:
-        """The first STEPS steps of the words as they are. Raises what a run of them would raise."""
+        """Run the first STEPS steps of the settings as they are. Raise what a run of them would raise."""
         return self.stopped("the words as they are", STEPS)
 
 
@@ -148,7 +148,7 @@ def session_steps(run: RunDir, then: int) -> int:
     return steps if then == 0 else min(steps, then)
 
 
-def outcome(run: RunDir) -> Outcome:
+def read_outcome(run: RunDir) -> Outcome:
     loaded = read_checkpoint(resolve(run.checkpoints, "last"))
     shared = copy.deepcopy(loaded.shared)
     shared["train"] = {k: v for k, v in shared["train"].items() if k != "seconds"}
@@ -171,7 +171,7 @@ def outcome(run: RunDir) -> Outcome:
     return Outcome(shared, dict(loaded.own), rows, attributes, median(times) if times else math.inf)
 
 
-def quiet(config: RunConfig) -> RunConfig:
+def quiet_config(config: RunConfig) -> RunConfig:
     """Return the same training without screen output, with one checkpoint at its end."""
     for key in ("step", "loop"):
         if getattr(config, key):
@@ -215,7 +215,7 @@ def step_schedule(scheduler: Any) -> Any:
     return fixed
 
 
-def stopping(steps: int, evaluation_mode: bool = False, attributes: str | None = None) -> dict[str, Any]:
+def stopping_loop(steps: int, evaluation_mode: bool = False, attributes: str | None = None) -> dict[str, Any]:
     """Return the config node of a `loop` that stops a run of the user's length early."""
-    given = {"steps": steps, "evaluation_mode": evaluation_mode, "attributes": attributes}
-    return {"_target_": "trainrun.verify.trials.StopAt", **given}
+    options = {"steps": steps, "evaluation_mode": evaluation_mode, "attributes": attributes}
+    return {"_target_": "trainrun.verify.trials.StopAt", **options}

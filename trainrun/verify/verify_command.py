@@ -38,11 +38,14 @@ def main(argv: list[str]) -> int:
             redraw(f"  {about} ...")
 
     failed = 0
-    for found in certificates(config, progress):
-        failed += found.state == "FAIL"
+    for certificate in certificates(config, progress):
+        failed += certificate.state == "FAIL"
         if terminal:
             redraw()
-        say(f"{found.state:<5} {found.name:<18} {found.measured:<14} {found.text}", flush=True)
+        say(
+            f"{certificate.state:<5} {certificate.name:<18} {certificate.measured:<14} {certificate.text}",
+            flush=True,
+        )
     seconds = time.monotonic() - began
     say(f"{failed or 'none'} failed, in {seconds:.0f} s")
     return EXIT_FAILED if failed else EXIT_DONE

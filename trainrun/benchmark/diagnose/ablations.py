@@ -127,14 +127,14 @@ CAUSES_OF: Final = {
 }  # fmt: skip
 
 
-def ablated(name: str, run: Components, cached: CachedBatches) -> Components:
+def apply_ablations(name: str, run: Components, cached: CachedBatches) -> Components:
     """Return the run with one ablation, or with several joined by `+`; `threads=2` is one too."""
-    for one in name.split("+"):
-        if one.startswith(THREADS):
-            step = partial(step_with_threads, int(one.removeprefix(THREADS)), run.step)
+    for ablation in name.split("+"):
+        if ablation.startswith(THREADS):
+            step = partial(step_with_threads, int(ablation.removeprefix(THREADS)), run.step)
             run = replace(run, step=step)
         else:
-            run = replace(run, train=cached) if one == CACHED else ABLATIONS[one](run)
+            run = replace(run, train=cached) if ablation == CACHED else ABLATIONS[ablation](run)
     return run
 
 

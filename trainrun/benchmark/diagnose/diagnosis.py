@@ -25,9 +25,9 @@ from trainrun.benchmark.diagnose.ablations import (
     title_of,
     useful_ablations,
 )
-from trainrun.benchmark.diagnose.rounds import Rounds, Side, freed
+from trainrun.benchmark.diagnose.rounds import Rounds, Side, gain_of_part
 from trainrun.benchmark.measured_run import CHECKPOINT, rare_costs, steps_between
-from trainrun.benchmark.run_overrides import config_of, own_choices, replaced
+from trainrun.benchmark.run_overrides import config_of, replace_overrides, start_choices
 from trainrun.benchmark.worker_messages import (
     KEEPING,
     SAVING,
@@ -121,11 +121,11 @@ def diagnose(
         progress("starting the run", budget.left())
         base = pool.start(config_of(overrides))
         reserved = END_SECONDS + TRACE_SECONDS * trace
-        found = Examination(pool, base, overrides, budget, reserved, progress).diagnosis()
+        diagnosis = Examination(pool, base, overrides, budget, reserved, progress).diagnosis()
         if trace:
             progress("a few steps under torch's profiler", budget.left())
-            found = replace(found, profiled=base.ask(Profile()))
-        return found
+            diagnosis = replace(diagnosis, profiled=base.ask(Profile()))
+        return diagnosis
 
 
 class Examination:
@@ -235,9 +235,12 @@ class Examination:
                 self._untried.append(override)
                 continue
             self._say(f"starting it with {override}", self._left())
-            own, until = own_choices(self._config, self._base.info), self._left() - limit
+            choices, until = start_choices(self._config, self._base.info), self._left() - limit
             try:
-                run = self._pool.start(config_of(replaced(replaced(self._overrides, own), [override])), limit)
+                run = self._pool.start(
+                    config_of(replace_overrides(replace_overrides(self._overrides, choices), [override])),
+                    limit,
+                )
                 self._others.append(run)
                 side = self._side(run, NO_LOGGING if name == LARGER else "")
                 side()
@@ -255,16 +258,16 @@ class Examination:
         for number in count():
             if number >= MOST_ROUNDS and not self._is_unclear(rounds):
                 break
-            went, asked = False, names if number % 2 == 0 else names[::-1]
+            was_taken, order = False, names if number % 2 == 0 else names[::-1]
             if number >= FEWEST_ROUNDS:  # there may not be time for all of them
                 worth = [name for name in names if rounds.ratio(name).value > SLOWER]
-                asked = sorted(worth, key=lambda name: -rounds.ratio(name).value)
+                order = sorted(worth, key=lambda name: -rounds.ratio(name).value)
             self._say(f"round {number + 1}", self._left())
-            for first in range(0, len(asked) or 1, 2):  # the account of time needs turns of the base too
-                if self._is_over(1.0) or not rounds.take(asked[first : first + 2], in_any_case=number == 0):
+            for first in range(0, len(order) or 1, 2):  # the account of time needs turns of the base too
+                if self._is_over(1.0) or not rounds.take(order[first : first + 2], in_any_case=number == 0):
                     break
-                went = True
-            if not went:
+                was_taken = True
+            if not was_taken:
                 break
             names = [name for name in names if rounds.pairs[name]]
         if not rounds.own:
@@ -288,7 +291,7 @@ class Examination:
         if not late:
             costs |= self._logging_cost(loop_seconds)
         what_ifs = [
-            WhatIf(name, freed(ratios[ablation], step_seconds, loop_seconds), about, setting)
+            WhatIf(name, gain_of_part(ratios[ablation], step_seconds, loop_seconds), about, setting)
             for name, ablation, about, setting in self._named(ratios)
             if name not in costs
         ]

@@ -13,7 +13,7 @@ from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf, diagnose
 from trainrun.benchmark.diagnose.profile import STEPS
 from trainrun.benchmark.diagnose.verdict import verdict
 from trainrun.benchmark.remedies import Remedy
-from trainrun.benchmark.run_overrides import progress_line, shown
+from trainrun.benchmark.run_overrides import progress_line, relative_path
 from trainrun.errors import EXIT_DONE
 from trainrun.folder.run_folder import write_json
 from trainrun.output import duration, masked_words, quantity, say
@@ -28,7 +28,7 @@ def report_diagnosis(overrides: list[str], seconds: float, trace: bool, folder: 
         diagnosis = diagnose(overrides, budget, progress, trace)
     say("\n".join(lines_of(diagnosis)))
     write_report(diagnosis, overrides, folder)
-    say(f"in {budget.spent:.0f} s; details: {shown(folder / 'diagnosis.json')}")
+    say(f"in {budget.spent:.0f} s; details: {relative_path(folder / 'diagnosis.json')}")
     return EXIT_DONE
 
 
@@ -54,22 +54,24 @@ def describe_remedy(remedy: Remedy) -> str:
     return f"try: {remedy}{notes}"
 
 
-def row(each: WhatIf) -> str:
-    gain = percent_faster(each.gain.value)
-    return f"{TITLES.get(each.name, each.name):<22} {gain:>8} %   {interval(each):<24} {each.about}"
+def row(what_if: WhatIf) -> str:
+    gain = percent_faster(what_if.gain.value)
+    return (
+        f"{TITLES.get(what_if.name, what_if.name):<22} {gain:>8} %   {interval(what_if):<24} {what_if.about}"
+    )
 
 
-def interval(each: WhatIf) -> str:
+def interval(what_if: WhatIf) -> str:
     """Return `+38 to +49 %` (Student's 95 % interval over turns), or the measured turns if they are too few."""
-    gain = each.gain
-    if each.computed:
+    gain = what_if.gain
+    if what_if.computed:
         return "computed"
     if gain.pairs < 2:
         return "one turn"
-    if not each.sure:
+    if not what_if.sure:
         return f"turns: {', '.join(map(percent_faster, sorted(gain.each)))} %"
     bounds = f"{percent_faster(gain.low)} to {percent_faster(gain.high)} %"
-    return f"{bounds}, 1 process" if each.other_process else bounds
+    return f"{bounds}, 1 process" if what_if.other_process else bounds
 
 
 def percent_faster(ratio: float) -> str:
@@ -115,8 +117,8 @@ def as_json(found: Diagnosis, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def write_report(found: Diagnosis, overrides: list[str], folder: Path) -> None:
+def write_report(diagnosis: Diagnosis, overrides: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "diagnosis.json", as_json(found, overrides))
-    if found.profiled is not None:
-        (folder / "trace.json.gz").write_bytes(found.profiled.trace)
+    write_json(folder / "diagnosis.json", as_json(diagnosis, overrides))
+    if diagnosis.profiled is not None:
+        (folder / "trace.json.gz").write_bytes(diagnosis.profiled.trace)

@@ -19,15 +19,15 @@ STEPS: Final = 5
 MOST_OPERATIONS: Final = 12
 
 
-def profiled(run: Callable[[int], None], device: torch.device, file: Path) -> Profiled:
+def profile_steps(run: Callable[[int], None], device: torch.device, file: Path) -> Profiled:
     """Profile STEPS steps of `run` after as many warm-up steps. file: the trace is written there, as `.json.gz`."""
     run(STEPS)
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    with profile(activities=activities, acc_events=True) as found:
+    with profile(activities=activities, acc_events=True) as profiler:
         run(STEPS)
         settle(device)
-    found.export_chrome_trace(str(file))
-    own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    table = found.key_averages().table(own, MOST_OPERATIONS, max_name_column_width=46)
+    profiler.export_chrome_trace(str(file))
+    sort_key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    table = profiler.key_averages().table(sort_key, MOST_OPERATIONS, max_name_column_width=46)
     return Profiled(table, file.read_bytes())

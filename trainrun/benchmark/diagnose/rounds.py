@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trainrun.benchmark.diagnose.ablations import CACHED
 from trainrun.benchmark.worker_messages import Turn
-from trainrun.timing.paired import BASE, Comparison, Ratio, Spent, Turns, ratio_of_totals, total
+from trainrun.timing.paired import BASE, Comparison, Ratio, Spent, Turns, ratio_of_totals, sum_spent
 
 Side = Callable[[], Turn]
 
@@ -55,7 +55,7 @@ class Rounds:
 
     @property
     def base(self) -> Spent:
-        return total(spent(turn) for turn in self.own)
+        return sum_spent(spent(turn) for turn in self.own)
 
     def seconds_of(self, phases: Sequence[int]) -> float:
         """Return the seconds per item that the unchanged loop spends in these phases."""
@@ -75,7 +75,7 @@ class Rounds:
             each = tuple(fewer * one for one in found.each)
             found = Ratio(fewer * found.value, fewer * found.low, fewer * found.high, found.pairs, each)
         rest = self.seconds_of(without)
-        return freed(found, self.base.each, self.base.each - rest) if rest else found
+        return gain_of_part(found, self.base.each, self.base.each - rest) if rest else found
 
     def ratio_of_phase(self, phase: int) -> Ratio:
         """Return how many times as fast the unchanged loop would be without this phase."""
@@ -98,7 +98,7 @@ def spent(turn: Turn, without: Sequence[int] = (), by_position: bool = False) ->
     return Spent(seconds, turn.positions if by_position else turn.items)
 
 
-def freed(ratio: Ratio, whole: float, part: float) -> Ratio:
+def gain_of_part(ratio: Ratio, whole: float, part: float) -> Ratio:
     """Return the gain of `whole` seconds if `part` of them gains by `ratio`."""
 
     def gain(one: float) -> float:

@@ -71,9 +71,9 @@ def verdict(found: Diagnosis) -> Verdict:
     return Verdict(tuple(causes), text + tried, causes[0].what_if.name)
 
 
-def certain_causes(found: Diagnosis) -> list[WhatIf]:
+def certain_causes(diagnosis: Diagnosis) -> list[WhatIf]:
     """Return what surely costs time, the most expensive first."""
-    return [what_if for what_if in likely_costs(found) if is_certain(what_if)]
+    return [what_if for what_if in likely_costs(diagnosis) if is_certain(what_if)]
 
 
 def likely_costs(found: Diagnosis) -> list[WhatIf]:
@@ -98,7 +98,7 @@ def is_certain(what_if: WhatIf) -> bool:
     return enough and what_if.is_faster()
 
 
-def unclear_text(found: Diagnosis, what_if: WhatIf) -> str:
+def unclear_text(diagnosis: Diagnosis, what_if: WhatIf) -> str:
     start = f"unclear: {CAUSES[what_if.name]} may cost something"
     if not what_if.sure or what_if.gain.low > 1.0:
         turns = f"{what_if.gain.pairs} turns" if what_if.gain.pairs > 1 else "a single turn"
@@ -113,15 +113,15 @@ def gain_text(what_if: WhatIf) -> str:
     return f"{100 * (what_if.gain.value - 1):.0f} %"
 
 
-def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
-    return Cause(what_if, describe_cause(found, what_if.name), remedies_for(what_if, found))
+def cause_of(diagnosis: Diagnosis, what_if: WhatIf) -> Cause:
+    return Cause(what_if, describe_cause(diagnosis, what_if.name), remedies_for(what_if, diagnosis))
 
 
-def describe_cause(found: Diagnosis, name: str) -> str:
+def describe_cause(diagnosis: Diagnosis, name: str) -> str:
     if name != "data":
         return CAUSES[name]
-    if not loading_computes(found):
+    if not loading_computes(diagnosis):
         return "loading, which mostly waits (a disk, a network, a sleep)"
-    if found.info.engine == "resident":
+    if diagnosis.info.engine == "resident":
         return "gathering the samples of a batch in memory"
     return "loading, which mostly computes (decoding, Python)"

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainrun.benchmark.budget import Budget, steps_for
-from trainrun.benchmark.run_overrides import begin, config_of, progress_line, replaced, shown, write_results
+from trainrun.benchmark.run_overrides import (
+    begin,
+    config_of,
+    progress_line,
+    relative_path,
+    replace_overrides,
+    write_results,
+)
 from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainingError
 from trainrun.output import quantity, say
@@ -62,8 +69,8 @@ class BatchFinder:
         self._on_cpu = accelerator == "cpu" or (accelerator == "auto" and not has_gpu)
 
     def start(self, size: int) -> WorkerProcess:
-        own = [f"data.batch_size={size}", "trainer.out_of_memory=stop"]
-        config = config_of(replaced(self._words, own))
+        changes = [f"data.batch_size={size}", "trainer.out_of_memory=stop"]
+        config = config_of(replace_overrides(self._words, changes))
         return self._pool.start(config, memory=self._most_bytes if self._on_cpu else None)
 
     def fits(self, size: int) -> bool:
@@ -169,7 +176,7 @@ def main(wish: Namespace, words: list[str], budget: float) -> int:
         "speeds": speeds.speeds(str(base)),
     }
     write_results(folder, typed, results)
-    say(f"details: {shown(folder / 'autotune.json')}")
+    say(f"details: {relative_path(folder / 'autotune.json')}")
     return EXIT_DONE
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainrun.benchmark.run_overrides import begin, config_of, progress_line, shown, write_results
+from trainrun.benchmark.run_overrides import begin, config_of, progress_line, relative_path, write_results
 from trainrun.benchmark.worker_messages import RateLosses, RateRange
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import say
@@ -93,9 +93,9 @@ class Suggestion:
     averaged: list[float]
 
 
-def suggest_rate(found: RateLosses) -> Suggestion:
+def suggest_rate(curve: RateLosses) -> Suggestion:
     """Return the learning rate where the smoothed loss falls fastest, at most a quarter of the rate at its minimum."""
-    losses, rates = np.array(found.losses), np.array(found.rates)
+    losses, rates = np.array(curve.losses), np.array(curve.rates)
     good = np.isfinite(losses)
     losses, rates = losses[good], rates[good]
     if len(losses) < 2 * FIRST:
@@ -132,36 +132,38 @@ def main(wish: Namespace, words: list[str]) -> int:
     config = config_of(typed)
     with WorkerPool() as pool, progress_line() as progress:
         progress("range test", 60.0)
-        found: RateLosses = pool.start(config).ask(RateRange(wish.low, wish.high, wish.steps), limit=LIMIT)
-    advice = suggest_rate(found)
+        curve: RateLosses = pool.start(config).ask(RateRange(wish.low, wish.high, wish.steps), limit=LIMIT)
+    advice = suggest_rate(curve)
     typed_lr = (config.optimizer or {}).get("lr")
-    scale = typed_lr / found.peaks[0] if isinstance(typed_lr, float | int) and typed_lr > 0 else 1.0
-    told = "diverged" if found.diverged else "ended"
-    say(f"range test: {len(found.rates)} of {wish.steps} steps, {told} at {found.rates[-1]:.2g}")
+    scale = typed_lr / curve.peaks[0] if isinstance(typed_lr, float | int) and typed_lr > 0 else 1.0
+    ending = "diverged" if curve.diverged else "ended"
+    say(f"range test: {len(curve.rates)} of {wish.steps} steps, {ending} at {curve.rates[-1]:.2g}")
     if advice.rate is None:
         say(f"no suggestion: {advice.why}")
     else:
         groups = (config.optimizer or {}).get("groups") or []
-        others = len(set(found.peaks)) > 1 or any("lr" in group for group in groups)
-        more = f"; all other rates times {advice.rate / found.peaks[0]:.2g}, as in the test" if others else ""
-        say(f"suggestion: optimizer.lr={advice.rate * scale:.1e}{more} ({advice.why}; the loss is smallest at "
+        others = len(set(curve.peaks)) > 1 or any("lr" in group for group in groups)
+        others_text = (
+            f"; all other rates times {advice.rate / curve.peaks[0]:.2g}, as in the test" if others else ""
+        )
+        say(f"suggestion: optimizer.lr={advice.rate * scale:.1e}{others_text} ({advice.why}; the loss is smallest at "
             f"{advice.smallest:.2g}); with warmup and decay this is the peak")  # fmt: skip
     write_results(folder, typed, {
-        "rates": found.rates, "losses": found.losses, "diverged": found.diverged, "suggestion": advice.rate,
-        "why": advice.why, "peaks": found.peaks,
-        "suggestions": advice.rate and [advice.rate * peak / found.peaks[0] for peak in found.peaks],
+        "rates": curve.rates, "losses": curve.losses, "diverged": curve.diverged, "suggestion": advice.rate,
+        "why": advice.why, "peaks": curve.peaks,
+        "suggestions": advice.rate and [advice.rate * peak / curve.peaks[0] for peak in curve.peaks],
     })  # fmt: skip
-    say(f"details: {shown(folder / 'autotune.json')}, {draw(found, advice, folder / 'lr.png').name}")
+    say(f"details: {relative_path(folder / 'autotune.json')}, {draw(curve, advice, folder / 'lr.png').name}")
     return EXIT_DONE
 
 
-def draw(found: RateLosses, advice: Suggestion, path: Path) -> Path:
+def draw(curve: RateLosses, advice: Suggestion, path: Path) -> Path:
     from trainrun.plots import canvas
 
     figure, (ax,) = canvas.panels("Learning rate range test", 1, height=3.4)
-    ax.plot(found.rates, found.losses, color=canvas.TRAIN, alpha=0.3, linewidth=1, label="loss")
+    ax.plot(curve.rates, curve.losses, color=canvas.TRAIN, alpha=0.3, linewidth=1, label="loss")
     ax.plot(
-        found.rates[: len(advice.averaged)],
+        curve.rates[: len(advice.averaged)],
         advice.averaged,
         color=canvas.TRAIN,
         linewidth=1.8,
@@ -170,7 +172,7 @@ def draw(found: RateLosses, advice: Suggestion, path: Path) -> Path:
     if advice.rate is not None:
         ax.axvline(advice.rate, color=canvas.BEST, linestyle="--", label=f"suggestion {advice.rate:.1e}")
     ax.set_xscale("log")
-    finite = [loss for loss in found.losses if math.isfinite(loss)]
+    finite = [loss for loss in curve.losses if math.isfinite(loss)]
     if finite:
         low, high = min(finite), max(finite[: 2 * FIRST] or finite)
         ax.set_ylim(low - 0.1 * (high - low) - 1e-9, high + 0.5 * (high - low) + 1e-9)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainrun.benchmark.budget import Budget
-from trainrun.benchmark.run_overrides import progress_line, shown, write_results
+from trainrun.benchmark.run_overrides import progress_line, relative_path, write_results
 from trainrun.benchmark.tune import tune_report
 from trainrun.benchmark.tune.preset_file import host_preset, preset_path, write_preset
 from trainrun.benchmark.tune.techniques import TechniqueTable, measure_table
@@ -55,7 +55,7 @@ def report_search(
         written = write_preset(preset, typed, tuning, Path.cwd())
         use = f"trainrun {shlex.join(written.use)}"
         if written.path is not None:
-            say(f"wrote {shown(written.path)}; use it with: {use}")
+            say(f"wrote {relative_path(written.path)}; use it with: {use}")
         else:
             say(f"no preset: a setting of yours, or an experiment, stands above it; say: {use}")
     if wish.allow == "exact":
@@ -63,7 +63,7 @@ def report_search(
     results = tune_report.as_plain(tuning)
     results |= {"found": list(tuning.found), "claimed": tuning.is_claimed, "verdict": tuning.verdict}
     write_results(folder, typed, results)
-    say(f"details: {shown(folder / 'autotune.json')}")
+    say(f"details: {relative_path(folder / 'autotune.json')}")
     return EXIT_DONE
 
 
@@ -74,7 +74,7 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
     rows = [tune_report.as_plain(row) | {"title": row.trial.cause, "alone": tune_report.as_plain(row.alone)}
             for row in table.rows]  # fmt: skip
     write_results(folder, typed, tune_report.as_plain(table) | {"rows": rows})
-    say(f"details: {shown(folder / 'autotune.json')}")
+    say(f"details: {relative_path(folder / 'autotune.json')}")
     return EXIT_DONE
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from trainrun.benchmark.run_overrides import compose_again, key_of, replaced
+from trainrun.benchmark.run_overrides import compose_again, key_of, replace_overrides
 from trainrun.benchmark.tune.tuner import Tuning
 from trainrun.config.tuned_settings import MARK, fingerprint_line
 from trainrun.errors import ConfigError
@@ -45,10 +45,12 @@ def host_preset() -> str:
 
 def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: Path) -> WrittenPreset:
     """Write the settings that helped as a preset. typed: the overrides as the user typed them."""
-    wanted = compose_again(replaced(typed, tuning.found))
-    use = replaced(typed, [*tuning.found, f"preset={path.stem}"])
-    use = [one for one in use if one not in tuning.found]
-    before = next((one.partition("=")[2] for one in typed if key_of(one) == "preset"), "none").strip('"')
+    wanted = compose_again(replace_overrides(typed, tuning.found))
+    use = replace_overrides(typed, [*tuning.found, f"preset={path.stem}"])
+    use = [override for override in use if override not in tuning.found]
+    before = next(
+        (override.partition("=")[2] for override in typed if key_of(override) == "preset"), "none"
+    ).strip('"')
     old = path.read_text(encoding="utf-8") if path.is_file() else None
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, preset_text(typed, tuning, before, fingerprint_line(wanted, working_dir)))
@@ -58,7 +60,7 @@ def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: 
         path.unlink()
     else:
         write_text(path, old)
-    return WrittenPreset(None, replaced(typed, tuning.found))
+    return WrittenPreset(None, replace_overrides(typed, tuning.found))
 
 
 def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: str) -> str:
@@ -80,18 +82,18 @@ def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: 
     tree: dict[str, Any] = {}
     for key, _, value in (one.lstrip("+").partition("=") for one in tuning.found):
         if "." not in key:
-            groups.append({f"override /{key}": parsed(value)})
+            groups.append({f"override /{key}": parse_value(value)})
             continue
         *path, name = key.split(".")
         node = tree
         for one in path:
             node = node.setdefault(one, {})
-        node[name] = parsed(value)
+        node[name] = parse_value(value)
     tree = {"defaults": groups, **tree} if groups else tree
     return "\n".join([*head, *lines, yaml.safe_dump(tree, sort_keys=False)])
 
 
-def parsed(value: str) -> Any:
+def parse_value(value: str) -> Any:
     """Return the value that is written as Hydra reads it: `off` is a string to Hydra, and false to YAML."""
     value = value.strip('"')
     return yaml.safe_load(value) if PLAIN.match(value) else value

@@ -21,7 +21,7 @@ from trainrun.benchmark.remedies import (
     TRAINING,
     Remedy,
 )
-from trainrun.benchmark.run_overrides import config_of, key_of, loader_overrides, replaced
+from trainrun.benchmark.run_overrides import config_of, key_of, loader_overrides, replace_overrides
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner
 from trainrun.benchmark.worker_messages import RunInfo
 from trainrun.config.schema import RunConfig
@@ -181,7 +181,7 @@ class TechniqueTable:
 def measure_table(tuner: Tuner, techniques: Sequence[Technique] = TECHNIQUES) -> TechniqueTable:
     """Measure each technique alone, and all together. Raise what a run of these settings would raise."""
     tuner.start_base()
-    rows = [planned_row(technique, tuner) for technique in techniques]
+    rows = [plan_row(technique, tuner) for technique in techniques]
     waiting = [number for number, row in enumerate(rows) if not row.trial.reason]
     while waiting:
         group, rest = waiting[:AT_ONCE], waiting[AT_ONCE:]
@@ -194,15 +194,15 @@ def measure_table(tuner: Tuner, techniques: Sequence[Technique] = TECHNIQUES) ->
             rows[number] = replace(rows[number], trial=replace(trial, cause=rows[number].trial.cause))
         waiting = rest
     tuner.base.close()
-    together = compatible(rows, tuner.overrides)
-    found = [one for number in together for one in rows[number].trial.remedy.overrides]
-    claim = tuner.confirm(found) if found else None
+    together = compatible_techniques(rows, tuner.overrides)
+    settings = [override for number in together for override in rows[number].trial.remedy.overrides]
+    claim = tuner.confirm(settings) if settings else None
     rows = [replace(row, together=number in together) for number, row in enumerate(rows)]
-    return TechniqueTable(tuner.base.info.unit, tuner.speed, tuple(rows), tuple(found), claim, tuner.problem,
+    return TechniqueTable(tuner.base.info.unit, tuner.speed, tuple(rows), tuple(settings), claim, tuner.problem,
                           tuner.budget.spent)  # fmt: skip
 
 
-def planned_row(technique: Technique, tuner: Tuner) -> Row:
+def plan_row(technique: Technique, tuner: Tuner) -> Row:
     """Return what is to be measured for a technique, with the reason if that cannot be."""
     config, info = config_of(tuner.with_own_choices(())), tuner.base.info
     remedy = Remedy(tuple(technique.on(config)), technique.effect, technique.changes)
@@ -218,7 +218,7 @@ def planned_row(technique: Technique, tuner: Tuner) -> Row:
     return Row(replace(trial, remedy=without, reason="" if technique.off else ON_ALREADY), is_on=True)
 
 
-def compatible(rows: Sequence[Row], overrides: Sequence[str]) -> list[int]:
+def compatible_techniques(rows: Sequence[Row], overrides: Sequence[str]) -> list[int]:
     """Return the techniques to be measured together, the fastest first: of two that set one key, only the faster."""
     helpful = [number for number, row in enumerate(rows) if row.trial.is_faster and not row.is_on]
     helpful = [number for number in helpful if rows[number].trial.remedy.effect != TRAINING]
@@ -229,7 +229,7 @@ def compatible(rows: Sequence[Row], overrides: Sequence[str]) -> list[int]:
         if {key_of(one) for one in settings} & {key_of(one) for one in found}:
             continue
         try:
-            config_of(replaced(overrides, [*found, *settings]))
+            config_of(replace_overrides(overrides, [*found, *settings]))
         except ConfigError:
             continue
         chosen.append(number)

@@ -18,7 +18,7 @@ from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination
 from trainrun.benchmark.diagnose.verdict import CAUSES, certain_causes, verdict
 from trainrun.benchmark.measured_run import MeasuredRun
 from trainrun.benchmark.remedies import EFFECTS, EXACT, Remedy, model_remedies, new_settings, remedies_for
-from trainrun.benchmark.run_overrides import LOADER_KEYS, config_of, key_of, own_choices, replaced
+from trainrun.benchmark.run_overrides import LOADER_KEYS, config_of, key_of, replace_overrides, start_choices
 from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.errors import ConfigError
 from trainrun.output import counted
@@ -89,7 +89,7 @@ class Tuning:
 
     @property
     def found(self) -> tuple[str, ...]:
-        """The overrides that are claimed to be faster."""
+        """Return the overrides that are claimed to be faster."""
         return tuple(settings_of(self.trials)) if self.is_claimed else ()
 
     @property
@@ -123,7 +123,7 @@ def settings_of(trials: Sequence[Trial]) -> list[str]:
     overrides: list[str] = []
     for trial in trials:
         if trial.used:
-            overrides = replaced(overrides, trial.remedy.overrides)
+            overrides = replace_overrides(overrides, trial.remedy.overrides)
     return overrides
 
 
@@ -196,7 +196,7 @@ class Tuner:
         return self.budget.deadline() - max(CONFIRM_PART * self.budget.seconds, needed)
 
     def _best(self) -> list[str]:
-        return replaced(self.overrides, settings_of(self.trials))
+        return replace_overrides(self.overrides, settings_of(self.trials))
 
     def _improve(self, diagnosis: Diagnosis) -> bool:
         """Try the remedies of one cause after the other, until one is kept; return whether one was."""
@@ -246,10 +246,10 @@ class Tuner:
         Other data may need other readers, so the choice of readers is left to the run.
         """
         best = self._best()
-        choices = own_choices(config_of(best), self.base.info)
-        if any(key_of(one).startswith("data.") for one in overrides):
-            choices = [one for one in choices if key_of(one) not in LOADER_KEYS]
-        return replaced(replaced(best, choices), overrides)
+        choices = start_choices(config_of(best), self.base.info)
+        if any(key_of(override).startswith("data.") for override in overrides):
+            choices = [override for override in choices if key_of(override) not in LOADER_KEYS]
+        return replace_overrides(replace_overrides(best, choices), overrides)
 
     def try_in_turns(
         self, cause: str, promised: float | None, remedies: Sequence[Remedy], ends: float
@@ -299,7 +299,7 @@ class Tuner:
     def _seconds_of_rounds(self, runs: int) -> float:
         return TURN_COST * FEWEST_ROUNDS * (runs + 1) * self._turn_seconds
 
-    def confirm(self, found: Sequence[str]) -> Ratio | None:
+    def confirm(self, settings: Sequence[str]) -> Ratio | None:
         """Compare settings with the user's own, in as many pairs of new processes as there is time for.
 
         Return None if that fails. The number of pairs is decided before the second: to look at them in between would
@@ -311,13 +311,13 @@ class Tuner:
             self._say(f"fresh processes, pair {len(groups) + 1}", self.budget.left())
             began = clock()
             try:
-                groups.append(self._fresh_pair(found, own_first=len(groups) % 2 == 0))
+                groups.append(self._fresh_pair(settings, own_first=len(groups) % 2 == 0))
             except WorkerFailed as error:
                 self.problem = str(error).strip().splitlines()[-1]
                 return None
             if len(groups) == 1:
-                more = self._affordable_pairs(clock() - began, LEAST_PROCESSES - 1)
-                wanted = min(MOST_PROCESSES, 1 + more)
+                num_more = self._affordable_pairs(clock() - began, LEAST_PROCESSES - 1)
+                wanted = min(MOST_PROCESSES, 1 + num_more)
         if len(groups) < LEAST_PROCESSES:
             needed = self.budget.spent + CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
             self.problem = (
@@ -341,12 +341,12 @@ class Tuner:
             return least if least * seconds <= left + OVERRUN * self.budget.seconds else 0
         return min(MOST_PROCESSES, int(left / max(seconds, 1e-9)))
 
-    def _fresh_pair(self, found: Sequence[str], own_first: bool) -> list[tuple[float, float]]:
+    def _fresh_pair(self, changes: Sequence[str], own_first: bool) -> list[tuple[float, float]]:
         """Return the speeds in turns of both settings, each in a new process. Raises WorkerFailed.
 
         A pair that was begun is finished, also if it takes longer than the budget.
         """
-        settings = [self.overrides, replaced(self.overrides, found)]
+        settings = [self.overrides, replace_overrides(self.overrides, changes)]
         runs = []
         for overrides in settings if own_first else settings[::-1]:
             runs.append(self._start(overrides, PAIR_LIMIT * self._seconds_of_pair()))
