@@ -376,10 +376,8 @@ def check_table_columns(
     columns: Sequence[str], inputs: Sequence[str], node: Mapping[str, Any], shown: str
 ) -> None:
     """Raise DataError for a column that is missing; print a note on columns that the training did not have."""
-    of_words = node.get("categories") or ()
-    of_words = [of_words] if isinstance(of_words, str) else of_words
-    needed = [next((word for word in of_words if name.startswith(f"{word}=")), name) for name in inputs]
-    missing = [name for name in dict.fromkeys(needed) if name not in columns]
+    needed, *_ = csv_files.without_words(inputs, columns)
+    missing = list(dict.fromkeys(name.partition("=")[0] for name in needed if name not in columns))
     if missing:
         guess = did_you_mean(missing[0], columns) or "."
         raise DataError(

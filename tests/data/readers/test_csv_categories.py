@@ -112,10 +112,38 @@ MIXED = "color,age,price,id,y\n" + "".join(
 )
 
 
-def test_one_message_names_all_columns_and_settings_that_mend_them(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text(MIXED)
-    with refused(DataError, "'color'", "'age'", "'price'", "'id'", "data.train.fill=0") as caught:
+def test_words_and_gaps_need_no_setting(table: str, tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text(MIXED.replace("free", "7").replace("red,3,3", ",3,3"))
+    splits = load(str(tmp_path / "m.csv"), target="y", val_fraction=0.0)
+    train = splits["train"]
+    names = ["color=blue", "color=green", "color=red", "color=", "age", "age=", "price"]
+    assert list(train.input_columns) == names
+    assert inputs_of(train)[2:5] == [[0, 1, 0, 0, 2, 0, 2], [0, 0, 0, 1, 3, 0, 3], [1, 0, 0, 0, 0, 1, 4]]
+    assert all(name in train.notice for name in ("color 3", "age", "id"))
+    by_name = load(str(tmp_path / "m.csv"), names, "none", val_fraction=0.0)["train"]
+    assert inputs_of(by_name) == inputs_of(train)
+
+
+@pytest.mark.parametrize("cells", ["1,5", "$1200", "12 %", "1.200,50"])
+def test_formatted_numbers_are_no_categories(tmp_path: Path, cells: str) -> None:
+    (tmp_path / "t.csv").write_text("a;y\n" + f"{cells};0\n" * 10)
+    with pytest.raises(DataError, match="'a'"):
         load(str(tmp_path / "t.csv"), target="y", val_fraction=0.0)["train"]
+
+
+def test_gaps_that_training_does_not_have_are_refused(table: str, tmp_path: Path) -> None:
+    other = write(tmp_path / "other.csv", [("", "red", "s1", 0)])
+    with refused(DataError, "other.csv", "'a'"):
+        load(table, target="y", val_path=other)["val"]
+
+
+def test_cells_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(MIXED)
+    with refused(DataError, "'price'", "'free'", "data.train.inputs") as caught:
+        load(str(tmp_path / "t.csv"), target="y", val_fraction=0.0)["train"]
+    assert "'color'" not in str(caught.value)
+    with refused(DataError, "'color'", "'age'", "'price'", "'id'", "data.train.fill=0") as caught:
+        load(str(tmp_path / "t.csv"), ["color", "age", "price", "id"], "y", val_fraction=0.0)["train"]
     assert "data.train.inputs=[color,age,price] data.train.categories=[color]" in str(caught.value)
     (tmp_path / "t.csv").write_text(MIXED.replace("free", "7"))
     mended: dict[str, Any] = {"inputs": ["color", "age", "price"], "categories": ["color"], "fill": 0}

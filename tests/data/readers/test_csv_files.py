@@ -167,7 +167,8 @@ def test_types_and_shape_of_inputs(tmp_path):
 def test_missing_inputs(tmp_path, monkeypatch, cell, rows_at_once):
     monkeypatch.setattr(csv_files, "ROWS_AT_ONCE", rows_at_once)
     path = written(tmp_path, f"x,w,label\n1,2,0\n3,4,1\n5,{cell},0\n6,7,1\n")
-    approve(fault(path), path, "'w'", "line 4", "data.train.fill=0")
+    approve(fault(path, inputs=["x", "w"]), path, "'w'", "line 4", "data.train.fill=0")
+    assert load(path, val_path=path)["train"].tensors[0].tolist()[2] == [5, 0, 1]
     assert load(path, fill=-1, val_path=path)["train"].tensors[0][:, 1].tolist() == [2, 4, -1, 7]
     assert "data.train.fill=0.5: must be a whole" in fault(path, fill=0.5, dtype="int64")
 
@@ -178,9 +179,9 @@ def test_true_and_false_are_numbers_as_in_other_tables(tmp_path, monkeypatch, ro
     path = written(tmp_path, "flag,x,y\nTrue,1,0\nFALSE,2,1\n,3,0\n true,4,1\n")
     found = load(path, val_path=path, target="y", fill=0.5)["train"].tensors[0]
     assert found.tolist() == [[1, 1], [0, 2], [0.5, 3], [1, 4]]
-    approve(fault(path, val_path=path, target="y"), "'flag'", "line 4")
+    approve(fault(path, val_path=path, target="y", inputs=["flag", "x"]), "'flag'", "line 4")
     path = written(tmp_path, "flag,y\nTrue,0\nFalse,1\n0.5,0\nTrue,1\n")
-    assert "column 'flag'" in fault(path, val_path=path, target="y")
+    assert "column 'flag'" in fault(path, val_path=path, target="y", inputs=["flag"])
     path = written(tmp_path, "flag,y\n1,0\n0,1\nTrue,0\nFalse,1\n")
     approve(fault(path, val_path=path, target="y"), "'flag'", "line 4")
 
@@ -229,7 +230,7 @@ def test_wrong_names(tmp_path):
         path, inputs=["a", "c"], target="b"
     )
     assert "data.train.target: name the column to predict" in fault(path)
-    assert "data.train.categories=[kind]" in fault(path, target="grade")
+    assert "data.train.categories=[kind]" in fault(path, inputs=["a", "b", "kind"], target="grade")
     assert "data.train.delimiter=ab: must be one character" in fault(path, delimiter="ab")
     assert "data.train.val_fraction=0: of 40 samples it leaves none for validation" in fault(
         path, "val", inputs="a", target="kind", val_fraction=0

@@ -93,6 +93,11 @@ class ColumnWriter:
         """Whether the columns stay arrays in the memory of this process."""
         return self._create is None
 
+    def discard(self) -> None:
+        """Drop all columns, to write them again."""
+        self.close()
+        self._blocks, self._files, self._ends = {}, {}, {}
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()

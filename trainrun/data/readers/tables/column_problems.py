@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from trainrun.plugin_faults import did_you_mean
 MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
 MOST_CATEGORIES, MOST_SHOWN, MOST_WORDS = 100, 20, 4
 CATEGORIES = "data.train.categories"
+FORMATTED_NUMBER = re.compile(r"[-+]?[$€£]?\s*\d[\d.,' ]*[$€£%]?")
 
 
 def is_missing(text: str) -> bool:
@@ -76,6 +78,11 @@ class ColumnProblems:
         return self.categories is None and self.num_words > self.num_numbers and few
 
     @property
+    def has_formatted_numbers(self) -> bool:
+        """Whether most words are numbers with signs of a currency, percent or grouped digits, as '1.200,50 $'."""
+        return 2 * sum(map(bool, map(FORMATTED_NUMBER.fullmatch, self.words))) > len(self.words)
+
+    @property
     def first_word(self) -> str:
         return next(iter(self.words))
 
@@ -87,7 +94,8 @@ class InputFault(DataError):
     """
 
     def __init__(self, file: str, problems: Sequence[ColumnProblems], choice: TableChoice) -> None:
-        self.problems, self.inputs, self.fill = tuple(problems), choice.inputs, choice.fill
+        self.file, self.problems = file, tuple(problems)
+        self.inputs, self.fill = choice.inputs, choice.fill
         self.category_columns = [name for name, _ in choice.categories]
         ways = [self.training_settings(), *self.remedies()]
         super().__init__(self.describe(file, [way for way in ways if way]))
@@ -156,6 +164,25 @@ class InputFault(DataError):
         if any(problem.categories is None and problem.num_words and not problem.can_be_categories
                for problem in self.problems):  # fmt: skip
             yield "Correct the cells that are not numbers, or leave their columns out (data.train.inputs)."
+
+
+def adapt_choice(choice: TableChoice, fault: InputFault) -> TableChoice:
+    """Return a choice that takes the columns as they are: words as categories, gaps with an input of their own.
+
+    Columns of too many words are left out. Raise InputFault for columns whose cells have to be corrected.
+    """
+    words = [problem for problem in fault.problems if not problem.has_formatted_numbers]
+    dropped = [problem.name for problem in words if len(problem.words) > MOST_CATEGORIES]
+    of_words = [problem.name for problem in words if problem.can_be_categories]
+    others = [problem for problem in fault.problems if problem.name not in (*dropped, *of_words)]
+    wrong = [problem for problem in others if problem.num_words]
+    if wrong or len(dropped) == len(choice.inputs):
+        raise InputFault(fault.file, wrong or fault.problems, choice) from None
+    return choice._replace(
+        inputs=tuple(name for name in choice.inputs if name not in dropped),
+        categories=(*choice.categories, *((name, ()) for name in of_words)),
+        gaps=(*choice.gaps, *(problem.name for problem in others)),
+    )
 
 
 def position_text(position: CellPosition, by_rows: bool) -> str:

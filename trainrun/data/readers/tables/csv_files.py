@@ -33,6 +33,7 @@ from trainrun.data.readers.tables.column_problems import (
     MOST_CATEGORIES,
     ColumnProblems,
     InputFault,
+    adapt_choice,
     is_missing,
 )
 from trainrun.data.readers.tables.table_choice import (
@@ -47,6 +48,7 @@ from trainrun.data.readers.targets import (
     chosen_inputs,
     chosen_target,
     coding_of,
+    listed,
     named_columns,
     narrowed,
     numbers_in,
@@ -75,7 +77,9 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         (int64 (N,) or floats (N, 1); words become classes 0, 1, ... in the order of their names), a list of names
         (floats (N, M)), or "none". fill: stands for a missing input.
     categories: columns of words. Each word of the training data becomes an input `color=red`, which is 1 in its rows
-        and 0 in others. `inputs` may name these instead of the column, as a checkpoint does.
+        and 0 in others. `inputs` may name these instead of the column, as a checkpoint does. Without `categories` and
+        `inputs`, columns of up to 100 words are categories, and those of more are left out.
+    A missing number is 0 without `fill`, and the input `width=` is 1 there.
     DataError: names the file, line and column.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
@@ -86,14 +90,16 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     dialect = Dialect(delimiter or usual_delimiter(training[0]), header)
     columns = columns_in(training[0], dialect)
     goal = chosen_target(target, columns)
-    columns_of_words = () if categories is None else named_columns(categories, columns, CATEGORIES)
+    given_words = () if categories is None else named_columns(categories, columns, CATEGORIES)
+    is_open = categories is None and inputs is None
+    inputs, named_words, gaps = without_words(inputs, columns)
+    columns_of_words = tuple(dict.fromkeys((*given_words, *named_words)))
     for name in columns_of_words:
         if alike := [one for one in columns if one.startswith(f"{name}=")]:
             raise DataError(
                 f"{CATEGORIES}={name}: the table has a column {alike[0]!r} too, which is named like a word of {name}; "
                 "rename it"
             )
-    inputs, named_words = without_words(inputs, columns_of_words)
     names = chosen_inputs(inputs, goal, columns, groups)
     if unused := [name for name in columns_of_words if name not in names]:
         raise DataError(
@@ -101,35 +107,45 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         )
     group = groups if found.holds_out else None
     words = tuple((name, named_words.get(name, ())) for name in columns_of_words)
-    choice = TableChoice(names, goal, group, dtype, target_dtype, fill, dialect, inputs is None, words)
+    choice = TableChoice(
+        names, goal, group, dtype, target_dtype, fill, dialect, inputs is None, words, gaps, is_open
+    )
     read_training = cache(partial(read_table, training, choice))
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         if files == training:
             return samples_of(read_training(), choice, shape)
         own = set(columns_in(files[0], dialect))
-        if missing := [name for name in (*names, *goal) if name not in own]:
+        own_choice = read_training().as_read(choice)._replace(group=None, is_open=False)
+        if missing := [name for name in (*own_choice.inputs, *goal) if name not in own]:
             raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
         coding = read_training().coding if len(goal) == 1 else None
-        own_choice = choice._replace(group=None, categories=read_training().categories)
         return samples_of(read_table(files, own_choice, coding), choice, shape)
 
     return splits_of_files(found, read)
 
 
-def without_words(inputs: Any, columns: Sequence[str]) -> tuple[Any, dict[str, tuple[str, ...]]]:
-    """Return the inputs with `color` in place of `color=red` and `color=blue`, and the words of each such column."""
+def without_words(
+    inputs: Any, columns: Sequence[str]
+) -> tuple[Any, dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Return the inputs with `color` in place of `color=red`, the words of each such column, and columns with gaps."""
     if not isinstance(inputs, list | tuple):
-        return inputs, {}
+        return inputs, {}, ()
     names: list[str] = []
     words: dict[str, tuple[str, ...]] = {}
+    gaps: list[str] = []
     for name in map(str, inputs):
-        column = next((one for one in columns if name.startswith(f"{one}=")), None)
-        if column is not None:
-            words[column] = (*words.get(column, ()), name.removeprefix(f"{column}="))
-        if (column or name) not in names:
-            names.append(column or name)
-    return names, words
+        column = name
+        if name not in columns:
+            column = next((one for one in columns if name.startswith(f"{one}=")), name)
+        word = name.removeprefix(f"{column}=")
+        if column != name and word:
+            words[column] = (*words.get(column, ()), word)
+        elif column != name:
+            gaps.append(column)
+        if column not in names:
+            names.append(column)
+    return names, words, tuple(gaps)
 
 
 def find_categories(files: Sequence[Path], choice: TableChoice) -> Categories:
@@ -162,9 +178,13 @@ class TextTable:
     def coding(self) -> Coding:
         return coding_in(self.columns)
 
-    @property
-    def categories(self) -> Categories:
-        return tuple((name, tuple(words)) for name, words in self.columns.facts["categories"])
+    def as_read(self, choice: TableChoice) -> TableChoice:
+        """Return the choice with the inputs that the table has by it."""
+        facts = self.columns.facts
+        categories = tuple((name, tuple(words)) for name, words in facts["categories"])
+        return choice._replace(
+            inputs=tuple(facts["inputs"]), categories=categories, gaps=tuple(facts["gaps"])
+        )
 
     def place(self, row: int) -> str:
         return line_in(self.files, self.columns.facts["file_ends"], row, self.columns.arrays["lines"][row])
@@ -184,7 +204,21 @@ def write_columns(
     files: Sequence[Path], choice: TableChoice, coding: Coding | None, writer: ColumnWriter
 ) -> dict[str, Any]:
     """Parse files into a writer. DataError: names the file, line and column of what is wrong."""
-    choice = choice._replace(categories=find_categories(files, choice))
+    while True:
+        adapted = choice._replace(categories=find_categories(files, choice))
+        try:
+            return write_chosen(files, adapted, coding, writer)
+        except InputFault as fault:
+            if not choice.is_open:
+                raise
+            choice = adapt_choice(choice, fault)
+            writer.discard()
+
+
+def write_chosen(
+    files: Sequence[Path], choice: TableChoice, coding: Coding | None, writer: ColumnWriter
+) -> dict[str, Any]:
+    """Parse files into a writer, with the words of all categories known. Return the facts of the columns."""
     words = (*choice.targets, *([] if choice.group is None else [choice.group]))
     texts = {name: WordColumn() for name in words}
     lines, file_ends = array("q"), [0] * len(files)
@@ -220,8 +254,8 @@ def write_columns(
         column = texts[choice.group]
         writer.add("groups", group_numbers(column.words)[column.codes])
     return {
-        "coding": facts_of_coding(coding), "file_ends": file_ends,
-        "categories": choice.categories,
+        "coding": facts_of_coding(coding), "file_ends": file_ends, "inputs": choice.inputs,
+        "categories": choice.categories, "gaps": choice.gaps,
     }  # fmt: skip
 
 
@@ -267,7 +301,7 @@ def samples_of(table: TextTable, choice: TableChoice, shape: Sequence[int] | Non
     """Return the rows of a table as samples."""
     columns, coding = table.columns.arrays, table.coding
     inputs, target = columns["inputs"], columns.get("target")
-    names = choice._replace(categories=table.categories).input_names
+    names = table.as_read(choice).input_names
     if shape is not None and math.prod(shape) != len(names):
         raise DataError(
             f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs are "
@@ -283,8 +317,20 @@ def samples_of(table: TextTable, choice: TableChoice, shape: Sequence[int] | Non
     )  # fmt: skip
     arrays = (inputs,) if target is None else (inputs, target)
     found = rows_of_columns(arrays, table.columns.is_mapped, info, columns.get("groups"))
-    counts = ", ".join(f"{name} {len(words)}" for name, words in table.categories)
-    return replace(found, notice=f"inputs that stand for words: {counts}" if counts else "")
+    return replace(found, notice=describe_inputs(table, choice))
+
+
+def describe_inputs(table: TextTable, choice: TableChoice) -> str:
+    """Return a line about columns of words and columns with missing cells; "" without any."""
+    read = table.as_read(choice)
+    counts = ", ".join(f"{name} {len(words)}" for name, words in read.categories)
+    dropped = [name for name in choice.inputs if name not in read.inputs]
+    parts = {
+        "inputs that stand for words": counts,
+        "missing cells become 0, marked by an input": listed(read.gaps),
+        f"left out, more than {MOST_CATEGORIES} different words": listed(dropped),
+    }
+    return "; ".join(f"{name}: {text}" for name, text in parts.items() if text)
 
 
 def describe_target(table: TextTable, column: str, row: int) -> str:
@@ -386,13 +432,18 @@ def blocks_of(files: Sequence[Path], choice: TableChoice, words: Sequence[str]) 
                 if name in flags:
                     cells = tuple(_flag(cell, partial(where, row)) for row, cell in enumerate(cells))
                 end = position + len(words_of.get(name, (name,)))
+                fill = choice.fill_of(name)
                 try:
                     if name in words_of:
-                        block[:, position:end] = one_hot(cells, words_of[name], choice.fill)
+                        block[:, position:end] = one_hot(cells, words_of[name], fill)
                     else:
-                        block[:, position] = _parsed(cells, dtype, choice.fill, where)
+                        block[:, position] = _parsed(cells, dtype, fill, where)
                 except UnreadableCell:
                     raise InputFault(str(file), find_problems(file, choice, flags), choice) from None
+                if name in choice.gaps:
+                    is_gap = not_a_word if name in words_of else is_missing
+                    block[:, end] = list(map(is_gap, cells))
+                    end += 1
                 position = end
             yield CellBlock(number, block, {name: list(cells_of[name]) for name in words}, lines)
 
@@ -411,7 +462,14 @@ def find_problems(file: Path, choice: TableChoice, flags: Iterable[str]) -> list
         for problem in problems:
             problem.add(cells_of[problem.name], lines, first_row)
         first_row += len(rows)
-    return [one for one in problems if one.num_words or (one.num_missing and choice.fill is None)]
+    return [
+        one for one in problems if one.num_words or (one.num_missing and choice.fill_of(one.name) is None)
+    ]
+
+
+def not_a_word(cell: str) -> bool:
+    """Return whether a cell of a column of words is empty."""
+    return not cell.strip()
 
 
 def one_hot(cells: Sequence[str], words: Sequence[str], fill: float | None) -> np.ndarray[Any, Any]:

@@ -10,7 +10,7 @@ from trainrun.data.readers.column_store import Build, StoredColumns, load_column
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.targets import Coding
 
-VERSION = 4  # of the columns of tables in the store
+VERSION = 5  # of the columns of tables in the store
 Categories = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -18,7 +18,8 @@ class TableChoice(NamedTuple):
     """What is read of a table.
 
     dialect: of text. same_columns: the other columns must be the same in all files too. categories: columns of words,
-    each with its words; none: those that it has.
+    each with its words; none: those that it has. gaps: columns with missing cells, which are 0; an input of their own,
+    `width=`, is 1 there. is_open: whether the training data may add categories and gaps, and drop columns.
     """
 
     inputs: tuple[str, ...]
@@ -30,6 +31,8 @@ class TableChoice(NamedTuple):
     dialect: Any = None
     same_columns: bool = False
     categories: Categories = ()
+    gaps: tuple[str, ...] = ()
+    is_open: bool = False
 
     @property
     def columns(self) -> list[str]:
@@ -46,11 +49,16 @@ class TableChoice(NamedTuple):
     def input_names(self) -> list[str]:
         """The names of the numbers in a row of inputs."""
         words_of = dict(self.categories)
-        return [
-            name if word is None else f"{name}={word}"
-            for name in self.inputs
-            for word in words_of.get(name, (None,))
-        ]
+        names: list[str] = []
+        for name in self.inputs:
+            names += [f"{name}={word}" for word in words_of[name]] if name in words_of else [name]
+            if name in self.gaps:
+                names.append(f"{name}=")
+        return names
+
+    def fill_of(self, column: str) -> float | None:
+        """Return what stands for a missing cell; None: it is an error."""
+        return 0.0 if column in self.gaps else self.fill
 
 
 def load_table(
