@@ -260,3 +260,22 @@ def test_a_path_of_the_environment_leads_from_where_a_run_began(
     monkeypatch.chdir("elsewhere")
     data = load_config(tmp_path / "run/config.yaml", []).data
     assert data.train["path"] == str(tmp_path / "table.csv")
+
+
+@pytest.mark.parametrize(
+    ("cells", "words", "task"),
+    [
+        ([i * 1.5 for i in range(40)], [], "regression"),
+        ([i * 37 for i in range(40)], [], "regression"),
+        ([i % 5 / 2 for i in range(40)], [], "classification"),
+        ([i % 3 for i in range(40)], [], "classification"),
+        (["ab"[i % 2] for i in range(40)], [], "classification"),
+        ([i * 1.5 for i in range(40)], ["task=classification"], "classification"),
+        ([i * 37 for i in range(40)], ["data.train.target_dtype=class"], "classification"),
+    ],
+)
+def test_the_task_of_a_table_is_chosen_by_its_target(cells: list[object], words: list[str], task: str):
+    Path("t.csv").write_text("x,price\n" + "".join(f"1,{cell}\n" for cell in cells))
+    composition = compose_run(["data.path=t.csv", "data.train.target=price", "model=mlp", *words])
+    assert composition.choices["task"] == task
+    assert any("task=regression" in note for note in composition.notes) == (task == "regression")

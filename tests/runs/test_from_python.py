@@ -305,3 +305,15 @@ def test_a_network_with_an_expanded_buffer_gets_the_weights_back(workdir: Path) 
     before = model.weight.clone()
     trainrun.train("trainer.max_steps=2", "output_dir=run", model=model, data=data)
     assert not torch.equal(model.weight, before)
+
+
+def test_real_numbers_as_targets_choose_the_task() -> None:
+    x = torch.arange(40).unsqueeze(1) / 40
+    words = api.settings_of_objects({"data": (x, x[:, 0].sqrt())}, [])
+    assert "task=regression" in words
+    for targets, typed in (
+        ((x[:, 0] > 0.5).float(), []),
+        (x[:, 0], ["task=multilabel"]),
+        (x.expand(40, 3), []),
+    ):
+        assert "task=regression" not in api.settings_of_objects({"data": (x, targets)}, typed)

@@ -37,7 +37,7 @@ from trainrun.config.schema import RunConfig, setting_fields, settings, value_of
 from trainrun.config.tuned_settings import stale
 from trainrun.config.validate import check_config, target_argument_faults
 from trainrun.data.readers.path_contents import data_options
-from trainrun.errors import ConfigError
+from trainrun.errors import ConfigError, DataError
 from trainrun.folder.status import best_run, is_sweep
 from trainrun.limits import NODES, choices_of
 
@@ -174,11 +174,29 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
         data = _named(config.data.name, config.data.train)
         model = _named(choices.get("model", "model"), config.model)
         config = replace(config, run_name=f"{data}-{model}")
+    if task := task_for_targets(config, words.overrides):
+        words.notes.append(f"the target holds many different numbers, so {task} is added")
+        words.overrides.insert(0, task)
+        return _composition(words, folders, working_dir)
     if beside := [path for path in sorted(working_dir.glob("conf/*.y*ml")) if path.stem != "trainrun"]:
         words.notes += unread_files(beside)
     if (preset := choices.get("preset", "none")) != "none":
         words.notes += stale(preset, config, folders, working_dir)
     return Composition(config, choices, overrides, words.own, words.notes)
+
+
+def task_for_targets(config: RunConfig, overrides: list[str]) -> str:
+    """Return the setting of the task for a table whose target is an amount; "" if the task is typed, or fits."""
+    node = config.data.train or {}
+    is_typed = any(word.lstrip("+~").startswith(("task", "experiment", "preset")) for word in overrides)
+    is_classifier = (config.task or {}).get("_target_") == "trainrun.task.classification.Classification"
+    if is_typed or not is_classifier or node.get("_target_") != "trainrun.data.readers.tables.csv_files.load":
+        return ""
+    from trainrun.data.readers.tables.csv_files import has_quantities  # a run without a table needs none
+
+    with suppress(DataError):  # which the run reports
+        return "task=regression" if has_quantities(node) else ""
+    return ""
 
 
 def with_runs_of_sweeps(config: RunConfig, notes: list[str]) -> RunConfig:

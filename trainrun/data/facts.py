@@ -22,6 +22,7 @@ from trainrun.interfaces import IGNORED, TARGET_KEYS, DataFacts
 LABELS_AT_ONCE = 2**22
 MOST_NAMED_CLASSES, NAMED_OF_MANY = 8, 4  # on the screen
 LEAST_IDS, MOST_UNIQUE = 20, 0.5  # samples, and labels for each of them, from which on labels look like ids
+LEAST_QUANTITIES = 20  # different real numbers, of which fewer may be classes
 PLAUSIBLE_CLASSES = 10_000  # of more, and many more than labels, one may be a slip
 
 
@@ -122,10 +123,12 @@ def bytes_per_token(sources: Iterable[Any]) -> float | None:
 
 
 def _classes_in(columns: Columns) -> int | None:
-    """Return the largest label plus one; None if the targets are not labels."""
+    """Return the largest label plus one, or how many real numbers each target has; None if it is neither."""
     target = columns.target()
-    if target is None or len(target) == 0 or not is_integer(target) or target.dtype in (torch.bool, np.bool_):
+    if target is None or len(target) == 0 or target.dtype in (torch.bool, np.bool_):
         return None
+    if not is_integer(target):
+        return int(math.prod(target.shape[1:])) if target.ndim <= 2 else None
     largest = int(target.max())
     return largest + 1 if largest >= 0 else None
 
@@ -172,8 +175,16 @@ def check_targets_are_classes(source: Any, key: str, is_table: bool) -> None:
     way = f"{key}.target_dtype=class" if is_table else "integers as targets"
     raise DataError(
         f"{key}: the targets are real numbers ({values}, ...), and the task needs classes; for classes "
-        f"{'say' if is_table else 'give'} {way}, for real numbers task=regression model.num_classes=1"
+        f"{'say' if is_table else 'give'} {way}, for real numbers task=regression"
     )
+
+
+def are_quantities(targets: np.ndarray[Any, Any]) -> bool:
+    """Return whether the targets (N,) of a table are amounts rather than classes: many different numbers."""
+    num_values = len(np.unique(targets))
+    if targets.dtype.kind == "f":
+        return num_values >= LEAST_QUANTITIES
+    return len(targets) >= LEAST_IDS and num_values > MOST_UNIQUE * len(targets)
 
 
 def describe_unique_labels(source: Any, key: str, is_table: bool) -> str:
@@ -191,7 +202,7 @@ def describe_unique_labels(source: Any, key: str, is_table: bool) -> str:
     way = f"{key}.target=COLUMN" if is_table else "other targets"
     return (
         f"{key}: {len(labels):,} samples have {num_values:,} different labels, too many for classes; if these "
-        f"are ids, choose {way}; if they are quantities, task=regression model.num_classes=1"
+        f"are ids, choose {way}; if they are quantities, task=regression"
     )
 
 

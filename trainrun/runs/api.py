@@ -312,7 +312,24 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
         out += [f"+{place}.{key}={value}" for key, value in node.items()]
     if "model" in objects and "run_name" not in typed_keys:
         out.append(f"run_name={type(objects['model']).__name__}")
+    if not any(key.startswith("task") for key in (*typed_keys, *objects)) and gives_quantities(
+        objects.get("data")
+    ):
+        out.append("task=regression")
     return [*(f"{group}=custom" for group in ("model", "task", "data") if group in objects), *out]
+
+
+def gives_quantities(data: Any) -> bool:
+    """Return whether the last of several tensors or arrays holds one amount for each sample."""
+    import numpy as np
+
+    from trainrun.data.facts import are_quantities
+
+    target = data[-1] if isinstance(data, tuple | list) and len(data) > 1 else None
+    if not hasattr(target, "dtype") or not hasattr(target, "shape"):
+        return False
+    values = np.asarray(target)
+    return values.dtype.kind == "f" and values.size == len(values) and are_quantities(values)
 
 
 def quoted(text: str) -> str:

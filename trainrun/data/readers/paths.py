@@ -42,7 +42,7 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     allowed = f"allowed: a file, a pattern as {key}=folder/*{endings[0]}, or a folder with {kinds}"
     if path is None:
         raise DataError(f"{key}: name the data; {allowed}")
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if plain_file(place, key):
         return (place,)
     if place.is_dir():

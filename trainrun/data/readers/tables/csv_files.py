@@ -13,7 +13,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from trainrun.data.facts import are_quantities
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
 from trainrun.data.readers.free_space import check_memory, unpacked_bytes
 from trainrun.data.readers.mapped_rows import rows_of_columns
@@ -123,6 +124,19 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         return samples_of(read_table(files, own_choice, coding), choice, shape)
 
     return splits_of_files(found, read)
+
+
+def has_quantities(node: Mapping[str, Any]) -> bool:
+    """Return whether the target of a table, of which a first block is read, is an amount. node: `data.train`."""
+    files = SplitRequest(node["path"], node.get("val_path"), node.get("test_path")).find_files(ENDINGS)
+    training = files.files["train"][:1]
+    dialect = Dialect(node.get("delimiter") or usual_delimiter(training[0]), node.get("header", True))
+    goal = chosen_target(node.get("target"), columns_in(training[0], dialect))
+    if len(goal) != 1 or node.get("target_dtype", "auto") != "auto":
+        return False
+    block = next(blocks_of(training, TableChoice((), (), dialect=dialect), goal), None)
+    targets = None if block is None else numbers_in(block.words[goal[0]])
+    return targets is not None and are_quantities(targets)
 
 
 def without_words(
