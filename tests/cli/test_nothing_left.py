@@ -12,7 +12,7 @@ from trainrun.cli.main import main
 NOWHERE = (
     "again nowhere", "evaluate nowhere", "predict nowhere", "embed nowhere --out x.npy", "sample nowhere --prompt a",
     "prune nowhere --amount 0.5", "quantize nowhere --to int8-dynamic", "export nowhere --to onnx", "watch nowhere",
-    "compare nowhere nowhere", "ls nowhere", "resume nowhere", "report nowhere", "import nowhere x --untrusted",
+    "compare nowhere nowhere", "ls nowhere", "resume nowhere", "report nowhere", "init_from=nowhere.pt",
     "convert nowhere x --to npy", "verify model=nowhere.Net", "model=nowhere.Net output_dir=a/b/c",
     "-m optimizer.lr=-1,1 output_dir=sweep", "-m optimizer.lr=1,2 sweep.jobs=0 output_dir=sweep",
     "sweep.jobs=2 output_dir=run",

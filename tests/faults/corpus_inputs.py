@@ -54,9 +54,7 @@ def cases() -> list[Case]:
     for number, (build, words, said) in enumerate([*WORDS, *CONFIGS, *DATA, *RUNS]):
         typed = {word.partition("=")[0] for word in words}
         small = [word for word in SMALL if word.partition("=")[0] not in typed]
-        full = (
-            words if words[0] in ("resume", "evaluate", "predict", "report", "import") else [*words, *small]
-        )
+        full = words if words[0] in ("resume", "evaluate", "predict", "report") else [*words, *small]
         found.append(Case(f"{number}-{words[0][:40]}".replace("\x00", "NUL"), build, Expect(full, said)))
     return found
 
@@ -218,7 +216,7 @@ DATA: list[Row] = [
             ["init_from=w.safetensors"],
             "a header of 99 bytes",
         ),
-        (file_with("w.pt", "no"), ["init_from=w.pt"], "trainrun import"),
+        (file_with("w.pt", "no"), ["init_from=w.pt"], "w.pt"),
         (file_with("w.pt", "no"), ["ckpt_path=w.pt"], "w.pt"),
     )
 ]
@@ -267,10 +265,4 @@ RUNS += [
     (config_with("# by hand\n"), ["evaluate", "run"], "config.yaml: changed"),
     (nothing, ["evaluate", "nowhere"], "no run is there"),
     (nothing, ["resume", "."], "no run is there"),
-    (nothing, ["import", "nothing.pt", "a.safetensors"], "no such file"),
-    (nothing, ["import", "."], "required: DEST"),
-    (file_with("a.pt", "x"), ["import", "a.pt", "b.safetensors"], "--untrusted"),
-    (file_with("a.pt", "x"), ["import", "a.pt", "b.pt", "--untrusted"], "must end in .safetensors"),
-    (file_with("a.pt", "x"), ["import", "a.pt", "no/b.safetensors", "--untrusted"], "does not exist"),
-    (file_with("a.safetensors", "x"), ["import", "a.safetensors", "b.safetensors"], "safetensors already"),
 ]

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint or a safetensors file: whether they fit a model, `init_from`, and what it leaves out.
+"""The weights of a checkpoint or of a file: whether they fit a model, `init_from`, and what it leaves out.
 
 `checkpoint.adapter_only`: a checkpoint holds what is trained, and buffers. The frozen weights are those of `init_from`,
 which is loaded again at each start and compared by SHA-256; what is frozen and not from there is saved too.
@@ -9,6 +9,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import pickle
+import warnings
+import zipfile
 from collections.abc import Mapping
 from operator import ge
 from pathlib import Path
@@ -36,6 +39,9 @@ KEY = "init_from"
 CHECKPOINTS = "checkpoints"  # in a run folder
 SHOWN, MOST_SHOWN = 5, 20  # tensors that do not fit
 SHOWN_DIGITS = 12  # of a SHA-256
+TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")  # of files that torch.save wrote
+WEIGHT_NAMES = ("state_dict", "model_state_dict", "model")  # of the dict of weights in such a file
+SAFE_TORCH = (2, 10)  # older ones run code in spite of weights_only (CVE-2025-32434, CVE-2026-24747)
 INDEX_ENDING = ".safetensors.index.json"
 INDEX, SINGLE = f"model{INDEX_ENDING}", "model.safetensors"  # in the folder of a Hugging Face model
 MAX_INDEX_BYTES = 100 * 2**20
@@ -183,10 +189,10 @@ def load_initial(
 ) -> Initial:
     """Copy weights into a model. All ranks call it together.
 
-    init_from: a run (its best checkpoint, else its last), a checkpoint, a safetensors file, or the index or folder of
-    sharded ones. chosen: which tensors are left out, what their names begin with, and whether the rest must be all that
-    the model has. Numbers are rounded to the model's own types where the source has others of the same kind. Raises
-    CheckpointError.
+    init_from: a run (its best checkpoint, else its last), a checkpoint, a safetensors file, the index or folder of
+    sharded ones, or a file of torch. chosen: which tensors are left out, what their names begin with, and whether the
+    rest must be all that the model has. Numbers are rounded to the model's own types where the source has others of
+    the same kind. Raises CheckpointError.
     """
     try:
         place, there, about = _found(Path(init_from).expanduser().absolute(), parallel)
@@ -336,9 +342,76 @@ def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]
         path = next(path / name for name in (INDEX, SINGLE) if (path / name).is_file())
     if path.is_file() and path.name.endswith(INDEX_ENDING):
         return path.name, _sharded(path), ""
-    if not path.is_file() or path.suffix != ".safetensors":
-        raise CheckpointError(_what_it_is(path))
-    return path.name, read_tensors(path), ""
+    if not path.is_file():
+        raise CheckpointError(f"{'not a plain file' if path.exists() else 'no such file or folder'}")
+    if path.suffix == ".safetensors":
+        return path.name, read_tensors(path), ""
+    if path.suffix in TORCH_ENDINGS:
+        return path.name, *read_torch_weights(path)
+    raise CheckpointError(
+        f"not a file of weights; their names end in .safetensors, {', '.join(TORCH_ENDINGS)}"
+    )
+
+
+def read_torch_weights(path: Path) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors of a file that `torch.save` wrote, and a note on where they were in it.
+
+    No code of the file is run. The tensors are those of the whole file, or of a dict in it. Raise CheckpointError.
+    """
+    contents = read_torch_file(path)
+    if not isinstance(contents, dict) or not contents:
+        raise CheckpointError(f"holds a {type(contents).__name__}, not a dict of tensors")
+    dicts = {name: inner for name, inner in contents.items() if is_dict_of_tensors(inner)}
+    if is_dict_of_tensors(contents):
+        weights, about = contents, ""
+    elif names := [name for name in (*WEIGHT_NAMES, *dicts) if name in dicts]:
+        weights, about = dicts[names[0]], f" (its {str(names[0])[:80]})"
+        if len(dicts) > 1 and names[0] not in WEIGHT_NAMES:
+            raise CheckpointError(
+                f"holds several dicts of tensors: {', '.join(map(repr, names[:SHOWN]))[:200]}"
+            )
+    else:
+        raise CheckpointError(
+            f"holds no dict of tensors; there are {', '.join(repr(str(name)[:80]) for name in [*contents][:SHOWN])}"
+        )
+    for name, tensor in weights.items():
+        if not isinstance(name, str) or not name.isprintable():
+            raise CheckpointError(f"{str(name)[:80]!r} is no name of a tensor")
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise CheckpointError(f"{name[:80]!r} is no dense tensor")
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise CheckpointError(f"{name[:80]!r} shows more elements than the file has")
+    return {name: tensor.detach() for name, tensor in weights.items()}, about
+
+
+def is_dict_of_tensors(value: object) -> bool:
+    return (
+        isinstance(value, dict) and bool(value) and all(isinstance(item, Tensor) for item in value.values())
+    )
+
+
+def read_torch_file(path: Path) -> Any:
+    """Read a file by torch's reader of plain values and tensors, which runs no code. Raise CheckpointError."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < SAFE_TORCH:
+        needed = ".".join(map(str, SAFE_TORCH))
+        raise CheckpointError(
+            f"torch {torch.__version__} is not safe on foreign files; install {needed} or newer"
+        )
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():  # torch compares no CRC-32
+                    raise ValueError(f"CRC-32 of {damaged[:200]!r}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other protocols, and TorchScript, which it refuses
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        name = str(error).partition("GLOBAL ")[2].partition(" ")[0][:100]
+        content = f"holds more than tensors and plain values{f' ({name})' if name else ''}, or no torch file"
+        raise CheckpointError(f"{content}; nothing of it was run: ask for its state_dict alone") from error
+    except Exception as error:  # torch has a dozen kinds for damaged files
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise CheckpointError(f"cannot be read ({type(error).__name__}: {reason})") from error
 
 
 def _sharded(index: Path) -> dict[str, Tensor]:
@@ -384,12 +457,6 @@ def _choice(path: Path) -> tuple[str, str]:
     return (
         (str(best), ", the best") if best is not None else (str(resolve(checkpoints, "last")), ", the last")
     )
-
-
-def _what_it_is(path: Path) -> str:
-    if not path.exists():
-        return "no such file or folder"
-    return f"not a .safetensors file; trainrun import {path.name} makes one of a torch file"
 
 
 def tensor_kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:

@@ -25,7 +25,6 @@ NO_RUN = (
     "convert",
     "diagnose",
     "help",
-    "import",
     "init",
     "autotune",
     "verify",

@@ -42,7 +42,6 @@ COMMANDS = {
     "ls": "the runs and sweeps below a folder: state, best value, what differs",
     "compare": "what differs between runs, and what came out",
     "watch": "follow a run or a sweep from another terminal, through its folder",
-    "import": "the weights of a foreign torch file as safetensors, without running anything of it",
     "convert": "data in another format: .npy, HDF5, Parquet, LMDB, TFRecord or tar shards",
     "cache": "list the caches on disks and their sizes; clear: remove those that no run uses",
     "help": "the manual, by topic",

@@ -435,7 +435,10 @@ class RunConfig:
     ckpt_path: str | None = setting(
         None, "a run or checkpoint whose whole state is taken over", aliases=("resume_from_checkpoint",)
     )
-    init_from: str | None = setting(None, "a run, checkpoint or .safetensors file with weights to begin with")
+    init_from: str | None = setting(
+        None,
+        "a run, a checkpoint, or a .safetensors, .pt, .pth, .bin or .ckpt file with weights to begin with",
+    )
     init: InitConfig = section(InitConfig)
     user: Any = field(
         default=None, metadata={"help": "whatever you want to keep in config.yaml", "opens": ANY}
