@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from approved import refused
 
-from trainrun.assemble.run_plan import direction, with_accumulation
+from trainrun.assemble.run_plan import batch_facts, direction, with_accumulation, with_earlier_batch
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig
 from trainrun.errors import ConfigError
@@ -77,3 +77,36 @@ def test_global_batch_that_does_not_come_out_even_is_refused() -> None:
     config = compose_run(["data.batch_size=8", "data.global_batch_size=48"]).config
     with refused(ConfigError, "data.global_batch_size"):
         with_accumulation(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "typed", "accumulate"),
+    [
+        (1, (), 8),
+        (2, (), 4),
+        (4, (), 2),
+        (4, ("data.batch_size",), 2),
+        (4, ("trainer.accumulate_grad_batches",), 4),
+        (3, ("data.global_batch_size",), 4),
+    ],
+)
+def test_a_resume_on_other_ranks_keeps_the_global_batch(
+    ranks: int, typed: tuple[str, ...], accumulate: int
+) -> None:
+    config = compose_run(["data.batch_size=8", "trainer.accumulate_grad_batches=4"]).config
+    earlier = batch_facts(config, 2)
+    notes: list[str] = []
+    kept = with_earlier_batch(config, earlier, ranks, typed, notes)
+    assert kept.trainer.accumulate_grad_batches == accumulate
+    assert len(notes) == (ranks != 2 and accumulate * ranks == 8)
+    assert with_earlier_batch(config, None, ranks, typed, notes) is config
+    smaller = compose_run(["data.batch_size=4", "trainer.accumulate_grad_batches=4"]).config
+    assert (
+        with_earlier_batch(smaller, earlier, 2, (), notes) is smaller
+    )  # on the same ranks the user's own batch
+
+
+def test_a_global_batch_that_other_ranks_cannot_keep_is_refused_with_the_nearest() -> None:
+    config = compose_run(["data.batch_size=8", "trainer.accumulate_grad_batches=4"]).config
+    with refused(ConfigError, "data.batch_size"):
+        with_earlier_batch(config, batch_facts(config, 2), 3, (), [])

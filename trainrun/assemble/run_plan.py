@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from glob import iglob
 from itertools import chain, islice
 from pathlib import Path
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 # In a fingerprint: files that the training samples name, what else lies at data.train.path, shares of named sets.
 DATA, PLACE, DRAWN = "data.train.path", "files of data.train.path", "shares of data.train"
+ACCUMULATION = "trainer.accumulate_grad_batches"
 LENGTHS_DECIDE = ("bucket", "pack", "token_budget")  # of data.padding
 MOST_FILES = 1000
 SAMPLED_STEPS = 5  # of those between two rows
@@ -58,7 +59,47 @@ def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
             f"data.global_batch_size={wanted}: must be a multiple of batch_size x ranks = {batch_of_ranks}; "
             f"the nearest is {near}"
         )
-    return with_values(config, {"trainer.accumulate_grad_batches": wanted // batch_of_ranks})
+    return with_values(config, {ACCUMULATION: wanted // batch_of_ranks})
+
+
+def with_earlier_batch(
+    config: RunConfig,
+    earlier: Mapping[str, int] | None,
+    world_size: int,
+    typed: Sequence[str],
+    notes: list[str],
+) -> RunConfig:
+    """Keep the global batch of a run that goes on with another number of ranks, by another accumulation.
+
+    earlier: what `batch_facts` returned when the run was trained last. typed: settings of this resume; the user's own
+    batch counts. Raise ConfigError if the batch cannot be divided among the ranks.
+    """
+    explicit = {"data.global_batch_size", ACCUMULATION} & set(typed)
+    if earlier is None or explicit or config.data.global_batch_size:
+        return config
+    is_same = earlier["ranks"] == world_size
+    if is_same and earlier["batch_size"] != config.data.batch_size:
+        return config
+    batch, batch_of_ranks = earlier["global_batch"], config.data.batch_size * world_size
+    if batch % batch_of_ranks:
+        near = max(1, round(batch / batch_of_ranks))
+        raise ConfigError(
+            f"data.batch_size={config.data.batch_size}: {counted(world_size, 'rank')} with this batch cannot keep the "
+            f"global batch of {batch} samples that {counted(earlier['ranks'], 'rank')} had; the nearest is "
+            f"{near * batch_of_ranks}, by {ACCUMULATION}={near}"
+        )
+    accumulate = batch // batch_of_ranks
+    if not is_same:
+        before = f"{counted(earlier['ranks'], 'rank')} x {batch // earlier['ranks']} before"
+        now = f"now {counted(world_size, 'rank')} x {config.data.batch_size} x {accumulate} ({ACCUMULATION})"
+        notes.append(f"the global batch stays {batch}: {before}, {now}")
+    return with_values(config, {ACCUMULATION: accumulate})
+
+
+def batch_facts(config: RunConfig, world_size: int) -> dict[str, int]:
+    """Return what a resume on another number of ranks keeps. config: with the accumulation of the run."""
+    batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
+    return {"global_batch": batch, "batch_size": config.data.batch_size, "ranks": world_size}
 
 
 def lengths_of(config: RunConfig, train: Batches, source: Any, task: Any, world_size: int) -> Lengths:

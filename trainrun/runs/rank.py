@@ -19,6 +19,7 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
 from trainrun.assemble.resumption import loaded_state
+from trainrun.assemble.run_plan import batch_facts, with_earlier_batch
 from trainrun.assemble.start_choices import Chosen, choose_allocator, chosen_before
 from trainrun.assemble.unread_settings import check_settings_are_read
 from trainrun.checkpoint.files import committed_steps
@@ -99,7 +100,6 @@ def train_once(
     back: RollBack | None,
 ) -> int:  # fmt: skip
     """Build the parts and train until the end or a rollback. Raise TrainrunError for what a user can mend."""
-    assert config.seed is not None
     leader, resume = parallel.rank == 0, order.resume or back is not None
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
@@ -113,8 +113,13 @@ def train_once(
         closing.enter_context(kept_collector())
         if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
             closing.enter_context(unloaded_compiler())
-        seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         identity = read_identity(run_dir)
+        notes: list[str] = []
+        if resume:
+            earlier = identity.get("batch")
+            config = with_earlier_batch(config, earlier, parallel.world_size, order.typed, notes)
+        assert config.seed is not None
+        seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         goes_on = resume and bool(committed_steps(run_dir.checkpoints))
         begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
         site = site_of(run_dir, identity, parallel, flag, listeners, begin)
@@ -136,6 +141,8 @@ def train_once(
         facts = replace(facts, choices=(*facts.choices, *lines))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         state = first_state(run, run_dir, config, resume, back)
+        for note in notes:
+            run.monitors.note(note)
         if listeners is not None:
             if run_dir.config_before.exists():  # there are words of a resume
                 closing.push(on_trial(run_dir, state))
@@ -220,7 +227,9 @@ def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
     facts = run.data_facts
     data_facts = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
     threads = {"num_threads": torch.get_num_threads()} if run.config.trainer.num_threads == "auto" else {}
-    write_identity(run_dir, read_identity(run_dir) | {"data": data_facts} | chosen | threads)
+    batch = batch_facts(run.config, run.parallel.world_size)
+    facts_of_run = {"data": data_facts, "batch": batch} | chosen | threads
+    write_identity(run_dir, read_identity(run_dir) | facts_of_run)
 
 
 def run_loop(run: Components, state: TrainState) -> TrainState:
