@@ -28,8 +28,8 @@ from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint, resolve
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.batch import as_tensor
 from trainrun.data.pipeline import open_batches
+from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of_picture
-from trainrun.data.readers.pictures.image_folder import ENDINGS as PICTURES
 from trainrun.data.readers.pictures.image_folder import content_of
 from trainrun.data.readers.tables import csv_files, parquet
 from trainrun.data.readers.tables.arrow_files import ParquetFile, table_of
@@ -53,7 +53,8 @@ KEY = "new samples"
 READERS = "trainrun.data.readers."
 IMAGE_FOLDER, TEXT = f"{READERS}pictures.image_folder.load", f"{READERS}text.text.load"
 TABLES = (f"{READERS}tables.csv_files.load", f"{READERS}tables.parquet.load")
-TABLE_ENDINGS = (*csv_files.ENDINGS, *parquet.ENDINGS)
+PICTURES = ENDINGS["image_folder"]
+TABLE_ENDINGS = (*ENDINGS["csv"], *ENDINGS["parquet"])
 SHOWN_CLASSES = 3
 OF_CLASSES = "prediction"  # how the columns that hold classes begin
 Columns = dict[str, list[Any]]
@@ -335,7 +336,7 @@ def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
 def read_new_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSamples:
     """Return the rows of a table, whose columns are matched with those of the training by name."""
     node = dict(input_format.node)
-    is_parquet = file.name.lower().endswith(tuple(parquet.ENDINGS))
+    is_parquet = file.name.lower().endswith(ENDINGS["parquet"])
     load = parquet.load if is_parquet else csv_files.load
     if is_parquet:
         columns = table_of([file], ParquetFile).columns

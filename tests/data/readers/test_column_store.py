@@ -55,6 +55,19 @@ def tensors_of(source: Any) -> list[torch.Tensor]:
     return [torch.stack(column) for column in zip(*(source[i] for i in range(len(source))), strict=True)]
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_file_of_the_same_size_and_time_of_modification_is_read_again(table, is_moved):
+    first, before = load(table, **ARGUMENTS)["train"], os.stat(table)
+    text = Path(table).read_bytes().replace(b"cat", b"cow")
+    place = Path(table).with_name("other") if is_moved else Path(table)
+    place.write_bytes(text)
+    os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.replace(place, table)
+    after, again = os.stat(table), load(table, **ARGUMENTS)["train"]
+    assert (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+    assert (first.class_names, again.class_names) == (("cat", "dog"), ("cow", "dog"))
+
+
 @pytest.mark.parametrize("copied_bytes", [0, 2**30])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_stored_columns_are_those_in_memory(table, monkeypatch, copied_bytes, split):

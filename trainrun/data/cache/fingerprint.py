@@ -1,9 +1,9 @@
 """What the decoded content of a source depends on, as one short text: the name of its cache on disk.
 
 A source with `fingerprint()` says it itself. Of others: the class and its code, and what pickle would send to another
-process, so no open handles; arrays by content, functions by their code, paths by size and time of change: of a folder
-those of all files below it but hidden ones, the cache's own, and those of runs. A folder that holds the working
-directory is a project, in which files come and go, and counts by its own.
+process, so no open handles; arrays by content, functions by their code, paths by the version of the file,
+see `version_of`: of a folder those of all files below it but hidden ones, the cache's own, and those of runs. A folder
+that holds the working directory is a project, in which files come and go, and counts by its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from trainrun.data.cache.samples import NotKept, take_apart
+from trainrun.data.readers.paths import version_of
 from trainrun.errors import DataError
 
 LOG = logging.getLogger(__name__)
@@ -105,13 +106,13 @@ class _Parts(pickle.Pickler):
         return None
 
     def _stamp(self, text: str) -> str:
-        """Return size and time of change of a path and of the files below it; empty if the text is not a path."""
+        """Return the version of a path and of the files below it; empty if the text is not a path."""
         if not text.strip("./"):
             return ""
         try:
             found = os.stat(text)
             if not stat.S_ISDIR(found.st_mode):
-                return _written(found)
+                return f" {version_of(found)}"
             if not (inside := self._below(text, found)):
                 self.unseen = self.unseen or f"{text} holds runs alone"
             return inside
@@ -124,7 +125,7 @@ class _Parts(pickle.Pickler):
             return self._known[place]
         if place in self._projects:
             self.unseen = self.unseen or f"{folder} holds the working directory"
-            return _written(found)
+            return f" {version_of(found)}"
         self._known[place], lines = "", []
         with os.scandir(folder) as all_of_it:
             kept = (one for one in all_of_it if one.name[0] != "." and one.name != COMPILED)
@@ -135,12 +136,12 @@ class _Parts(pickle.Pickler):
             self._left -= 1
             if self._left < 0:
                 self.unseen = self.unseen or f"{folder} has more than {MOST_FILES:,} files"
-                return _written(found)
+                return f" {version_of(found)}"
             with suppress(OSError):  # a link to nothing
                 about = entry.stat()
                 if _place(about) != self._apart:
                     is_folder = stat.S_ISDIR(about.st_mode)
-                    inside = self._below(entry.path, about) if is_folder else _written(about)
+                    inside = self._below(entry.path, about) if is_folder else f" {version_of(about)}"
                     lines += [entry.name + inside] if inside else []
         if lines or not entries:
             whole = "\n".join(lines).encode("utf-8", "surrogateescape")
@@ -173,10 +174,6 @@ def _code(code: types.CodeType) -> list[Any]:
 
 def _place(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
-
-
-def _written(found: os.stat_result) -> str:
-    return f" {found.st_size} {found.st_mtime_ns}"
 
 
 def _array(value: Any) -> list[Any] | None:

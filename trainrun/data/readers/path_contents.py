@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
 ENDINGS = {
-    ".csv": "csv", ".csv.gz": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet", ".h5": "hdf5",
-    ".hdf5": "hdf5", ".npz": "arrays", ".lmdb": "lmdb", ".mdb": "lmdb", ".tfrecord": "tfrecord",
-    ".tfrecords": "tfrecord", ".tfrec": "tfrecord", ".tar": "webdataset", ".txt": "text", ".txt.gz": "text",
-    ".arrow": "datasets", ".jsonl": "datasets", "-ubyte": "idx", "-ubyte.gz": "idx", ".npy": "arrays",
-    ".jpg": "image_folder", ".jpeg": "image_folder", ".png": "image_folder",
-}  # fmt: skip
+    "arrays": (".npz", ".npy"),
+    "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
+    "datasets": (".arrow", ".feather", ".jsonl", ".jsonl.gz", ".json", ".json.gz"),
+    "hdf5": (".h5", ".hdf5"),
+    "idx": ("-ubyte", "-ubyte.gz"),
+    "image_folder": (".jpg", ".jpeg", ".png"),
+    "lmdb": (".lmdb", ".mdb"),
+    "parquet": (".parquet", ".pq"),
+    "text": (".txt", ".text", ".md", ".rst", ".txt.gz"),
+    "tfrecord": (".tfrecord", ".tfrecords", ".tfrec"),
+    "webdataset": (".tar",),
+}
+DESCRIPTIONS = (*ENDINGS["text"], ".json")  # beside files of another kind, they tell of these
 SAVED_DATASET = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of Hugging Face
 MOST_NAMES = 10_000  # of a folder that are looked at
 
@@ -22,24 +29,28 @@ MOST_NAMES = 10_000  # of a folder that are looked at
 def data_options(path: str) -> list[str]:
     """Return the options of `data` that read what is at a path, sorted; empty if its files are of no known kind.
 
-    path: a file, a folder or a pattern. A folder of pictures in class folders is read as these; text files beside files
-    of another kind are taken as descriptions of them.
+    path: a file, a folder or a pattern. A folder of pictures in class folders is read
+        as these. Texts and .json files beside files of another kind are taken as descriptions of them.
     """
     place = Path(path).expanduser()
     if not place.is_dir():
-        matching = [place.name, *islice(glob.iglob(str(place)), MOST_NAMES)]
-        return sorted({option for name in matching if (option := option_of_ending(name))})
+        return options_of_endings([place.name, *islice(glob.iglob(str(place)), MOST_NAMES)])
     if SAVED_DATASET & {child.name for child in place.iterdir()}:
         return ["datasets"]
     if has_class_folders(place):
         return ["image_folder"]
-    names = islice(names_below(place), MOST_NAMES)
-    options = {option for name in names if (option := option_of_ending(name))}
-    return sorted(options - {"text"} or options)
+    names = list(islice(names_below(place), MOST_NAMES))
+    data_names = [name for name in names if not name.lower().endswith(DESCRIPTIONS)]
+    return options_of_endings(data_names) or options_of_endings(names)
+
+
+def options_of_endings(names: Iterable[str]) -> list[str]:
+    """Return the options that read files of these names, sorted."""
+    return sorted({option for name in names if (option := option_of_ending(name))})
 
 
 def option_of_ending(name: str) -> str | None:
-    return next((option for ending, option in ENDINGS.items() if name.lower().endswith(ending)), None)
+    return next((option for option, endings in ENDINGS.items() if name.lower().endswith(endings)), None)
 
 
 def has_class_folders(folder: Path) -> bool:

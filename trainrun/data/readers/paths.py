@@ -135,11 +135,19 @@ def existing_folder(path: str | None, key: str) -> Path:
     return folder
 
 
+def version_of(state: os.stat_result) -> str:
+    """Return what changes whenever a file is written or replaced.
+
+    Size and time of modification alone can be equal before and after (`cp -p`, `touch -r`, unpacked archives). Nothing
+    sets the time of the status change, and a file that is moved here has an inode of its own.
+    """
+    return f"{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}"
+
+
 def fingerprint_of(files: Iterable[Path | str], *arguments: Any) -> str:
-    """Changes with the files' names, sizes and times of change, and with the arguments."""
+    """Return a digest of the names of files, of their versions, and of the arguments."""
     digest = hashlib.sha256(repr(arguments).encode())
     for file in files:
-        state = Path(file).stat()
-        text = f"{Path(file).absolute()}\0{state.st_size}\0{state.st_mtime_ns}\0"
+        text = f"{Path(file).absolute()}\0{version_of(Path(file).stat())}\0"
         digest.update(text.encode(errors="surrogateescape"))
     return digest.hexdigest()

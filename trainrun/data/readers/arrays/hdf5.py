@@ -17,6 +17,7 @@ from trainrun.data.readers.free_space import in_memory as stays_in_memory
 from trainrun.data.readers.open_files import Kept
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import Part, SplitRequest, check_groups
+from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles, splits_of_files
 from trainrun.data.readers.targets import Coding, coding_of, listed
 from trainrun.data.tensor_dataset import Arrays, Splits
@@ -24,7 +25,6 @@ from trainrun.errors import DataError
 from trainrun.limits import Auto, BelowOne, HeldOutBy, TargetType
 from trainrun.plugin_faults import did_you_mean
 
-ENDINGS = (".h5", ".hdf5")
 CHUNK_CACHE_BYTES = 32 * 2**20  # for each data set of an open file; HDF5's own default is 1 MiB
 
 
@@ -49,7 +49,9 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path
     target: rows of one number or word are classes or numbers (see `targets`), all others are as stored.
     """
     h5py = extra("h5py", "hdf5", "hdf5")
-    found = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by).find_files(ENDINGS)
+    found = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by).find_files(
+        ENDINGS["hdf5"]
+    )
     training = _one_file(found.files["train"], f"data.path={path}")
     with open_file(str(training)) as file:
         known = _cells(file, layout_of(h5py, file, target, "train", "target")) if target else None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.readers.parts import SplitRequest, group_numbers, is_inside, rows_of
+from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.paths import existing_folder, fingerprint_of, folders_below
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of_picture, has_16_bits
 from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_words
@@ -30,7 +31,7 @@ from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, PixelType
 
-ENDINGS = (".jpg", ".jpeg", ".png")
+PICTURES = ENDINGS["image_folder"]
 LOOKED_AT = 64  # pictures whose headers say how many bits they have
 OTHERS = (".avif", ".bmp", ".gif", ".heic", ".tif", ".tiff", ".webp")
 EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: data.train.labels=labels.csv"
@@ -216,11 +217,11 @@ def read_folder(folder: Path, key: str, labels: str | None, held: Sequence[Path]
         inside = [one for one in held if is_inside(one, [folder / child])]
         if inside:
             pictures = [name for name in pictures if not is_inside(folder / name, inside)]
-        found = [name for name in pictures if name.lower().endswith(ENDINGS)]
+        found = [name for name in pictures if name.lower().endswith(PICTURES)]
         others += [name for name in pictures if name.lower().endswith(OTHERS)]
         if not found:
             raise DataError(
-                f"{key}: the folder {folder / child} has no picture ({', '.join(ENDINGS)}); {EXAMPLE}"
+                f"{key}: the folder {folder / child} has no picture ({', '.join(PICTURES)}); {EXAMPLE}"
             )
         names += found
         words += [child] * len(found)
@@ -243,7 +244,7 @@ def _below(root: Path, folders: Sequence[Path]) -> list[str]:
     for folder in folders:
         prefix = folder.relative_to(root).as_posix()
         for entry in os.scandir(folder):
-            is_picture = entry.name[0] != "." and entry.name.lower().endswith((*ENDINGS, *OTHERS))
+            is_picture = entry.name[0] != "." and entry.name.lower().endswith((*PICTURES, *OTHERS))
             # also a link that leads nowhere, which is told when it is read
             if is_picture and (entry.is_file() or not os.path.exists(entry.path)):
                 names.append(f"{prefix}/{entry.name}")

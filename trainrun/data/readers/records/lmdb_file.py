@@ -18,7 +18,7 @@ from typing import Any
 
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import SplitRequest
-from trainrun.data.readers.paths import plain_file
+from trainrun.data.readers.paths import plain_file, version_of
 from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
@@ -121,7 +121,7 @@ class _Environments:
     def _renew(self) -> None:
         self._lock = threading.Lock()
         self._by_name: dict[str, Any] = {}
-        self._by_path: dict[str, tuple[tuple[int, int], Any]] = {}
+        self._by_path: dict[str, tuple[str, Any]] = {}
 
     def _leave_parent(self) -> None:
         """In a forked child: LMDB forbids to go on with an environment from before the fork."""
@@ -140,7 +140,7 @@ class _Environments:
             path, state = os.path.realpath(file), os.stat(file)
         except OSError as error:
             raise DataError(f"{file}: cannot be read: {error.strerror}") from error
-        identity = (state.st_ino, state.st_mtime_ns)
+        identity = version_of(state)
         with self._lock:
             known, environment = self._by_path.pop(path, (None, None))
             if known != identity:

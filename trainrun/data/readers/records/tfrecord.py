@@ -18,6 +18,7 @@ import numpy as np
 
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import SplitRequest
+from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import decode_sample, is_sample
@@ -27,7 +28,6 @@ from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
-ENDINGS = (".tfrecord", ".tfrecords", ".tfrec")
 SAMPLE = "sample"  # the feature that holds a whole sample
 HEADER, FOOTER = 12, 4
 MASK_DELTA = 0xA282EAD8
@@ -58,7 +58,7 @@ def load(path: str | None, columns: Sequence[str] | None = None,
     columns: features by name; two or more form a tuple in this order. None: a dict of all of them.
     sequences: features that stay 1-D where they hold one number; others become a scalar.
     """
-    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
+    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS["tfrecord"])
     form = form_of_picture(shape, fit, dtype, draft)
     names = None if columns is None else tuple(columns)
     return splits_of_files(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from trainrun.data.readers.parts import SplitRequest
+from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import decode_sample
@@ -27,7 +28,6 @@ from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
-ENDINGS = (".tar",)
 WHOLE = "safetensors"
 FAULTS = (
     tarfile.TarError,
@@ -51,7 +51,7 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
         form a tuple. None: a whole sample where there is one; (picture, number) where samples are such a
         pair; else a dict of all that the first sample has.
     """
-    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS)
+    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS["webdataset"])
     form = form_of_picture(shape, fit, dtype, draft)
     return splits_of_files(found, lambda files: ReadFiles(TarReader(files, columns, form)))
 

@@ -28,6 +28,7 @@ from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
 from trainrun.data.readers.free_space import check_memory, unpacked_bytes
 from trainrun.data.readers.mapped_rows import rows_of_columns
 from trainrun.data.readers.parts import SplitRequest, group_numbers
+from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.tables.column_problems import (
     CATEGORIES,
@@ -58,7 +59,6 @@ from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, HeldOutBy, NumberType, TargetType
 
-ENDINGS = (".csv", ".csv.gz", ".tsv")
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
 MAX_LINE_CHARACTERS = 2**26
 WORD_BYTES = 64  # that each takes in memory, about
@@ -86,7 +86,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     if fill is not None and "int" in dtype and fill != int(fill):
         raise DataError(f"data.train.fill={fill}: must be a whole number with data.train.dtype={dtype}")
-    found = request.find_files(ENDINGS)
+    found = request.find_files(ENDINGS["csv"])
     training = found.files["train"]
     dialect = Dialect(delimiter or usual_delimiter(training[0]), header)
     columns = columns_in(training[0], dialect)
@@ -128,7 +128,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
 
 def has_quantities(node: Mapping[str, Any]) -> bool:
     """Return whether the target of a table, of which a first block is read, is an amount. node: `data.train`."""
-    files = SplitRequest(node["path"], node.get("val_path"), node.get("test_path")).find_files(ENDINGS)
+    files = SplitRequest(node["path"], node.get("val_path"), node.get("test_path")).find_files(ENDINGS["csv"])
     training = files.files["train"][:1]
     dialect = Dialect(node.get("delimiter") or usual_delimiter(training[0]), node.get("header", True))
     goal = chosen_target(node.get("target"), columns_in(training[0], dialect))

@@ -1,7 +1,8 @@
 """`data=datasets`: data in the forms of Hugging Face datasets, from this machine alone, read by pyarrow.
 
 A folder that save_to_disk wrote (one set, or one with a part each for train, validation and test), or files: .arrow,
-.parquet, .json and .jsonl (.gz too). What is read is stored as columns, see `column_store`. Nothing is downloaded.
+.feather, .parquet, .json and .jsonl (.gz too). What is read is stored as columns, see `column_store`. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, PixelType
 
 FORMATS: dict[str, type[TableFile]] = {
-    ".arrow": ArrowFile, ".parquet": ParquetFile, ".jsonl": JsonFile, ".json": JsonFile, ".jsonl.gz": JsonFile,
-    ".json.gz": JsonFile,
+    ".arrow": ArrowFile, ".feather": ArrowFile, ".parquet": ParquetFile, ".jsonl": JsonFile, ".json": JsonFile,
+    ".jsonl.gz": JsonFile, ".json.gz": JsonFile,
 }  # fmt: skip
 SET_FILE, SETS_FILE = "state.json", "dataset_dict.json"
 MEDIA = ("Audio", "Video", "Pdf", "Nifti", "Mesh")  # of which a column has the bytes, as of a picture

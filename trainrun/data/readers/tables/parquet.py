@@ -15,6 +15,7 @@ import torch
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
 from trainrun.data.readers.mapped_rows import rows_of_columns
 from trainrun.data.readers.parts import SplitRequest, group_numbers
+from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
 from trainrun.data.readers.tables.arrow_columns import (
@@ -34,8 +35,6 @@ from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, NumberType, TargetType
 
-ENDINGS = (".parquet", ".pq")
-
 
 def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
@@ -50,7 +49,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     dtype: of numbers and of lists of floats; pictures are float32 from 0 to 1, or with "uint8" as stored.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
-    found = request.find_files(ENDINGS)
+    found = request.find_files(ENDINGS["parquet"])
     training = table_of(found.files["train"], ParquetFile)
     goal = chosen_target(target, training.columns)
     names = chosen_inputs(inputs, goal, training.columns, groups)

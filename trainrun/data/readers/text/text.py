@@ -24,7 +24,7 @@ from torch import Tensor
 from trainrun.data.readers.mapped_files import check_lengths, mappings_of
 from trainrun.data.readers.parts import Part, SplitFiles, SplitRequest
 from trainrun.data.readers.paths import fingerprint_of
-from trainrun.data.readers.text.text_files import ENDINGS, text_files
+from trainrun.data.readers.text.text_files import TEXTS, text_files
 from trainrun.data.readers.text.token_file import Text, TokenFile, text_cache, token_file
 from trainrun.data.readers.text.trained_tokenizer import is_trained, trained_file
 from trainrun.data.tensor_dataset import Columns, Splits
@@ -132,7 +132,7 @@ def load(path: str | None, kind: Literal["blocks", "lines", "documents"] = "bloc
     block_size: tokens in a sample, for blocks. max_bytes: only so much of the text is read.
     cache_dir: see `token_file`; None: ~/.cache/trainrun/text. tokenizer: a file, or see `trained_tokenizer`.
     """
-    found = SplitRequest(path, val_path, test_path, val_fraction).find_files(ENDINGS, text_files)
+    found = SplitRequest(path, val_path, test_path, val_fraction).find_files(TEXTS, text_files)
     held = None
     if tokenizer is not None and is_trained(tokenizer):
         held = unseen_share(found)
@@ -186,7 +186,7 @@ def tokenizer_file(node: Mapping[str, Any]) -> str:
     """The tokenizer of a `data.train` node that has it trained; made where it is not kept yet."""
     arguments = {name: node[name] for name in ("val_path", "test_path", "val_fraction") if name in node}
     request = SplitRequest(node.get("path"), **{"val_fraction": 0.1, **arguments})
-    found = request.find_files(ENDINGS, text_files)
+    found = request.find_files(TEXTS, text_files)
     kind, cache_dir = node.get("kind", "blocks"), text_cache(node.get("cache_dir"))
     training, held = found.files["train"], unseen_share(found)
     return trained_file(node["tokenizer"], training, kind, node.get("max_bytes"), held, cache_dir)

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import IO, cast
 
 from trainrun.data.readers.free_space import GZIP_MAGIC
+from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.paths import files_of
 from trainrun.errors import DataError
 
-ENDINGS = (".txt", ".text", ".md", ".rst", ".py", ".txt.gz")
+TEXTS = (*ENDINGS["text"], ".py")
 CHUNK_BYTES, MAX_LINE_BYTES = 2**20, 2**26
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # of the library
 
 
-def text_files(path: str | None, key: str, endings: Sequence[str] = ENDINGS) -> tuple[Path, ...]:
+def text_files(path: str | None, key: str, endings: Sequence[str] = TEXTS) -> tuple[Path, ...]:
     """The files of a text; without a path, the sources of Python's standard library, without its tests."""
     if path is not None:
         return files_of(path, key, endings)
