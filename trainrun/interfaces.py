@@ -510,7 +510,7 @@ class RunFacts:
     of training time over all sessions. seconds_before, epochs_before: training of earlier sessions. choices: automatic
     choices with their reasons, one line each. advice: what a user should know or change, one line each. update:
     optimizer, learning rate and schedule as text. classes: those of the training data and their counts as text. run_id:
-    kept by a resume. config: `config.yaml`, without secrets.
+    kept by a resume. config: `config.yaml`, without secrets. monitor: the metric of the best checkpoint, and its mode.
     """
 
     name: str
@@ -537,6 +537,8 @@ class RunFacts:
     max_seconds: float | None = None
     seconds_before: float = 0.0
     epochs_before: float = 0.0
+    monitor: str | None = None
+    mode: str = ""
 
 
 class Monitor(Protocol):

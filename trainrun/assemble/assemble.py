@@ -581,4 +581,6 @@ def run_facts(run: Components, context: RunContext, rhythm: Intervals, notes: No
         classes=describe_classes(run.data_facts) if is_classifier(config) else "",
         run_id=context.run_id,
         config=plain_values(public(config)[0]),
+        monitor=run.triggers.best.metric,
+        mode=run.triggers.best.mode,
     )

@@ -19,7 +19,7 @@ from trainrun.output import SPEEDS, figure, masked, path_to_paste, say
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"  # in it: the folder of the best job, empty before a job has a value
-STATES = ("running", "done", "stopped", "failed")
+STATES = ("running", "done", "stopped", "pruned", "failed")
 KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("value", "best_step", *SPEEDS), (int, float, NoneType)),
     **dict.fromkeys(("step", "epoch", "seconds"), (int, float)), **dict.fromkeys(("reason", "message"), (str,)),

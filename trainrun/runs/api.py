@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 FRAME = "width: 100%; height: 40em; border: 0"  # of a page in a notebook
 
-STATE_WORDS = {"done": "ended", "stopped": "stopped", "failed": "failed", "running": "running"}
+STATE_WORDS = {"done": "ended", "stopped": "stopped", "pruned": "pruned"} | {
+    "failed": "failed",
+    "running": "running",
+}
 
 
 @dataclass(frozen=True, repr=False)

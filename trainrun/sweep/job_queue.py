@@ -24,7 +24,7 @@ from trainrun.parallel.launch import module_command
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.leases import Lease, Leases
 from trainrun.sweep.progress import SweepProgress
-from trainrun.sweep.results import OUTPUT, Job, has_checkpoint, read_result, with_objective
+from trainrun.sweep.results import OUTPUT, Job, has_checkpoint, mark_pruned, read_result, with_objective
 from trainrun.sweep.search.study import SweepStudy
 
 Command = Callable[[list[str], Path], list[str]]
@@ -32,6 +32,7 @@ STOPPING = b"\nstopping: the jobs that run save first; Ctrl-C again ends them wi
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 KILL_AFTER = 3  # the first Ctrl-C lets jobs save, the second ends them, the third kills them
 POLL_SECONDS = 0.02
+JUDGE_SECONDS = 0.2  # between two looks at the validations of the jobs
 
 
 class StopRelay:
@@ -117,6 +118,7 @@ class JobQueue:
         self._objective, self._study = objective, study
         self._running: list[RunningJob] = []
         self._waiting: list[int] = []
+        self._judged = 0.0  # when the jobs were last compared
         self.refused: set[int] = set()  # jobs that ended by a mistake, before their first step
         self.out_of_time = False
         self.fault = ""  # for which the sweep ends
@@ -126,28 +128,33 @@ class JobQueue:
         self._waiting = [num for num in self._sweep.wanted if not self._keep(self._sweep.jobs[num])]
         if self._study is not None:
             self._study.open()
-        self._fill_places()
-        while self._running:
+        while self._fill_places() or self._running:
             for running in [one for one in self._running if one.process.poll() is not None]:
                 self._end(running)
-            self._fill_places()
             self._check_time()
+            if self._study is not None:
+                self._prune_jobs(self._study)
             self._progress.draw()
             time.sleep(POLL_SECONDS)
 
-    def _fill_places(self) -> None:
-        """Start the jobs for which there is a place; where none waits, those of the next points of a search."""
+    def _fill_places(self) -> bool:
+        """Start the jobs for which there is a place; where none waits, those of the next points of a search.
+
+        Return whether others are to be started later.
+        """
         while not self._is_stopping():
             self._waiting = [num for num in self._waiting if not self._start(self._sweep.jobs[num])]
-            if self._waiting or not self._has_place():
-                return
-            asked = self._study.ask() if self._study is not None and self._sweep.search else []
-            if not asked:
-                return
+            study = self._study
+            if self._waiting or study is None or study.has_all_points:
+                return bool(self._waiting)
+            if not self._has_place():
+                return True
             running = {one.job.num for one in self._running}
-            for num in asked:  # a point that was made before has its jobs already
+            for num in study.ask():  # a point that was made before has its jobs already
                 if num not in running and not self._keep(self._sweep.jobs[num]):
                     self._waiting.append(num)
+                study.tell(num)
+        return False
 
     def _has_place(self) -> bool:
         if self._leases is None:
@@ -172,15 +179,17 @@ class JobQueue:
     def _keep(self, job: Job) -> bool:
         """Return whether an earlier call has done this job."""
         folder = self._sweep.folder / job.folder
-        if read_status(RunDir(folder)).get("state") != "done":
+        is_pruned = job.result.state == "pruned"
+        if read_status(RunDir(folder)).get("state") != "done" and not is_pruned:
             return False
-        result = read_result(folder)
-        if job.result.seconds is not None:  # of all its tries, with start and end
-            result = replace(result, seconds=job.result.seconds)
-        self._sweep.note(job.num, with_objective(result, folder, self._objective))
+        if is_pruned:
+            mark_pruned(folder)
+        else:
+            result = read_result(folder)
+            if job.result.seconds is not None:  # of all its tries, with start and end
+                result = replace(result, seconds=job.result.seconds)
+            self._sweep.note(job.num, with_objective(result, folder, self._objective))
         self._progress.keep(self._sweep.jobs[job.num])
-        if self._study is not None:
-            self._study.tell(job.num)
         return True
 
     def _start(self, job: Job) -> bool:
@@ -223,7 +232,7 @@ class JobQueue:
         running.output.close()
         if running.lease is not None:
             running.lease.release()
-        code, job = running.process.returncode, running.job
+        code, job = running.process.returncode, self._sweep.jobs[running.job.num]
         result = read_result(self._sweep.folder / job.folder, code, running.earlier)
         if code == EXIT_USAGE and not running.goes_on:
             self.refused.add(job.num)
@@ -231,12 +240,33 @@ class JobQueue:
         result = replace(result, seconds=before + time.monotonic() - running.began)
         is_done = result.state == "done"
         result = with_objective(result, self._sweep.folder / job.folder, self._objective)
+        if job.result.state == "pruned" and not is_done:
+            result = replace(result, state="pruned", error="")
+            mark_pruned(self._sweep.folder / job.folder)
         self._sweep.note(job.num, result)
         self._progress.end(job, result)
         if self._study is not None:
             self._study.tell(job.num)
         if is_done and result.state != "done" and not self._is_stopping():
             self._refuse_objective(result.error)
+
+    def _prune_jobs(self, study: SweepStudy) -> None:
+        """Stop the jobs of points that are worse than others at the same resource. They save first."""
+        now = time.monotonic()
+        if now - self._judged < JUDGE_SECONDS or self._is_stopping():
+            return
+        self._judged = now
+        for running in list(self._running):
+            for num in study.jobs_to_prune(running.job.num):
+                job = self._sweep.jobs[num]
+                if job.result.state not in ("done", "failed"):
+                    self._sweep.note(num, replace(job.result, state="pruned"))
+                if num in self._waiting:
+                    self._waiting.remove(num)
+                    study.tell(num)
+                for other in self._running:
+                    if other.job.num == num:
+                        self._relay.pass_on(other.process, signal.SIGTERM)
 
     def _refuse_objective(self, error: str) -> None:
         """End the sweep if no job reports the objective."""

@@ -95,6 +95,17 @@ class Sweep:
             self.trials.append(numbers)
         return numbers
 
+    def revive(self, count: int) -> None:
+        """Have the best of the pruned points go on, so many in all calls."""
+        points = [point for point in self.points() if any(job.revived for job in point.jobs)]
+        pruned = [point for point in self.points() if point.jobs[0].result.state == "pruned"]
+        for point in pruned[: max(count - len(points), 0)]:
+            for job in point.jobs:
+                if job.result.state == "pruned":
+                    stopped = replace(job.result, state="stopped")
+                    self.jobs[job.num] = replace(job, result=stopped, revived=True)
+        self.save()
+
     def _want(self, num: int) -> None:
         if num not in self.wanted:
             self.wanted.append(num)
@@ -163,7 +174,7 @@ def load_sweep(folder: Path) -> Sweep:
     try:
         saved: dict[str, Any] = read_json(path)
         jobs = [
-            Job(job["num"], tuple(job["words"]), job["folder"], Result(**job["result"]))
+            Job(job["num"], tuple(job["words"]), job["folder"], Result(**job["result"]), job["revived"])
             for job in saved["jobs"]
         ]
         check_files(folder, trust=False)

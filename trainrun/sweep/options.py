@@ -25,6 +25,8 @@ HYDRA_KEYS = {
     "hydra.sweeper.sampler.seed": "sweep.seed", "hydra.launcher.n_jobs": "sweep.jobs",
 }  # fmt: skip
 KINDS = ("grid", "random", "optuna")
+PRUNERS = ("none", "asha", "hyperband", "median")
+RESOURCES = ("step", "epoch", "sample", "seconds")
 SAMPLERS = ("tpe", "gp", "random", "qmc", "nsga2", "cmaes")
 
 
@@ -32,6 +34,7 @@ SAMPLERS = ("tpe", "gp", "random", "qmc", "nsga2", "cmaes")
 class SweepOptions:
     """kind: grid, random or optuna. trials: points that are drawn or searched, all calls together. seed: of them.
 
+    pruner: stops jobs that are worse than others at the same resource. revive: the best pruned points, which go on.
     sampler: of Optuna. objective: metrics; one with a minus is better when smaller. Empty: what the jobs monitor.
     jobs: side by side; None is as many as the GPUs, or the cores, can take. per_device: jobs that share a GPU.
     max_seconds: after which the jobs save and the sweep ends.
@@ -42,6 +45,9 @@ class SweepOptions:
     seed: int = 0
     sampler: str = "tpe"
     objective: tuple[str, ...] = ()
+    pruner: str = "none"
+    resource: str = "step"
+    revive: int = 0
     jobs: int | None = 1
     per_device: int = 1
     max_seconds: float | None = None
@@ -117,6 +123,16 @@ def faults_together(options: SweepOptions, given: Collection[str]) -> list[str]:
                 )
     if options.kind != "optuna" and "sampler" in given:
         faults.append(f"sweep.sampler={options.sampler}: is of sweep=optuna; add that, or leave it out")
+    if options.pruner == "none" and "resource" in given:
+        faults.append(f"sweep.resource={options.resource}: is of a pruner; add sweep.pruner=asha")
+    if options.pruner != "none" and len(options.objective) > 1:
+        faults.append(
+            f"sweep.pruner={options.pruner}: takes one objective; leave the others or the pruner out"
+        )
+    elif options.pruner != "none" and any("/" not in name for name in options.objective):
+        faults.append(
+            f"sweep.pruner={options.pruner}: sweep.objective={options.objective[0]} is no metric of the validation"
+        )
     if len(options.objective) > 1 and options.sampler == "cmaes":
         faults.append("sweep.sampler=cmaes: takes one objective; use nsga2 or tpe for several")
     return faults
@@ -127,6 +143,12 @@ def objective_of(text: str) -> tuple[str, ...]:
     if not all(re.fullmatch(r"-?[\w./@-]+", name) for name in names) or len(set(names)) < len(names):
         raise ValueError(text)
     return names
+
+
+def revive_of(text: str) -> int:
+    if not text.startswith("best:"):
+        raise ValueError(text)
+    return whole_number(1)(text.removeprefix("best:"))
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
@@ -170,6 +192,9 @@ READERS: Final[dict[str, tuple[str, str, Callable[[str], Any]]]] = {
         "a metric or a list of different ones, as [val/acc,-seconds]",
         objective_of,
     ),
+    "sweep.pruner": ("pruner", "one of " + ", ".join(PRUNERS), one_of(*PRUNERS)),
+    "sweep.resource": ("resource", "one of " + ", ".join(RESOURCES), one_of(*RESOURCES)),
+    "sweep.revive": ("revive", "best:3, for the three best pruned points", revive_of),
     "sweep.jobs": ("jobs", "auto, or a whole number, 1 or more", jobs_of),
     "sweep.per_device": ("per_device", "a whole number, 1 or more", whole_number(1)),
     "sweep.max_time": ("max_seconds", "a time, as 90s, 10min or 2h", seconds_of),

@@ -22,7 +22,9 @@ from trainrun.sweep.table import shown_value
 REDRAW_SECONDS = 0.5
 BAR_WIDTH = 20
 BLOCK_BYTES = 2**16  # of a file of rows, at its beginning and its end
-DONE, TIME, BEST, RUNNING, FAILED, GRAPHIC = range(6)  # fields of the bar; the largest is left out first
+DONE, TIME, BEST, RUNNING, FAILED, PRUNED, GRAPHIC = range(
+    7
+)  # fields of the bar; the largest is left out first
 
 
 class SweepProgress:
@@ -41,7 +43,7 @@ class SweepProgress:
 
     def keep(self, job: Job) -> None:
         """Report a job that was done before."""
-        self._say(job, f"done before, {shown_value(job.result)}")
+        self._say(job, f"{job.result.state} before, {shown_value(job.result)}")
 
     def end(self, job: Job, result: Result) -> None:
         """Report the end of a job, once the sweep holds its result."""
@@ -72,13 +74,14 @@ class SweepProgress:
             self._sweep.num_jobs,
             [self._sweep.jobs[num].result.state for num in self._sweep.wanted],
         )
-        done, failed = states.count("done"), states.count("failed")
-        full = BAR_WIDTH * done // max(total, 1)
+        done, pruned, failed = states.count("done"), states.count("pruned"), states.count("failed")
+        full = BAR_WIDTH * (done + pruned) // max(total, 1)
         left = self.seconds_left()
         best = best_job(self._sweep.points())
         texts = {
             GRAPHIC: "#" * full + "-" * (BAR_WIDTH - full),
             DONE: f"{done}/{total} done",
+            PRUNED: f"{pruned} pruned" if pruned else "",
             FAILED: f"{failed} failed" if failed else "",
             RUNNING: self._running_text(),
             BEST: ""
@@ -112,7 +115,7 @@ class SweepProgress:
         return rest / self._side_by_side
 
     def _unfinished(self) -> Collection[int]:
-        ended = ("done", "failed")
+        ended = ("done", "pruned", "failed")
         return [num for num in self._sweep.wanted if self._sweep.jobs[num].result.state not in ended]
 
     def _fractions(self) -> dict[int, float]:

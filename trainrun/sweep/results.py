@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
-from trainrun.folder.run_folder import RunDir, was_saved
+from trainrun.folder.run_folder import RunDir, was_saved, write_json
 from trainrun.folder.status import read_status
 from trainrun.output import masked_words
 from trainrun.task.metrics.directions import known_direction
@@ -26,7 +26,7 @@ STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Result:
-    """state: done, stopped, failed or "not run"; value: the best of `monitor`; mode: min or max.
+    """state: done, stopped, pruned, failed or "not run"; value: the best of `monitor`; mode: min or max.
 
     seconds: from the start of its process to its end, of all its tries. values: of each name of sweep.objective, of
     which the first is `value`.
@@ -55,12 +55,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep. words: all that its command line gets; folder: its name inside the sweep's."""
+    """One run of a sweep. words: all that its command line gets; folder: its name inside the sweep's.
+
+    revived: it was pruned, and goes on all the same.
+    """
 
     num: int
     words: tuple[str, ...]
     folder: str
     result: Result = field(default_factory=Result)
+    revived: bool = False
 
     @property
     def settings(self) -> dict[str, str]:
@@ -102,6 +106,14 @@ def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any
     return Result(state, value, monitor, mode, seconds, " ".join(error.split()))
 
 
+def mark_pruned(folder: Path) -> None:
+    """Have the status of a job that was stopped say why."""
+    run = RunDir(folder)
+    status = read_status(run)
+    if status.get("state") in ("stopped", "running"):
+        write_json(run.status, status | {"state": "pruned"})
+
+
 def with_objective(result: Result, folder: Path, objective: Sequence[str]) -> Result:
     """Return a result judged by the names of sweep.objective; one that lacks a value of a job that is done has failed.
 
@@ -137,6 +149,7 @@ class EvaluationRows:
     def __init__(self, folder: Path) -> None:
         self._path = RunDir(folder).metrics
         self._offset = 0
+        self.start: dict[str, Any] = {}  # the row with which its last session began
 
     def read_new(self) -> list[dict[str, Any]]:
         """Return the rows of `eval` since the last call; all of them again if the file was cut for a resume."""
@@ -152,9 +165,11 @@ class EvaluationRows:
         self._offset += sum(map(len, lines))
         rows = []
         for line in lines:
-            with contextlib.suppress(ValueError):  # a damaged line
-                row = json.loads(line) if b'"eval"' in line else {}
-                if isinstance(row, dict) and row.get("kind") == "eval":
+            with contextlib.suppress(ValueError, AttributeError):  # a damaged line
+                row = json.loads(line) if b'"eval"' in line or b'"start"' in line else {}
+                if row.get("kind") == "start":
+                    self.start = row
+                elif row.get("kind") == "eval":
                     rows.append(row)
         return rows
 

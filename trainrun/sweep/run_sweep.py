@@ -14,12 +14,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 from trainrun.config.argv import OWN_KEYS, CommandLine
 from trainrun.config.compose import compose_run, prepare_command_line
+from trainrun.config.schema import validation_nodes
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.lock import only_writer
 from trainrun.folder.run_folder import RunDir, is_there, named_folder, write_text
@@ -29,7 +30,7 @@ from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
 from trainrun.sweep.jobs import Sweep, calls_to_resume, open_sweep
 from trainrun.sweep.leases import Leases, find_places
-from trainrun.sweep.options import from_hydra, read_options, split_options
+from trainrun.sweep.options import SweepOptions, from_hydra, read_options, split_options
 from trainrun.sweep.points import best_job
 from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import Job
@@ -38,6 +39,7 @@ from trainrun.sweep.space import branch_words, dimensions_of, num_points, split_
 from trainrun.sweep.table import MEANS, jobs_csv, points_csv, print_tables, repeated_keys
 
 POINT_KEYS = ("sweep", "sweep.seed", "sweep.sampler", "sweep.objective")
+ENDED = ("done", "pruned")  # states of jobs that are not started again
 PARALLEL_WORDS = ("parallel", "experiment", "preset", "--")  # that may say how many devices a job needs
 
 
@@ -113,6 +115,10 @@ def check_words(calls: list[list[str]]) -> None:
             faults += [fault for fault in error.faults if fault not in faults]
     if faults:
         raise ConfigError(*faults)
+    for words in calls:
+        options = read_options(split_options(words)[0])
+        if options.pruner != "none":
+            check_validation(words_to_check(words)[0], options)
 
 
 def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = job_command) -> int:
@@ -129,7 +135,8 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         devices_of = devices_by_words() if (options.jobs, options.per_device) != (1, 1) else None
         num_jobs = sweep.num_jobs
         places, about = find_places(options, num_jobs, devices_of is not None and uses_gpus(sweep))
-        study = SweepStudy(sweep, options) if sweep.search else None
+        study = SweepStudy(sweep, options) if sweep.search or options.pruner != "none" else None
+        sweep.revive(options.revive)
         for note in notes_on_points(calls):
             say(f"note: {note}", file=sys.stderr)
         jobs = counted(num_jobs, "job") if num_jobs else "jobs"
@@ -156,8 +163,17 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         return EXIT_AGAIN
     if relay.number:
         return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
-    done = all(sweep.jobs[num].result.state == "done" for num in sweep.wanted)
+    done = all(sweep.jobs[num].result.state in ENDED for num in sweep.wanted)
     return EXIT_DONE if done else EXIT_FAILED
+
+
+def check_validation(words: Sequence[str], options: SweepOptions) -> None:
+    """Raise ConfigError if a pruner would have nothing to compare."""
+    config = compose_run(list(words)).config
+    if config.trainer.limit_val_batches == 0 or not (validation_nodes(config.data) or config.data.folds):
+        raise ConfigError(
+            f"sweep.pruner={options.pruner}: compares validations, and the jobs have none; set data.val"
+        )
 
 
 def notes_on_points(calls: list[list[str]]) -> list[str]:
@@ -191,7 +207,9 @@ def conclude(sweep: Sweep) -> None:
             say(f"page: {sweep.folder / PAGE} cannot be written ({error.strerror})")
         say(f"best: {best_text(sweep.points()[0], best)}")
         say(f"train the best longer: {longer_command(sweep, best)}")
-    if any(sweep.jobs[num].result.state != "done" for num in sweep.wanted):
+    if any(sweep.jobs[num].result.state not in ENDED for num in sweep.wanted) or sweep.num_jobs > len(
+        sweep.wanted
+    ):
         say(f"what is not done: trainrun resume {path_to_paste(sweep.folder)}", flush=True)
 
 

@@ -20,8 +20,10 @@ from trainrun.watch.follow import Follower, is_writer_alive, sweep_jobs
 FOLDERS = ("output_dir", "hydra.")  # settings that say where a run lies
 BARS, WIDTH = "▁▂▃▄▅▆▇█", 40
 QUIET_SECONDS = 10.0  # between lines that are no validation
-COLORS = {"running": "green", "done": "blue", "dead": "red", "failed": "red", "stopped": "yellow"}
-ENDED = ("done", "stopped", "failed", "dead")
+COLORS = {"running": "green", "done": "blue", "dead": "red", "failed": "red"} | dict.fromkeys(
+    ("stopped", "pruned"), "yellow"
+)
+ENDED = ("done", "stopped", "pruned", "failed", "dead")
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:

@@ -23,12 +23,13 @@ from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.options import SweepOptions
 from trainrun.sweep.points import REPEATED
 from trainrun.sweep.results import Job
+from trainrun.sweep.search.pruning import Curves, build_pruner
 from trainrun.sweep.space import Dimension, jobs_of_point, plain_word, point_of
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.samplers import BaseSampler
-    from optuna.storages import JournalStorage
+    from optuna.storages import BaseStorage, JournalStorage
     from optuna.trial import FrozenTrial
 
 JOURNAL = "study.log"  # in the folder of a sweep
@@ -61,22 +62,28 @@ class SweepStudy:
         self._sweep, self._options = sweep, options
         self._dimensions = sweep.dimensions()
         self._path = sweep.folder / JOURNAL
-        check_packages(options.sampler if sweep.search else "")
+        word = "sweep=optuna" if sweep.search else f"sweep.pruner={options.pruner}"
+        check_packages(word, options.sampler if sweep.search else "")
         self._study: Study
+        self._storage: JournalStorage
+        self._curves = Curves(sweep, options)
         self._failed: set[int] = set()  # jobs that failed in this call; others that failed are tried again
 
     def open(self) -> None:
         """Read the journal, or make it anew from the jobs. Call it once the results of earlier calls are known."""
-        study = read_study(self._path)
-        if study is None or not self._agrees(study):
-            study = self._rebuilt()
-        self._study = study
+        opened = read_study(self._path)
+        if opened is None or not self._agrees(opened[0]):
+            opened = self._rebuilt()
+        self._study, self._storage = opened
+
+    @property
+    def has_all_points(self) -> bool:
+        count = self._options.trials
+        return not self._sweep.search or (count is not None and len(self._sweep.trials) >= count)
 
     def ask(self) -> list[int]:
-        """Make the next point, and return the numbers of its jobs; none if all points are made."""
+        """Make the next point, and return the numbers of its jobs."""
         number = len(self._sweep.trials)
-        if self._options.trials is not None and number >= self._options.trials:
-            return []
         trial = self._ask(self._study, number)
         point = self._point(trial)
         jobs = self._sweep.add_point(self._dimensions, jobs_of_point(self._dimensions, point))
@@ -87,10 +94,35 @@ class SweepStudy:
         """Report the points of a job, which has ended, once all their jobs have."""
         if self._sweep.jobs[num].result.state == "failed":
             self._failed.add(num)
+        self.jobs_to_prune(num)  # reports the validations since the last look; it has ended
         for number, jobs in enumerate(self._sweep.trials):
             state, values = self._outcome(number) if num in jobs else (RUNNING, [])
             if state != RUNNING:
                 tell(self._study, number, state, values)
+
+    def jobs_to_prune(self, num: int) -> list[int]:
+        """Report the new validations of a job, and return the jobs of its points if they are to be stopped."""
+        values, to_prune = self._curves.new_values(num), list[int]()
+        for number, jobs in enumerate(self._sweep.trials):
+            if num not in jobs or self._sweep.jobs[num].revived:
+                continue
+            for step, value in values:
+                if self._report(self._study, self._storage, number, step, value):
+                    to_prune = jobs
+        return to_prune
+
+    def _report(self, study: Study, storage: BaseStorage, number: int, step: int, value: float) -> bool:
+        """Report a value at a step, which is the first of its point there. Return whether the point is to be pruned."""
+        trial = study.get_trials(deepcopy=False)[number]
+        if step in trial.intermediate_values or trial.state.is_finished():
+            return False
+        trial_id = storage.get_trial_id_from_study_id_trial_number(
+            storage.get_study_id_from_name(NAME), number
+        )
+        storage.set_trial_intermediate_value(trial_id, step, value)
+        trial = study.get_trials(deepcopy=False)[number]
+        is_worse: bool = build_pruner(self._options.pruner).prune(study, trial)
+        return is_worse
 
     def _point(self, trial: Trial) -> tuple[str, ...]:
         return point_of(self._dimensions, lambda dimension: suggested_word(trial, dimension))
@@ -135,7 +167,7 @@ class SweepStudy:
     def _num_objectives(self) -> int:
         return max(len(self._options.objective), 1)
 
-    def _rebuilt(self) -> Study:
+    def _rebuilt(self) -> tuple[Study, JournalStorage]:
         """Ask and report all points once more, in their order, and write that as the journal."""
         import optuna
         from optuna.study import StudyDirection
@@ -143,6 +175,7 @@ class SweepStudy:
         directions = [StudyDirection.MINIMIZE] * self._num_objectives
         storage = optuna.storages.InMemoryStorage()
         study = optuna.create_study(study_name=NAME, storage=storage, directions=directions)
+        curves = Curves(self._sweep, self._options)
         for number in range(len(self._sweep.trials)):
             jobs = self._jobs(number)
             params = self._params(jobs[0])
@@ -151,6 +184,9 @@ class SweepStudy:
             if params and self._options.sampler in HAS_STATE:
                 _ = trial.relative_params  # its sampler notes this point
             self._point(trial)
+            for num in self._sweep.trials[number]:
+                for value in curves.new_values(num):
+                    self._report(study, storage, number, *value)
             state, values = self._outcome(number)
             if state != RUNNING:
                 tell(study, number, state, values)
@@ -248,25 +284,26 @@ def journal_storage(path: Path) -> JournalStorage:
     return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
 
 
-def read_study(path: Path) -> Study | None:
-    """Return the study of a journal; None if there is none that can be read, or if it ends in the middle of a line."""
+def read_study(path: Path) -> tuple[Study, JournalStorage] | None:
+    """Return the study of a journal, and the journal; None if it cannot be read, or ends in the middle of a line."""
     import optuna
 
     try:
         with path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             is_whole = file.read(1) == b"\n"
-        return optuna.load_study(study_name=NAME, storage=journal_storage(path)) if is_whole else None
+        storage = journal_storage(path)
+        return (optuna.load_study(study_name=NAME, storage=storage), storage) if is_whole else None
     except Exception:  # of a damaged file Optuna raises what the damage happens to make
         return None
 
 
-def check_packages(sampler: str) -> None:
+def check_packages(word: str, sampler: str) -> None:
     """Raise ConfigError if Optuna, or what the sampler needs, is not installed. Have it print errors alone."""
     needed = ["optuna", *{"cmaes": ["cmaes"], "gp": ["scipy", "torch"], "qmc": ["scipy"]}.get(sampler, [])]
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"sweep=optuna: the package {missing[0]} is not installed; {WHERE_TO_GET}")
+        raise ConfigError(f"{word}: the package {missing[0]} is not installed; {WHERE_TO_GET}")
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

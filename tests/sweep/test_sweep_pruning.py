@@ -1,0 +1,120 @@
+"""Jobs that are worse than others at the same resource are stopped, and stay so until they are revived."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from approved import refused
+
+from trainrun.errors import ConfigError
+from trainrun.sweep.jobs import Sweep, load_sweep, open_sweep
+from trainrun.sweep.options import SweepOptions, read_options
+from trainrun.sweep.results import EvaluationRows
+from trainrun.sweep.run_sweep import check_validation, run_sweep
+from trainrun.sweep.search.pruning import Curves
+
+pytest.importorskip("optuna")
+Command = Callable[[list[str], Path], list[str]]
+
+
+def states(folder: Path) -> dict[str, str]:
+    return {job.settings["lr"]: job.result.state for job in load_sweep(folder).jobs.values()}
+
+
+@pytest.mark.process
+def test_a_pruned_job_is_stopped_and_stays_so_until_it_is_revived(
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["lr=0.9,0.1,0.2,0.95", "do=curve", "sweep.pruner=asha"]
+    assert run_sweep([words], tmp_path, command) == 0
+    expected = {"0.9": "done", "0.1": "pruned", "0.2": "pruned", "0.95": "done"}
+    assert states(tmp_path) == expected
+    assert json.loads((tmp_path / "1-lr=0.1" / "status.json").read_text())["state"] == "pruned"
+    table = (tmp_path / "sweep.csv").read_text().splitlines()
+    assert [row.split(",")[1] for row in table[1:]] == ["done", "done", "pruned", "pruned"]
+    assert run_sweep([words], tmp_path, command) == 0  # the same words start none of them
+    ran = (tmp_path / "ran.txt").read_text().split()
+    assert len(ran) == 4
+    assert "resume" not in capsys.readouterr().out  # nothing is missing
+    for _ in range(2):  # the best one, in all calls together
+        assert run_sweep([[*words, "sweep.revive=best:1"]], tmp_path, command) == 0
+        assert states(tmp_path) == expected | {"0.2": "done"}
+        assert (tmp_path / "ran.txt").read_text().split() == [*ran, "2-lr=0.2"]
+
+
+def write_rows(sweep: Sweep, num: int, rows: list[dict[str, object]]) -> None:
+    folder = sweep.folder / sweep.jobs[num].folder
+    folder.mkdir(exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+
+
+def evaluation(step: int, value: float | None, seconds: float = 0.0) -> dict[str, object]:
+    return {"kind": "eval", "step": step, "epoch": step / 20, "time": 100 + seconds, "val/loss": value}
+
+
+@pytest.mark.parametrize(
+    ("resource", "expected"),
+    [
+        ("step", [(1, 0.5), (2, 0.4), (5, 0.2)]),
+        ("epoch", [(1, 0.5), (2, 0.4), (5, 0.2)]),
+        ("sample", [(1, 0.5), (2, 0.4), (5, 0.2)]),
+        ("seconds", [(1, 0.5), (3, 0.2)]),
+    ],
+)
+def test_jobs_are_compared_at_multiples_of_the_first_validation(
+    tmp_path: Path, resource: str, expected: list[tuple[int, float]]
+) -> None:
+    sweep = open_sweep([["lr=1,2"]], tmp_path / "s")
+    facts = {"monitor": "val/loss", "mode": "min", "num_train": 640}
+    start: dict[str, object] = {"kind": "start", "time": 100.0, "facts": facts}
+    write_rows(sweep, 0, [start, evaluation(10, 1.0, seconds=2)])
+    write_rows(sweep, 1, [start, evaluation(7, 0.9, 1), evaluation(14, 0.5, 3), evaluation(21, 0.4, 3.5)])
+    curves = Curves(sweep, SweepOptions(pruner="asha", resource=resource))
+    first = curves.new_values(1)
+    write_rows(sweep, 1, [evaluation(50, 0.2, 6), evaluation(51, 0.1, 6.5)])
+    assert first + curves.new_values(1) == expected
+    assert curves.new_values(1) == []
+    write_rows(sweep, 1, [evaluation(100, None, 20)])
+    assert math.isnan(curves.new_values(1)[0][1])
+
+
+def test_rows_that_are_cut_for_a_resume_are_read_again(tmp_path: Path) -> None:
+    rows, path = EvaluationRows(tmp_path), tmp_path / "metrics.jsonl"
+    assert rows.read_new() == []
+    path.write_text('{"kind": "eval", "step": 1}\n{"kind": "eval", "step": 2}\n{"kind": "ev')
+    assert [row["step"] for row in rows.read_new()] == [1, 2]
+    path.write_text('{"kind": "eval", "step": 1}\n')
+    assert [row["step"] for row in rows.read_new()] == [1]
+    path.write_text('{"kind": "eval", "step": 1}\n{"kind": "eval", broken\n{"kind": "eval", "step": 3}\n')
+    assert [row["step"] for row in rows.read_new()] == [3]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sweep.pruner=best"],
+        ["sweep.resource=epoch"],
+        ["sweep.pruner=asha", "sweep.resource=hours"],
+        ["sweep.pruner=asha", "sweep.objective=[val/acc,-seconds]"],
+        ["sweep.pruner=asha", "sweep.objective=-seconds"],
+        ["sweep.revive=3"],
+        ["sweep.revive=best:0"],
+    ],
+    ids=" ".join,
+)
+def test_settings_of_a_pruner_that_cannot_be_meant_are_refused(words: list[str]) -> None:
+    with refused(ConfigError, "sweep"):
+        read_options(words)
+
+
+@pytest.mark.parametrize("word", ["trainer.limit_val_batches=0", "data.val=null"])
+def test_pruning_without_validation_is_refused(word: str) -> None:
+    options = SweepOptions(pruner="median")
+    check_validation(["data=digits"], options)
+    with refused(ConfigError, "sweep.pruner"):
+        check_validation(["data=digits", word], options)

@@ -1,0 +1,86 @@
+"""Which points of a sweep are worse than others at the same resource, by the validations in their jobs' rows.
+
+A resource is counted in units: the distance to the first validation of the sweep. So validations at other distances,
+or after other times, are compared at the same multiples. Optuna's pruners decide.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from trainrun.sweep.jobs import Sweep
+from trainrun.sweep.options import SweepOptions
+from trainrun.sweep.results import EvaluationRows, sign_of
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+
+REDUCTION = 3  # of each rung of asha and hyperband the best third goes on
+ROUNDING = 1e-6  # of a unit
+
+
+class Curves:
+    """The validations of the jobs of a sweep, read while they train."""
+
+    def __init__(self, sweep: Sweep, options: SweepOptions) -> None:
+        self._sweep, self._options = sweep, options
+        self._rows: dict[int, EvaluationRows] = {}
+        self._unit = 0.0
+
+    def new_values(self, num: int) -> list[tuple[int, float]]:
+        """Return the new values of a job, smaller is better: the first at each number of units."""
+        rows = self._rows.setdefault(num, self._rows_of(num))
+        evaluations = rows.read_new() if self._options.pruner != "none" else []
+        values: dict[int, float] = {}
+        for row in evaluations:
+            units = self._units(resource_of(row, rows.start, self._options.resource))
+            if units > 0:
+                values.setdefault(units, self._value(row, rows.start))
+        return list(values.items())
+
+    def _rows_of(self, num: int) -> EvaluationRows:
+        return EvaluationRows(self._sweep.folder / self._sweep.jobs[num].folder)
+
+    def _value(self, row: dict[str, Any], start: dict[str, Any]) -> float:
+        """Return the value of a row; NaN, which every pruner stops, where it is no number."""
+        facts = start.get("facts", {})
+        objective = self._options.objective
+        name = objective[0].removeprefix("-") if objective else facts.get("monitor")
+        sign = sign_of(objective[0]) if objective else -1 if facts.get("mode") == "max" else 1
+        value = row.get(name)
+        return sign * float(value) if isinstance(value, (int, float)) else math.nan
+
+    def _units(self, resource: float) -> int:
+        """Return a resource in units: of the first validation of the first job that has one."""
+        for num in sorted(self._sweep.jobs) if not self._unit else ():
+            rows = self._rows_of(num)
+            if evaluations := rows.read_new():
+                self._unit = resource_of(evaluations[0], rows.start, self._options.resource)
+                break
+        return math.floor(resource / self._unit + ROUNDING) if self._unit > 0 else 0
+
+
+def resource_of(row: dict[str, Any], start: dict[str, Any], resource: str) -> float:
+    """Return how much of a resource a run had used at a row. start: the row with which its session began."""
+    facts = start.get("facts", {})
+    if resource == "seconds":
+        return (
+            float(facts.get("seconds_before", 0.0))
+            + float(row["time"])
+            - float(start.get("time", row["time"]))
+        )
+    if resource == "step":
+        return float(row["step"])
+    per_epoch = 1 if resource == "epoch" else facts.get("num_train") or 0
+    return float(row["epoch"] or 0.0) * per_epoch
+
+
+def build_pruner(name: str) -> BasePruner:
+    from optuna import pruners
+
+    if name == "median":
+        return pruners.MedianPruner()
+    if name == "hyperband":
+        return pruners.HyperbandPruner(reduction_factor=REDUCTION)
+    return pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=REDUCTION)
