@@ -98,56 +98,84 @@ def translate(
     words: CommandLine, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool]
 ) -> None:
     """Replace other frameworks' names, shorthands and numbers in place, and note what was meant."""
-    out: list[str] = []
     words.overrides.sort(key=lambda word: bool(TRIAL.match(word)))  # the last of two values counts
     typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
     may_vary = not {"--multirun", "-m"}.isdisjoint(words.flags)
-    for word, shown, noted in _without_cases(words):
-        bare = word.lstrip("+~")
-        sign = word[: len(word) - len(bare)]
-        typed_key, equals, value = bare.partition("=")
-        key = typed_key if SHARE_OF_ALL.fullmatch(bare) else setting_meant(typed_key, is_group)
-        setting = settings().get(key)
-        if key == "data" and not is_option(key, value) and names_a_file(value):
-            meant = [f"data.path={as_path(value, may_vary)}"]
-        elif is_group(key) and equals:
-            meant = [sign + part for part in _chosen(key, value, is_option)]
-        elif setting is not None and setting.short and equals and not set(value) & set("{(,$"):
-            key = f"{key}.{setting.short}"
-            meant = [f"{key}={value_meant(key, value)}"]
-        elif _takes_a_target(key) and DOTTED.fullmatch(value) and not os.path.exists(value):
-            meant = [f"+{key}._target_={value}"]
-            if key in DATA_SETS[1:]:
-                out.insert(0, f"{key}=null")  # the arguments of the option are not those of another target
-        elif key in OWN_KEYS:
-            words.twice += _said_twice(f"{key}={value}", shown, typed)
-            words.own[key] = value
-            words.typed[f"{key}={value}"] = shown
-            continue
-        elif equals and (is_path(key) or value.startswith("~")):  # of a home folder
-            meant = [f"{sign}{key}={as_path(value, may_vary)}"]
-            if key == typed_key and shown == word:  # no other word is meant
-                words.typed[meant[0].lstrip("+")] = word
-                words.twice += _said_twice(f"{key}={value}", word, typed)
-                out += meant
-                continue
-        else:
-            value = value_meant(key, value)
-            if key == RENAME:
-                value = with_bare_keys(value)
-            meant = [sign + key + equals + value]
-        target = meant[-1].removeprefix(
-            "+"
-        )  # `model=my_net.Net` is our own word, of which nothing is to be said
-        is_short = target in (f"{typed_key}._target_={value}", f"{typed_key}.train._target_={value}")
-        if meant[-1].replace('"', "") != shown.replace('"', "") and not (noted or is_short):
-            words.notes.append(f"{shown} is read as {meant[-1]}")
-        for part in meant:
+    cleared: list[str] = []
+    overrides: list[str] = []
+    for word, shown, is_noted in _without_cases(words):
+        meaning = meaning_of(word, is_option, is_group, may_vary)
+        if not is_noted and not meaning.is_as_typed(word, shown):
+            words.notes.append(f"{shown} is read as {meaning.overrides[-1]}")
+        for part in meaning.overrides:
             if part != shown:
                 words.typed[part.lstrip("+")] = shown
             words.twice += _said_twice(part, shown, typed)
-        out += meant
-    words.overrides = _with_custom_groups(_with_ranks(words, out), is_group)
+        if meaning.own_key:
+            words.own[meaning.own_key] = meaning.value
+            continue
+        if meaning.key in DATA_SETS[1:] and meaning.is_target:
+            cleared.insert(0, f"{meaning.key}=null")  # the option's arguments are not those of another target
+        overrides += meaning.overrides
+    words.overrides = _with_custom_groups(_with_ranks(words, [*cleared, *overrides]), is_group)
+
+
+@dataclass
+class Meaning:
+    """What one word of a command line stands for.
+
+    typed_key and value: of the word itself. key: the setting that its key names. is_target: the value is the `_target_`
+    of the key's node. own_key: of a setting of the runner itself, as its folder.
+    """
+
+    overrides: list[str]
+    typed_key: str
+    key: str
+    value: str
+    is_target: bool = False
+    is_path: bool = False
+    own_key: str = ""
+
+    def is_as_typed(self, word: str, shown: str) -> bool:
+        """Return whether nothing is to be said of the reading: our own short forms, quotes, and the runner's keys."""
+        if self.own_key or (self.is_path and self.key == self.typed_key and word == shown):
+            return True
+        last = self.overrides[-1]
+        short_forms = (
+            f"{self.typed_key}._target_={self.value}",
+            f"{self.typed_key}.train._target_={self.value}",
+        )
+        return last.removeprefix("+") in short_forms or last.replace('"', "") == shown.replace('"', "")
+
+
+def meaning_of(
+    word: str, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool], may_vary: bool
+) -> Meaning:
+    """Return the overrides that one word stands for. may_vary: in a sweep, where commas part values."""
+    bare = word.lstrip("+~")
+    sign = word[: len(word) - len(bare)]
+    typed_key, equals, value = bare.partition("=")
+    key = typed_key if SHARE_OF_ALL.fullmatch(bare) else setting_meant(typed_key, is_group)
+    setting = settings().get(key)
+    meaning = Meaning([], typed_key, key, value)
+    if key == "data" and not is_option(key, value) and names_a_file(value):
+        meaning.overrides = [f"data.path={as_path(value, may_vary)}"]
+    elif is_group(key) and equals:
+        meaning.overrides = [sign + part for part in _chosen(key, value, is_option)]
+    elif setting is not None and setting.short and equals and not set(value) & set("{(,$"):
+        short = f"{key}.{setting.short}"
+        meaning.overrides = [f"{short}={value_meant(short, value)}"]
+    elif _takes_a_target(key) and DOTTED.fullmatch(value) and not os.path.exists(value):
+        meaning.overrides, meaning.is_target = [f"+{key}._target_={value}"], True
+    elif key in OWN_KEYS:
+        meaning.overrides, meaning.own_key = [f"{key}={value}"], key
+    elif equals and (is_path(key) or value.startswith("~")):  # of a home folder
+        meaning.overrides, meaning.is_path = [f"{sign}{key}={as_path(value, may_vary)}"], True
+    else:
+        value = value_meant(key, value)
+        value = with_bare_keys(value) if key == RENAME else value
+        meaning.overrides = [sign + key + equals + value]
+    return meaning
 
 
 SEVERAL_DEVICES = r"\+*parallel\.devices=(0*([2-9]|[1-9]\d+)|\[[^,]+,.+\])"
