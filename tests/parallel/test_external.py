@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.parallel.devices import address_of, external_ranks, first_node
+from trainrun.parallel.devices import (
+    address_of,
+    external_ranks,
+    first_node,
+    is_one_task_a_node,
+    local_ranks_fault,
+    tasks_of_nodes,
+)
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 SLURM_STEP = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[07-08],gpu12",
+    "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "2", "SLURM_STEP_NODELIST": "gpu[07-08],gpu12",
 }  # fmt: skip
 
 
@@ -29,10 +37,14 @@ def test_slurm_step_becomes_torchruns_words() -> None:
     other_rank = SLURM_STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert external_ranks(other_rank)
     assert other_rank["MASTER_PORT"] == env["MASTER_PORT"]
-    assert "LOCAL_WORLD_SIZE" not in env
-    one_node = SLURM_STEP | {"SLURM_STEP_NUM_NODES": "1"}
-    assert external_ranks(one_node)
-    assert one_node["LOCAL_WORLD_SIZE"] == "4"
+    assert env["LOCAL_WORLD_SIZE"] == "2"
+    assert not is_one_task_a_node(env)
+    first_node_of_step = SLURM_STEP | {"SLURM_NODEID": "0", "SLURM_PROCID": "0"}
+    assert external_ranks(first_node_of_step)
+    assert is_one_task_a_node(first_node_of_step)
+    assert not is_one_task_a_node(
+        first_node_of_step | {"LOCAL_WORLD_SIZE": "8", "RANK": "7"}
+    )  # a rank of its own
     next_step = SLURM_STEP | {"SLURM_STEP_ID": "1"}
     assert external_ranks(next_step)
     assert next_step["MASTER_PORT"] != env["MASTER_PORT"]
@@ -73,3 +85,34 @@ def test_one_task_or_no_step_is_one_process(changed: dict[str, str]) -> None:
 )
 def test_first_node_of_a_list(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("counts", "tasks"), [("2(x3),1", [2, 2, 2, 1]), ("8", [8]), ("1(x2),4(x1)", [1, 1, 4]), ("", [])]
+)
+def test_tasks_of_each_node(counts: str, tasks: list[int]) -> None:
+    assert tasks_of_nodes(counts) == tasks
+
+
+@pytest.mark.parametrize(
+    ("wanted", "accelerator", "num_gpus", "fits"),
+    [
+        (2, "auto", 8, True),  # of this machine: the job has 16
+        (16, "auto", 8, False),
+        ([4, 6], "auto", 8, True),
+        ([4], "auto", 8, False),
+        ("auto", "auto", 2, True),
+        ("auto", "auto", 1, True),  # each rank sees its own
+        ("auto", "auto", 8, False),  # six would stand idle
+        ("auto", "cpu", 8, True),
+    ],
+)
+def test_devices_are_compared_with_the_ranks_of_the_machine(
+    wanted: object, accelerator: str, num_gpus: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("trainrun.parallel.devices.count_gpus", lambda: num_gpus)
+    fault = local_ranks_fault(wanted, accelerator)
+    assert fits == (fault == "")
+    assert fits or "parallel.devices=2" in fault

@@ -58,7 +58,10 @@ WITHOUT_FOLDER = """
 
     external_run.FOLDER_SECONDS = 0.3
     run.config.write_text("of an older run, on a disk of this machine's own")
-    payload = {"folder": str(run.root), "config": "0" * 64, "resume": False, "paths": []}
+    payload = {
+        "folder": str(run.root), "config": "0" * 64, "resume": False, "paths": [], "devices": "auto",
+        "accelerator": "cpu",
+    }
     rank = os.environ["RANK"]
     try:
         told = lead(payload, sys.argv[1:], 60.0) if rank == "0" else external_run.follow_run()

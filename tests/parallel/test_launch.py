@@ -15,7 +15,7 @@ import pytest
 from things import is_alive
 
 from trainrun.folder.run_folder import RunDir
-from trainrun.parallel.launch import RankFailed, launch, module_command, rank_environment
+from trainrun.parallel.launch import RankFailed, launch, launch_on_node, module_command, rank_environment
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("real_ranks")]
 
@@ -343,3 +343,22 @@ def test_the_working_directory_comes_first_only_where_it_does_here(
     command = module_command("child_of_test", "a word", "-x")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [str(first), "a", "word", "-x"], done.stderr
+
+
+@pytest.mark.parametrize(("ending", "code"), [("0", 0), ("75 * number", 75), ("3 * number or sleep()", 3)])
+def test_the_only_task_of_a_machine_starts_its_ranks(
+    ending: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainrun.parallel.launch.SETTLE_SECONDS", 0.1)
+    monkeypatch.setenv("RANK", "1")  # of two machines
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    program = (
+        "import os, sys, time, pathlib\n"
+        "sleep = lambda: time.sleep(600)\n"
+        "number = int(os.environ['LOCAL_RANK'])\n"
+        "words = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')]\n"
+        f"pathlib.Path({str(tmp_path)!r}, str(number)).write_text(' '.join(words))\n"
+        f"sys.exit({ending})\n"
+    )
+    assert launch_on_node([sys.executable, "-c", program], 2) == code
+    assert (tmp_path / "1").read_text() == "3 1 4 2"

@@ -7,10 +7,16 @@ import sys
 
 from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import parse, run_parser
-from trainrun.cli.train_command import follows_others, in_earlier_folder, others_dismissed, with_way_to_resume
+from trainrun.cli.train_command import (
+    follows_others,
+    in_earlier_folder,
+    others_dismissed,
+    run_ranks_of_node,
+    with_way_to_resume,
+)
 from trainrun.config.aliases import setting_meant
 from trainrun.config.compose import Composition
-from trainrun.config.saved_config import translated
+from trainrun.config.saved_config import load_config, translated
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import LaunchSpec, named_folder, typed_settings
 from trainrun.folder.status import is_sweep
@@ -27,6 +33,9 @@ def main(argv: list[str]) -> int:
         "sweep.",
     )
     words = parse(parser, argv)
+    code = run_ranks_of_node(lambda: load_config(open_run(words.run_dir).config, words.overrides))
+    if code is not None:
+        return code
     if follows_others():
         return int(torchrun_ranks().follow_run())
     folder = named_folder(words.run_dir)
@@ -52,6 +61,9 @@ def again(argv: list[str]) -> int:
         "computes the same once more. seed=null draws a new one.",
     )
     words = parse(parser, argv)
+    code = run_ranks_of_node(lambda: load_config(open_run(words.run_dir).config, words.overrides))
+    if code is not None:
+        return code
     if follows_others():
         return int(torchrun_ranks().follow_run())
     earlier, folder = open_run(words.run_dir), "hydra.run.dir"

@@ -14,12 +14,13 @@ from trainrun.cli.main import add_import_paths
 from trainrun.config.argv import CommandLine
 from trainrun.config.compose import Composition, compose_prepared, prepare_command_line, write_yaml
 from trainrun.config.saved_values import public
-from trainrun.config.schema import plain_values
+from trainrun.config.schema import RunConfig, plain_values
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, typed_settings
 from trainrun.folder.status import read_status
 from trainrun.output import path_to_paste, say
-from trainrun.parallel.devices import external_ranks
+from trainrun.parallel.devices import external_ranks, is_one_task_a_node
+from trainrun.parallel.launch import launch_on_node, module_command
 from trainrun.runs.run import begun, start, torchrun_ranks
 
 SWEEP_OPTION = re.compile(r"sweep(\.\w+)?=")
@@ -29,6 +30,11 @@ SWEEP_WORD = re.compile(r"sweep(\.\w+)?=|hydra[./](sweeper|launcher)\b|[\w./]+=[
 
 def main(words: list[str]) -> int:
     """A new run, a sweep, or the composed config without running."""
+    code = run_ranks_of_node(
+        lambda: compose_prepared(*prepare_command_line(words, Path.cwd()), Path.cwd()).config
+    )
+    if code is not None:
+        return code
     if follows_others():
         return int(torchrun_ranks().follow_run())
     is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
@@ -87,6 +93,21 @@ def others_dismissed() -> Iterator[None]:
 def follows_others() -> bool:
     """Return whether this process is a rank above 0 that torchrun or Slurm started."""
     return external_ranks() and os.environ["RANK"] != "0"
+
+
+def run_ranks_of_node(config_of: Callable[[], RunConfig]) -> int | None:
+    """Run the ranks that `parallel.devices` asks for, where Slurm started one task on each machine.
+
+    Return their exit code; None if there are none to start. A mistake in the config is left to rank 0.
+    """
+    if not external_ranks() or not is_one_task_a_node():
+        return None
+    try:
+        devices = config_of().parallel.devices
+    except TrainrunError:
+        return None
+    count = len(devices) if isinstance(devices, list | tuple) else 1 if devices == "auto" else int(devices)
+    return launch_on_node(module_command("trainrun", *sys.argv[1:]), count) if count > 1 else None
 
 
 def in_earlier_folder(composition: Composition) -> Composition:

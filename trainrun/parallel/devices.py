@@ -11,10 +11,11 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainrun.errors import ConfigError
+from trainrun.output import counted
 from trainrun.runtime.machine import usable_cores
 
 if TYPE_CHECKING:
@@ -168,14 +169,48 @@ def as_torchrun(env: MutableMapping[str, str]) -> bool:
     env["RANK"] = env["SLURM_PROCID"]
     env["LOCAL_RANK"] = env["SLURM_LOCALID"]
     env["WORLD_SIZE"] = str(num_tasks)
-    if env.get("SLURM_STEP_NUM_NODES") == "1":
-        env["LOCAL_WORLD_SIZE"] = env["WORLD_SIZE"]
+    tasks = tasks_of_nodes(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if tasks:
+        env["LOCAL_WORLD_SIZE"] = str(tasks[int(env.get("SLURM_NODEID", "0"))])
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
     env["MASTER_ADDR"] = env.get("MASTER_ADDR") or address_of(first_node(nodes))
     # one port per job step: two of them on a node must not meet
     number = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(20000 + number % 10000))
     return True
+
+
+def tasks_of_nodes(counts: str) -> list[int]:
+    """Return the number of tasks of each node: `2(x3),1` gives [2, 2, 2, 1]."""
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(number) for number, times in parts for _ in range(int(times or 1))]
+
+
+def is_one_task_a_node(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Slurm started a single task on this machine, which may start ranks of its own."""
+    return env.get("LOCAL_WORLD_SIZE") == "1" and env.get("RANK") == env.get("SLURM_PROCID", "")
+
+
+def local_ranks_fault(devices: Any, accelerator: str) -> str:
+    """Return what is wrong if torchrun or Slurm started other ranks on this machine than `parallel.devices` says.
+
+    Empty if nothing is. With `auto`, GPUs that this process sees and no rank of the machine would use are wrong too.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+    started = f"torchrun or Slurm started {counted(local, 'rank')} on this machine"
+    if devices != "auto":
+        wanted = len(devices) if isinstance(devices, list | tuple) else int(devices)
+        if wanted == local:
+            return ""
+        return f"parallel.devices={devices}: {started}; start {wanted} there, or say parallel.devices={local}"
+    visible = 0 if accelerator in ("cpu", "mps") or "LOCAL_WORLD_SIZE" not in os.environ else count_gpus()
+    if visible <= local:
+        return ""
+    return (
+        f"parallel.devices=auto: {visible} GPUs are visible and {started}, so {visible - local} would not be used; say "
+        f"parallel.devices={local} to leave them, or start {visible} ranks there (Slurm with one task a machine: "
+        f"parallel.devices={visible})"
+    )
 
 
 def first_node(nodes: str) -> str:

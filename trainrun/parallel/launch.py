@@ -180,24 +180,61 @@ def run_attempt(
             end(ranks)
 
 
+def launch_on_node(command: Sequence[str], count: int) -> int:
+    """Start the ranks of one machine of several, as torchrun or Slurm would, and return their exit code.
+
+    This process is the only task of Slurm on its machine. Each rank prints its own messages. Stop signals reach every
+    rank. If one rank fails, the others are ended.
+    """
+    node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ranks: list[Rank] = []
+    deaths: dict[int, float] = {}
+    num_passed = 0
+    with received_signals() as received:
+        try:
+            for number in range(count):
+                place = {"RANK": str(node * count + number), "WORLD_SIZE": str(nodes * count)}
+                env = dict(os.environ) | local_environment(os.environ, number, count) | place
+                with stops_held_back():
+                    ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
+            while None in (codes := poll(ranks, deaths)):
+                for number in received[num_passed:]:
+                    send_signal(ranks, number)
+                    num_passed += 1
+                if any(code not in (None, *CLEAN_CODES) for code in codes):
+                    settle(ranks, deaths)
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            end(ranks)
+    failed = [ranks[number].returncode for number in deaths if ranks[number].returncode not in CLEAN_CODES]
+    return (failed[0] if failed[0] > 0 else EXIT_FAILED) if failed else max(rank.returncode for rank in ranks)
+
+
 def release_terminal() -> None:
     """Start a new line and show the cursor, which the progress bar of a killed rank had hidden."""
     if sys.stdout.isatty():
         print("\n\x1b[?25h", end="", flush=True)
 
 
-def rank_environment(env: Mapping[str, str], rank: int, world_size: int, store: Path) -> dict[str, str]:
-    """Return the environment variables of a rank. OpenMP threads share the cores unless the user set a number."""
-    variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "TRAINRUN_STORE": str(store),
+def local_environment(env: Mapping[str, str], local_rank: int, count: int) -> dict[str, str]:
+    """Return the environment variables of one of `count` ranks on a machine.
+
+    OpenMP threads share the cores unless the user set a number.
+    """
+    return {
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(count),
         "TRAINRUN_DRIVER": str(os.getpid()),
-        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // world_size)),
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // count)),
         "PYTHONUNBUFFERED": env.get("PYTHONUNBUFFERED") or "1",  # the log of a killed rank is complete
     }
+
+
+def rank_environment(env: Mapping[str, str], rank: int, world_size: int, store: Path) -> dict[str, str]:
+    """Return the environment variables of a rank of a run on one machine."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "TRAINRUN_STORE": str(store)}
+    variables = local_environment(env, rank, world_size) | place
     if Path("/sys/class/net/lo").exists():  # the sockets between our ranks are nobody else's business
         variables["GLOO_SOCKET_IFNAME"] = env.get("GLOO_SOCKET_IFNAME") or "lo"
     return variables
@@ -299,9 +336,7 @@ def explain_end(
     That is the earliest error that is not an echo: a rank that lost contact to another only tells
     that the other one died.
     """
-    until = time.monotonic() + SETTLE_SECONDS
-    while None in poll(ranks, deaths) and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
+    settle(ranks, deaths)
     failures = [failure_of(rank, ranks[rank].returncode, run_dir, died) for rank, died in deaths.items()]
     first = min(
         (failure for failure in failures if failure is not None),
@@ -313,6 +348,13 @@ def explain_end(
     if first.exit_code == EXIT_USAGE:
         return RankFailed(first.message, EXIT_USAGE, first)
     return RankFailed(f"rank {first.rank} {first.message}", first.exit_code, first)
+
+
+def settle(ranks: list[Rank], deaths: dict[int, float]) -> None:
+    """Wait a moment for the other ranks to notice a failure."""
+    until = time.monotonic() + SETTLE_SECONDS
+    while None in poll(ranks, deaths) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
 
 
 def send_signal(ranks: list[Rank], number: int) -> None:

@@ -22,6 +22,7 @@ from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.folder.status import write_status
 from trainrun.interfaces import Parallel
 from trainrun.output import say
+from trainrun.parallel.devices import local_ranks_fault
 from trainrun.parallel.handshake import Meeting, folder_before, follow, lead
 from trainrun.parallel.rank_place import LostContact
 from trainrun.runs.rank import train_rank
@@ -36,21 +37,17 @@ MEETING = "parallel.meeting_seconds="
 
 def lead_run(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Rank 0, after it has composed. Returns the exit code of this rank."""
-    parallel, number = config.parallel, int(os.environ["WORLD_SIZE"])
-    fault = ""
+    parallel = config.parallel
+    fault = local_ranks_fault(parallel.devices, parallel.accelerator)
     if parallel.mode != "ddp":
         fault = f"parallel={parallel.mode}: this was started as several ranks; use parallel=ddp"
-    elif parallel.devices != "auto" and str(parallel.devices) != str(number):
-        fault = (
-            f"parallel.devices={parallel.devices}: {number} rank(s) were started by torchrun or Slurm, which decide "
-            "how many there are; start so many, or leave parallel.devices out"
-        )
     if fault:
         dismiss(EXIT_USAGE)
         raise ConfigError(fault)
     payload = {
         "folder": str(run.root), "config": _digest(run),
         "resume": order.resume, "paths": order.paths, "typed": order.typed,
+        "devices": parallel.devices, "accelerator": parallel.accelerator,
     }  # fmt: skip
     with left_at_stops():
         meeting = lead(payload, sys.argv[1:], parallel.meeting_seconds)
@@ -69,7 +66,7 @@ def dismiss(code: int = EXIT_DONE) -> None:
 def follow_run() -> int:
     """Every other rank: no Hydra, no words of its own."""
     with left_at_stops():
-        meeting = follow(sys.argv[1:], _meeting_seconds(), fault_of=_folder_fault)
+        meeting = follow(sys.argv[1:], _meeting_seconds(), fault_of=_fault_here)
     if meeting.exit_code is not None:
         return meeting.exit_code
     payload = meeting.payload
@@ -87,9 +84,14 @@ def _meeting_seconds() -> float:
     return ParallelConfig().meeting_seconds
 
 
-def _folder_fault(payload: dict[str, Any]) -> str:
-    """Return what to say if rank 0 trains in a folder that this rank does not see."""
-    if "folder" not in payload or _is_shared(run := RunDir(Path(payload["folder"])), payload["config"]):
+def _fault_here(payload: dict[str, Any]) -> str:
+    """Return why this rank cannot take part: the ranks of its machine, or a run folder that it does not see."""
+    if "folder" not in payload:  # nothing is trained
+        return ""
+    fault = local_ranks_fault(payload["devices"], payload["accelerator"])
+    if fault:
+        return f"{fault} (rank {os.environ['RANK']} on {socket.gethostname()})"
+    if _is_shared(run := RunDir(Path(payload["folder"])), payload["config"]):
         return ""
     return (
         f"output_dir={run.root}: rank {os.environ['RANK']} on {socket.gethostname()} does not find the run folder of "
