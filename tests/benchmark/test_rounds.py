@@ -160,10 +160,10 @@ def test_shorter_batches_are_judged_by_what_a_position_takes() -> None:
 
     rounds = taken(3, of(longest, 1.0), b=of(alike, 2.0))
     assert rounds.ratio("b").high > 100
-    found = rounds.ratio("b", fewer=3.0)
+    found = rounds.ratio("b", padding_factor=3.0)
     assert (found.value, found.low, found.high) == (pytest.approx(1.5),) * 3
     unknown = taken(3, side(10), b=side(20))
-    assert unknown.ratio("b", fewer=3.0) == unknown.ratio("b")
+    assert unknown.ratio("b", padding_factor=3.0) == unknown.ratio("b")
 
 
 def test_turns_take_about_so_long_whatever_the_speed() -> None:

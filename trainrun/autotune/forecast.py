@@ -87,10 +87,10 @@ def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
     return describe_memory(sizes, free, rows, trainer.accumulate_grad_batches), sum(sizes)
 
 
-def describe_memory(found: Forecast, free: int, rows: int, accumulate: int) -> str:
-    sizes = [f"{size / 1e9:.2g}" for size in (sum(found), *found, free)]
+def describe_memory(forecast_bytes: Forecast, free: int, rows: int, accumulate: int) -> str:
+    sizes = [f"{size / 1e9:.2g}" for size in (sum(forecast_bytes), *forecast_bytes, free)]
     line = "memory: a step adds about {} GB ({} gradients, {} activations, {} optimizer), ".format(*sizes)
-    if sum(found) <= free:
+    if sum(forecast_bytes) <= free:
         return f"{line}{sizes[-1]} GB are free"
     less = f"; the same training in less: data.batch_size={rows // 2} trainer.accumulate_grad_batches={accumulate * 2}"
     return f"{line}but only {sizes[-1]} GB are free{less if rows > 1 else ''}"

@@ -131,8 +131,8 @@ def agreed_choice(choices: Sequence[TimedChoice | None], usual: str) -> TimedCho
 
 def run_seconds(config: RunConfig, seconds: float) -> float:
     """Estimate how long the run may take. seconds: by the number of its steps."""
-    duration = parse_whole(config.trainer.max_duration)
-    by_duration = duration.amount if duration is not None and duration.unit == SECOND else math.inf
+    limit = parse_whole(config.trainer.max_duration)
+    by_duration = limit.amount if limit is not None and limit.unit == SECOND else math.inf
     return min(seconds, parse_seconds(config.trainer.max_time) or math.inf, by_duration)
 
 

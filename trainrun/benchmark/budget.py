@@ -64,18 +64,19 @@ class PacedTurns:
 
     def __init__(self, take: Take, steps: int, seconds: float = TURN_SECONDS, multiple: int = 1) -> None:
         self._take, self._seconds, self._multiple = take, seconds, multiple
-        self._steps = self._whole(steps / 8)  # it may be far slower than the base
+        self._steps = self._round_to_multiple(steps / 8)  # it may be far slower than the base
         self._turns: list[Turn] = []
 
     def __call__(self) -> Turn:
         turn = self._take(self._steps)
         self._turns.append(turn)
-        known = self._turns[1:][-LOOKS_BACK:] or self._turns  # the first steps are the slowest
-        each = sum(one.running_seconds for one in known) / max(sum(one.steps for one in known), 1)
-        wanted = self._seconds / max(each, 1e-9)
+        recent = self._turns[1:][-LOOKS_BACK:] or self._turns  # the first steps are the slowest
+        num_steps = max(sum(recent_turn.steps for recent_turn in recent), 1)
+        step_seconds = sum(recent_turn.running_seconds for recent_turn in recent) / num_steps
+        wanted = self._seconds / max(step_seconds, 1e-9)
         most = self._steps * (1 if turn.phase(COMPILE) else 8)
-        self._steps = self._whole(min(max(1.0, wanted - warm_up_steps(round(wanted))), most))
+        self._steps = self._round_to_multiple(min(max(1.0, wanted - warm_up_steps(round(wanted))), most))
         return turn
 
-    def _whole(self, steps: float) -> int:
+    def _round_to_multiple(self, steps: float) -> int:
         return max(1, round(steps / self._multiple)) * self._multiple

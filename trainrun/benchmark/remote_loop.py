@@ -238,8 +238,8 @@ class Worker:
             sweep.found.diverged = True
         finally:
             self._snapshot.put_back()
-        found: RateLosses = sweep.found
-        return found
+        losses: RateLosses = sweep.found
+        return losses
 
     def _windows(self) -> Iterator[list[MicroBatch]]:
         """Read on where the training is; what is read here is not trained on."""

@@ -121,18 +121,18 @@ class Division:
         self, entry: int, param: nn.Parameter, factory: Callable[..., Optimizer], keywords: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the options of an entry as the optimizer stores them, after it has checked them."""
-        options, place = self._rules.options(entry), f"{self._rules.key}.groups[{entry}]"
+        options, entry_key = self._rules.options(entry), f"{self._rules.key}.groups[{entry}]"
         probe = nn.Parameter(torch.zeros(1, dtype=param.dtype, device=param.device))
         try:
             built = factory([probe], **(keywords | options))
         except (RuntimeError, *OF_ARGUMENTS) as error:
-            raise PluginError(f"{place}: {named(error)}") from error
+            raise PluginError(f"{entry_key}: {named(error)}") from error
         kind = type(built).__name__
         for name in options:
             if name not in built.defaults:
                 option_names = ", ".join(built.defaults)
                 raise ConfigError(
-                    f"{place}.{name}: {kind} has one for all parameters; a group may have {option_names}"
+                    f"{entry_key}.{name}: {kind} has one for all parameters; a group may have {option_names}"
                 )
         return {name: built.defaults[name] for name in options}
 

@@ -87,38 +87,42 @@ def give_teacher(
     )
 
 
-def resolve_network(asked: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.Module, str]:
-    """Return the network, and the mode of its precision. asked: a folder, a target, or what a node was built to."""
-    if isinstance(asked, str):
-        if Path(asked).expanduser().is_dir() or os.sep in asked or not asked.replace(".", "_").isidentifier():
-            network, trained = load_run(asked)
+def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.Module, str]:
+    """Return the network, and the mode of its precision. teacher: a folder, a target, or what a node was built to."""
+    if isinstance(teacher, str):
+        if (
+            Path(teacher).expanduser().is_dir()
+            or os.sep in teacher
+            or not teacher.replace(".", "_").isidentifier()
+        ):
+            network, trained = load_run(teacher)
             check_normalized(trained, config)
             check_tokenizer(trained, config)
             return network, trained.precision.mode
-        if "." not in asked:
+        if "." not in teacher:
             raise ConfigError(
-                f"{KEY}={asked}: no such folder of a run; a target is a path, as my_net.teacher"
+                f"{KEY}={teacher}: no such folder of a run; a target is a path, as my_net.teacher"
             )
-        asked = build({TARGET: asked}, KEY)
-    if not isinstance(asked, nn.Module):
-        kind = "null" if asked is None else f"a {type(asked).__name__}"
+        teacher = build({TARGET: teacher}, KEY)
+    if not isinstance(teacher, nn.Module):
+        kind = "null" if teacher is None else f"a {type(teacher).__name__}"
         raise ConfigError(
             f"{KEY}: is {kind}; it must be a run folder, as outputs/first, or what gives a torch.nn.Module with its "
             "weights, as my_net.teacher"
         )
-    weight = next((p.dtype for p in asked.parameters()), torch.float32)
-    return asked, str(weight).removeprefix("torch.")
+    weight = next((p.dtype for p in teacher.parameters()), torch.float32)
+    return teacher, str(weight).removeprefix("torch.")
 
 
 def check_normalized(trained: RunConfig, config: RunConfig) -> None:
     """Check that the teacher was trained on inputs of the same scale: both networks get one batch."""
-    theirs, ours = (
-        [node for node in one.data.augment.values() if node and node.get(TARGET) == NORMALIZE]
-        for one in (trained, config)
+    of_teacher, of_run = (
+        [node for node in each_config.data.augment.values() if node and node.get(TARGET) == NORMALIZE]
+        for each_config in (trained, config)
     )
-    if theirs != ours:
+    if of_teacher != of_run:
         raise ConfigError(
-            f"{KEY}: was trained on inputs normalised by {theirs or 'nothing'}, and here by {ours or 'nothing'}; "
+            f"{KEY}: was trained on inputs normalised by {of_teacher or 'nothing'}, and here by {of_run or 'nothing'}; "
             "give this run the data.augment.normalize of its teacher"
         )
 

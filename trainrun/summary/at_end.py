@@ -75,7 +75,7 @@ def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> 
     name = max(wasted, key=lambda name: wasted[name])
     if wasted[name] < LEAST_SECONDS or wasted[name] <= NOTABLE * total:
         return ""
-    what, command = NAMES[name]
+    subject, command = NAMES[name]
     same = shlex.join([word for word in words if not word.startswith(WITHOUT)])
-    share = f"{what} took {100 * wasted[name] / total:.0f} % after start-up"
+    share = f"{subject} took {100 * wasted[name] / total:.0f} % after start-up"
     return f"{share}; to measure what can be gained: trainrun {command} {same}".rstrip()

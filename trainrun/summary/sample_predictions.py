@@ -57,7 +57,7 @@ def prediction_rows(run: Components, state: TrainState, run_dir: RunDir) -> list
     everyone = [pair for _, pair in gathered if pair]
     if not predictions or not everyone or any(failed for failed, _ in gathered):
         return []
-    target, prediction = (torch.tensor([one for pair in everyone for one in pair[i]]) for i in (0, 1))
+    target, prediction = (torch.tensor([value for pair in everyone for value in pair[i]]) for i in (0, 1))
     row = _try(run, lambda: _row(run, run_dir, predictions, target, prediction))
     return [row | {"split": "val", "step": state.step, "weights_step": step}] if row else []
 

@@ -87,6 +87,14 @@ class Ratio(NamedTuple):
             return "one turn"
         return f"{min(self.each):.2f} to {max(self.each):.2f} in {self.pairs} turns"
 
+    def map(self, change: Callable[[float], float]) -> Ratio:
+        """Apply an increasing function to the ratio, its bounds, and that of every pair."""
+        value, low, high = map(change, self[:3])
+        return Ratio(value, low, high, self.pairs, tuple(map(change, self.each)))
+
+    def times(self, factor: float) -> Ratio:
+        return self.map(lambda ratio: factor * ratio)
+
     def inverse(self) -> Ratio:
         """Return how many times as fast the first candidate is as the second."""
         high = 1 / self.low if self.low > 0 else math.inf
@@ -229,7 +237,7 @@ class Turns:
         self._took: dict[str, float] = {}
         self._rounds = 0
 
-    def round(self, names: Sequence[str], found: Comparison, in_any_case: bool) -> bool:
+    def round(self, names: Sequence[str], comparison: Comparison, in_any_case: bool) -> bool:
         """Take a base turn between each two candidates. Return whether there was time, and the base did not fail.
 
         A single candidate comes before the base and after it alternately, or the drift of the machine would favor
@@ -250,9 +258,9 @@ class Turns:
                 return False
             for name in names_here:
                 if seconds[name] == math.inf:
-                    found.failed.append(name)
+                    comparison.failed.append(name)
                 else:
-                    found.pairs[name].append((1 / seconds[BASE], 1 / seconds[name]))
+                    comparison.pairs[name].append((1 / seconds[BASE], 1 / seconds[name]))
         return True
 
     def _take(self, name: str) -> float:

@@ -79,10 +79,10 @@ class Chain:
 def _runs(sequential: nn.Sequential) -> Iterator[ModelBlock]:
     repeated = _repeated(sequential)
     run: list[nn.Module] = []
-    for place, layer in enumerate(sequential):
+    for position, layer in enumerate(sequential):
         composite = next(layer.children(), None) is not None
         if composite or _has_weights(layer):
-            yield from _worthwhile_runs(sequential, run, place)
+            yield from _worthwhile_runs(sequential, run, position)
             run = []
         if composite and type(layer) not in repeated:
             yield from _blocks(layer)

@@ -54,11 +54,11 @@ def check_partial_window(trials: Trials) -> Certificate:
 
 
 def _difference_of_parts(trials: Trials, steps: int, samples: int | None = None) -> float:
-    whole, *divided = (
+    undivided, *divided = (
         _train_weights(trials, f"{k} micro-batches a step", steps, 4 * MICRO // k, k, samples=samples)
         for k in (1, 2, 4)
     )
-    return max(largest_difference(whole, parts) for parts in divided)
+    return max(largest_difference(undivided, parts) for parts in divided)
 
 
 def check_learning_rates(trials: Trials) -> Certificate:
@@ -78,10 +78,13 @@ def check_ranks(trials: Trials) -> Certificate:
     """Check that two processes with half of each batch give the weights of one process."""
     if trials.config.data.train and trials.config.parallel.mode not in ("single", "ddp"):
         raise NotApplicable(f"parallel={trials.config.parallel.mode}")
-    one = _train_weights(trials, "one rank", 2, 2 * MICRO, 1)
-    two = _train_weights(trials, "two ranks", 2, MICRO, 1, num_ranks=2)
+    weights_of_one = _train_weights(trials, "one rank", 2, 2 * MICRO, 1)
+    weights_of_two = _train_weights(trials, "two ranks", 2, MICRO, 1, num_ranks=2)
     return certify_difference(
-        "ranks", largest_difference(one, two), BOUND, f"two ranks give the weights of one, {MODE}"
+        "ranks",
+        largest_difference(weights_of_one, weights_of_two),
+        BOUND,
+        f"two ranks give the weights of one, {MODE}",
     )
 
 
@@ -122,11 +125,11 @@ def check_sums(components: Components, batch: Any) -> Certificate:
     differences = []
     for training in modes:
         total, items = _compute_step(components, batch, training)
-        found = [_compute_step(components, half, training) for half in halves]
-        if items != sum(count for _, count in found):
+        of_halves = [_compute_step(components, half, training) for half in halves]
+        if items != sum(count for _, count in of_halves):
             text = "the task's count of a batch is not that of its halves"
             return Certificate("sum of losses", FAIL, f"{items}", text)
-        differences.append(abs(total - sum(loss for loss, _ in found)) / max(abs(total), 1e-12))
+        differences.append(abs(total - sum(loss for loss, _ in of_halves)) / max(abs(total), 1e-12))
     return certify_difference(
         "sum of losses", max(differences), 1e-9, "task.step is a sum over samples, not a mean, in float64"
     )
@@ -144,10 +147,10 @@ def _is_additive_in_training(components: Components, batch: Any) -> bool:
     if any(isinstance(module, BATCH_NORMS) for module in components.model.modules()):
         return False
     before = torch.get_rng_state()
-    found = [
+    repeats = [
         _compute_step(components, batch, training=True) for _ in range(2)
     ]  # a layer may count, or keep its own statistics
-    return torch.equal(before, torch.get_rng_state()) and found[0] == found[1]
+    return torch.equal(before, torch.get_rng_state()) and repeats[0] == repeats[1]
 
 
 def check_padding(components: Components, batch: Any) -> Certificate:
@@ -254,10 +257,12 @@ def check_update(components: Components, batch: Any) -> Certificate:
             reference.step(lambda: 0.0)  # type: ignore[no-untyped-call]
         else:
             reference.step()
-    moved = {name: _as_contiguous(copies[p]) - before[name] for name, p in model.named_parameters()}
-    ours = {name: _as_contiguous(param) - before[name] for name, param in model.named_parameters()}
+    expected_updates = {
+        name: _as_contiguous(copies[p]) - before[name] for name, p in model.named_parameters()
+    }
+    updates = {name: _as_contiguous(param) - before[name] for name, param in model.named_parameters()}
     text = f"{UPDATES} updates are those of torch's plain loops on contiguous copies, in float32"
-    return certify_difference("update", largest_difference(moved, ours), UPDATE_BOUND, text)
+    return certify_difference("update", largest_difference(expected_updates, updates), UPDATE_BOUND, text)
 
 
 def _as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -268,18 +273,20 @@ def _as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 def _unfused_optimizer(optimizer: Optimizer, copies: Mapping[torch.Tensor, nn.Parameter]) -> Optimizer:
     """Return a copy of the optimizer that updates the copies of the weights without fused or batched kernels."""
     memo = {id(param): copy for param, copy in copies.items()}
-    plain: Optimizer = object.__new__(type(optimizer))  # torch's own way leaves out attributes of subclasses
+    unfused: Optimizer = object.__new__(
+        type(optimizer)
+    )  # torch's own way leaves out attributes of subclasses
     try:
-        vars(plain).update(deepcopy(vars(optimizer), memo))
+        vars(unfused).update(deepcopy(vars(optimizer), memo))
     except Exception as error:  # of the user's class
         raise NotApplicable(f"the optimizer cannot be copied: {error}") from error
-    for group in plain.param_groups:
+    for group in unfused.param_groups:
         group.update({name: False for name in ("fused", "foreach") if name in group})
-    for param, state in plain.state.items():
+    for param, state in unfused.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 state[name] = _as_contiguous(value)
-    return plain
+    return unfused
 
 
 def gradient_sizes(components: Components, batch: Any) -> dict[str, float]:

@@ -109,17 +109,17 @@ class Trials:
         config = change(quiet_config(self.config))
         if faults := check_config(config):
             raise NotApplicable(f"it is another run than that of these words: {faults[0]}")
-        own = {"hydra.run.dir": str(self.folder / secrets.token_hex(4))}
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            run = new_run(Composition(config, {}, [], own), [])
+        hydra_settings = {"hydra.run.dir": str(self.folder / secrets.token_hex(4))}
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            run = new_run(Composition(config, {}, [], hydra_settings), [])
             order = LaunchSpec(resume=False, paths=self._paths, began=time.perf_counter())
             code = execute(run, config, order)
             assert not then or code != EXIT_DONE, "nothing is left of it to resume"
             if then and code == EXIT_AGAIN:
                 code = resume_run(run, [f"loop.steps={then}"], self._paths)
-        asked = config.loop.get("steps", math.inf) if then == 0 else then
-        if code == EXIT_INTERRUPTED or (code == EXIT_AGAIN and session_steps(run, then) < asked):
+        num_steps = config.loop.get("steps", math.inf) if then == 0 else then
+        if code == EXIT_INTERRUPTED or (code == EXIT_AGAIN and session_steps(run, then) < num_steps):
             raise KeyboardInterrupt("verify was interrupted")  # by a signal that the trial took for its own
         if code not in (EXIT_DONE, EXIT_AGAIN):
             raise TrainingError(

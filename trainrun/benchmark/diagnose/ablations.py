@@ -33,8 +33,8 @@ class CachedBatches(Around):
         self._stream = train
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        kept = [batch._replace(last=False) for batch in self._stream.kept]
-        batches = [batch for batch in kept if batch.real] or kept
+        recorded = [batch._replace(last=False) for batch in self._stream.kept]
+        batches = [batch for batch in recorded if batch.real] or recorded
         if not batches:
             raise RuntimeError("no turn of the run kept its batches")
         while True:

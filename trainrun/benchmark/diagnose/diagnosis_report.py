@@ -32,19 +32,19 @@ def report_diagnosis(overrides: list[str], seconds: float, trace: bool, folder: 
     return EXIT_DONE
 
 
-def lines_of(found: Diagnosis) -> list[str]:
-    info, conclusion = found.info, verdict(found)
+def lines_of(diagnosis: Diagnosis) -> list[str]:
+    info, conclusion = diagnosis.info, verdict(diagnosis)
     ranks = f", {info.world_size} ranks" if info.world_size > 1 else ""
     lines = [
-        f"measured  {quantity(found.speed)} {info.unit}/s ({info.device}, threads: {info.num_threads}{ranks}), "
-        f"torch {torch.__version__}; a step with its validation and checkpoints {short_time(found.step_seconds)}",
-        f"loading   {quantity(found.load_speed)} {info.unit}/s alone, without training",
+        f"measured  {quantity(diagnosis.speed)} {info.unit}/s ({info.device}, threads: {info.num_threads}{ranks}), "
+        f"torch {torch.__version__}; a step with its validation and checkpoints {short_time(diagnosis.step_seconds)}",
+        f"loading   {quantity(diagnosis.load_speed)} {info.unit}/s alone, without training",
     ]
     lines += ["", f"{'if this were free':<22} {'faster by':>10}   {'95 % of the turns':<24} measured with"]
-    lines += [row(each) for each in sorted(found.what_ifs, key=lambda each: -each.gain.value)]
-    if found.profiled is not None:
-        lines += ["", f"{STEPS} steps under torch's profiler:", found.profiled.table]
-    remedies = [describe_remedy(one) for cause in conclusion.causes for one in cause.remedies]
+    lines += [row(what_if) for what_if in sorted(diagnosis.what_ifs, key=lambda what_if: -what_if.gain.value)]
+    if diagnosis.profiled is not None:
+        lines += ["", f"{STEPS} steps under torch's profiler:", diagnosis.profiled.table]
+    remedies = [describe_remedy(remedy) for cause in conclusion.causes for remedy in cause.remedies]
     return [*lines, "", conclusion.text, *remedies]
 
 
@@ -84,8 +84,8 @@ def short_time(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.95 else duration(seconds)
 
 
-def as_json(found: Diagnosis, overrides: list[str]) -> dict[str, Any]:
-    conclusion = verdict(found)
+def as_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
+    conclusion = verdict(diagnosis)
     causes = [
         {"name": each.what_if.name, "text": each.text, "try": list(map(str, each.remedies))}
         for each in conclusion.causes
@@ -93,11 +93,11 @@ def as_json(found: Diagnosis, overrides: list[str]) -> dict[str, Any]:
     return {
         "words": masked_words(overrides),
         "verdict": {"first": conclusion.first, "text": conclusion.text, "causes": causes},
-        "unit": found.info.unit,
-        "items_per_second": found.speed,
-        "step_seconds": found.step_seconds,
-        "load_items_per_second": found.load_speed,
-        "load_cores": found.load_cores,
+        "unit": diagnosis.info.unit,
+        "items_per_second": diagnosis.speed,
+        "step_seconds": diagnosis.step_seconds,
+        "load_items_per_second": diagnosis.load_speed,
+        "load_cores": diagnosis.load_cores,
         "what_ifs": [
             {
                 "name": each.name,
@@ -109,10 +109,10 @@ def as_json(found: Diagnosis, overrides: list[str]) -> dict[str, Any]:
                 "pairs": each.gain.pairs,
                 "each": list(each.gain.each),
             }
-            for each in found.what_ifs
+            for each in diagnosis.what_ifs
         ],
-        "untried": list(found.untried),
-        "run": dataclasses.asdict(found.info),
+        "untried": list(diagnosis.untried),
+        "run": dataclasses.asdict(diagnosis.info),
         "torch": torch.__version__,
     }
 

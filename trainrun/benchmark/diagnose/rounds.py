@@ -61,21 +61,24 @@ class Rounds:
         """Return the seconds per item that the unchanged loop spends in these phases."""
         return sum(turn.phase(phase) for turn in self.own for phase in phases) / self.base.items
 
-    def ratio(self, name: str, without: Sequence[int] = (), fewer: float = 0.0) -> Ratio:
-        """Return how many times as fast an ablation is. without: phases whose time is the same for both: they are
-        taken off both sides, and their mean is added again. fewer: of so many times fewer positions are its batches,
-        with as many items: then turns say what a position takes, for those of a few batches have other lengths.
+    def ratio(self, name: str, without: Sequence[int] = (), padding_factor: float = 0.0) -> Ratio:
+        """Return how many times as fast an ablation is.
+
+        Args:
+            name: of the ablation.
+            without: phases whose time is the same for both. They are left out, and their mean is added again.
+            padding_factor: how many times fewer padded positions the batches of the ablation have, with as many items.
+                If it is above 0, turns are compared by seconds per position: a few batches may be long or short.
         """
         pairs = self.pairs[name]
-        by_position = fewer > 0 and all(turn.positions for pair in pairs for turn in pair)
-        found = ratio_of_totals([
-            (spent(own, without, by_position), spent(turn, without, by_position)) for own, turn in pairs
+        by_position = padding_factor > 0 and all(turn.positions for pair in pairs for turn in pair)
+        ratio = ratio_of_totals([
+            (spent(base, without, by_position), spent(turn, without, by_position)) for base, turn in pairs
         ])  # fmt: skip
         if by_position:
-            each = tuple(fewer * one for one in found.each)
-            found = Ratio(fewer * found.value, fewer * found.low, fewer * found.high, found.pairs, each)
-        rest = self.seconds_of(without)
-        return gain_of_part(found, self.base.each, self.base.each - rest) if rest else found
+            ratio = ratio.times(padding_factor)
+        same_seconds = self.seconds_of(without)
+        return gain_of_part(ratio, self.base.each, self.base.each - same_seconds) if same_seconds else ratio
 
     def ratio_of_phase(self, phase: int) -> Ratio:
         """Return how many times as fast the unchanged loop would be without this phase."""
@@ -98,11 +101,11 @@ def spent(turn: Turn, without: Sequence[int] = (), by_position: bool = False) ->
     return Spent(seconds, turn.positions if by_position else turn.items)
 
 
-def gain_of_part(ratio: Ratio, whole: float, part: float) -> Ratio:
-    """Return the gain of `whole` seconds if `part` of them gains by `ratio`."""
+def gain_of_part(ratio: Ratio, total_seconds: float, part_seconds: float) -> Ratio:
+    """Return the gain of all seconds if a part of them gains by `ratio`."""
 
-    def gain(one: float) -> float:
-        return whole / max(whole - part + part / one, 1e-12) if one else 0.0
+    def total_gain(part_gain: float) -> float:
+        remaining = total_seconds - part_seconds + part_seconds / part_gain if part_gain else math.inf
+        return total_seconds / max(remaining, 1e-12)
 
-    each = tuple(gain(one) for one in ratio.each)
-    return Ratio(gain(ratio.value), gain(ratio.low), gain(ratio.high), ratio.pairs, each)
+    return ratio.map(total_gain)

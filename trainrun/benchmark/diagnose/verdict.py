@@ -48,17 +48,17 @@ class Verdict:
     first: str
 
 
-def verdict(found: Diagnosis) -> Verdict:
-    worth = likely_costs(found)
-    causes = [cause_of(found, what_if) for what_if in certain_causes(found)[:MOST_CAUSES]]
+def verdict(diagnosis: Diagnosis) -> Verdict:
+    worth = likely_costs(diagnosis)
+    causes = [cause_of(diagnosis, what_if) for what_if in certain_causes(diagnosis)[:MOST_CAUSES]]
     tried = ""
-    if found.untried:
-        tried = f". No time was left for: {', '.join(found.untried)} (--budget 120 may have it)"
+    if diagnosis.untried:
+        tried = f". No time was left for: {', '.join(diagnosis.untried)} (--budget 120 may have it)"
     if not causes and worth:
-        return Verdict((), unclear_text(found, worth[0]), "unclear")
-    if not causes and found.untried and all(each.gain.pairs < 2 for each in found.what_ifs):
+        return Verdict((), unclear_text(diagnosis, worth[0]), "unclear")
+    if not causes and diagnosis.untried and all(each.gain.pairs < 2 for each in diagnosis.what_ifs):
         return Verdict((), "unclear: nothing was taken away often enough" + tried, "unclear")
-    if not causes and f"data.padding={BUCKET}" in found.untried:
+    if not causes and f"data.padding={BUCKET}" in diagnosis.untried:
         return Verdict((), f"unclear: there is padding, which may cost something{tried}", "unclear")
     if not causes:
         text = "healthy: nothing around the step costs a tenth of the time (the update is part of it)"
@@ -67,7 +67,7 @@ def verdict(found: Diagnosis) -> Verdict:
     if len(causes) > 1:
         text += " (the two are not added up: together at most what is measured together)"
     hidden = [one for one in worth if one.gain.value > causes[0].what_if.gain.value and not is_certain(one)]
-    text += "".join(f"; {unclear_text(found, one)}" for one in hidden[:1])
+    text += "".join(f"; {unclear_text(diagnosis, one)}" for one in hidden[:1])
     return Verdict(tuple(causes), text + tried, causes[0].what_if.name)
 
 
@@ -76,14 +76,14 @@ def certain_causes(diagnosis: Diagnosis) -> list[WhatIf]:
     return [what_if for what_if in likely_costs(diagnosis) if is_certain(what_if)]
 
 
-def likely_costs(found: Diagnosis) -> list[WhatIf]:
+def likely_costs(diagnosis: Diagnosis) -> list[WhatIf]:
     """Return what seems to gain, the most first: the update only if there is a faster one; a larger batch only if it
     gains much, and after what explains most of that: parts of a step of which a larger batch has fewer, too."""
     clear = [
         each
-        for each in found.what_ifs
+        for each in diagnosis.what_ifs
         if each.gain.value >= (LARGE if each.name == "dispatch" else CLEAR)
-        and (each.name != "update" or remedies_for(each, found))
+        and (each.name != "update" or remedies_for(each, diagnosis))
     ]
     inside = max((each.gain.value for each in clear if each.name in INSIDE), default=1.0)
 

@@ -29,7 +29,7 @@ def search_settings(wish: Namespace, typed: list[str], budget: float, folder: Pa
 
 
 def run_search(wish: Namespace, typed: list[str], budget: float) -> Tuning:
-    """Nothing is written before the search ends: an interrupted one leaves no trace."""
+    """Search for the fastest settings. Nothing is written before the end, so an interrupted search leaves no trace."""
     with tuner_of(typed, budget, wish.allow) as tuner:
         return tuner.run()
 

@@ -80,14 +80,14 @@ def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: 
     ]
     groups: list[Any] = [f"/preset/{before}"] if before != "none" else []
     tree: dict[str, Any] = {}
-    for key, _, value in (one.lstrip("+").partition("=") for one in tuning.found):
+    for key, _, value in (setting.lstrip("+").partition("=") for setting in tuning.found):
         if "." not in key:
             groups.append({f"override /{key}": parse_value(value)})
             continue
         *path, name = key.split(".")
         node = tree
-        for one in path:
-            node = node.setdefault(one, {})
+        for section in path:
+            node = node.setdefault(section, {})
         node[name] = parse_value(value)
     tree = {"defaults": groups, **tree} if groups else tree
     return "\n".join([*head, *lines, yaml.safe_dump(tree, sort_keys=False)])

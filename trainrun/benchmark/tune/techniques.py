@@ -223,17 +223,17 @@ def compatible_techniques(rows: Sequence[Row], overrides: Sequence[str]) -> list
     helpful = [number for number, row in enumerate(rows) if row.trial.is_faster and not row.is_on]
     helpful = [number for number in helpful if rows[number].trial.remedy.effect != TRAINING]
     chosen: list[int] = []
-    found: list[str] = []
+    chosen_settings: list[str] = []
     for number in sorted(helpful, key=lambda number: -ratio_value(rows[number])):
         settings = rows[number].trial.remedy.overrides
-        if {key_of(one) for one in settings} & {key_of(one) for one in found}:
+        if {key_of(setting) for setting in settings} & {key_of(setting) for setting in chosen_settings}:
             continue
         try:
-            config_of(replace_overrides(overrides, [*found, *settings]))
+            config_of(replace_overrides(overrides, [*chosen_settings, *settings]))
         except ConfigError:
             continue
         chosen.append(number)
-        found += settings
+        chosen_settings += settings
     return chosen
 
 

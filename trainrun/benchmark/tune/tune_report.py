@@ -25,8 +25,8 @@ def as_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):
-        return {name: as_plain(one) for name, one in value._asdict().items()}
-    return [as_plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: as_plain(item) for name, item in value._asdict().items()}
+    return [as_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tuning_lines(tuning: Tuning) -> list[str]:

@@ -35,6 +35,7 @@ CONFIRM_ROOM: Final = 1.2  # times the seconds that the fewest pairs of fresh pr
 DIAGNOSIS_PART: Final = 1 / 6  # of the budget that one diagnosis takes
 LEAST_DIAGNOSIS: Final = 6.0  # seconds
 LEAST_PROCESSES: Final = 3  # pairs of processes of a claim; Student's interval of two is far too wide
+USUAL_PROCESSES: Final = 4  # pairs for which the budget may be exceeded: their interval is a third narrower
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 OVERRUN: Final = 0.2  # of the budget
 SURE: Final = 0.99  # the confidence of the claim
@@ -307,7 +308,7 @@ class Tuner:
         """
         groups: list[list[tuple[float, float]]] = []
         wanted, clock = self._affordable_pairs(self._seconds_of_pair()), self.budget.clock
-        while len(groups) < wanted:
+        while len(groups) < wanted and wanted >= LEAST_PROCESSES:
             self._say(f"fresh processes, pair {len(groups) + 1}", self.budget.left())
             began = clock()
             try:
@@ -316,8 +317,7 @@ class Tuner:
                 self.problem = str(error).strip().splitlines()[-1]
                 return None
             if len(groups) == 1:
-                num_more = self._affordable_pairs(clock() - began, LEAST_PROCESSES - 1)
-                wanted = min(MOST_PROCESSES, 1 + num_more)
+                wanted = 1 + self._affordable_pairs(clock() - began, num_done=1)
         if len(groups) < LEAST_PROCESSES:
             needed = self.budget.spent + CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
             self.problem = (
@@ -331,15 +331,16 @@ class Tuner:
         extra: float = self.base.worker.start_seconds - self._own.worker.start_seconds
         return 2 * self._start_seconds + max(0.0, extra)
 
-    def _affordable_pairs(self, seconds: float, least: int = LEAST_PROCESSES) -> int:
-        """Return how many pairs of so many seconds there are to be; none if there is no time for the least number.
+    def _affordable_pairs(self, seconds: float, num_done: int = 0) -> int:
+        """Return how many further pairs of so many seconds there is time for.
 
-        For the least number the budget may be exceeded a little: without them all that was tried is of no use.
+        For the usual number the budget may be exceeded a little: without them all that was tried is of no use.
         """
-        left = max(self.budget.left(), 0.0)
-        if least * seconds > left:
-            return least if least * seconds <= left + OVERRUN * self.budget.seconds else 0
-        return min(MOST_PROCESSES, int(left / max(seconds, 1e-9)))
+        left, usual = max(self.budget.left(), 0.0), USUAL_PROCESSES - num_done
+        num_pairs = int(left / max(seconds, 1e-9))
+        if num_pairs < usual:
+            num_pairs = min(usual, int((left + OVERRUN * self.budget.seconds) / seconds))
+        return min(MOST_PROCESSES - num_done, num_pairs)
 
     def _fresh_pair(self, changes: Sequence[str], own_first: bool) -> list[tuple[float, float]]:
         """Return the speeds in turns of both settings, each in a new process. Raises WorkerFailed.
@@ -351,13 +352,13 @@ class Tuner:
         for overrides in settings if own_first else settings[::-1]:
             runs.append(self._start(overrides, PAIR_LIMIT * self._seconds_of_pair()))
             runs[-1].find_pace()
-        own, best = runs if own_first else runs[::-1]
+        own_run, best = runs if own_first else runs[::-1]
         rules = Rules(0.0, least_rounds=PROCESS_TURNS, first_rounds=PROCESS_TURNS, most_pairs=PROCESS_TURNS)
         pairs = compare_in_turns(
-            own.item_seconds, {"best": best.item_seconds}, rules, self.budget.clock
+            own_run.item_seconds, {"best": best.item_seconds}, rules, self.budget.clock
         ).pairs["best"]
         for run in runs:
             run.close()
-        if error := own.error or best.error:
+        if error := own_run.error or best.error:
             raise WorkerFailed(error)
         return pairs
