@@ -15,7 +15,6 @@ from trainrun.assemble import step_function
 from trainrun.cli.main import main as cli
 from trainrun.config.compose import compose_run
 from trainrun.data.order import sampler as order
-from trainrun.optimizer import load_named_state
 from trainrun.precision.update import Update
 from trainrun.training.recovery import restore
 from trainrun.verify import continuity, run_checks
@@ -150,7 +149,7 @@ def test_data_read_again_after_a_resume(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "name", "words"),
     [
-        (load_named_state, "load_named_optimizer_state", ()),
+        (restore, "load_named_optimizer_state", ()),
         (restore, "set_random_state", ("model.dropout=0.5",)),
     ],
 )
@@ -171,7 +170,7 @@ def test_a_forgotten_loss_scale(tmp_path, monkeypatch):
 
 def test_a_run_that_ends_before_the_trial_is_resumed_too(tmp_path, monkeypatch):
     """Of two steps, where a longer one would be stopped at a later step; one of a single step cannot be resumed."""
-    plant(monkeypatch, load_named_state, "load_named_optimizer_state", lambda real: lambda *args: None)
+    plant(monkeypatch, restore, "load_named_optimizer_state", lambda real: lambda *args: None)
     assert verdict(tmp_path, "resume", "trainer.max_steps=2") == FAIL
     assert verdict(tmp_path, "resume", "trainer.max_steps=1") == NONE
 
