@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from trainrun.data.engines import iterable
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
+from trainrun.runtime.child_process import ChildLate
 
 
 class Cursor(IterableDataset[Any]):
@@ -148,13 +150,32 @@ def test_a_source_that_begins_anew_is_not_told(source: IterableDataset[Any]) -> 
 
 @pytest.mark.process
 def test_a_worker_begins_anew() -> None:
-    assert lines_of(Cursor(), num_workers=1) == []
+    assert lines_of(SaysItsPlace(), num_workers=1) == []
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("num_workers", ["auto", 1])
 @pytest.mark.parametrize(("training", "lines"), [(True, 1), (False, 0)])
-def test_epochs_of_training_that_a_worker_reads_alike_are_told(training: bool, lines: int) -> None:
-    assert len(lines_of(OwnGenerator(), training=training, num_workers="auto")) == lines
+def test_epochs_of_training_that_a_worker_reads_alike_are_told(
+    training: bool, lines: int, num_workers: Any
+) -> None:
+    assert len(lines_of(OwnGenerator(), training=training, num_workers=num_workers)) == lines
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("num_workers", "lines", "readers"), [("auto", 0, 1), (0, 1, 0)])
+def test_a_slow_source_is_read_by_a_worker_and_nothing_is_claimed_of_it(
+    monkeypatch: pytest.MonkeyPatch, num_workers: Any, lines: int, readers: int
+) -> None:
+    def too_late(*_: Any, **__: Any) -> bool:
+        raise ChildLate("no result")
+
+    monkeypatch.setattr(iterable, "run_in_child", too_late)
+    said: list[str] = []
+    fields = {"key": "data.train", "training": True, "batch_size": 2, "seed": 1, "num_workers": num_workers}
+    stream = open_batches(Cursor(), StreamOptions(**fields | {"report": said.append, "limit": 3}))[0]
+    assert (stream.read_by.number, len(said)) == (readers, lines)
+    stream.close()
 
 
 class Pipe(IterableDataset[Any]):

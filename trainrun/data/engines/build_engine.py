@@ -15,7 +15,6 @@ from trainrun.data.engines.iterable import (
     Alike,
     InStep,
     StreamReader,
-    can_compare_passes,
     goes_on,
     has_parts,
 )
@@ -35,6 +34,7 @@ from trainrun.data.stream_options import (
 )
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
+from trainrun.runtime.child_process import can_fork
 
 SequencePlanner = Callable[[Plan], Any]  # a `SequencePlan`, or None
 Finish = Callable[[Batches], Batches]
@@ -51,15 +51,15 @@ GOES_ON = (
 )
 
 SAME_SAMPLES = (
-    "goes on from one epoch to the next, so a loader worker reads it, which begins with the initial value: every epoch "
-    "has the same samples. For others in each epoch (from an endless source or a random generator of its own), give "
-    "the class set_epoch(epoch)"
+    "goes on from one epoch to the next, but a loader worker begins each epoch with the initial value: every epoch has "
+    "the same samples. For others in each epoch (from an endless source or a random generator of its own), give the "
+    "class set_epoch(epoch)"
 )
 
 NOT_COMPARED = (
-    "cannot be read in a child process (a fork needs Linux, no threads of your own and no started CUDA), so it was not "
-    "checked that each epoch begins anew. If it does not, a resume differs: use data.num_workers=1, or give the class "
-    "set_epoch(epoch), or state_dict() and load_state_dict(state)"
+    "was not checked for beginning anew in each epoch: no child process read its first samples within 10 s (a fork "
+    "needs Linux, no threads of your own and no started CUDA). If it goes on, a resume differs: use "
+    "data.num_workers=1, or give the class set_epoch(epoch), or state_dict() and load_state_dict(state)"
 )
 
 
@@ -167,24 +167,26 @@ def open_iterable(
 def _workers_for_iterable(source: Any, options: StreamOptions) -> tuple[int, str]:
     """Return how many loader workers read the source, and why.
 
-    With `auto` one, if the training data is read by workers, or a pass over the source goes on from the pass before:
-    each worker begins with the source as it was made.
+    With `auto` one, if the training data is read by workers, or a pass over the source goes on from the pass before
+    (each worker begins with the source as it was made), or its first samples take long.
     """
-    number, beside = options.num_workers, options.beside
+    number, reason, beside = options.num_workers, "asked for", options.beside
     if number == "auto" and beside is not None and beside.engine == "workers" and beside.number > 0:
         return 1, "an IterableDataset"
-    if number != "auto" and number > 0:
-        return number if options.training else min(number, 1), "asked for"
-    name = f"{options.key}: {type(source).__name__}"
-    if not can_compare_passes(source):
-        options.report(f"{name} {NOT_COMPARED}")
-    elif goes_on(source):
-        if number == "auto":
-            if options.training:
-                options.report(f"{name} {SAME_SAMPLES}")
-            return 1, "an IterableDataset that goes on from epoch to epoch"
-        options.report(f"{name} {GOES_ON}")
-    return 0, "asked for" if number == 0 else "an IterableDataset"
+    if number != "auto" and number > 0 and not options.training:
+        return 1, reason
+    continues = goes_on(source)
+    if number == "auto":
+        number, reason = 0, "an IterableDataset"
+        if continues:
+            number, reason = 1, "an IterableDataset that goes on from epoch to epoch"
+        elif continues is None and can_fork():
+            number, reason = 1, "an IterableDataset that is slow to read"
+    if number == 0 and continues is not False:
+        options.report(f"{options.key}: {type(source).__name__} {GOES_ON if continues else NOT_COMPARED}")
+    elif continues and options.training:
+        options.report(f"{options.key}: {type(source).__name__} {SAME_SAMPLES}")
+    return number, reason
 
 
 def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:

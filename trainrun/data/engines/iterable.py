@@ -282,22 +282,19 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             raise DataError(f"{self.recipe.key}: {self._name(0)} gave no batch in epoch {self.epoch}")
 
 
-def can_compare_passes(source: Any) -> bool:
-    """Return whether `goes_on` can look at a source, or need not: it says its place, or is told the epoch."""
-    return keeps_place(source) or hasattr(source, "set_epoch") or can_fork()
-
-
-def goes_on(source: Any) -> bool:
+def goes_on(source: Any) -> bool | None:
     """Return whether a pass over the source begins where the pass before was left, so that its samples depend on it.
 
+    None: that cannot be seen, as no child process is possible, or its first samples take too long.
     A child process reads the first samples of a pass, half as many of a second one, and the first again of a third:
     several, as the first may be the same by chance, and half, as a source may begin anew only after its end. The passes
     begin with the same random states. Pipes and sockets of the child are at their end: what comes through them comes
-    once. A source that cannot be read there, or says its place, counts as one that begins anew; one that takes too long
-    as one that goes on.
+    once. A source that cannot be read there, or says its place, counts as one that begins anew.
     """
-    if keeps_place(source) or not can_fork():
+    if keeps_place(source):
         return False
+    if not can_fork():
+        return False if hasattr(source, "set_epoch") else None
 
     def passes_differ() -> bool:
         end_pipes_and_sockets()
@@ -309,7 +306,7 @@ def goes_on(source: Any) -> bool:
     try:
         return run_in_child(passes_differ, PASS_SECONDS, computes=False)
     except ChildLate:
-        return True
+        return None
     except ANY_FAULT:  # the run reads it too, and reports what is wrong
         return False
 
