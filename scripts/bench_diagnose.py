@@ -31,8 +31,8 @@ from bench_kit import machine  # noqa: E402
 from trainrun.benchmark.budget import Budget, PacedTurns, steps_for  # noqa: E402
 from trainrun.benchmark.diagnose.diagnosis import CLEAR, diagnose  # noqa: E402
 from trainrun.benchmark.diagnose.rounds import spent  # noqa: E402
-from trainrun.benchmark.diagnose.verdict import verdict  # noqa: E402
-from trainrun.benchmark.run_overrides import config_of, key_of, replace_overrides, start_choices  # noqa: E402
+from trainrun.benchmark.diagnose.verdict import reach_verdict  # noqa: E402
+from trainrun.benchmark.run_overrides import config_of, override_key, replace_overrides, start_choices  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
 from trainrun.precision.autocast import emulates_bfloat16  # noqa: E402
 from trainrun.timing.paired import Ratio, Spent, ratio_of_totals, sum_spent  # noqa: E402
@@ -131,7 +131,7 @@ def judged(
     base, began = WORKLOADS[workload], time.monotonic()
     words = without_twice([*base, *fault.words])
     found = diagnose(words, Budget(budget), lambda about, left: None)
-    told = verdict(found)
+    told = reach_verdict(found)
     took, right = f"{time.monotonic() - began:.0f} s", "yes" if told.first == fault.expected else "NO"
     error, gains = None, ""
     if fault.expected != "healthy":
@@ -162,9 +162,9 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
         order_of_data = [f"seed={number + 1}"]
         with WorkerPool() as pool:
             first = pool.start(config_of(replace_overrides(faulty, [*own, *order_of_data])))
-            said = {key_of(word) for word in clean}
+            said = {override_key(word) for word in clean}
             held = replace_overrides(clean, order_of_data)
-            second = pool.start(config_of([*held, *(word for word in own if key_of(word) not in said)]))
+            second = pool.start(config_of([*held, *(word for word in own if override_key(word) not in said)]))
             steps = steps_for(lambda steps, first=first: first.train(steps, variant="whole"))
             sides = [
                 PacedTurns(lambda steps, each=each: each.train(steps, variant="whole"), steps)

@@ -18,9 +18,9 @@ from trainrun.benchmark import budget
 from trainrun.benchmark.diagnose import diagnosis
 from trainrun.benchmark.diagnose.ablations import CACHED, useful_ablations
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination, WhatIf
-from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
+from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_diagnosis
 from trainrun.benchmark.diagnose.rounds import Rounds
-from trainrun.benchmark.diagnose.verdict import CAUSES, verdict
+from trainrun.benchmark.diagnose.verdict import CAUSES, reach_verdict
 from trainrun.benchmark.remedies import EFFECTS, REMEDIES, Remedy, remedies_for
 from trainrun.benchmark.run_overrides import config_of, replace_overrides
 from trainrun.benchmark.worker_messages import RunInfo, Save, Turn
@@ -45,71 +45,73 @@ def found(
 
 
 def test_a_training_that_waits_for_nothing_is_healthy() -> None:
-    assert verdict(found(data=1.05, logging=1.0, threads=0.8, update=1.4, dispatch=1.2)).first == "healthy"
+    assert (
+        reach_verdict(found(data=1.05, logging=1.0, threads=0.8, update=1.4, dispatch=1.2)).first == "healthy"
+    )
 
 
 def test_padding_that_was_not_tried_is_no_health() -> None:
-    told = verdict(replace(found(data=1.05), untried=("data.batch_size=32", "data.padding=bucket")))
+    told = reach_verdict(replace(found(data=1.05), untried=("data.batch_size=32", "data.padding=bucket")))
     assert told.first == "unclear"
     assert "there is padding, which may cost something. No time was left for" in told.text
 
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_each_cause_can_be_the_first(name: str) -> None:
-    told = verdict(found(("optimizer.fused=false",), **{name: 1.8}))
+    told = reach_verdict(found(("optimizer.fused=false",), **{name: 1.8}))
     assert told.first == name
     assert "80 %" in told.text
 
 
 def test_at_most_two_causes_the_larger_first() -> None:
-    told = verdict(found(data=1.3, logging=2.0, validation=1.2))
+    told = reach_verdict(found(data=1.3, logging=2.0, validation=1.2))
     assert [cause.what_if.name for cause in told.causes] == ["logging", "data"]
 
 
 def test_what_noise_could_be_is_not_a_cause() -> None:
-    told = verdict(found(data=(1.5, 0.9)))
+    told = reach_verdict(found(data=(1.5, 0.9)))
     assert (told.first, told.causes) == ("unclear", ())
     assert "loading may cost something (-10 to +110 % faster without)" in told.text
-    assert verdict(found(data=(1.5, 0.9), logging=1.3)).first == "logging"
+    assert reach_verdict(found(data=(1.5, 0.9), logging=1.3)).first == "logging"
 
 
 def test_one_turn_is_no_proof(tmp_path: Path) -> None:
     once = found()
     once.what_ifs.append(WhatIf("data", Ratio(1.5, 0.0, float("inf"), 1), "batches that are there already"))
     once.what_ifs.append(WhatIf("validation", Ratio(1.05, 1.05, 1.05, 1), "3 ms a step"))
-    told = verdict(once)
+    told = reach_verdict(once)
     assert (told.first, told.causes) == ("unclear", ())
     assert "loading may cost something (50 % faster without, in a single turn)" in told.text
     data, validation = lines_of(once)[-4:-2]
     assert "one turn" in data
     assert "computed" in validation
-    write_report(once, [], tmp_path)
+    write_diagnosis(once, [], tmp_path)
     rows = json.loads((tmp_path / "diagnosis.json").read_text())["what_ifs"]
     assert [row["low"] for row in rows] == [None, 1.05]
 
 
 def test_what_there_was_no_time_for_is_said() -> None:
     short = replace(found(), untried=("data.batch_size=64",))
-    assert "No time was left for: data.batch_size=64" in verdict(short).text
-    assert "time was left" not in verdict(found()).text
+    assert "No time was left for: data.batch_size=64" in reach_verdict(short).text
+    assert "time was left" not in reach_verdict(found()).text
     single = [WhatIf("data", Ratio(1.0, 1.0, 1.0, 1), "")]
-    assert verdict(replace(found(), what_ifs=single)).first == "healthy"
-    told = verdict(replace(found(), what_ifs=single, untried=("no optimizer",)))
+    assert reach_verdict(replace(found(), what_ifs=single)).first == "healthy"
+    told = reach_verdict(replace(found(), what_ifs=single, untried=("no optimizer",)))
     assert told.first == "unclear"
     assert "no optimizer" in told.text
 
 
 def test_a_large_batch_explains_what_nothing_else_does() -> None:
-    assert verdict(found(dispatch=1.9)).first == "dispatch"
-    assert verdict(found(dispatch=1.3, logging=1.4)).first == "logging"
-    assert verdict(found(dispatch=1.9, data=1.4)).first == "dispatch"
-    assert verdict(found(dispatch=1.9, threads=1.4)).first == "threads"
-    assert verdict(found(dispatch=4.7, threads=1.3, data=2.0)).first == "dispatch"
-    assert verdict(found(dispatch=1.2)).first == "healthy"
+    assert reach_verdict(found(dispatch=1.9)).first == "dispatch"
+    assert reach_verdict(found(dispatch=1.3, logging=1.4)).first == "logging"
+    assert reach_verdict(found(dispatch=1.9, data=1.4)).first == "dispatch"
+    assert reach_verdict(found(dispatch=1.9, threads=1.4)).first == "threads"
+    assert reach_verdict(found(dispatch=4.7, threads=1.3, data=2.0)).first == "dispatch"
+    assert reach_verdict(found(dispatch=1.2)).first == "healthy"
 
 
 def remedies_of(diagnosis: Diagnosis) -> list[str]:
-    return [str(remedy) for remedy in verdict(diagnosis).causes[0].remedies]
+    return [str(remedy) for remedy in reach_verdict(diagnosis).causes[0].remedies]
 
 
 GRAPHS, COMPILED, LARGER = "trainer.cuda_graphs=true", "trainer.compile.scope=step", "data.batch_size=256"
@@ -149,13 +151,15 @@ def test_what_a_remedy_changes_is_printed() -> None:
 
 def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> None:
     read = replace(INFO, engine="workers")
-    waits, computes = (verdict(replace(found(data=3.0, load_cores=cores), info=read)) for cores in (0.1, 1.0))
+    waits, computes = (
+        reach_verdict(replace(found(data=3.0, load_cores=cores), info=read)) for cores in (0.1, 1.0)
+    )
     assert "mostly waits" in waits.text
     assert "mostly computes" in computes.text
     assert "workers" in str(waits.causes[0].remedies[0])
     safe = replace(found(data=3.0), info=replace(read, thread_safe=True))
-    assert "threads" in str(verdict(safe).causes[0].remedies[0])
-    in_memory = verdict(found(data=3.0, load_cores=1.0))  # a cache and workers are of no use there
+    assert "threads" in str(reach_verdict(safe).causes[0].remedies[0])
+    in_memory = reach_verdict(found(data=3.0, load_cores=1.0))  # a cache and workers are of no use there
     assert in_memory.causes[0].remedies == ()
 
 

@@ -10,7 +10,7 @@ from benchmark_worlds import OFTEN, SETTINGS, Costs, World
 
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.diagnose.diagnosis import Examination
-from trainrun.benchmark.diagnose.verdict import verdict
+from trainrun.benchmark.diagnose.verdict import reach_verdict
 from trainrun.config.compose import compose_run
 
 FAULTS: Mapping[str, tuple[str, Costs, tuple[str, ...]]] = {
@@ -41,7 +41,7 @@ def diagnosed(name: str, noise: float, seed: int) -> str:
     run = world.start(config)
     found = Examination(world, run, overrides, budget, 2.0, lambda about, left: None).diagnosis()  # type: ignore[arg-type]
     assert world.now <= 1.15 * 40
-    return verdict(found).first
+    return reach_verdict(found).first
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])

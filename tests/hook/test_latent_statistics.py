@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_of_code
-from trainrun.hook.vae_health import format_row, is_collapsed, normal_like, remedy, shuffle_codes
+from trainrun.hook.vae_health import format_measurement, is_collapsed, normal_like, remedy, shuffle_codes
 from trainrun.task.vae import Vae
 
 VARIANCES = torch.tensor([4.0, 2.0, 1.2, 0.3, 0.2], dtype=torch.float64)  # of the data
@@ -119,6 +119,6 @@ def test_the_remedy_is_that_of_the_likely_cause() -> None:
         (1.0, "task.free_bits=0.1"),
     ):
         assert remedy(annealed, SILENT | {"tokens": 30.0}, dropped).endswith(word)
-    assert format_row(FINE) == (
+    assert format_measurement(FINE) == (
         "vae: beta 1  KL 9 nats  active 6/16  MI >= 6.1 (ceiling 6.24)  marginal KL <= 2.9  gain 20"
     )

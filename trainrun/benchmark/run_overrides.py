@@ -65,19 +65,19 @@ def write_results(folder: Path, typed: list[str], results: dict[str, object]) ->
     )
 
 
-def key_of(override: str) -> str:
+def override_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
 def replace_overrides(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the overrides with others in the place of those of the same key, or of a value inside the same group."""
     others = list(others)
-    keys = {key_of(other) for other in others}
+    keys = {override_key(other) for other in others}
     inside = tuple(f"{key}." for key in keys if "." not in key)
     remaining = [
         override
         for override in overrides
-        if key_of(override) not in keys and not key_of(override).startswith(inside)
+        if override_key(override) not in keys and not override_key(override).startswith(inside)
     ]
     return [*remaining, *others]
 

@@ -93,13 +93,13 @@ class WorkerPool:
         """
         folder = self.folder / secrets.token_hex(4)
         folder.mkdir()
-        worker = WorkerProcess(quiet_config(config), folder, self._paths, memory)
+        worker = WorkerProcess(worker_config(config), folder, self._paths, memory)
         self._workers.append(worker)
         worker.wait_until_ready(limit)
         return worker
 
 
-def quiet_config(config: RunConfig) -> RunConfig:
+def worker_config(config: RunConfig) -> RunConfig:
     """Return the same training with nothing on the screen and no pictures. Raise ConfigError."""
     if config.step:
         raise ConfigError("step: is your own, so nothing can be taken away from it in turns; leave it out")

@@ -52,7 +52,7 @@ GRAPHS = ("onnx", "torch.export")  # the others hold weights for the same code
 
 def main(argv: list[str]) -> int:
     """Write every format that `--to` names, and compare its outputs with those of the network."""
-    arguments = parse_arguments(argv)
+    arguments = parse_export_arguments(argv)
     names = parse_formats(arguments.to)
     run = open_run(arguments.run_dir)
     out = output_folder(arguments.out, run)
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def parse_arguments(argv: list[str]) -> Namespace:
+def parse_export_arguments(argv: list[str]) -> Namespace:
     parser = run_parser(
         "export", "The trained network in other formats, each tried on samples of the run's data."
     )
@@ -245,12 +245,12 @@ def describe_network(
         "model": node,
         "transform": values["transform"],
         "task": values["task"],
-        **({} if samples.untried else describe_inputs(samples, values["data"]["augment"])),
+        **({} if samples.untried else describe_network_inputs(samples, values["data"]["augment"])),
         "num_parameters": sum(p.numel() for p in model.parameters()),
     }
 
 
-def describe_inputs(samples: RealSamples, augment: dict[str, Any]) -> dict[str, Any]:
+def describe_network_inputs(samples: RealSamples, augment: dict[str, Any]) -> dict[str, Any]:
     served, first, scale = samples.served, samples.inputs[0][0], samples.served.scale
     names = [key.removeprefix("data.augment.") for key, _, _ in served.changes]
     return {

@@ -140,7 +140,7 @@ class VaeHealth:
         if self._verbose and not self._has_beta_note and ("values" in row or "tokens" in row):
             self._has_beta_note = True
             run.monitors.note(describe_beta(task.beta, row))
-        self._line = format_row(row)
+        self._line = format_measurement(row)
         return row
 
     def state_dict(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ def describe_beta(beta: float, row: Mapping[str, Any]) -> str:
     return f"vae: beta {beta:.3g} (equals {beta / number:.2g} for {averaged})"
 
 
-def format_row(row: Mapping[str, Any]) -> str:
+def format_measurement(row: Mapping[str, Any]) -> str:
     """Return `vae: beta 1  KL 12.3 nats  active 9/16  MI >= 6.1 (ceiling 6.24)  marginal KL <= 6.2  gain 21.0`."""
     parts = [
         f"vae: beta {row['beta']:.3g}", f"KL {row['kl']:.4g} nats",

@@ -267,7 +267,7 @@ def number_blocks(model: nn.Module, members: Collection[nn.Parameter], key: str)
     kinds = Counter(type(layer) for row in rows.values() for layer in row.values() if has_layers(layer))
     blocks = {name for row in rows.values() for name, layer in row.items() if kinds[type(layer)] > 1}
     candidates = [
-        number_layers(row) for parent, row in rows.items() if not is_inside(parent, blocks) and blocks & set(row)
+        number_layers(row) for parent, row in rows.items() if not is_inside_block(parent, blocks) and blocks & set(row)
     ] or [number_layers(row) for row in rows.values()]  # fmt: skip
     best = max(candidates, key=lambda row: max(row.values()), default={})
     length, way_out = max(best.values(), default=0), "name parameters and their rates in groups"
@@ -278,7 +278,7 @@ def number_blocks(model: nn.Module, members: Collection[nn.Parameter], key: str)
         )
     rivals = [row for row in candidates if row is not best and 2 * max(row.values()) >= length]
     for rival in (next(iter(row)) for row in rivals):
-        if not is_inside(rival, best):
+        if not is_inside_block(rival, best):
             raise ConfigError(
                 f"{key}: two rows of layers, from {next(iter(best))} and from {rival} on, so the depth is not clear; "
                 f"{way_out}"
@@ -290,7 +290,7 @@ def has_layers(layer: nn.Module) -> bool:
     return next(layer.children(), None) is not None
 
 
-def is_inside(name: str, blocks: Collection[str]) -> bool:
+def is_inside_block(name: str, blocks: Collection[str]) -> bool:
     """Return whether a module is a block, or inside of one: what it has under numbers are experts or heads."""
     return any(f"{name}.".startswith(f"{block}.") for block in blocks)
 

@@ -13,7 +13,7 @@ from PIL import Image
 from trainrun.folder.run_folder import RunDir
 from trainrun.plots import canvas
 from trainrun.plots.history import History
-from trainrun.plots.prediction_pictures import read_samples, read_task_pictures, weights_of
+from trainrun.plots.prediction_pictures import describe_weights, read_samples, read_task_pictures
 from trainrun.plots.series import Floats
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def confusion_picture(history: History) -> Figure | None:
     ax.set(xlabel="predicted", ylabel="true")
     accuracy = counts.trace() / max(counts.sum(), 1)
     title = f"{row.get('split', 'val')} accuracy {100 * accuracy:.1f} % of {int(counts.sum()):,} samples"
-    ax.set_title(f"{title}\n{weights_of(row)}", fontsize=12, fontweight="bold")
+    ax.set_title(f"{title}\n{describe_weights(row)}", fontsize=12, fontweight="bold")
     figure.colorbar(image, ax=ax, shrink=0.8, label="share of the true class")
     return figure
 

@@ -44,23 +44,23 @@ def confusion_html(history: History) -> str:
     head = f"<th>true \\ predicted</th><th>recall</th><th>precision</th><th>samples</th>{head}"
     body = ""
     for i, name in enumerate(names):
-        numbers = (percent(recall[i]), percent(precision[i]), f"{int(totals[i]):,}")
+        numbers = (format_share(recall[i]), format_share(precision[i]), f"{int(totals[i]):,}")
         cells = "".join(f"<td>{number}</td>" for number in numbers)
         for j in range(len(columns)):
             kind = "hit" if i == j else "miss" if counts[i, j] else ""
             share = counts[i, j] / max(totals[i], 1)
             cells += f'<td class="cell {kind}" style="--share:{share:.2f}">{int(counts[i, j]) or ""}</td>'
         body += f"<tr><th><span>{escape(name)}</span></th>{cells}</tr>\n"
-    title = f"Confusion matrix of {weights_of(row)}"
+    title = f"Confusion matrix of {describe_weights(row)}"
     total = counts.sum()
     split = escape(str(row.get("split", "val")))
-    note = f"{split}: {percent(hits.sum() / max(total, 1))} of {int(total):,} samples are right"
+    note = f"{split}: {format_share(hits.sum() / max(total, 1))} of {int(total):,} samples are right"
     note += "" if with_cells else "; plots/confusion.png shows the matrix"
     table = f'<div class="wide"><table class="matrix">\n<tr>{head}</tr>\n{body}</table></div>'
     return f"{page.heading(title)}\n{page.paragraph(note)}\n{table}"
 
 
-def weights_of(row: Row) -> str:
+def describe_weights(row: Row) -> str:
     """Return `the best checkpoint (step 400)`, or `the last step (500)`."""
     step, last = row.get("weights_step", row["step"]), row["step"]
     return f"the last step ({last:,})" if step == last else f"the best checkpoint (step {step:,})"
@@ -71,7 +71,7 @@ def shares(parts: Floats, totals: Floats) -> Floats:
     return np.divide(parts, totals, out=np.full_like(parts, np.nan), where=totals > 0)
 
 
-def percent(share: float) -> str:
+def format_share(share: float) -> str:
     return "" if np.isnan(share) else f"{100 * share:.1f} %"
 
 
@@ -95,7 +95,7 @@ def regression_html(history: History) -> str:
         none = Curve("exact", {"target": ends}, 0 * ends)
         charts.append(Chart(f"{name}prediction against target", [samples, exact], log=False))
         charts.append(Chart(f"{name}residual (prediction - target)", [residuals, none], log=False))
-    return f"{page.heading(f'Predictions of {weights_of(row)}')}\n{charts_html(charts)}"
+    return f"{page.heading(f'Predictions of {describe_weights(row)}')}\n{charts_html(charts)}"
 
 
 @dataclass(frozen=True)

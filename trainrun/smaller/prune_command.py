@@ -40,7 +40,7 @@ class PrunedModel(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Write the new run, train it on if asked to, and compare the two."""
-    arguments = parse_arguments(argv)
+    arguments = parse_prune_arguments(argv)
     limits = training_limits(arguments.finetune)
     source = open_source(arguments, NAME, [NAME, "int8"])
     pruned = prune_model(source, arguments)
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     return compare_runs(source)
 
 
-def parse_arguments(argv: list[str]) -> Namespace:
+def parse_prune_arguments(argv: list[str]) -> Namespace:
     parser = run_parser("prune", "A new run with a part of the weights, or of the channels, taken out.")
     add_checkpoint(parser)
     parser.add_argument("--amount", type=float, default=0.5, help="the part that goes, above 0 and below 1")

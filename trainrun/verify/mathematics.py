@@ -29,7 +29,7 @@ from trainrun.verify.certificate import (
     different_leaves,
     largest_difference,
 )
-from trainrun.verify.subject_changes import Doubles, first_samples
+from trainrun.verify.subject_changes import Doubles, first_samples_node
 from trainrun.verify.trials import Outcome, Trials, config_in_float64
 
 MICRO = 2  # samples of the smallest micro-batch
@@ -101,7 +101,7 @@ def _run_part(
         config = config_in_float64(config, steps, batch_size, accumulate)
         if samples is not None:
             source = next(iter(named_nodes(config.data.train).values()), config.data.train)
-            config = with_values(config, {"data.train": first_samples(source, samples, "train")})
+            config = with_values(config, {"data.train": first_samples_node(source, samples, "train")})
         if num_ranks > 1:
             config = with_values(config, {"parallel.mode": "ddp", "parallel.devices": num_ranks})
         return config
@@ -153,7 +153,7 @@ def _is_additive_in_training(components: Components, batch: Any) -> bool:
     return torch.equal(before, torch.get_rng_state()) and repeats[0] == repeats[1]
 
 
-def check_padding(components: Components, batch: Any) -> Certificate:
+def check_padding_effect(components: Components, batch: Any) -> Certificate:
     """Check that other values at padding do not change the loss."""
     mask = batch_fields(batch).get("attention_mask")
     if mask is None:

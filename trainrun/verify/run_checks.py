@@ -26,8 +26,8 @@ from trainrun.training.without_trace import first_batches
 from trainrun.user_code import line_of
 from trainrun.verify import continuity, mathematics
 from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable
-from trainrun.verify.subject_changes import first_samples
-from trainrun.verify.trials import StopAt, Trials, config_in_float64, quiet_config
+from trainrun.verify.subject_changes import first_samples_node
+from trainrun.verify.trials import StopAt, Trials, config_in_float64, trial_config
 
 CHANGING_STEPS = 10
 FEW_SAMPLES = 50
@@ -41,7 +41,7 @@ def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator
 
     Raise what a run of the same settings would raise before its first step.
     """
-    quiet_config(config)  # raises where there is nothing to verify
+    trial_config(config)  # raises where there is nothing to verify
     with TemporaryDirectory(prefix="trainrun-", ignore_cleanup_errors=True) as name, kept_random_state():
         folder = Path(name)
         trials = Trials(config, folder, progress)
@@ -103,7 +103,7 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         "update": lambda: check_own_update(config, folder),
         "every sample once": lambda: continuity.check_epoch_coverage(config, exact().train.num_samples),
         "engines": lambda: continuity.check_engines(config),
-        "padding": cut(lambda: on_first_batch(mathematics.check_padding)),
+        "padding": cut(lambda: on_first_batch(mathematics.check_padding_effect)),
         "evaluation": lambda: continuity.check_evaluation(exact),
         "parameters": lambda: mathematics.check_all_parameters_change(
             build_own_parts(config, folder), short_fit, lambda: on_first_batch(mathematics.gradient_sizes)
@@ -115,12 +115,13 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
 
 def build_exact_run(config: RunConfig, folder: Path, val_batch_size: int | None) -> Components:
     """Build the run in float64 on the CPU, as far as the model supports that."""
-    changed = quiet_config(config)
+    changed = trial_config(config)
     nodes = validation_nodes(changed.data)
     changed = replace(config_in_float64(changed, 1, min(16, changed.data.batch_size), 1), loop=None)
     if val_batch_size is not None and nodes:
         few = {
-            name.removeprefix("val/"): first_samples(node, FEW_SAMPLES, "val") for name, node in nodes.items()
+            name.removeprefix("val/"): first_samples_node(node, FEW_SAMPLES, "val")
+            for name, node in nodes.items()
         }
         changed = with_values(changed, {
             "data.val": few["val"] if "val" in nodes else few, "data.val_batch_size": val_batch_size,
@@ -133,7 +134,7 @@ def build_exact_run(config: RunConfig, folder: Path, val_batch_size: int | None)
 
 
 def build_own_parts(config: RunConfig, folder: Path) -> Components:
-    changed = with_values(quiet_config(config), {"checkpoint.enabled": False})
+    changed = with_values(trial_config(config), {"checkpoint.enabled": False})
     return build_parts(
         changed, folder, choose_device(config.parallel.accelerator, devices=config.parallel.devices)
     )

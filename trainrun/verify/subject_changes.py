@@ -60,6 +60,6 @@ class First:
         return getattr(self._about, name)
 
 
-def first_samples(node: Any, count: int, split: str) -> dict[str, Any]:
+def first_samples_node(node: Any, count: int, split: str) -> dict[str, Any]:
     """Return the config node of a data set that has only the first samples of a split."""
     return {"_target_": f"{__name__}.First", "source": copy.deepcopy(node), "count": count, "split": split}

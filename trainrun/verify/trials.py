@@ -106,7 +106,7 @@ class Trials:
         then: steps of a resume, if the trial stops itself before its end.
         """
         self._progress(about)
-        config = change(quiet_config(self.config))
+        config = change(trial_config(self.config))
         if faults := check_config(config):
             raise NotApplicable(f"it is another run than that of these words: {faults[0]}")
         hydra_settings = {"hydra.run.dir": str(self.folder / secrets.token_hex(4))}
@@ -171,7 +171,7 @@ def read_outcome(run: RunDir) -> Outcome:
     return Outcome(shared, dict(loaded.own), rows, attributes, median(times) if times else math.inf)
 
 
-def quiet_config(config: RunConfig) -> RunConfig:
+def trial_config(config: RunConfig) -> RunConfig:
     """Return the same training without screen output, with one checkpoint at its end."""
     for key in ("step", "loop"):
         if getattr(config, key):

@@ -119,9 +119,9 @@ def main(argv: list[str]) -> int:
         return EXIT_DONE
     rows = table_rows(listed)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    say(text_table(COLUMNS, fitted(rows, width), most_wide=sys.maxsize))
+    say(text_table(COLUMNS, fit_width(rows, width), most_wide=sys.maxsize))
     if words.html:
-        say(write_page(folder, listed, rows))
+        say(write_run_list(folder, listed, rows))
     return EXIT_DONE
 
 
@@ -129,7 +129,7 @@ def runs_below(folder: Path) -> Iterator[Listed]:
     """Yield the runs and sweeps below a folder; the jobs of a sweep only where the folder is the sweep itself."""
     if is_run(folder):
         yield listed_run(RunDir(folder), folder.name)
-    for path in folders_below(folder, MOST_DEEP):
+    for path in run_folders_below(folder, MOST_DEEP):
         name = path.relative_to(folder).as_posix()
         if is_sweep(path):
             yield listed_sweep(path, name)
@@ -137,7 +137,7 @@ def runs_below(folder: Path) -> Iterator[Listed]:
             yield listed_run(RunDir(path), name)
 
 
-def folders_below(folder: Path, depth: int) -> Iterator[Path]:
+def run_folders_below(folder: Path, depth: int) -> Iterator[Path]:
     """Yield all folders below one, in the order of names, without those inside of a run or a sweep."""
     try:
         inside = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
@@ -148,7 +148,7 @@ def folders_below(folder: Path, depth: int) -> Iterator[Path]:
             continue
         yield path
         if depth > 1 and not is_run(path) and not is_sweep(path):
-            yield from folders_below(path, depth - 1)
+            yield from run_folders_below(path, depth - 1)
 
 
 def is_run(folder: Path) -> bool:
@@ -240,7 +240,7 @@ def age_text(seconds: float) -> str:
     return "now"
 
 
-def fitted(rows: list[list[str]], width: int | None) -> list[list[str]]:
+def fit_width(rows: list[list[str]], width: int | None) -> list[list[str]]:
     """Return the rows with the settings cut so that a line fits the window."""
     if width is None:
         return rows
@@ -255,7 +255,7 @@ def fitted(rows: list[list[str]], width: int | None) -> list[list[str]]:
     ]
 
 
-def write_page(folder: Path, listed: list[Listed], rows: list[list[str]]) -> Path:
+def write_run_list(folder: Path, listed: list[Listed], rows: list[list[str]]) -> Path:
     """Write the table as a page whose names lead to the reports and to the pages of sweeps; return its path."""
     links = [one.page.relative_to(folder).as_posix() if one.page.is_file() else "" for one in listed]
     title = f"{counted(len(listed), 'run')} in {folder}"

@@ -11,7 +11,7 @@ import torch
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf, diagnose
 from trainrun.benchmark.diagnose.profile import STEPS
-from trainrun.benchmark.diagnose.verdict import verdict
+from trainrun.benchmark.diagnose.verdict import reach_verdict
 from trainrun.benchmark.remedies import Remedy
 from trainrun.benchmark.run_overrides import progress_line, relative_path
 from trainrun.errors import EXIT_DONE
@@ -27,13 +27,13 @@ def report_diagnosis(overrides: list[str], seconds: float, trace: bool, folder: 
     with progress_line() as progress:
         diagnosis = diagnose(overrides, budget, progress, trace)
     say("\n".join(lines_of(diagnosis)))
-    write_report(diagnosis, overrides, folder)
+    write_diagnosis(diagnosis, overrides, folder)
     say(f"in {budget.spent:.0f} s; details: {relative_path(folder / 'diagnosis.json')}")
     return EXIT_DONE
 
 
 def lines_of(diagnosis: Diagnosis) -> list[str]:
-    info, conclusion = diagnosis.info, verdict(diagnosis)
+    info, conclusion = diagnosis.info, reach_verdict(diagnosis)
     ranks = f", {info.world_size} ranks" if info.world_size > 1 else ""
     lines = [
         f"measured  {quantity(diagnosis.speed)} {info.unit}/s ({info.device}, threads: {info.num_threads}{ranks}), "
@@ -85,7 +85,7 @@ def short_time(seconds: float) -> str:
 
 
 def as_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
-    conclusion = verdict(diagnosis)
+    conclusion = reach_verdict(diagnosis)
     causes = [
         {"name": each.what_if.name, "text": each.text, "try": list(map(str, each.remedies))}
         for each in conclusion.causes
@@ -117,7 +117,7 @@ def as_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def write_report(diagnosis: Diagnosis, overrides: list[str], folder: Path) -> None:
+def write_diagnosis(diagnosis: Diagnosis, overrides: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "diagnosis.json", as_json(diagnosis, overrides))
     if diagnosis.profiled is not None:

@@ -48,7 +48,7 @@ class Verdict:
     first: str
 
 
-def verdict(diagnosis: Diagnosis) -> Verdict:
+def reach_verdict(diagnosis: Diagnosis) -> Verdict:
     worth = likely_costs(diagnosis)
     causes = [cause_of(diagnosis, what_if) for what_if in certain_causes(diagnosis)[:MOST_CAUSES]]
     tried = ""

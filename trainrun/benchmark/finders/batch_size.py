@@ -159,7 +159,7 @@ def main(wish: Namespace, words: list[str], budget: float) -> int:
         stopped = finder.search()
         speeds = finder.compare_speeds()
     base, tried = finder.config.data.batch_size, sorted(finder.tried, key=lambda attempt: attempt.size)
-    say(text_table(HEAD, [format_row(finder, speeds, attempt) for attempt in tried]))
+    say(text_table(HEAD, [format_attempt(finder, speeds, attempt) for attempt in tried]))
     fastest, largest = speeds.best(PROCESS_SPREAD, 0.95) or str(base), finder.sizes()[-1]
     limit = next((attempt.why for attempt in tried if attempt.size > largest), stopped)
     say(f"largest that fits: data.batch_size={largest}" + (f" (above: {limit})" if limit else ""))
@@ -187,7 +187,7 @@ def global_batch(finder: BatchFinder, size: int) -> int:
     return config.data.global_batch_size or size * config.trainer.accumulate_grad_batches * ranks
 
 
-def format_row(finder: BatchFinder, speeds: Comparison, attempt: Attempt) -> list[str]:
+def format_attempt(finder: BatchFinder, speeds: Comparison, attempt: Attempt) -> list[str]:
     """Return the cells of `HEAD` for one size."""
     base, name = finder.config.data.batch_size, str(attempt.size)
     if attempt.peak_bytes is None:

@@ -153,11 +153,13 @@ def main(wish: Namespace, words: list[str]) -> int:
         "why": advice.why, "peaks": curve.peaks,
         "suggestions": advice.rate and [advice.rate * peak / curve.peaks[0] for peak in curve.peaks],
     })  # fmt: skip
-    say(f"details: {relative_path(folder / 'autotune.json')}, {draw(curve, advice, folder / 'lr.png').name}")
+    say(
+        f"details: {relative_path(folder / 'autotune.json')}, {draw_range_test(curve, advice, folder / 'lr.png').name}"
+    )
     return EXIT_DONE
 
 
-def draw(curve: RateLosses, advice: Suggestion, path: Path) -> Path:
+def draw_range_test(curve: RateLosses, advice: Suggestion, path: Path) -> Path:
     from trainrun.plots import canvas
 
     figure, (ax,) = canvas.panels("Learning rate range test", 1, height=3.4)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from trainrun.benchmark.run_overrides import compose_again, key_of, replace_overrides
+from trainrun.benchmark.run_overrides import compose_again, override_key, replace_overrides
 from trainrun.benchmark.tune.tuner import Tuning
 from trainrun.config.tuned_settings import MARK, fingerprint_line
 from trainrun.errors import ConfigError
@@ -49,7 +49,7 @@ def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: 
     use = replace_overrides(typed, [*tuning.found, f"preset={path.stem}"])
     use = [override for override in use if override not in tuning.found]
     before = next(
-        (override.partition("=")[2] for override in typed if key_of(override) == "preset"), "none"
+        (override.partition("=")[2] for override in typed if override_key(override) == "preset"), "none"
     ).strip('"')
     old = path.read_text(encoding="utf-8") if path.is_file() else None
     path.parent.mkdir(parents=True, exist_ok=True)

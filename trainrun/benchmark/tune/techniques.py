@@ -21,7 +21,7 @@ from trainrun.benchmark.remedies import (
     TRAINING,
     Remedy,
 )
-from trainrun.benchmark.run_overrides import config_of, key_of, loader_overrides, replace_overrides
+from trainrun.benchmark.run_overrides import config_of, loader_overrides, override_key, replace_overrides
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner
 from trainrun.benchmark.worker_messages import RunInfo
 from trainrun.config.schema import RunConfig
@@ -226,7 +226,9 @@ def compatible_techniques(rows: Sequence[Row], overrides: Sequence[str]) -> list
     chosen_settings: list[str] = []
     for number in sorted(helpful, key=lambda number: -ratio_value(rows[number])):
         settings = rows[number].trial.remedy.overrides
-        if {key_of(setting) for setting in settings} & {key_of(setting) for setting in chosen_settings}:
+        if {override_key(setting) for setting in settings} & {
+            override_key(setting) for setting in chosen_settings
+        }:
             continue
         try:
             config_of(replace_overrides(overrides, [*chosen_settings, *settings]))

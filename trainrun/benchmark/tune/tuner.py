@@ -15,10 +15,16 @@ from typing import Any, Final
 
 from trainrun.benchmark.budget import TURN_SECONDS, Budget
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination
-from trainrun.benchmark.diagnose.verdict import CAUSES, certain_causes, verdict
+from trainrun.benchmark.diagnose.verdict import CAUSES, certain_causes, reach_verdict
 from trainrun.benchmark.measured_run import MeasuredRun
 from trainrun.benchmark.remedies import EFFECTS, EXACT, Remedy, model_remedies, new_settings, remedies_for
-from trainrun.benchmark.run_overrides import LOADER_KEYS, config_of, key_of, replace_overrides, start_choices
+from trainrun.benchmark.run_overrides import (
+    LOADER_KEYS,
+    config_of,
+    override_key,
+    replace_overrides,
+    start_choices,
+)
 from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.errors import ConfigError
 from trainrun.output import counted
@@ -155,7 +161,7 @@ class Tuner:
         goes_on = True
         while goes_on and (self._diagnosis_seconds() >= LEAST_DIAGNOSIS or not texts):
             diagnosis = self._diagnose()
-            texts.append(verdict(diagnosis).text)
+            texts.append(reach_verdict(diagnosis).text)
             goes_on = self._improve(diagnosis)
         unit = self.base.info.unit
         self.base.close()
@@ -248,8 +254,8 @@ class Tuner:
         """
         best = self._best()
         choices = start_choices(config_of(best), self.base.info)
-        if any(key_of(override).startswith("data.") for override in overrides):
-            choices = [override for override in choices if key_of(override) not in LOADER_KEYS]
+        if any(override_key(override).startswith("data.") for override in overrides):
+            choices = [override for override in choices if override_key(override) not in LOADER_KEYS]
         return replace_overrides(replace_overrides(best, choices), overrides)
 
     def try_in_turns(
