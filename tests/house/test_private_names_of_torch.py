@@ -53,6 +53,7 @@ REASONS = {
     "torch._dynamo": "names of backends, what was compiled again",
     "torch._inductor": "options of a mode, the C++ compiler; a step that is one graph",
     "torch.utils.data._utils": "`collate` (documented); torch's handler of SIGCHLD, which raises anywhere, is not used",
+    "torch._C": "the flight recorder's dump; without it a failed exchange is not named",
     # Documented or in wide use, though private by their place
 }
 TODAY = 8

@@ -16,14 +16,15 @@ from trainrun.errors import PluginError
 from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
-from trainrun.parallel.group import Group
+from trainrun.parallel.group import Group, last_exchanges
 from trainrun.parallel.worker import run_as_rank
 from trainrun.precision.update import Update
 from trainrun.runtime.signals import StopFlag
 
 OPTIONS = SimpleNamespace(
     mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False, static_graph=False,
-    gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=600.0, meeting_seconds=90.0, devices="auto",
+    gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=600.0, meeting_seconds=90.0,
+    compress="none", devices="auto",
 )  # fmt: skip
 
 
@@ -200,6 +201,29 @@ def call_a_part(parallel: Ddp, seen: dict[str, Any]) -> None:
         seen["part"] = str(error)
 
 
+def count_exchanges(parallel: Ddp, seen: dict[str, Any]) -> None:
+    """Of one step with two micro-batches, by group."""
+    counted = another(parallel)
+    wrapped = counted.wrap(nn.Linear(3, 2))
+    before = last_exchanges()
+    counted.agree(2, 0, 0)
+    for last in (False, True):
+        with counted.sync_gradients(last=last):
+            wrapped(torch.ones(1, 3)).sum().backward()
+    seen["exchanges"] = {
+        group: number - before.get(group, [0])[0] for group, (number, _) in last_exchanges().items()
+    }
+
+
+def compress(parallel: Ddp, seen: dict[str, Any]) -> None:
+    compressed = another(parallel, compress="bf16")
+    model = nn.Linear(2, 1, bias=False)
+    wrapped = compressed.wrap(model)
+    with compressed.sync_gradients(last=True):
+        wrapped(torch.tensor([[1 + 2**-12, 3.0 + parallel.rank]])).sum().backward()
+    seen["compressed"] = model.weight.grad.tolist()
+
+
 def work(parallel: Parallel, flag: StopFlag) -> int:
     assert isinstance(parallel, Ddp)
     seen: dict[str, Any] = {}
@@ -215,6 +239,8 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     look_up_sparsely(parallel, seen)
     train_what_was_frozen(parallel, seen)
     call_a_part(parallel, seen)
+    count_exchanges(parallel, seen)
+    compress(parallel, seen)
     write_json(Path(sys.argv[1], f"seen{parallel.rank}.json"), seen)
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -211,6 +212,20 @@ def test_synchronised_batchnorm_needs_cuda() -> None:
         Ddp(group, sync_batchnorm=True)
 
 
+def test_a_step_has_one_exchange_of_gradients_and_one_of_counts(results: list[dict[str, Any]]) -> None:
+    for seen in results:
+        assert sorted(count for count in seen["exchanges"].values() if count) == [1, 1]
+
+
+def test_gradients_are_exchanged_in_bf16(results: list[dict[str, Any]]) -> None:
+    mean = 3.0 + (len(results) - 1) / 2
+    for seen in results:
+        (gradient,) = torch.tensor(seen["compressed"])
+        assert torch.equal(gradient, gradient.bfloat16().float())
+        assert gradient.tolist() == pytest.approx([1.0, mean], rel=0.01)
+        assert seen["compressed"] == results[0]["compressed"]
+
+
 LOSES_A_RANK = """
     import os, signal
     from types import SimpleNamespace
@@ -235,7 +250,7 @@ LOSES_A_RANK = """
     options = SimpleNamespace(
         mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False,
         static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=600.0,
-        meeting_seconds=90.0, devices="auto",
+        meeting_seconds=90.0, compress="none", devices="auto",
     )
     sys.exit(run_as_rank(run, options, work))
 """
@@ -256,3 +271,51 @@ def test_survivors_say_that_they_lost_contact(
     assert survivor["kind"] == "echo"
     assert survivor["message"].startswith("lost contact with the other ranks (")
     assert survivor["exit_code"] == 1
+
+
+SLEEPS = """
+    import json, time
+    from types import SimpleNamespace
+    import torch
+    from torch import nn
+    from trainrun.parallel.worker import run_as_rank
+
+    def work(parallel, flag):
+        wrapped = parallel.wrap(nn.Linear(2, 2))
+        for step in range(3):
+            parallel.agree(1, 0, 0)
+            if parallel.rank == 1 and step == 2:
+                {absent}
+            with parallel.sync_gradients(last=True):
+                wrapped(torch.ones(1, 2)).sum().backward()
+        return 0
+
+    options = SimpleNamespace(
+        mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False,
+        static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=2.0,
+        meeting_seconds=90.0, compress="none", devices="auto",
+    )
+    sys.exit(run_as_rank(run, options, work))
+"""
+
+
+@pytest.mark.parametrize(
+    ("absent", "named"),
+    [
+        ("time.sleep(600)", r"rank 1 did not enter exchange \d+ \(\w+\), in which rank 0 waited"),
+        (
+            "parallel.sum_over_ranks([1.0])",
+            r"rank [01] did not enter exchange \d+ \(all_\w+\), in which rank",
+        ),
+    ],
+    ids=["it sleeps", "it is in another branch"],
+)
+def test_the_rank_that_did_not_enter_an_exchange_is_named(
+    absent: str, named: str, script: Callable[[str], list[str]], run_dir: RunDir, rank_env: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("trainrun.parallel.launch.SETTLE_SECONDS", 1.0)
+    command = script(SLEEPS.format(absent=absent))
+    with pytest.raises(RankFailed) as caught:
+        launch(lambda attempt: command, 2, run_dir, grace_seconds=5, alone_seconds=60, env=rank_env)
+    assert re.search(named, str(caught.value)), str(caught.value)

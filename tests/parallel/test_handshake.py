@@ -43,7 +43,7 @@ RANK = """
     options = SimpleNamespace(
         mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False,
         static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=600.0,
-        meeting_seconds=90.0, devices="auto",
+        meeting_seconds=90.0, compress="none", devices="auto",
     )
     sys.exit(run_as_rank(run, options, work, meeting.store))
 """

@@ -176,6 +176,6 @@ if __name__ == "__main__":
     OPTIONS = SimpleNamespace(
         mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False, static_graph=False,
         gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=600.0,
-        meeting_seconds=90.0, devices="auto",
+        meeting_seconds=90.0, compress="none", devices="auto",
     )  # fmt: skip
     sys.exit(run_as_rank(RunDir(Path(sys.argv[1])), OPTIONS, work))

@@ -353,6 +353,9 @@ class ParallelConfig:
     static_graph: bool = setting(False, "the same parameters are used in every step")
     gradient_as_bucket_view: bool = setting(True, "gradients lie in what is exchanged: a copy less")
     bucket_cap_mb: float = setting(25.0, "MB that are exchanged at a time", above=0)
+    compress: str = choice(
+        "none", "bf16", help="type of numbers in which gradients are exchanged; bf16: half the bytes"
+    )
     timeout_seconds: float = setting(1800.0, "limit for one exchange", above=0, read_by="the launcher")
     meeting_seconds: float = setting(
         90.0, "limit for the ranks to meet before the first step", above=0, read_by="the launcher"

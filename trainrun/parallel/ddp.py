@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -51,6 +52,7 @@ class Ddp:
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         bucket_cap_mb: float = TORCH_BUCKET_MB,
+        compress: str = "none",
     ) -> None:
         if sync_batchnorm and group.device.type != "cuda":
             raise ConfigError(
@@ -67,6 +69,7 @@ class Ddp:
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": None if bucket_cap_mb == TORCH_BUCKET_MB else bucket_cap_mb,
         }
+        self._compress = compress
         self._ddp: DistributedDataParallel | None = None
         self._trained: set[nn.Parameter] = set()
         self._has_buffers = False
@@ -89,6 +92,9 @@ class Ddp:
             else:  # the object that the run calls stays the same, with buckets of other parameters
                 ddp = self._ddp
                 ddp.__init__(model, device_ids=device_ids, **OWN_BUFFERS, **self._options)  # type: ignore[misc]
+            if self._compress == "bf16":
+                # torch refuses its hook by its name without CUDA, where gloo can do the same
+                ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(None, bucket))  # type: ignore[arg-type]
             self._learns_graph = self._options["static_graph"]
             self._has_buffers = any(True for _ in model.buffers())
             self._ddp = ddp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -17,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # public, not marked so
 
 from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
-from trainrun.parallel.rank_place import LostContact
+from trainrun.parallel.rank_place import Exchanges, LostContact
 
 LAST = re.compile(r"Last error:\s*(\S.*)")
 KIND = re.compile(r"\b(nccl[A-Z]\w+): ")
@@ -107,13 +109,13 @@ def exchange_failure(error: RuntimeError) -> TrainrunError:
     text = str(error).strip()
     kind = KIND.search(text)
     if "NCCL error in" not in text or kind is None:
-        return LostContact(error)
+        return LostContact(error, last_exchanges())
     last = LAST.search(text)
     reason = f"{kind.group(1)}: {last.group(1).strip()}" if last else f"{kind.group(1)}; {MORE}"
     if kind.group(1) in OF_OTHERS or re.search(
         r"[Cc]onnection (closed|reset|refused)|[Tt]imed? ?out", reason
     ):
-        return LostContact(reason)
+        return LostContact(reason, last_exchanges())
     if "out of memory" in reason:
         return TrainingError(
             f"out of memory in the exchange between the ranks ({reason}): a smaller data.batch_size leaves NCCL room"
@@ -122,6 +124,23 @@ def exchange_failure(error: RuntimeError) -> TrainrunError:
         if mark in reason:
             return (ConfigError if mark == "Duplicate GPU" else LaunchError)(f"parallel: {reason}; {hint}")
     return TrainingError(f"the exchange between the ranks failed ({reason}); {MORE}")
+
+
+def last_exchanges() -> Exchanges:
+    """Return the exchange that this rank entered last in each group, by torch's flight recorder, the newest one last.
+
+    Empty where torch does not record: the functions are not public, and record gloo since torch 2.9.
+    """
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        entries += json.loads(dump()).get("entries", []) if dump is not None else []
+    exchanges: Exchanges = {}
+    for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"])):
+        group = str(entry["process_group"][0])
+        exchanges.pop(group, None)
+        exchanges[group] = [entry["collective_seq_id"], entry["profiling_name"].partition(":")[2]]
+    return exchanges
 
 
 def own_addresses() -> dict[str, list[str]]:

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from trainrun.errors import ConfigError
 from trainrun.parallel.group import contact
-from trainrun.parallel.rank_place import LostContact, MeetingFailed
+from trainrun.parallel.rank_place import LostContact, MeetingFailed, name_ranks
 
 POLL_SECONDS = 0.02
 ANSWER_SECONDS = 2.0  # for a port to answer
@@ -184,11 +184,6 @@ def ended_after(seconds: float, whom: Callable[[], str], end: Callable[[str], ob
         yield
     finally:
         timer.cancel()
-
-
-def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
-    names = ", ".join(str(rank) for rank in ranks[:most]) + (", ..." if len(ranks) > most else "")
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 def describe_wait(seconds: float, whom: str) -> str:

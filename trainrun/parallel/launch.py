@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -28,7 +28,7 @@ from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.folder.lock import passed_on
 from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.output import say
-from trainrun.parallel.rank_place import listening_file
+from trainrun.parallel.rank_place import Exchanges, listening_file, name_ranks
 from trainrun.runtime.machine import usable_cores
 from trainrun.runtime.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 
@@ -60,6 +60,8 @@ class Failure:
     kind: str
     message: str
     traceback: str = ""
+    exchanges: Exchanges = field(default_factory=dict)
+    step: int | None = None
 
 
 class RankFailed(TrainrunError):
@@ -347,7 +349,27 @@ def explain_end(
         return RankFailed(f"{name} came before the ranks could save anything", 128 + received[0], first)
     if first.exit_code == EXIT_USAGE:
         return RankFailed(first.message, EXIT_USAGE, first)
-    return RankFailed(f"rank {first.rank} {first.message}", first.exit_code, first)
+    absent = describe_absent([failure for failure in failures if failure is not None], len(ranks))
+    hint = f"; {absent}" if absent and first.kind in ("echo", "death") else ""
+    return RankFailed(f"rank {first.rank} {first.message}{hint}", first.exit_code, first)
+
+
+def describe_absent(failures: list[Failure], num_ranks: int) -> str:
+    """Return which ranks did not enter the exchange in which another one waited; empty if all had entered theirs."""
+    entered = {failure.rank: failure.exchanges for failure in failures}
+    for failure in sorted(failures, key=lambda failure: failure.time):
+        if not failure.exchanges:
+            continue
+        group, (number, name) = list(failure.exchanges.items())[-1]
+        numbers = {rank: entered.get(rank, {}).get(group, [0])[0] for rank in range(num_ranks)}
+        absent = [rank for rank in range(num_ranks) if numbers[rank] < number]
+        if absent:
+            place = "" if failure.step is None else f" of step {failure.step}"
+            return (
+                f"{name_ranks(absent)} did not enter exchange {number} ({name}){place}, in which rank {failure.rank} "
+                "waited"
+            )
+    return ""
 
 
 def settle(ranks: list[Rank], deaths: dict[int, float]) -> None:
@@ -388,7 +410,9 @@ def failure_of(rank: int, code: int, run_dir: RunDir, died: float) -> Failure | 
     if path.exists():
         row = read_json(path)
         message = row["message"] if row["exit_code"] == EXIT_USAGE else f"failed: {row['message']}"
-        return Failure(row["time"], rank, row["exit_code"], row["kind"], message, row["traceback"])
+        return Failure(
+            row["time"], rank, row["exit_code"], row["kind"], message, row["traceback"], row["exchanges"], row["step"]
+        )  # fmt: skip
     if code < 0:
         name = signal_name(-code)
         guess = " (out of memory?)" if name == "SIGKILL" else ""

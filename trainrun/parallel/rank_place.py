@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainrun.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
 from trainrun.folder.run_folder import RunDir, write_json
@@ -23,12 +24,22 @@ SAVE_SECONDS = 30.0
 STANDARD_ERROR = 2
 
 
+Exchanges = dict[
+    str, list[Any]
+]  # group -> [number, name] of the exchange entered last; the newest one comes last
+
+
 class LostContact(LaunchError):
-    """Another rank went away. Its own error says why; this one is only an echo, and worth a new try."""
+    """Another rank went away. Its own error says why; this one is only an echo, and worth a new try.
+
+    exchanges: those that this rank had entered.
+    """
 
     exit_code = EXIT_FAILED
 
-    def __init__(self, reason: BaseException | str) -> None:
+    def __init__(self, reason: BaseException | str, exchanges: Exchanges | None = None) -> None:
+        self.exchanges = exchanges or {}
+        self.step: int | None = None  # in which it happened
         self.reason = (str(reason).strip() or type(reason).__name__).splitlines()[0]
         super().__init__(f"lost contact with the other ranks ({self.reason})")
 
@@ -37,8 +48,13 @@ class MeetingFailed(LostContact):
     """Ranks did not come, or cannot be reached, before the first step."""
 
     def __init__(self, message: str) -> None:
+        super().__init__(message)
         LaunchError.__init__(self, message)
-        self.reason = message
+
+
+def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
+    names = ", ".join(str(rank) for rank in ranks[:most]) + (", ..." if len(ranks) > most else "")
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
@@ -111,6 +127,8 @@ def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
             "exit_code": error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED,
             "kind": "echo" if isinstance(error, LostContact) else "fault" if fault else "bug",
             "message": str(error) if fault else f"{type(error).__name__}: {error}{line_of(error)}",
+            "exchanges": error.exchanges if isinstance(error, LostContact) else {},
+            "step": error.step if isinstance(error, LostContact) else None,
             "traceback": "".join(traceback.format_exception(error)),
         },
     )

@@ -16,10 +16,11 @@ from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.group import init_group
-from trainrun.parallel.handshake import ended_after, name_ranks
+from trainrun.parallel.handshake import ended_after
 from trainrun.parallel.rank_place import (
     die_with_parent,
     listening_file,
+    name_ranks,
     run_rank,
     say_listening,
     show_stacks_when_asked,
@@ -48,6 +49,8 @@ class Options(Protocol):
     def gradient_as_bucket_view(self) -> bool: ...
     @property
     def bucket_cap_mb(self) -> float: ...
+    @property
+    def compress(self) -> str: ...
     @property
     def timeout_seconds(self) -> float: ...
     @property
@@ -118,4 +121,5 @@ def build_ddp(options: Options, store: Store | None) -> Ddp:
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         bucket_cap_mb=options.bucket_cap_mb,
+        compress=options.compress,
     )

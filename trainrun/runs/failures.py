@@ -33,7 +33,7 @@ from trainrun.folder.status import read_status, write_status
 from trainrun.instantiate import satellite
 from trainrun.output import printable, say
 from trainrun.parallel.devices import external_ranks
-from trainrun.parallel.rank_place import LostContact, MeetingFailed, report_failure
+from trainrun.parallel.rank_place import Exchanges, LostContact, MeetingFailed, report_failure
 from trainrun.runtime.signals import StopFlag, stop_deadline
 from trainrun.timing.phases import RANKS
 from trainrun.user_code import of_the_system
@@ -162,14 +162,18 @@ def note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
     return message
 
 
-def end_hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:
+def end_hung(
+    run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int, exchanges: Exchanges
+) -> None:  # fmt: skip
     """Report that a rank hangs, and end its process.
 
     A rank that waits for others reports lost contact, which counts less than their own reports. A run without a
     launcher of ours also records its own end.
     """
     if parallel.world_size > 1:
-        report_failure(run_dir, parallel.rank, LostContact(text) if account == RANKS else TrainingError(text))
+        is_waiting = account == RANKS
+        error = LostContact(text, exchanges) if is_waiting else TrainingError(text)
+        report_failure(run_dir, parallel.rank, error)
     if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):
         leave_now(run_dir, config, "failed", EXIT_FAILED, text)
     end_process(EXIT_FAILED)

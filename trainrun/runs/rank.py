@@ -46,6 +46,8 @@ from trainrun.instantiate import build, locate, satellite
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
+from trainrun.parallel.group import last_exchanges
+from trainrun.parallel.rank_place import LostContact
 from trainrun.parallel.single import Single
 from trainrun.runs.failures import end_hung, on_trial
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
@@ -104,7 +106,7 @@ def train_once(
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
             Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
-                     lambda text, account: end_hung(run_dir, config, parallel, text, account))
+                     lambda text, account: end_hung(run_dir, config, parallel, text, account, last_exchanges()))
         )  # fmt: skip
         listeners = Listeners(run_dir, config, phases) if leader else None
         if listeners is not None:
@@ -246,6 +248,9 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
     run.phases.open(OTHER)  # ours books at once; one that does not is no start-up
     try:
         return fit(run, state)
+    except LostContact as error:
+        error.step = state.step + 1
+        raise
     except (MemoryError, RuntimeError, AttributeError, TypeError, ValueError) as error:
         if (message := explain_error(run, state, error)) is not None:
             raise message from error
