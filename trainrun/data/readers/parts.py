@@ -251,12 +251,16 @@ def files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
     paths = [Path(os.path.abspath(file)) for file in files]
     root = Path(os.path.commonpath([path.parent for path in paths]))
     splits = [split_of_path(path.relative_to(root)) for path in paths]
-    if None in splits and not any(split is None for split in map(split_in_name, files)):
-        splits = [split_in_name(file) for file in files]  # iris_train.csv, iris_test.csv
-    named = set(splits) - {None}
-    if not named & {"val", "test"} or (len(named) == 1 and None not in splits):
+    if None in splits:
+        siblings = [split_in_name(path) for path in paths]  # iris_train.csv, iris_test.csv; also iris.csv
+        names = [name_without_split(path) for path in paths]
+        named = {name for name, split in zip(names, siblings, strict=True) if split}
+        if named.issuperset(names):
+            splits = siblings
+    known = set(splits) - {None}
+    if not known & {"val", "test"} or (len(known) == 1 and None not in splits):
         return {"train": tuple(files), "val": (), "test": ()}
-    unnamed = "train" if "train" not in named else None
+    unnamed = "train" if "train" not in known else None
     sorted_files: dict[str | None, list[Path]] = {"train": [], "val": [], "test": [], None: []}
     for file, split in zip(files, splits, strict=True):
         sorted_files[split or unnamed].append(file)
@@ -281,6 +285,14 @@ def split_in_name(path: Path) -> str | None:
     found = {SPLIT_OF_WORD[word] for word in (words[:1] + words[-1:]) if word in SPLIT_OF_WORD}
     is_code = path.suffix.lower() in SOURCE_CODE
     return found.pop() if len(found) == 1 and not is_code else None
+
+
+def name_without_split(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the folder of a file and the words of its name without the split: equal for files that belong together."""
+    words = [word for word in words_of(path) if not SHARD_PART.fullmatch(word)]
+    if split_in_name(path) is not None:
+        words = words[1:] if words[0] in SPLIT_OF_WORD else words[:-1]
+    return path.parent, tuple(words)
 
 
 def words_of(path: Path) -> list[str]:
