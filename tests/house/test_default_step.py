@@ -1,4 +1,4 @@
-"""Whoever wants to understand one default step opens at most 12 files, the model and the task aside."""
+"""Whoever wants to understand a default step, or a save, opens few files: those whose functions it calls."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 import trainrun
 from trainrun.assemble.assemble import RunContext, build_components
+from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.config.compose import compose_run
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import MicroBatch, StepReport
@@ -32,6 +33,14 @@ STEP = {
     "checkpoint/manager.py", "interfaces.py", "optimizer/plain_step.py", "parallel/single.py",
     "precision/gradients.py", "precision/update.py", "scheduler/schedule.py", "timing/phases.py",
     "training/components.py", "training/recovery/oom.py", "training/train_step.py", "training/triggers.py",
+}  # fmt: skip
+
+
+# The parts of a run whose state is saved aside: each gives it in its own file.
+SAVE = {
+    "assemble/run_plan.py", "checkpoint/files.py", "checkpoint/manager.py", "checkpoint/save.py",
+    "folder/run_folder.py", "monitor/bus.py", "monitor/metric_rows.py", "parallel/single.py", "runs/rank.py",
+    "runtime/foreach_copy.py", "train_state.py", "training/triggers.py",
 }  # fmt: skip
 
 
@@ -66,3 +75,42 @@ def test_a_default_step_is_in_few_files(tmp_path: Path) -> None:
     assert found <= STEP, "a file more is one more to open: is it worth that?"
     assert {"training/train_step.py", "precision/update.py"} <= found  # the step was seen
     assert len(STEP) <= MOST_FILES
+
+
+def files_of_saves(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The files of the package whose functions the saves of a short run call, without those of `checkpoint_tree`."""
+    found = set[str]()
+    save, tree = CheckpointManager.save, Components.checkpoint_tree
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            found.add(path.relative_to(PACKAGE).as_posix())
+
+    def noted_save(manager: CheckpointManager, run: Any, state: TrainState) -> None:
+        sys.setprofile(note)
+        try:
+            save(manager, run, state)
+        finally:
+            sys.setprofile(None)
+
+    def unnoted_tree(run: Components, state: TrainState) -> Any:
+        before = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            return tree(run, state)
+        finally:
+            sys.setprofile(before)
+
+    monkeypatch.setattr(CheckpointManager, "save", noted_save)
+    monkeypatch.setattr(Components, "checkpoint_tree", unnoted_tree)
+    trainrun.train(
+        "trainer.max_steps=4", "checkpoint.every_n_train_steps=2", "monitor.plots=false", "output_dir=run"
+    )
+    return found
+
+
+def test_a_save_is_in_few_files(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = files_of_saves(monkeypatch)
+    assert found <= SAVE, "a file more is one more to open: is it worth that?"
+    assert {"checkpoint/manager.py", "checkpoint/save.py", "runs/rank.py"} <= found  # a save was seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class Listeners:
         file = None
         if wanted.metrics_file:
             mend_end(run.metrics)
-            file = MetricsFile(run.metrics, check=lambda: check_there(run))
+            file = MetricsFile(run.metrics, check=partial(check_there, run))
         self._keeps_rows = bool(file or trackers)
         screens = [] if self._console is None else [self._console]
         self.bus = Bus(file, screens, trackers, phases if self._keeps_rows else None)
@@ -130,10 +131,6 @@ class Listeners:
             self._page = subprocess.Popen(
                 command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
             )
-
-    def flush(self) -> None:
-        """Ahead of a checkpoint: a run that goes on from it has every row before it, also after a power loss."""
-        self.bus.sync()
 
     def faults(self) -> dict[str, int]:
         """Return the number of failed calls of each tracker that had any."""

@@ -45,9 +45,10 @@ from trainrun.checkpoint.save import (
     Metric,
     fills_memory,
     format_keys,
+    on_rank_zero,
     rank_files,
 )
-from trainrun.errors import CheckpointError, SaveError
+from trainrun.errors import CheckpointError
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
 from trainrun.interfaces import Parallel
@@ -560,36 +561,3 @@ def _traces_of_checkpoints(folder: Path) -> list[str]:
 
 
 # ---- an action of one rank or of all ranks, with the same result or fault on all of them
-
-Answer = tuple[Any, str, bool]  # a plain result, or the text of a fault and whether it is a SaveError
-
-
-def on_rank_zero(parallel: Parallel, action: Callable[[], Any]) -> Any:
-    """Return the plain result of an action that only rank 0 runs, on every rank. Its fault is raised on every rank."""
-    answer: Answer = None, "", False
-    fault: Exception | None = None
-    if parallel.rank == 0:
-        answer, fault = _try(action)
-    result, text, is_save_error = parallel.gather(answer)[0]
-    if text:
-        raise fault or (SaveError if is_save_error else CheckpointError)(text)
-    return result
-
-
-def on_every_rank(parallel: Parallel, action: Callable[[], Any]) -> list[Any]:
-    """Return the plain results of all ranks, on every rank. The first fault is raised on every rank."""
-    answer, fault = _try(action)
-    answers = parallel.gather(answer)
-    for rank, (_, text, is_save_error) in enumerate(answers):
-        if text:
-            raise fault or (SaveError if is_save_error else CheckpointError)(f"rank {rank}: {text}")
-    return [result for result, _, _ in answers]
-
-
-def _try(action: Callable[[], Any]) -> tuple[Answer, Exception | None]:
-    try:
-        return (action(), "", False), None
-    except CheckpointError as error:
-        return (None, str(error), isinstance(error, SaveError)), error
-    except Exception as error:  # a bug, raised again on this rank: the other ranks must not wait for it
-        return (None, f"{type(error).__name__}: {error}", False), error

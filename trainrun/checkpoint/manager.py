@@ -42,8 +42,6 @@ from trainrun.checkpoint.load import (
     committed_metrics,
     is_sound,
     load_latest,
-    on_every_rank,
-    on_rank_zero,
     read_manifest,
 )
 from trainrun.checkpoint.save import (
@@ -56,6 +54,8 @@ from trainrun.checkpoint.save import (
     commit,
     dumps,
     new_temporary_folder,
+    on_every_rank,
+    on_rank_zero,
     replace_manifest,
     write_part,
 )

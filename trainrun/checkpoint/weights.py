@@ -24,11 +24,11 @@ from trainrun.checkpoint.load import (
     Loaded,
     best_checkpoint,
     load_together,
-    on_rank_zero,
     open_regular,
     read_tensors,
     resolve,
 )
+from trainrun.checkpoint.save import on_rank_zero
 from trainrun.config.schema import InitConfig
 from trainrun.errors import CheckpointError, ConfigError, TrainingError
 from trainrun.interfaces import Parallel

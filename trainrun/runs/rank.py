@@ -205,7 +205,7 @@ def site_of(
     def before_commit() -> None:
         assert listeners is not None
         check_there(run_dir)
-        listeners.flush()
+        listeners.bus.sync()  # a run that goes on from it has every row before it, also after a power loss
         note_commit(run_dir)
 
     return replace(
