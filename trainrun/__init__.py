@@ -6,6 +6,7 @@ model = run.load_model("best")
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,18 +53,15 @@ def load_model(
     return load_run(run_dir, trust).load_model(which, model, merge)
 
 
+MODULES = {  # of the public names
+    **dict.fromkeys(("Run", "load", "load_run", "train"), "trainrun.runs.api"),
+    **dict.fromkeys(INTERFACES, "trainrun.interfaces"),
+    "TrainrunError": "trainrun.errors",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: the command line must not pay for it."""
-    if name in ("Run", "load", "load_run", "train"):
-        from trainrun.runs import api as record
-
-        return getattr(record, "load_run" if name == "load" else name)
-    if name == "TrainrunError":
-        from trainrun.errors import TrainrunError
-
-        return TrainrunError
-    if name in INTERFACES:
-        from trainrun import interfaces
-
-        return getattr(interfaces, name)
-    raise AttributeError(f"module 'trainrun' has no attribute '{name}'")
+    """Import a public name when it is asked for: the command line must not pay for it."""
+    if name not in MODULES:
+        raise AttributeError(f"module 'trainrun' has no attribute '{name}'")
+    return getattr(import_module(MODULES[name]), "load_run" if name == "load" else name)

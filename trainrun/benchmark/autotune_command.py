@@ -50,13 +50,9 @@ def find(what: str, argv: list[str]) -> int:
             "--memory", type=float, metavar="GB", help="on a CPU, of one process (what is free)"
         )
     wish, words = known_and_words(parser, argv)
-    if what == "lr":
-        from trainrun.benchmark.finders import lr_range
+    from trainrun.benchmark.finders import batch_size, lr_range  # they import torch
 
-        return lr_range.main(wish, words)
-    from trainrun.benchmark.finders import batch_size
-
-    return batch_size.main(wish, words, budget)
+    return lr_range.main(wish, words) if what == "lr" else batch_size.main(wish, words, budget)
 
 
 def autotune_parser() -> Parser:

@@ -18,6 +18,7 @@ import torch
 
 from trainrun.benchmark.diagnose.ablations import CACHED, CachedBatches, apply_ablations
 from trainrun.benchmark.diagnose.profile import profile_steps
+from trainrun.benchmark.finders.lr_range import Diverged, RateSweep
 from trainrun.benchmark.pacing import FirstBatches, OpenStream, PacedCheckpoints, PacedTriggers
 from trainrun.benchmark.snapshot import StateSnapshot
 from trainrun.benchmark.worker_messages import (
@@ -227,8 +228,6 @@ class Worker:
             run.schedule.load_state_dict(copy.deepcopy(self._first_schedule))
 
     def _rate_range(self, message: RateRange) -> RateLosses:
-        from trainrun.benchmark.finders.lr_range import Diverged, RateSweep
-
         sweep: Any = RateSweep(self._components, message)
         run = replace(self._components, step=sweep.step, schedule=sweep)
         self._snapshot.restart()

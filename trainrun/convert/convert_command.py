@@ -9,6 +9,7 @@ from pathlib import Path
 from trainrun.cli.run_arguments import Parser, parse
 from trainrun.config.argv import conf_dir, options, user_conf_dirs
 from trainrun.config.compose import compose_run
+from trainrun.convert.source import source_of
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from trainrun.output import say
 
@@ -25,8 +26,6 @@ KEYS = ("data.shape", "data.num_classes", "data.name", "data.path")
 def main(argv: list[str]) -> int:
     """Write DEST, check a sample of it, and print the settings with which a run uses it."""
     options_given = check_arguments(parse(convert_parser(), argv))
-    from trainrun.convert.source import source_of
-
     dest = Path(options_given.dest).expanduser()
     groups = options("data", [*user_conf_dirs([], Path.cwd()), conf_dir()])
     group, settings = source_of(options_given.source, options_given.data, dest, groups)

@@ -21,6 +21,7 @@ from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint
 from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
+from trainrun.data.facts import are_quantities
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, typed_settings
 from trainrun.folder.status import read_status
@@ -325,8 +326,6 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
 def gives_quantities(data: Any) -> bool:
     """Return whether the last of several tensors or arrays holds one amount for each sample."""
     import numpy as np
-
-    from trainrun.data.facts import are_quantities
 
     target = data[-1] if isinstance(data, tuple | list) and len(data) > 1 else None
     if not hasattr(target, "dtype") or not hasattr(target, "shape"):

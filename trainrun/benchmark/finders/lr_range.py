@@ -16,6 +16,7 @@ import numpy as np
 
 from trainrun.benchmark.run_overrides import begin, config_of, progress_line, relative_path, write_results
 from trainrun.benchmark.worker_messages import RateLosses, RateRange
+from trainrun.benchmark.worker_process import WorkerPool
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import say
 from trainrun.scheduler.schedule import set_lr
@@ -121,8 +122,6 @@ def suggest_rate(curve: RateLosses) -> Suggestion:
 
 
 def main(wish: Namespace, words: list[str]) -> int:
-    from trainrun.benchmark.worker_process import WorkerPool
-
     if not 0 < wish.low < wish.high or not math.isfinite(wish.high) or wish.steps < 4 * FIRST:
         raise ConfigError(
             f"autotune lr: --low {wish.low:g} --high {wish.high:g} --steps {wish.steps}: must be rates above 0, low "
