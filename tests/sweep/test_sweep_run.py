@@ -127,7 +127,11 @@ def test_finished_jobs_are_kept_and_failed_ones_start_anew(tmp_path: Path, comma
 
 
 def test_a_job_with_a_checkpoint_goes_on(tmp_path: Path):
-    assert job_command(["lr=1"], tmp_path) == module_command("trainrun", "lr=1", f"hydra.run.dir={tmp_path}")
+    assert job_command(["lr=1"], tmp_path) == module_command(
+        "trainrun", "lr=1", "monitor.plots=false", f"hydra.run.dir={tmp_path}"
+    )
+    asked = ["lr=1", "monitor.plots=true"]
+    assert job_command(asked, tmp_path) == module_command("trainrun", *asked, f"hydra.run.dir={tmp_path}")
     (tmp_path / "checkpoints" / "step-7").mkdir(parents=True)
     assert job_command(["lr=1"], tmp_path) == module_command("trainrun", "resume", str(tmp_path))
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,15 +19,16 @@ from trainrun.folder.lock import only_writer
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
 from trainrun.parallel.launch import module_command
+from trainrun.sweep.forked_job import ForkedJob, end_with_sweep
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.leases import Lease, Leases
 from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import OUTPUT, Job, has_checkpoint, mark_pruned, read_result, with_objective
 from trainrun.sweep.search.study import SweepStudy
 
+Process = subprocess.Popen[bytes] | ForkedJob
 Command = Callable[[list[str], Path], list[str]]
 STOPPING = b"\nstopping: the jobs that run save first; Ctrl-C again ends them without\n"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 KILL_AFTER = 3  # the first Ctrl-C lets jobs save, the second ends them, the third kills them
 POLL_SECONDS = 0.02
 JUDGE_SECONDS = 0.2  # between two looks at the validations of the jobs
@@ -43,7 +42,7 @@ class StopRelay:
     def __init__(self) -> None:
         self.number = 0
         self.count = 0
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Process] = []
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
@@ -54,12 +53,12 @@ class StopRelay:
         for process in list(self.processes):
             self.pass_on(process, number)
 
-    def add(self, process: subprocess.Popen[bytes]) -> None:
+    def add(self, process: Process) -> None:
         self.processes.append(process)
         if self.number:  # it came while the job was being started
             self.pass_on(process, self.number)
 
-    def pass_on(self, process: subprocess.Popen[bytes], number: int) -> None:
+    def pass_on(self, process: Process, number: int) -> None:
         if process.poll() is not None:
             return
         if self.count < KILL_AFTER:
@@ -68,23 +67,18 @@ class StopRelay:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def end_with_sweep(cores: list[int]) -> None:
-    """Run in a job before its program: on Linux it gets a SIGTERM when the sweep dies, even by SIGKILL.
-
-    cores: the only ones that it may use; any where there are none.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if cores:
-            os.sched_setaffinity(0, cores)
-
-
 def job_command(words: list[str], folder: Path) -> list[str]:
     """A new run in the job's folder, or the old one from its newest checkpoint."""
+    return module_command("trainrun", *job_words(words, folder))
+
+
+def job_words(words: list[str], folder: Path) -> list[str]:
+    """Return the command line of a job. Its plots are drawn where the words ask for them."""
     if has_checkpoint(folder):
         code = [word for word in words if word.startswith("--config-dir=")]
-        return module_command("trainrun", "resume", str(folder), *code)
-    return module_command("trainrun", *words, f"hydra.run.dir={folder}")
+        return ["resume", str(folder), *code]
+    plots = [] if any("monitor.plots=" in word for word in words) else ["monitor.plots=false"]
+    return [*words, *plots, f"hydra.run.dir={folder}"]
 
 
 @dataclass
@@ -92,7 +86,7 @@ class RunningJob:
     """A job with its process. earlier: its status before this try. began: by the clock of the queue."""
 
     job: Job
-    process: subprocess.Popen[bytes]
+    process: Process
     lease: Lease | None
     output: BinaryIO
     earlier: dict[str, Any]
@@ -103,13 +97,14 @@ class RunningJob:
 class JobQueue:
     """Runs the wanted jobs of a sweep, and the points that a search asks for.
 
+    command: of a job's process; None for forks of this one, which has imported what they need.
     objective: by which jobs are judged; empty for what they monitor. study: of a search. leases: None for one job after
     the other, with the whole machine. devices_of: how many places a job needs.
     until: when the jobs are asked to save and the sweep ends, by `time.monotonic()`.
     """
 
     def __init__(
-        self, sweep: Sweep, command: Command, relay: StopRelay, progress: SweepProgress,
+        self, sweep: Sweep, command: Command | None, relay: StopRelay, progress: SweepProgress,
         leases: Leases | None = None, devices_of: Callable[[Job], int] = lambda job: 1, until: float | None = None,
         objective: Sequence[str] = (), study: SweepStudy | None = None,
     ) -> None:  # fmt: skip
@@ -214,16 +209,25 @@ class JobQueue:
         earlier, began = read_status(RunDir(folder)), time.monotonic()
         cores = lease.cores if lease else []
         output = (folder / OUTPUT).open("wb")
-        process = subprocess.Popen(
-            self._command(words, folder),
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, pass_fds=lease.files if lease else (),
-            env={**os.environ, **(lease.environment() if lease else {})},
-            preexec_fn=lambda: end_with_sweep(cores),  # a sweep that is killed leaves no job behind
-        )  # fmt: skip
+        environment = lease.environment() if lease else {}
+        process: Process
+        if self._command is None:
+            process = ForkedJob(job_words(words, folder), output, cores, environment, self._open_files())
+        else:
+            process = subprocess.Popen(
+                self._command(words, folder),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, pass_fds=lease.files if lease else (), env={**os.environ, **environment},
+                preexec_fn=lambda: end_with_sweep(cores),  # a sweep that is killed leaves no job behind
+            )  # fmt: skip
         self._relay.add(process)
         self._running.append(RunningJob(job, process, lease, output, earlier, goes_on, began))
         return True
+
+    def _open_files(self) -> list[int]:
+        """Return the open files of the jobs that run, which are none of the next job's."""
+        leases = [descriptor for one in self._running if one.lease for descriptor in one.lease.files]
+        return [*leases, *(one.output.fileno() for one in self._running)]
 
     def _end(self, running: RunningJob) -> None:
         """Keep the result of a job whose process has ended, and free its place."""
@@ -232,7 +236,7 @@ class JobQueue:
         running.output.close()
         if running.lease is not None:
             running.lease.release()
-        code, job = running.process.returncode, self._sweep.jobs[running.job.num]
+        code, job = int(running.process.returncode or 0), self._sweep.jobs[running.job.num]
         result = read_result(self._sweep.folder / job.folder, code, running.earlier)
         if code == EXIT_USAGE and not running.goes_on:
             self.refused.add(job.num)

@@ -27,9 +27,10 @@ from trainrun.folder.run_folder import RunDir, is_there, named_folder, write_tex
 from trainrun.output import counted, path_to_paste, say
 from trainrun.parallel.devices import num_devices
 from trainrun.runtime.signals import catch_stops
+from trainrun.sweep.forked_job import import_what_jobs_need
 from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
 from trainrun.sweep.jobs import Sweep, calls_to_resume, open_sweep
-from trainrun.sweep.leases import Leases, find_places
+from trainrun.sweep.leases import Leases, find_places, gpu_names
 from trainrun.sweep.options import SweepOptions, from_hydra, read_options, split_options
 from trainrun.sweep.points import best_job
 from trainrun.sweep.progress import SweepProgress
@@ -141,10 +142,13 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
             say(f"note: {note}", file=sys.stderr)
         jobs = counted(num_jobs, "job") if num_jobs else "jobs"
         say(f"sweep: {jobs} in {sweep.folder}{about and f', {about}'}", flush=True)
+        forks = command is job_command and can_fork(sweep, options)
+        if forks:
+            import_what_jobs_need()
         progress = SweepProgress(sweep, max(len(places), 1))
         until = None if options.max_seconds is None else time.monotonic() + options.max_seconds
         queue = JobQueue(
-            sweep, command, relay, progress, Leases(places) if places else None,
+            sweep, None if forks else command, relay, progress, Leases(places) if places else None,
             devices_of or (lambda job: 1), until, options.objective, study,
         )  # fmt: skip
         try:
@@ -238,6 +242,13 @@ def uses_gpus(sweep: Sweep) -> bool:
     """Return whether the first job may compute on a GPU."""
     words = [word for word in sweep.first_words() if word.startswith(PARALLEL_WORDS)]
     return compose_run(words).config.parallel.accelerator in ("auto", "cuda")
+
+
+def can_fork(sweep: Sweep, options: SweepOptions) -> bool:
+    """Return whether jobs are forks: there are several, none needs a GPU, and torch computes nothing here."""
+    computes = bool(sweep.search) and options.sampler == "gp"
+    is_alone = sweep.num_jobs == 1
+    return sys.platform == "linux" and not (computes or is_alone or (uses_gpus(sweep) and gpu_names()))
 
 
 @contextlib.contextmanager

@@ -73,8 +73,11 @@ def best_text(point: SweepPoint, job: Job) -> str:
 def longer_command(sweep: Sweep, job: Job) -> str:
     """Return the command that trains a new run with the settings of a job, twice as long where a limit ended it."""
     run = RunDir(sweep.folder / job.folder)
-    longer = longer_limit(read_status(run), read_config(run).get("trainer") or {})
-    return " ".join(filter(None, [COMMAND, "again", path_to_paste(run.root), longer]))
+    config = read_config(run)
+    longer = longer_limit(read_status(run), config.get("trainer") or {})
+    draws = (config.get("monitor") or {}).get("plots") is not False or "monitor.plots" in job.settings
+    plots = "" if draws else "monitor.plots=true"
+    return " ".join(filter(None, [COMMAND, "again", path_to_paste(run.root), longer, plots]))
 
 
 def link_to_report(sweep: Sweep, job: Job) -> str:

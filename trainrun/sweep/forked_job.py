@@ -1,0 +1,137 @@
+"""A job as a fork of the sweep, which has imported torch and computed nothing: it starts in a third of a second.
+
+For jobs on CPUs, on Linux. The user's own modules are imported anew in each job, since they may have changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import runpy
+import signal
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from trainrun.errors import EXIT_FAILED
+
+PACKAGE = Path(__file__).parents[1]
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# What imports the rest of what a training needs; it starts no thread and computes nothing.
+WARM_MODULES = (
+    "trainrun.cli.main", "trainrun.cli.train_command", "trainrun.runs.rank", "trainrun.autotune.start",
+    "trainrun.summary.at_end", "trainrun.data.pipeline", "trainrun.data.engines.in_memory",
+    "trainrun.data.overlap.shared_rows", "trainrun.task.classification",
+)  # fmt: skip
+
+
+def import_what_jobs_need() -> None:
+    """Import torch and what trains, so that a fork has it. Its objects are no garbage, and stay shared."""
+    for name in WARM_MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def end_with_sweep(cores: Sequence[int]) -> None:
+    """Run in a job before its program: on Linux it gets a SIGTERM when the sweep dies, even by SIGKILL.
+
+    cores: the only ones that it may use; any where there are none.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+
+class ForkedJob:
+    """A fork that runs a command line of trainrun, with the part of `Popen` that a sweep uses.
+
+    close: open files of the sweep that are none of the job's.
+    """
+
+    def __init__(
+        self, words: Sequence[str], output: BinaryIO, cores: Sequence[int], environment: Mapping[str, str],
+        close: Sequence[int],
+    ) -> None:  # fmt: skip
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # numpy's threads, which are idle, see to forks
+            self.pid = os.fork()
+        if self.pid == 0:
+            run_in_fork(words, output.fileno(), cores, environment, close)
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the signal that ended the job; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def run_in_fork(
+    words: Sequence[str],
+    output: int,
+    cores: Sequence[int],
+    environment: Mapping[str, str],
+    close: Sequence[int],
+) -> None:
+    """Become the process of a job, and end it. Nothing of the sweep runs on in it."""
+    code = EXIT_FAILED
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        end_with_sweep(cores)
+        for descriptor in close:
+            os.close(descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        os.environ.update(environment)
+        sys.argv = ["trainrun", *words]
+        forget_modules_of_users()
+        code = exit_code_of_command()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def exit_code_of_command() -> int:
+    try:
+        runpy.run_path(str(PACKAGE / "__main__.py"), run_name="__main__")
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return EXIT_FAILED
+    return 0
+
+
+def forget_modules_of_users() -> None:
+    """Have modules that belong to no installed package be imported anew."""
+    installed = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+    kept = (sys.prefix, sys.base_prefix, str(PACKAGE), *installed)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and name != "__main__" and not file.startswith(kept):
+            del sys.modules[name]
+    importlib.invalidate_caches()
