@@ -12,6 +12,8 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.folder.run_folder import RunDir, write_json
+from trainrun.sweep.jobs import Job, Sweep
+from trainrun.sweep.results import Result
 
 GONE = 2**30  # no process has this number
 
@@ -93,19 +95,12 @@ def test_what_cannot_be_listed_is_refused(tmp_path: Path, words: list[str]) -> N
 def test_a_sweep_is_one_row_with_its_best_job_and_opens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jobs = []
+    jobs = {}
     for number, value in enumerate((0.5, 0.9)):
         make(tmp_path / "sweep" / f"{number}-x", (f"seed={number}",), value=value)
-        result = {
-            "state": "done",
-            "value": value,
-            "monitor": "val/acc",
-            "mode": "max",
-            "seconds": 1.0,
-            "error": "",
-        }
-        jobs.append({"num": number, "words": [f"seed={number}"], "folder": f"{number}-x", "result": result})
-    write_json(tmp_path / "sweep" / "sweep.json", {"calls": [], "jobs": jobs})
+        result = Result("done", value, "val/acc", "max", 1.0)
+        jobs[number] = Job(number, (f"seed={number}",), f"{number}-x", result)
+    Sweep(tmp_path / "sweep", [], jobs, trials=[[0], [1]]).save()
     (tmp_path / "sweep" / "sweep.html").touch()
     (row,) = listed(capsys, str(tmp_path), "--html")[1:-1]
     assert 'href="sweep/sweep.html"' in (tmp_path / "runs.html").read_text()
