@@ -24,7 +24,7 @@ UNIT, TRAIN, PROCESS, FAULT = LANES = ("unit", "train", "process", "fault")
 LANE_OF = {
     "benchmark": TRAIN, "cli": TRAIN, "runs": TRAIN, "scheduler": TRAIN, "step": TRAIN, "training": TRAIN,
     "transform": TRAIN, "export": TRAIN, "smaller": TRAIN, "starter": TRAIN,
-    "convert": PROCESS, "scripts": PROCESS, "verify": PROCESS,
+    "convert": PROCESS, "launch": PROCESS, "scripts": PROCESS, "verify": PROCESS,
     "faults": FAULT, "pretended_gpu": FAULT,
 }  # fmt: skip
 HARMLESS = ("git", "uname")  # of the facts that every run notes

@@ -18,6 +18,7 @@ SATELLITES = {
     "convert",
     "embedding",
     "export",
+    "launch",
     "plots",
     "sampling",
     "smaller",

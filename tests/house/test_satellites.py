@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trainrun"
 
 SATELLITES = (
-    "plots", "summary", "benchmark", "verify", "sweep", "convert", "autotune", "sampling", "export", "embedding",
-    "smaller", "watch", "starter",
+    "plots", "summary", "benchmark", "verify", "sweep", "launch", "convert", "autotune", "sampling", "export",
+    "embedding", "smaller", "watch", "starter",
 )  # fmt: skip
 COMMANDS = PACKAGE / "cli"  # each belongs to the satellite that it calls
 TOLD = (

@@ -21,8 +21,9 @@ from trainrun.folder.status import read_status
 from trainrun.output import path_to_paste, say
 from trainrun.parallel.devices import external_ranks, is_one_task_a_node
 from trainrun.parallel.launch import launch_on_node, module_command
-from trainrun.runs.run import begun, start, torchrun_ranks
+from trainrun.runs.run import begun, folder_of, start, torchrun_ranks
 
+LAUNCH_OPTION = re.compile(r"launch(\.\w+)?=")
 SWEEP_OPTION = re.compile(r"sweep(\.\w+)?=")
 # Also Hydra's words for a sweep, and a word for one of its branches: `model=mlp: model.width=16,32`.
 SWEEP_WORD = re.compile(r"sweep(\.\w+)?=|hydra[./](sweeper|launcher)\b|[\w./]+=[^\s:,{}()\[\]]+:\s")
@@ -30,6 +31,8 @@ SWEEP_WORD = re.compile(r"sweep(\.\w+)?=|hydra[./](sweeper|launcher)\b|[\w./]+=[
 
 def main(words: list[str]) -> int:
     """A new run, a sweep, or the composed config without running."""
+    launch_words = [word for word in words if LAUNCH_OPTION.match(word)]
+    words = [word for word in words if word not in launch_words]
     code = run_ranks_of_node(
         lambda: compose_prepared(*prepare_command_line(words, Path.cwd()), Path.cwd()).config
     )
@@ -50,6 +53,10 @@ def main(words: list[str]) -> int:
         return EXIT_DONE
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
     if sweeps:
+        if launch_words:
+            raise ConfigError(
+                f"{launch_words[0]}: not with --multirun; submit the jobs of a sweep one by one"
+            )
         if external_ranks():
             raise ConfigError(
                 "--multirun: not inside torchrun; start the sweep alone, its jobs start their own ranks"
@@ -63,7 +70,20 @@ def main(words: list[str]) -> int:
         raise ConfigError(
             "hydra.sweep.dir: is the folder of a sweep (--multirun); one run has output_dir=..."
         )
+    if launch_words and submit(launch_words, words, prepared, folders):
+        return EXIT_DONE
     return train_one(words, paths, prepared, folders)
+
+
+def submit(launch_words: list[str], words: list[str], prepared: CommandLine, folders: list[Path]) -> bool:
+    """Submit the run of a command line to Slurm; return whether the words say so. Raise ConfigError for mistakes."""
+    from trainrun.launch import slurm
+
+    options = slurm.read_options(launch_words)
+    if options is not None:
+        composition = compose_prepared(prepared, folders, Path.cwd())
+        slurm.submit(options, str(composition.config.run_name), folder_of(composition), words)
+    return options is not None
 
 
 def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders: list[Path]) -> int:

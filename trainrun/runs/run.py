@@ -56,7 +56,7 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
     The config has a seed. The last says whether the run is there: then it goes on. Other words are refused, nothing is
     ever written over.
     """
-    run, config = RunDir(_folder_of(composition)), composition.config
+    run, config = RunDir(folder_of(composition)), composition.config
     with unless_refused(run), only_writer(run):
         earlier_config = None
         if any(path != run.lock for path in run.root.iterdir()):
@@ -110,7 +110,7 @@ def new_run(
     composition: Composition, words: list[str], run: RunDir | None = None, seed_drawn: bool = False
 ) -> RunDir:
     """Make the folder of a new run and write down what was asked for. seed_drawn: nobody named the config's seed."""
-    run = run or RunDir(_folder_of(composition))
+    run = run or RunDir(folder_of(composition))
     assert not run.config.exists()
     run.create()
     config = composition.config
@@ -154,7 +154,7 @@ def write_words(run: RunDir, words: list[str]) -> None:
     write_text(run.overrides, "".join(f"{masked_word(word)}\n" for word in words))
 
 
-def _folder_of(composition: Composition) -> Path:
+def folder_of(composition: Composition) -> Path:
     named = composition.own.get("hydra.run.dir")
     if named:
         return named_folder(named)

@@ -1,0 +1,107 @@
+"""`launch=slurm` writes a script that Slurm can run, and submits it."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli.main import main
+from trainrun.errors import ConfigError
+from trainrun.launch.slurm import SlurmOptions, format_script, read_options, words_of_job
+
+
+def fake_program(folder: Path, name: str, text: str) -> None:
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+
+
+def test_options_of_the_command_line() -> None:
+    words = [
+        "launch=slurm",
+        "launch.nodes=2",
+        "launch.gpus=8",
+        "launch.time=1-00:00:00",
+        "launch.partition=main",
+    ]
+    flags = {"qos": "high", "mem": "64G", "exclusive": True}
+    assert read_options([*words, "launch.sbatch={qos: high, mem: 64G, exclusive: true}"]) == SlurmOptions(
+        2, 8, "1-00:00:00", "main", flags
+    )
+    assert read_options(["launch=local"]) is None
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "launch=slrm",
+        "launch.nodes=0",
+        "launch.gpus=all",
+        "launch.sbatch=qos",
+        "launch.node=2",
+        "launch.time=",
+    ],
+)
+def test_a_wrong_option_is_refused(word: str) -> None:
+    words = [word] if word == "launch=slrm" else ["launch=slurm", word]
+    with pytest.raises(ConfigError) as caught:
+        read_options(words)
+    assert word.partition("=")[0] in str(caught.value)
+
+
+def test_a_job_has_one_task_a_machine_with_a_rank_for_each_gpu(tmp_path: Path) -> None:
+    words = ["optimizer.lr=1e-3", "output_dir=elsewhere"]
+    assert words_of_job(SlurmOptions(nodes=2, gpus=8), words, tmp_path) == [
+        "optimizer.lr=1e-3", "parallel=ddp", "parallel.devices=8", f"output_dir={tmp_path}"
+    ]  # fmt: skip
+    assert words_of_job(SlurmOptions(), words, tmp_path) == ["optimizer.lr=1e-3", f"output_dir={tmp_path}"]
+    script = format_script(SlurmOptions(2, 8, sbatch={"requeue": False, "qos": "a b"}), "n", tmp_path, words)
+    lines = script.splitlines()
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8",
+            "#SBATCH --signal=USR2@300", "#SBATCH --qos='a b'"} <= set(lines)  # fmt: skip
+    assert not any("--requeue" in line or "--time" in line for line in lines)
+
+
+@pytest.mark.parametrize(("code", "requeues"), [(75, True), (0, False), (1, False)])
+def test_a_stopped_run_is_queued_again(
+    code: int, requeues: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_program(tmp_path, "srun", f"exit {code}")
+    fake_program(tmp_path, "scontrol", f'echo "$*" > {tmp_path}/scontrol.txt')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    script = tmp_path / "slurm.sh"
+    script.write_text(format_script(SlurmOptions(), "n", tmp_path, ["output_dir=run"]))
+    assert subprocess.run(["bash", str(script)], check=False).returncode == code
+    note = tmp_path / "scontrol.txt"
+    assert note.exists() == requeues
+    assert not requeues or note.read_text() == "requeue 17\n"
+
+
+def test_the_command_submits_the_script_of_the_run(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_program(workdir, "sbatch", f'cp "$2" {workdir}/submitted.sh; echo "4711;cluster"')
+    monkeypatch.setenv("PATH", str(workdir), prepend=":")
+    assert main(["launch=slurm", "launch.nodes=2", "optimizer.lr=0.1", "output_dir=run"]) == 0
+    printed = capsys.readouterr().out
+    assert "job 4711" in printed
+    assert "trainrun watch run" in printed
+    (command,) = [line for line in Path("submitted.sh").read_text().splitlines() if line.startswith("srun ")]
+    assert shlex.split(command)[-3:] == ["optimizer.lr=0.1", "parallel=ddp", f"output_dir={workdir / 'run'}"]
+    assert [path.name for path in Path("run").iterdir()] == ["slurm.sh"]
+
+
+def test_without_slurm_and_with_a_mistake_nothing_is_submitted(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert main(["launch=slurm", "optimizer.lr=-1", "output_dir=run"]) == 2
+    assert not Path("run").exists()
+    assert main(["launch=slurm", "output_dir=run"]) == 2
+    assert Path("run/slurm.sh").exists()
+    assert "sbatch" in capsys.readouterr().err
