@@ -78,7 +78,11 @@ def test_a_segmentation_shows_input_target_and_prediction_with_iou(workdir: Path
     data = torch.utils.data.TensorDataset(images, target)
     words = ("task=segmentation", "trainer.max_steps=2", "data.batch_size=6")
     run = package.train(*WORDS, *words, model=torch.nn.Conv2d(3, 2, 1), data=data, val=data)
-    ((name, (pictures, captions)),) = read_task_pictures(run.files).items()
+    drawn = read_task_pictures(run.files)
+    patches, class_names = drawn.pop("color of each class")
+    assert class_names == ["class 0", "class 1"]
+    assert patches[:, :, 0, 0].tolist() == [[0, 0, 0], [230, 159, 0]]
+    ((name, (pictures, captions)),) = drawn.items()
     assert name == "input | target | prediction"
     assert pictures.shape == (9, 3, 4, 3 * 8)  # a white line at both sides
     assert pictures[0, :, 0, 9].tolist() == [255, 255, 255]  # no value

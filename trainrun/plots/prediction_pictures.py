@@ -196,7 +196,7 @@ def tiles_html(
         image = f'<img alt="{escape(text)}" src="{png_url(picture)}">'
         caption = f"<figcaption>{escape(text)}</figcaption>"
         tiles += f"<figure{' class=wrong' * wrong}><div>{heads}</div>{image}{caption}</figure>\n"
-    wide = max(pictures.shape[3] / pictures.shape[2], 1)
+    wide = max(min(pictures.shape[3] / pictures.shape[2], max(len(parts), 1)), 1)
     return f'<div class="tiles" style="--wide:{wide:.2f}">\n{tiles}</div>'
 
 

@@ -76,7 +76,19 @@ class Segmentation:
                 names.insert(0, "input")
         ious = [iou_of_picture(*one) for one in zip(target, predicted, valued, strict=True)]
         captions = [f"IoU {iou:.2f}" for iou in ious]
-        return {" | ".join(names): (torch.cat([pad(one, (1, 1), value=1.0) for one in maps], 3), captions)}
+        drawn = torch.cat([pad(one, (1, 1), value=1.0) for one in maps], 3)
+        return {
+            " | ".join(names): (drawn, captions),
+            "color of each class": legend(target, predicted, valued),
+        }
+
+
+def legend(target: Tensor, predicted: Tensor, valued: Tensor) -> tuple[Tensor, list[str]]:
+    """Return a patch of the colour of each class that is drawn, with its number."""
+    drawn = torch.cat([target[valued], predicted.flatten()])
+    classes = drawn.unique()  # type: ignore[no-untyped-call]
+    patches = classes[:, None, None].expand(-1, 4, 12)
+    return in_colors(patches, patches >= 0), [f"class {number}" for number in classes.tolist()]
 
 
 def in_colors(classes: Tensor, valued: Tensor) -> Tensor:
