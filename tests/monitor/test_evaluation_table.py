@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.monitor.test_console import FACTS
 from trainrun.monitor.evaluation_table import HEAD_EVERY, EvaluationTable, format_number
 from trainrun.monitor.run_lines import (
+    call_of,
     end_lines,
     layer_lines,
     longer_limit,
     next_commands,
     start_lines,
+    without_objects,
 )
 from trainrun.output import clock, fields_that_fit, wrapped
+from trainrun.runs import api
 
 METRICS = {"train/loss": 0.25, "val/loss": 0.5, "val/f1": 0.75, "val/acc": 0.9}
 
@@ -103,6 +107,23 @@ def test_commands_at_the_end_can_be_pasted(tmp_path, monkeypatch: pytest.MonkeyP
     ]  # fmt: skip
     lines = [wrapped(line, 30) for line in end_lines({"step": 900, "epoch": 20.0}, facts)]
     assert all(any(line.endswith(command) for line in lines) for command in commands)  # each in one piece
+
+
+def test_a_run_of_objects_goes_on_from_python(tmp_path) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    words = api.settings_of_objects(
+        {"model": torch.nn.Linear(2, 2), "data": (torch.ones(8, 2), torch.ones(8))}, []
+    )
+    words += ["trainer.max_steps=900"]
+    (folder / "overrides.txt").write_text("\n".join(words))
+    facts = replace(FACTS, folder=str(folder), config={"trainer": {"max_steps": 900}})
+    commands = next_commands({"step": 900, "epoch": 20.0}, facts)
+    assert commands == [
+        f'trainrun.train("ckpt_path={folder}", "trainer.max_steps=1800", model=model, data=data)'
+    ]
+    assert without_objects(words) == ["run_name=Linear", "trainer.max_steps=900"]
+    assert call_of(without_objects(words)[1:], {}) == "trainrun trainer.max_steps=900"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,8 @@ from typing import Any
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import RunFacts
 from trainrun.output import COMMAND, SPEEDS, counted, duration, figure, path_to_paste, quantity, speed_in
+
+OBJECT_TARGET = "trainrun.runs.api.given"  # of what `trainrun.train(model=...)` was given
 
 LEAST_SHARE, MOST_PARTS = 0.05, 3  # of the time: smaller accounts are not named, nor more of them
 
@@ -134,8 +139,13 @@ def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
     run = RunDir(Path(facts.folder))
     folder = path_to_paste(run.root)
     commands = []
-    if run.checkpoints.is_dir():
-        if longer := longer_limit(summary, facts.config.get("trainer") or {}):
+    words = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.is_file() else []
+    objects = objects_in(words)
+    longer = longer_limit(summary, facts.config.get("trainer") or {})
+    if objects and longer and run.checkpoints.is_dir():
+        commands.append(call_of([f"ckpt_path={run.root}", longer], objects))
+    elif run.checkpoints.is_dir() and not objects:
+        if longer:
             commands.append(f"{COMMAND} resume {folder} {longer}")
         counted_or_endless = facts.num_val, (facts.config.get("data") or {}).get("val")
         if any(number is not None for number in counted_or_endless):
@@ -143,6 +153,39 @@ def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
     if run.metrics.is_file():
         commands.append(f"{COMMAND} report {folder}")
     return commands
+
+
+def objects_in(words: Sequence[str]) -> dict[str, str]:
+    """Return the objects that Python gave a run, with what they are, from its settings: `model`, `data`, `val`."""
+    values = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
+    places = [key.removesuffix("._target_") for key, value in values.items() if value == OBJECT_TARGET]
+    names = [values[f"{place}.name"] for place in places]
+    abouts = [values[f"{place}.about"].strip('"') for place in places]
+    return dict(zip(names, abouts, strict=True))
+
+
+def without_objects(words: Sequence[str]) -> list[str]:
+    """Return the settings of a run but for those that stand for objects from Python."""
+    places = [
+        word.partition("._target_=")[0] for word in words if word.endswith(f"._target_={OBJECT_TARGET}")
+    ]
+    groups = {re.split(r"[+.]", place)[1] for place in places}
+    hidden = tuple(f"{place}." for place in places)
+    return [
+        word for word in words if not word.startswith(hidden) and word not in {f"{g}=custom" for g in groups}
+    ]
+
+
+def call_of(words: Sequence[str], objects: Mapping[str, str]) -> str:
+    """Return the command that trains with these settings; a call from Python if objects belong to them."""
+    if not objects:
+        return shlex.join([COMMAND, *words])
+    names = dict.fromkeys(name.partition(".")[0] for name in objects)
+    arguments = [
+        *(json.dumps(word, ensure_ascii=False) for word in words),
+        *(f"{name}={name}" for name in names),
+    ]
+    return f"{COMMAND}.train({', '.join(arguments)})"
 
 
 def longer_limit(summary: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top;
        border-bottom: 1px solid var(--line); } th { color: var(--quiet); font-weight: 600; min-width: 7em; }
 .wide { overflow-x: auto; } .wide td, .wide th { overflow-wrap: normal; white-space: nowrap; min-width: 0; }
 .wide th:first-child, .wide td:first-child { position: sticky; left: 0; background: var(--back); }
-.beside { display: flex; flex-wrap: wrap; column-gap: 4em; }
+.beside { display: flex; flex-wrap: wrap; column-gap: 3em; } .beside > div { flex: 1 1 20em; }
 pre { background: var(--box); padding: .8em; white-space: pre-wrap; font-size: 13px; } .quiet { color: var(--quiet); }
 .banner { background: var(--box); border-left: 4px solid #0072b2; padding: .5em .9em; white-space: pre-wrap; }
 .banner.bad { border-left-color: #c0392b; }
