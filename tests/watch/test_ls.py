@@ -106,6 +106,7 @@ def test_a_sweep_is_one_row_with_its_best_job_and_opens(
     assert 'href="sweep/sweep.html"' in (tmp_path / "runs.html").read_text()
     assert row[:3] == ["sweep/", "2/2", "done"]
     assert "0.9" in row
+    assert row[-2:] == ["2.0", "s"]  # of both jobs
     assert sorted(row[0] for row in listed(capsys, str(tmp_path / "sweep"))[1:]) == ["0-x", "1-x"]
     make(tmp_path / "run", value=0.7)
     (tmp_path / "foreign").mkdir()

@@ -118,11 +118,13 @@ def predict_new(
     which = choose_checkpoint(run.checkpoints, which)
     loaded = read_checkpoint(resolve(run.checkpoints, which))
     input_format = InputFormat(config, saved_names(loaded))
+    facts = saved_facts(run, input_format.names)
+    check_shape(samples, facts.shape, config)
     source = open_samples(input_format, samples)
     model = network_of(run, config, which)
     device = choose_device(config.parallel.accelerator)
     model.to(device)
-    task = build_task(without_class_weights(config), saved_facts(run, input_format.names))
+    task = build_task(without_class_weights(config), facts)
     calls = TaskCalls(task, model, Place(config.seed or 0, 0, device), None)
     give_task_state(task, calls, loaded, device)
     options = stream_options(config, Single(device), "val", lambda text: None)
@@ -145,6 +147,27 @@ def saved_facts(run: RunDir, names: TrainingNames) -> DataFacts:
     data_facts = read_identity(run).get("data", {})
     shape = tuple(data_facts["shape"]) if data_facts.get("shape") else None
     return DataFacts(shape, data_facts.get("num_classes"), tuple(names.classes))
+
+
+def check_shape(samples: Any, expected: tuple[int, ...] | None, config: RunConfig) -> None:
+    """Raise DataError for an array (N, ...) whose samples do not have the shape of those of the training.
+
+    A transform may change the shape. A network that is not built for one shape (`in_shape`) may take pictures of
+    another size, and sequences of another length.
+    """
+    is_array = hasattr(samples, "dtype") and hasattr(samples, "shape")
+    if not is_array or expected is None or config.data.transform or config.data.val_transform:
+        return
+    shape = tuple(samples.shape[1:])
+    is_fixed = "in_shape" in (config.model or {})
+    same_kind = len(shape) == len(expected) and (len(shape) < 2 or shape[0] == expected[0])
+    if shape == expected or (same_kind and not is_fixed):
+        return
+    way = "; give a batch, as x[None]" if tuple(samples.shape) == expected else ""
+    raise DataError(
+        f"predict: the array has the shape {tuple(samples.shape)}, but this run takes (N, "
+        f"{', '.join(map(str, expected))}){way}"
+    )
 
 
 def without_class_weights(config: RunConfig) -> RunConfig:

@@ -41,7 +41,8 @@ SIGNS: dict[str, Callable[[Any, Any], bool]] = {
 class Listed:
     """One row: a run, or a sweep, which stands for its best job.
 
-    name: the folder, below the one that is listed. page: what the row opens, if it is there.
+    name: the folder, below the one that is listed. page: what the row opens, if it is there. seconds: of the training,
+    or of all jobs of a sweep from start to end.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Listed:
     state: str
     status: dict[str, Any]
     page: Path
+    seconds: float | None = None
 
     @property
     def settings(self) -> dict[str, str]:
@@ -74,7 +76,7 @@ class Listed:
         if key in self.settings:
             return self.settings[key]
         if key in ("time", "seconds"):
-            return self.status.get("seconds")
+            return self.seconds
         if key in ("state", "name"):
             return self.state if key == "state" else self.name
         found = [name for name in self.config if name == key or name.endswith(f".{key}")]
@@ -161,7 +163,7 @@ def listed_run(run: RunDir, name: str) -> Listed:
     state = str(status.get("state", "not begun"))
     if state in ("running", "not begun") and is_writer_alive(run) is False:
         state = "dead"
-    return Listed(name, run, state, status, run.report)
+    return Listed(name, run, state, status, run.report, status.get("seconds"))
 
 
 def listed_sweep(folder: Path, name: str) -> Listed:
@@ -173,7 +175,9 @@ def listed_sweep(folder: Path, name: str) -> Listed:
     jobs = [job for point in sweep.points() for job in point.jobs]
     best = RunDir(folder / jobs[0].folder if jobs else folder)
     done = sum(job.result.state == "done" for job in jobs)
-    return Listed(f"{name}/", best, f"{done}/{len(jobs)} done", read_status(best), folder / PAGE_OF_SWEEP)
+    seconds = sum(job.result.seconds or 0.0 for job in jobs)
+    state = f"{done}/{len(jobs)} done"
+    return Listed(f"{name}/", best, state, read_status(best), folder / PAGE_OF_SWEEP, seconds)
 
 
 @dataclass(frozen=True)
@@ -224,10 +228,9 @@ def table_rows(listed: list[Listed]) -> list[list[str]]:
         status = one.status
         best = f"{status['monitor']} {figure(status['value'])}" if status.get("value") is not None else "-"
         given = [f"{key}={value}" for key, value in one.settings.items() if key in differing]
-        seconds = status.get("seconds")
         rows.append([
             one.name, one.state, age_text(now - one.changed), best, " ".join(given) or "-",
-            duration(seconds) if seconds else "-",
+            duration(one.seconds) if one.seconds else "-",
         ])  # fmt: skip
     return rows
 
