@@ -108,7 +108,6 @@ def project(workdir: Path) -> Iterator[Path]:
         ["ckpt_path=own.py"],
         ["checkpoint.monitor=val/f1"],
         ["task=regression"],
-        ["task=regression", "data=synthetic", "data.num_classes=null"],
         ["parallel.accelerator=cuda"],
         ["scheduler=cosine", "scheduler.warmup_steps=100000"],
         ["model._target_=own.Breaks", "scheduler.warmup_epochs=1000"],

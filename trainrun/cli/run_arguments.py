@@ -24,7 +24,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix("the following arguments are required: ").split(", ")
-        helps = [action.help for action in self._actions if {*action.option_strings, action.metavar} & {*missing}]
+        helps = [
+            action.help for action in self._actions if {*action.option_strings, action.metavar} & {*missing}
+        ]
         if message.startswith("the following") and len(missing) == 1 and helps and helps[0]:
             message = f"add {missing[0]}: {helps[0]}"
         raise ConfigError(f"{self.prog.partition(' ')[2]}: {message}; see {self.prog} --help")

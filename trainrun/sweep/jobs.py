@@ -174,7 +174,13 @@ def load_sweep(folder: Path) -> Sweep:
     try:
         saved: dict[str, Any] = read_json(path)
         jobs = [
-            Job(job["num"], tuple(job["words"]), job["folder"], Result(**job["result"]), job["revived"])
+            Job(
+                job["num"],
+                tuple(job["words"]),
+                job["folder"],
+                Result(**job["result"]),
+                job.get("revived", False),
+            )
             for job in saved["jobs"]
         ]
         check_files(folder, trust=False)
