@@ -123,6 +123,8 @@ def test_pictures_from_python() -> None:
     for samples in (opened, arrays, tensors):
         assert run.predict(samples)["confidence"] == pytest.approx(by_file["confidence"])
     assert run.predict(arrays[0])["prediction"] == ["red"]
+    with pytest.raises(DataError, match=r"\(2, 1, 4, 4\), but this run takes \(N, 3, "):
+        run.predict(torch.zeros(2, 1, 4, 4))
 
 
 def test_a_table_in_any_order_of_columns(capsys: pytest.CaptureFixture[str]) -> None:

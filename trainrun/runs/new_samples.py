@@ -119,7 +119,8 @@ def predict_new(
     loaded = read_checkpoint(resolve(run.checkpoints, which))
     input_format = InputFormat(config, saved_names(loaded))
     facts = saved_facts(run, input_format.names)
-    check_shape(samples, facts.shape, config)
+    if input_format.reader != IMAGE_FOLDER or is_batch(samples):
+        check_shape(samples, facts.shape, config)
     source = open_samples(input_format, samples)
     model = network_of(run, config, which)
     device = choose_device(config.parallel.accelerator)
