@@ -119,9 +119,9 @@ def predict_new(
     loaded = read_checkpoint(resolve(run.checkpoints, which))
     input_format = InputFormat(config, saved_names(loaded))
     facts = saved_facts(run, input_format.names)
+    source = open_samples(input_format, samples)
     if input_format.reader != IMAGE_FOLDER or is_batch(samples):
         check_shape(samples, facts.shape, config)
-    source = open_samples(input_format, samples)
     model = network_of(run, config, which)
     device = choose_device(config.parallel.accelerator)
     model.to(device)
