@@ -188,7 +188,7 @@ def load_sweep(folder: Path) -> Sweep:
             if not re.fullmatch(rf"{int(job.num)}-[A-Za-z0-9_.=+-]+", job.folder, re.ASCII):
                 raise ValueError(f"{job.folder[:80]!r} is no folder of a job")
         working_dir = Path(saved.get("working_dir", Path.cwd()))
-        trials = [[int(num) for num in numbers] for numbers in saved["trials"]]
+        trials = [[int(num) for num in numbers] for numbers in saved.get("trials", [])]
         known = {job.num: job for job in jobs}
         if not known.keys() >= set(itertools.chain.from_iterable(trials)):
             raise ValueError("a point has a job that is not there")
