@@ -27,6 +27,42 @@ class LeafWithFields(NamedTuple):
     fields: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class RaggedRows:
+    """Rows of unequal lengths before they are copied: row i is `values[begins[i] : begins[i] + lengths[i]]`."""
+
+    values: np.ndarray[Any, Any]
+    begins: np.ndarray[Any, np.dtype[np.int64]]
+    lengths: np.ndarray[Any, np.dtype[np.int64]]
+
+    def cut(self, size: int, left: bool) -> RaggedRows:
+        """Return at most `size` values of each row: the first, or with `left` the last."""
+        lengths = np.minimum(self.lengths, size)
+        begins = self.begins + (self.lengths - lengths) if left else self.begins
+        return RaggedRows(self.values, begins, lengths)
+
+    def padded(self, width: int, fill: float, dtype: Any) -> Tensor:
+        """Copy the rows into a tensor (rows, width) of a NumPy type, with `fill` behind their ends.
+
+        Copies of slices are as fast as one call of `numpy.take` for rows of 100 values, and faster for longer ones.
+        """
+        out = np.full((len(self.begins), width), fill, dtype)
+        rows = zip(out, self.begins.tolist(), self.lengths.tolist(), strict=True)
+        for row, begin, length in rows:
+            row[:length] = self.values[begin : begin + length]
+        return torch.from_numpy(out)
+
+
+class RaggedBatch(NamedTuple):
+    """The fields of several samples, by name: columns (samples, ...), and rows that have to be padded.
+
+    pack: puts the values of all fields, in their order, into the container of a sample.
+    """
+
+    fields: dict[str, Tensor | RaggedRows]
+    pack: Callable[[list[Any]], Any]
+
+
 def is_container(data: Any) -> bool:
     return isinstance(data, tuple | list | MutableMapping)
 

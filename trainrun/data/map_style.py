@@ -5,20 +5,34 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.utils.data import ConcatDataset, Subset
 
+from trainrun.data.batch import RaggedBatch
 from trainrun.data.tensor_dataset import Columns, parts_of
 
 
-def batch_method(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """Return `read_batch(indices)` of a data set: the bits that collating its samples gives, or None if it makes none.
-    It raises DataError if one cannot be read. Only data sets of this package are asked: elsewhere the name may mean
-    anything.
+def batch_method(dataset: Any, collate: Any = None) -> Callable[[list[int]], Any] | None:
+    """Return a function from indices to the batch that collating the samples gives; it returns None if it cannot.
+
+    It raises DataError if a sample cannot be read. None: there is no such function. Only data sets of this package are
+    asked: elsewhere the names may mean anything.
     """
-    ours = type(dataset).__module__.startswith("trainrun.data.")
-    return getattr(dataset, "read_batch", None) if ours else None
+    if not type(dataset).__module__.startswith("trainrun.data."):
+        return None
+    if collate is None:
+        return getattr(dataset, "read_batch", None)
+    read, pad = getattr(dataset, "read_ragged", None), getattr(collate, "pad_rows", None)
+    return None if read is None or pad is None else partial(read_and_pad, read, pad)
+
+
+def read_and_pad(
+    read: Callable[[list[int]], RaggedBatch | None], pad: Callable[[RaggedBatch], Any], indices: list[int]
+) -> Any:
+    rows = read(indices)
+    return None if rows is None else pad(rows)
 
 
 def reads_at_once(dataset: Any) -> bool:

@@ -219,7 +219,7 @@ def test_tables_that_are_not_text(tmp_path):
     assert "data.path=/no/where: no such place" in fault("/no/where")
     assert "data.path: name the data" in fault(None)
     (tmp_path / "folder").mkdir()
-    assert "no *.csv or *.csv.gz or *.tsv in this folder" in fault(f"{tmp_path}/folder")
+    assert "no *.csv or *.csv.gz or *.tsv or *.tsv.gz in this folder" in fault(f"{tmp_path}/folder")
     assert "no file fits this pattern" in fault(f"{tmp_path}/*.txt")
 
 

@@ -16,6 +16,9 @@ from trainrun.data.pipeline import open_batches
 from trainrun.data.readers import column_store
 from trainrun.data.readers.tables import arrow_files
 from trainrun.data.readers.tables.huggingface import load
+from trainrun.data.same_samples import digest_of
+from trainrun.data.sequences.collate import Padded
+from trainrun.data.sequences.fields import Cut, fields_of
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
@@ -126,6 +129,38 @@ def test_pictures_are_decoded_from_their_bytes_alone(tmp_path):
         data[1]
     with refused(DataError):
         data.__getitems__([0, 2])
+
+
+ROWS = {
+    "tokens": [[*range(i % 5)] for i in range(12)], "labels": [[i] * (i % 7) for i in range(12)],
+    "waves": [[i / 3] * (i % 3) for i in range(12)], "flags": [[True] * (i % 4) for i in range(12)],
+    "pair": [[i, i + 1] for i in range(12)], "y": [*range(12)], "score": [i / 7 for i in range(12)],
+}  # fmt: skip
+PADDED = [
+    (["tokens"], {}),
+    (["tokens", "y"], {"multiple": 4}),
+    (["tokens", "labels"], {"width": 9, "padding_value": 5}),
+    (["waves", "score"], {}),
+    (["pair", "waves"], {"padding_value": -1.0}),
+    (["tokens", "flags"], {}),
+    (["y", "tokens"], {"cut": (2, True)}),
+    (None, {"cut": (3, False)}),
+]
+
+
+@pytest.mark.parametrize(("columns", "options"), PADDED)
+def test_rows_padded_together_are_the_batch_of_their_samples(tmp_path, columns, options):
+    pq.write_table(pa.table(ROWS), tmp_path / "set.parquet")
+    source = whole(tmp_path / "set.parquet", columns=columns)
+    ragged = {"tokens", "labels", "waves", "flags"}
+    fields = fields_of(source[1])
+    named = dict(zip(fields, columns or ROWS, strict=True))
+    names = tuple(field for field, column in named.items() if column in ragged)
+    cut = Cut(*options["cut"], names) if "cut" in options else None
+    collate = Padded(names, **{**options, "cut": cut})
+    for indices in ([7, 1, 4], [5], [0], [11, 11, 6, 0]):
+        rows, samples = source.read_ragged(indices), [source[index] for index in indices]
+        assert digest_of([collate.pad_rows(rows)]) == digest_of([collate(samples)])
 
 
 def test_floats_are_narrow_and_ragged_or_missing_values_are_named(tmp_path):

@@ -163,10 +163,9 @@ class BatchReader:
         self.number = len(dataset)
         parts = parts_of(dataset)
         self._at_once = reads_at_once(dataset) and not recipe.one_by_one
-        alone = recipe.transform is None and recipe.collate is None and recipe.scale is None
         self._is_columns = isinstance(dataset, Columns)
-        is_plain = self._is_columns and recipe.transform is None and recipe.collate is None
-        self._read_batch = batch_method(dataset) if alone or is_plain else None
+        is_plain = recipe.transform is None and (self._is_columns or recipe.scale is None)
+        self._read_batch = batch_method(dataset, recipe.collate) if is_plain else None
         self._drawing = {type(one) for one in parts if takes(getattr(one, "__getitem__", None), "generator")}
         asks = self._at_once or recipe.one_by_one or self._drawing or self._is_columns
         self._reads_plainly = not asks and recipe.transform is None and recipe.scale is None
@@ -240,7 +239,7 @@ class BatchReader:
             if self._is_columns:  # a file was cut short, which no sample alone is to blame for
                 raise
             return None
-        return None if batch is None else map_leaves(batch, self.recipe.preparation.column)
+        return None if batch is None else fields_apart(map_leaves(batch, self.recipe.preparation.column))
 
     def read_sample(self, epoch: int, index: int) -> Any:
         """Return one sample as the data set gives it."""

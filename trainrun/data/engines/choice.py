@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from trainrun.data.engines.in_memory import resident_bytes, resident_reason, size_in_memory
 from trainrun.data.engines.stream import ReadBy
-from trainrun.data.map_style import name_of, thread_safe
+from trainrun.data.map_style import batch_method, name_of, thread_safe
 from trainrun.data.stream_options import PreparedStream, StreamOptions, unused
 from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import DataError
@@ -85,6 +85,12 @@ def _by_look(prepared: PreparedStream) -> Choice:
         why = "data.engine=workers" if options.engine == "workers" else prepared.single
         why = why or f"too much to be resident on {options.device}"
         return Choice(main, f"{describe_workers(0)} ({size_in_memory(prepared)}; {why})")
+    if (
+        not prepared.users_code
+        and prepared.collate is not None
+        and batch_method(prepared.dataset, prepared.collate) is not None
+    ):
+        return Choice(main, f"{describe_workers(0)} (stored columns, of which a batch is padded at once)")
     by_cores = loader_workers("auto", options.local_world_size)
     if look is None or not look.seconds:
         return by_cores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -145,10 +146,11 @@ class LoaderBatches:
         return sound(iter(self._workers))
 
     def _read_here(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Read in the main process, and restore the global random state after each batch."""
+        """Read in the main process. The global random state is restored if code of the user's reads."""
         end = object()
+        draws = not isinstance(self._reader, BatchReader) or self._reader.users_code
         while True:
-            with kept_random_state():
+            with kept_random_state() if draws else nullcontext():
                 item: Any = next(items, end)
             if item is end:
                 return

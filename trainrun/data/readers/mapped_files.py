@@ -110,6 +110,21 @@ def mappings_of(arrays: Iterable[Any]) -> tuple[MappedFile, ...]:
     return tuple(mapping for mapping in found if mapping is not None)
 
 
+class LengthCheck:
+    """A check that the mapped files of some arrays keep their lengths. Unpickled, it is of the maps made there."""
+
+    def __init__(self, arrays: Iterable[Any]) -> None:
+        self._arrays = tuple(arrays)
+        self._mappings = mappings_of(self._arrays)
+
+    def __reduce__(self) -> Any:
+        return LengthCheck, (self._arrays,)
+
+    def __call__(self) -> None:
+        """Raise DataError if a file is shorter than when it was mapped."""
+        check_lengths(self._mappings)
+
+
 def check_lengths(mappings: Iterable[MappedFile]) -> None:
     """DataError: a file is shorter than when it was mapped, so reading its end would end the process."""
     for mapping in mappings:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainrun.data.readers.mapped_files import check_lengths, mappings_of
+from trainrun.data.readers.mapped_files import LengthCheck
 from trainrun.data.readers.parts import rows_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles
 from trainrun.data.tensor_dataset import Arrays, Columns
@@ -25,6 +25,7 @@ class MappedRows:
         self, arrays: Sequence[np.ndarray[Any, Any]], info: Info, convert: Callable[[Any], Any] = np.asarray
     ) -> None:
         self._arrays, self._convert = tuple(arrays), convert
+        self._check_files = LengthCheck(self._arrays)
         columns = Columns(self._arrays, (), tuple if len(arrays) > 1 else itemgetter(0))
         self.info = replace(info, thread_safe=True, columns=columns)
 
@@ -33,7 +34,7 @@ class MappedRows:
 
     def read(self, indices: Sequence[int]) -> list[Any]:
         """Array by array, in the order of the rows on the disk."""
-        check_lengths(mappings_of(self._arrays))
+        self._check_files()
         rows, inverse = np.unique(np.asarray(indices, np.int64), return_inverse=True)
         read = [np.array(array[rows]) for array in self._arrays]
         samples = [tuple(self._convert(np.array(values[i])) for values in read) for i in inverse]

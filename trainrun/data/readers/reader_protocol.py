@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainrun.data.batch import RaggedBatch
 from trainrun.data.readers.parts import RandomRows, Rows, SplitFiles, group_numbers, rows_of
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.pictures.decode import Form
@@ -32,7 +33,8 @@ class Info:
     only its author can know. column: (N,) of another column of a table, by its name; None: it has none of that name.
     input_columns: of a table, what each input column holds. columns: those whose rows the samples are, from which
     batches are gathered. read_cut: a part of a sample, see `Pieces` of the sequences. form: how pictures are decoded;
-    None: there are none. read_files: as `read`, with the bytes of its file in place of each picture.
+    None: there are none. read_files: as `read`, with the bytes of its file in place of each picture. read_ragged: the
+    fields of samples with sequences before these are padded; it returns None for samples that must be read one by one.
     """
 
     files: tuple[Path, ...]
@@ -49,6 +51,7 @@ class Info:
     read_cut: Callable[[int, Callable[[str, Any], Any]], Any] | None = None
     form: Form | None = None
     read_files: Callable[[Sequence[int]], list[Any]] | None = None
+    read_ragged: Callable[[Sequence[int]], RaggedBatch | None] | None = None
 
 
 class Reader(Protocol):
@@ -106,6 +109,12 @@ class ReaderDataset:
         """The bits that collating the samples gives; None if the reader makes no batches."""
         columns = self._info.columns
         return None if columns is None else columns.read_batch(self._numbers(indices))
+
+    @property
+    def read_ragged(self) -> Callable[[Sequence[int]], RaggedBatch | None] | None:
+        """Reads the fields of samples before their sequences are padded; None if the reader cannot."""
+        of_reader = self._info.read_ragged
+        return None if of_reader is None else lambda indices: of_reader(self._numbers(indices))
 
     @property
     def read_cut(self) -> Callable[[int, Callable[[str, Any], Any]], Any] | None:

@@ -26,13 +26,21 @@ from functools import reduce
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import PackedSequence, pad_sequence
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from trainrun.data.batch import arrays_to_tensors, map_leaves, of_numbers, with_fields
+from trainrun.data.batch import (
+    RaggedBatch,
+    RaggedRows,
+    arrays_to_tensors,
+    map_leaves,
+    of_numbers,
+    with_fields,
+)
 from trainrun.data.sequences.fields import (
     INPUTS,
     Cut,
@@ -99,15 +107,31 @@ class Padded:
             else joined([row[name] for row in rows])
             for name in rows[0]
         }
-        masked = of_the_mask(rows[0], names)
-        lengths = torch.tensor([len(row[masked]) for row in rows])
-        mask = torch.arange(batch[masked].shape[1]) < lengths[:, None]
-        beside = {} if any(last_key(name) == MASK for name in batch) else {MASK: mask}
-        if (target := float_target(batch, names)) is not None:
-            own = torch.tensor([len(row[target]) for row in rows])[:, None]
-            inside = torch.arange(batch[target].shape[1]) < own
-            beside["target_weight"] = inside / own.clamp(min=1).double()
-        return like_samples(samples, batch, beside)
+        lengths = {name: torch.tensor([len(row[name]) for row in rows]) for name in names}
+        return like_samples(samples, batch, fields_beside(batch, lengths, rows[0]))
+
+    def pad_rows(self, rows: RaggedBatch) -> Any:
+        """Return the batch that calling this with the samples gives; None if they have to be read."""
+        batch: Fields = dict(rows.fields)
+        lengths: dict[str, Tensor] = {}
+        for name, field in rows.fields.items():
+            if not isinstance(field, RaggedRows):
+                continue
+            if self.cut is not None and name in self.names:
+                field = field.cut(self.cut.size, self.cut.left)
+            fill, dtype, longest = 0.0, field.values.dtype, int(field.lengths.max())
+            if name in self.names:
+                empty = torch.from_numpy(np.empty(0, dtype))
+                fill, (like,) = filler(name, [empty], self.padding_value)
+                dtype, longest = like.numpy().dtype, self._width(longest)
+                lengths[name] = torch.from_numpy(field.lengths)
+            elif longest != field.lengths.min():
+                return None
+            batch[name] = field.padded(longest, fill, dtype)
+        if lengths.keys() != {*self.names} or not lengths:
+            return None
+        first = {name: column[0] for name, column in batch.items()}
+        return with_fields(rows.pack([*batch.values()]), fields_beside(batch, lengths, first))
 
     def _short_names(self, rows: list[Fields]) -> tuple[str, ...]:
         names, differ = sequence_names([forms_of(row) for row in rows])
@@ -176,6 +200,25 @@ class Packed:
             return table
         fill, (together,) = filler(name, [together], self.padding_value)
         return scattered(together, row * num_slots + slot, (num_rows, num_slots), fill)
+
+
+def fields_beside(batch: Fields, lengths: dict[str, Tensor], first: Fields) -> Fields:
+    """Return the mask of a padded batch, and the weights of targets that are sequences of floats.
+
+    lengths: (samples,) of each padded field. first: the fields of the first sample.
+    """
+    names = tuple(lengths)
+    beside = {}
+    if all(last_key(name) != MASK for name in batch):
+        masked = of_the_mask(first, names)
+        width = batch[masked].shape[1]
+        size = lengths[masked] if masked in lengths else torch.full((len(batch[masked]),), width)
+        beside[MASK] = torch.arange(width) < size[:, None]
+    if (target := float_target(batch, names)) is not None:
+        size = lengths[target][:, None]
+        inside = torch.arange(batch[target].shape[1]) < size
+        beside["target_weight"] = inside / size.clamp(min=1).double()
+    return beside
 
 
 def check_same_fields(rows: list[Fields]) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainrun.data.batch import RaggedBatch, RaggedRows, as_tensor
 from trainrun.data.readers.column_store import Array
-from trainrun.data.readers.mapped_files import check_lengths, mappings_of
+from trainrun.data.readers.mapped_files import LengthCheck
 from trainrun.data.readers.pictures.decode import Form, decoded
 from trainrun.data.readers.reader_protocol import Info
 from trainrun.data.tensor_dataset import Columns
@@ -71,6 +72,21 @@ class SampleField:
         if 0 in shape or not (shapes == shape).all():
             return None
         return self.values[: int(self.ends[-1])].reshape(-1, *shape)
+
+    @property
+    def is_numbers(self) -> bool:
+        """Whether a row is a number, numbers of one shape or a flat list of numbers."""
+        return self.ends is None or (self.shapes is None and self.convert is None)
+
+    def rows(self, numbers: Array) -> Tensor | RaggedRows | None:
+        """Return some rows of numbers, lists before they are copied; None if a row has no value."""
+        if len(self.missing) and np.isin(numbers, self.missing[:, 0]).any():
+            return None
+        if self.ends is None:
+            return as_tensor(np.asarray(self.values)[numbers])
+        ends = np.asarray(self.ends)
+        begins = np.where(numbers > 0, ends[numbers - 1], 0)
+        return RaggedRows(np.asarray(self.values), begins, ends[numbers] - begins)
 
     def cell(self, row: int, where: Where, cut: Cut | None = None) -> Any:
         """Return the value of a row. where: names it. cut: takes the part of a list that is copied."""
@@ -131,24 +147,36 @@ class StoredSamples:
         where: Callable[[str, int], str], columns: Callable[[Sequence[Array]], Columns] | None,
     ) -> None:  # fmt: skip
         self._fields, self._names, self._pack, self._where = tuple(fields), tuple(names), pack, where
-        self._arrays = [array for one in fields for array in one.arrays]
+        self._check_files = LengthCheck(array for one in fields for array in one.arrays)
         sequences = [one for one in fields if one.is_sequence]
         lengths = sequences[0].count_lengths if sequences else None
         rows = [one.rows_of_one_shape() for one in fields] if columns is not None else [None]
         whole = [array for array in rows if array is not None]
         gathered = columns(whole) if columns is not None and len(whole) == len(rows) else None
+        read_ragged = self.read_ragged if all(one.is_numbers for one in fields) else None
         forms = [one.convert.form for one in fields if isinstance(one.convert, DecodePicture)]
         self.info = replace(
             info, lengths=lengths, thread_safe=True, columns=gathered, read_cut=self.read_cut,
-            form=forms[0] if forms else None, read_files=self.read_files,
+            form=forms[0] if forms else None, read_files=self.read_files, read_ragged=read_ragged,
         )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._fields[0])
 
     def read(self, indices: Sequence[int]) -> list[Any]:
-        check_lengths(mappings_of(self._arrays))
+        self._check_files()
         return [self._sample(index) for index in indices]
+
+    def read_ragged(self, indices: Sequence[int]) -> RaggedBatch | None:
+        self._check_files()
+        numbers = np.asarray(indices, np.int64)
+        fields: dict[str, Tensor | RaggedRows] = {}
+        for one, name in zip(self._fields, self._names, strict=True):
+            rows = one.rows(numbers)
+            if rows is None:
+                return None
+            fields[name] = rows
+        return RaggedBatch(fields, self._pack)
 
     def read_files(self, indices: Sequence[int]) -> list[Any]:
         fields = [
@@ -159,7 +187,7 @@ class StoredSamples:
 
     def read_cut(self, index: int, cut: Callable[[str, Any], Any]) -> Any:
         """Return one sample of which `cut(name, values)` says what part of each list is copied."""
-        check_lengths(mappings_of(self._arrays))
+        self._check_files()
         return self._sample(index, cut)
 
     def _sample(
