@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainrun.errors import ConfigError
+from trainrun.trackers.packages import require_package
 
 FOLDER = "tensorboard"
 
@@ -20,26 +20,22 @@ class TensorBoard:
     """A service: `monitor.tracker=tensorboard`.
 
     log_dir: where each run gets a folder for its event files, of its name and id; null is `tensorboard/` in the run
-    folder. A resumed run goes on in the same place: what lies behind the step that it begins with is taken away.
-    Raises ConfigError without the package `tensorboard`.
+    folder. A resumed run continues in the same folder, and the rows after its first step are removed.
+    Raise ConfigError without the package `tensorboard`.
     """
 
     def __init__(self, log_dir: str | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"monitor: TensorBoard needs a package that is not there ({error}): pip install "
-                "'trainrun[tensorboard]'"
-            ) from error
-        self._writer_class: Any = SummaryWriter
+        require_package("tensorboard", "tensorboard")
         self._log_dir = log_dir
         self._writer: Any = None
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # half a second, on the thread that sends
+
         run_folder = f"{run['name']}-{run['run_id']}"
         folder = Path(self._log_dir, run_folder) if self._log_dir else Path(run["folder"], FOLDER)
-        self._writer = self._writer_class(str(folder), purge_step=step + 1 if step else 0, flush_secs=10)
+        writer_class: Any = SummaryWriter
+        self._writer = writer_class(str(folder), purge_step=step + 1 if step else 0, flush_secs=10)
         config = json.dumps(run["config"], indent=2, default=str)
         self._writer.add_text("run", f"{run['name']} ({run['run_id']})", step)
         self._writer.add_text("config", "    " + config.replace("\n", "\n    "), step)  # Markdown's code
