@@ -99,6 +99,9 @@ class Misspelt:
 
 class Nothing: ...
 
+class OtherArguments:
+    def on_gradients(self, run, state): ...
+
 class Half:
     def on_epoch_end(self, run, state): ...
     def state_dict(self): return {}
@@ -167,6 +170,7 @@ def test_what_acts_at_a_checkpoint_comes_before_it(workdir: Path) -> None:
     [
         "Misspelt",
         "Nothing",
+        "OtherArguments",
         "Half",
     ],
 )

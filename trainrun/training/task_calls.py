@@ -203,10 +203,11 @@ def mapped(tree: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...], 
     return tree
 
 
-METHODS = (
-    "on_start", "on_epoch_start", "on_step_end", "on_epoch_end", "on_validation_end", "on_checkpoint", "on_end",
-    "on_gradients",
-)  # fmt: skip
+USUAL = ("run", "state")
+METHODS = {  # of hooks, and their arguments
+    "on_start": USUAL, "on_epoch_start": USUAL, "on_step_end": USUAL, "on_epoch_end": USUAL,
+    "on_validation_end": (*USUAL, "metrics"), "on_checkpoint": USUAL, "on_end": USUAL, "on_gradients": ("run",),
+}  # fmt: skip
 
 
 class Hooks:
@@ -320,6 +321,14 @@ def check_hook(key: str, hook: Any) -> None:
         )
     if not named:
         raise PluginError(f"{key}: {kind} has none of the methods of a hook: {', '.join(METHODS)}")
+    for name in named:
+        try:
+            inspect.signature(getattr(hook, name)).bind(*METHODS[name])
+        except TypeError as error:
+            arguments = ", ".join(METHODS[name])
+            raise PluginError(f"{key}: {kind}.{name} is called as {name}({arguments}): {error}") from error
+        except ValueError:  # a function of C that does not say its arguments
+            continue
     check_halves(hook, key)
 
 
