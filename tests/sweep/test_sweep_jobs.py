@@ -33,6 +33,7 @@ def test_the_first_word_varies_slowest():
         ("+model.depth=1,2", ["+model.depth=1", "+model.depth=2"]),
         ("run_name='a, b'", ["run_name='a, b'"]),
         ("~data.test", ["~data.test"]),
+        ("model=glob([m*p,c*])", ["model=cnn", "model=mlp"]),
         ("--config-dir=/x,y", ["--config-dir=/x,y"]),
     ],
 )
@@ -44,7 +45,12 @@ def test_words_of_one_kind_each(word: str, values: list[str]):
     "word",
     [
         "lr=interval(0,1)",
-        "model=glob(*)",
+        "model=glob(zz*)",
+        "lr=glob(*)",
+        "lr=interval(1)",
+        "lr=interval(a,b)",
+        "lr=choice()",
+        "lr=tag(lin, interval(1,2))",
         "lr=range(3,3)",
         "lr=[1,2",
         "model.api_key=***",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,7 @@ def test_resume_goes_on_with_the_words_of_all_calls(
     ran.unlink()
     begun: list[list[list[str]]] = []
     monkeypatch.setattr(runner, "check_words", begun.append)
-    monkeypatch.setattr(runner.run_sweep, "__defaults__", (command,))
+    monkeypatch.setattr(runner, "run_sweep", partial(runner.run_sweep, command=command))
     assert cli.main(["resume", "sweep"]) == 1
     assert begun == [[["seed=1,2", "do=fail"], ["seed=3"]]]
     assert [name[0] for name in ran.read_text().split()] == ["0", "1", "2"]
@@ -125,7 +126,7 @@ def test_what_cannot_be_resumed_is_refused(
 
 def test_words_of_hydra_and_of_branches_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
-    monkeypatch.setattr(runner, "run_sweep", lambda words, folder: calls.extend(words) or 0)
+    monkeypatch.setattr(runner, "run_sweep", lambda words, folder, as_json: calls.extend(words) or 0)
     words = [
         "--multirun", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "hydra/launcher=joblib",
         "model=mlp,cnn", "precision=32,bf16", "model=mlp: dropout=0,0.1", "precision=bf16: lr=interval(0.1,1)",

@@ -158,6 +158,35 @@ def test_a_new_sweep_of_which_every_job_is_refused_leaves_no_folder(tmp_path: Pa
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("words", [["sweep.per_device=2"], ["sweep=optuna", "sweep.trials=2"]], ids=" ".join)
+def test_a_sweep_that_is_refused_before_its_first_job_leaves_no_folder(
+    words: list[str], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("trainrun.sweep.run_sweep.uses_gpus", lambda sweep: False)
+    monkeypatch.setattr("trainrun.sweep.search.study.find_spec", lambda name: None)  # no Optuna
+    with refused(ConfigError, words[0]):
+        run_sweep([["lr=1,2", *words]], tmp_path / "new", command)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_tables_for_programs_stand_alone_on_standard_output(
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+):
+    assert run_sweep([["lr=1,2", "do=train,fail", "seed=0"]], tmp_path, command, as_json=True) == 1
+    told = capsys.readouterr()
+    table = json.loads(told.out)
+    assert table["best"] == 2
+    assert [job["state"] for job in table["jobs"]] == ["done", "done", "failed", "failed"]
+    assert table["jobs"][0]["settings"] == {"lr": "2", "do": "train", "seed": "0"}
+    assert table["points"][0] == {
+        "settings": {"lr": "2", "do": "train"},
+        "mean": 2.0,
+        "half": None,
+        "jobs": [2],
+    }
+    assert "0-lr=1-do=train: starts" in told.err
+
+
 def test_a_folder_below_the_home_folder_is_not_new(
     tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ):

@@ -41,6 +41,8 @@ def main(words: list[str]) -> int:
     if follows_others():
         return int(torchrun_ranks().follow_run())
     is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
+    as_json = is_sweep and "--json" in words
+    words = [word for word in words if not (as_json and word == "--json")]
     sweep_words = [word for word in words if (SWEEP_WORD if is_sweep else SWEEP_OPTION).match(word)]
     words = [word for word in words if word not in sweep_words]
     prepared, folders = prepare_command_line(words, Path.cwd())
@@ -63,7 +65,7 @@ def main(words: list[str]) -> int:
             )
         from trainrun.sweep.run_sweep import sweep_command
 
-        return sweep_command(prepared, sweep_words)
+        return sweep_command(prepared, sweep_words, as_json)
     if sweep_words:
         raise ConfigError(f"{sweep_words[0]}: is a setting of a sweep; add --multirun")
     if "hydra.sweep.dir" in prepared.own:

@@ -37,14 +37,14 @@ from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import Job
 from trainrun.sweep.search.study import SweepStudy
 from trainrun.sweep.space import branch_words, dimensions_of, num_points, split_branch, words_to_check
-from trainrun.sweep.table import MEANS, jobs_csv, points_csv, print_tables, repeated_keys
+from trainrun.sweep.table import MEANS, jobs_csv, points_csv, print_tables, repeated_keys, sweep_json
 
 POINT_KEYS = ("sweep", "sweep.seed", "sweep.sampler", "sweep.objective")
 ENDED = ("done", "pruned")  # states of jobs that are not started again
 PARALLEL_WORDS = ("parallel", "experiment", "preset", "--")  # that may say how many devices a job needs
 
 
-def sweep_command(prepared: CommandLine, sweep_words: list[str]) -> int:
+def sweep_command(prepared: CommandLine, sweep_words: list[str], as_json: bool = False) -> int:
     """Run the sweep of a command line. Raise ConfigError for mistakes of any job, before the first one starts.
 
     sweep_words: settings of the sweep itself, also by Hydra's names, and words that hold for one of its branches.
@@ -61,7 +61,7 @@ def sweep_command(prepared: CommandLine, sweep_words: list[str]) -> int:
             f"output_dir={named[0]} and hydra.sweep.dir={named[1]}: two folders for one sweep; leave one out"
         )
     check_words([words])
-    return run_sweep([words], Path(named[0]) if named else None)
+    return run_sweep([words], Path(named[0]) if named else None, as_json=as_json)
 
 
 def prepared_branch(word: str) -> list[str]:
@@ -73,7 +73,7 @@ def prepared_branch(word: str) -> list[str]:
     return [f"{condition}: {setting}" for setting in settings]
 
 
-def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
+def resume_sweep(folder: Path, trust: bool, options: list[str], as_json: bool = False) -> int:
     """Run what is not done of a sweep, by the words with which it was begun. Raise ConfigError.
 
     options: settings of the sweep itself that are others now, as sweep.jobs=2.
@@ -83,7 +83,7 @@ def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
     if set(kinds) == {"grid"}:
         read_options(options)  # raises for settings of points that a grid has not
     check_words(calls)
-    return run_sweep(calls, folder)
+    return run_sweep(calls, folder, as_json=as_json)
 
 
 def with_options(words: list[str], options: list[str]) -> list[str]:
@@ -122,8 +122,25 @@ def check_words(calls: list[list[str]]) -> None:
             check_validation(words_to_check(words)[0], options)
 
 
-def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = job_command) -> int:
+def run_sweep(
+    calls: list[list[str]], folder: Path | None, command: Command = job_command, as_json: bool = False
+) -> int:
     """Run every job that the command lines make, and return the exit code. Raise ConfigError before the first.
+
+    as_json: the tables are printed for programs, and all lines for people go to standard error.
+    """
+    with contextlib.ExitStack() as lines:
+        output = sys.stdout
+        if as_json:
+            lines.enter_context(contextlib.redirect_stdout(sys.stderr))
+        code, sweep = run_jobs(calls, folder, command)
+        if as_json:
+            say(sweep_json(sweep), file=output, flush=True)
+        return code
+
+
+def run_jobs(calls: list[list[str]], folder: Path | None, command: Command) -> tuple[int, Sweep]:
+    """Run the jobs of command lines; return the exit code and the sweep. Raise ConfigError before the first.
 
     folder: of the sweep; a new one under `sweeps/` where None. The tables and the page come at the end, however it
     ends. A new sweep of which each job was refused leaves no folder.
@@ -156,7 +173,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         finally:
             progress.close()
             all_refused = is_new and bool(sweep.wanted) and queue.refused == set(sweep.wanted)
-            if not all_refused:
+            if not all_refused and has_begun(sweep):
                 conclude(sweep)
         if all_refused:
             remove_refused(sweep)
@@ -164,11 +181,11 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         raise ConfigError(queue.fault)
     if queue.out_of_time:
         say(f"sweep.max_time: the time of this call is over after {options.max_seconds:g} s", flush=True)
-        return EXIT_AGAIN
+        return EXIT_AGAIN, sweep
     if relay.number:
-        return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
+        return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN, sweep
     done = all(sweep.jobs[num].result.state in ENDED for num in sweep.wanted)
-    return EXIT_DONE if done else EXIT_FAILED
+    return EXIT_DONE if done else EXIT_FAILED, sweep
 
 
 def check_validation(words: Sequence[str], options: SweepOptions) -> None:
@@ -217,14 +234,22 @@ def conclude(sweep: Sweep) -> None:
         say(f"what is not done: trainrun resume {path_to_paste(sweep.folder)}", flush=True)
 
 
+def has_begun(sweep: Sweep) -> bool:
+    return any((sweep.folder / job.folder).is_dir() for job in sweep.jobs.values())
+
+
 def remove_refused(sweep: Sweep) -> None:
     """Remove the folder of a sweep of which no job could begin. Raise ConfigError with their mistakes."""
+    remove_folder(sweep)
+    raise ConfigError(*dict.fromkeys(sweep.jobs[num].result.error for num in sweep.wanted))
+
+
+def remove_folder(sweep: Sweep) -> None:
     shutil.rmtree(sweep.folder)
     for parent in list(sweep.folder.parents)[:2]:  # sweeps/DATE
         with contextlib.suppress(OSError):
             if parent.is_relative_to(Path.cwd() / "sweeps"):
                 parent.rmdir()
-    raise ConfigError(*dict.fromkeys(sweep.jobs[num].result.error for num in sweep.wanted))
 
 
 def devices_by_words() -> Callable[[Job], int]:
@@ -253,7 +278,8 @@ def can_fork(sweep: Sweep, options: SweepOptions) -> bool:
 
 @contextlib.contextmanager
 def locked_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
-    """`open_sweep`; no other process runs jobs in its folder inside."""
+    """`open_sweep`; no other process runs jobs in its folder inside. A new one that is refused leaves no folder."""
+    is_new = folder is None or not folder.exists()
     with contextlib.ExitStack() as closing:
         if folder is not None:
             if is_there(RunDir(folder)):
@@ -267,4 +293,9 @@ def locked_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]
         sweep = open_sweep(calls, folder)
         if folder is None:
             closing.enter_context(only_writer(RunDir(sweep.folder)))
-        yield sweep
+        try:
+            yield sweep
+        except ConfigError:
+            if is_new and sweep.folder.exists() and not has_begun(sweep):
+                remove_folder(sweep)
+            raise

@@ -12,12 +12,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, ValueType
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, ValueType
 from hydra.errors import HydraException
 
+from trainrun.config.argv import CUSTOM, conf_dir, options, user_conf_dirs
 from trainrun.config.messages import explain_unreadable
 from trainrun.errors import ConfigError
 from trainrun.output import masked_words
@@ -27,6 +29,14 @@ from trainrun.sweep.points import REPEATED
 BRANCH: Final = re.compile(
     r"(?P<condition>[\w./]+=[^\s:,{}()\[\]]+):\s+(?P<setting>[+~]?[A-Za-z_][\w./]*=.*)"
 )
+FORMS = {  # of values of a sweep: what each takes
+    "interval": "two numbers, as interval(1e-4,1e-1)",
+    "int": "an interval, as int(interval(1,8))",
+    "tag": "log and an interval, as tag(log, interval(1e-4,1e-1))",
+    "range": "a number or two, as range(5) or range(1,5)",
+    "choice": "values, as choice(1,2)",
+    "glob": "a pattern of names, as glob(*)",
+}
 QUOTES = "\"'"
 MOST_COUNTED = 100_000  # points of a space; one with more is taken as endless
 
@@ -132,11 +142,11 @@ def points_of(words: list[str]) -> list[list[tuple[str, ...]]]:
     The jobs of a point differ in seed or fold alone. A sweep=optuna has no points before it asks for them.
     """
     own, job_words = split_options(words)
-    options = read_options(own)
-    if options.kind == "optuna":
+    about = read_options(own)
+    if about.kind == "optuna":
         return []
-    if options.kind == "random" and options.trials is not None:
-        return draw_points(job_words, options.trials, options.seed)
+    if about.kind == "random" and about.trials is not None:
+        return draw_points(job_words, about.trials, about.seed)
     points: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in expand(job_words):
         points.setdefault(tuple(word for word in row if key_of(word) not in REPEATED), []).append(row)
@@ -259,6 +269,8 @@ def interval_of(word: str) -> Interval | None:
     sweep = override.value()
     assert isinstance(sweep, IntervalSweep)
     low, high, log = sweep.start, sweep.end, "log" in sweep.tags
+    if sweep.tags - {"log"}:
+        raise ConfigError(f"{word}: tag takes {FORMS['tag']}")
     if low is None or high is None or not low < high:
         raise ConfigError(f"{word}: the interval must begin below its end")
     if log and low <= 0:
@@ -272,7 +284,7 @@ def choices_of_word(word: str) -> list[str]:
     if override is None or not override.is_sweep_override():
         return [word]
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-        raise ConfigError(f"{word}: a sweep takes names, not a pattern, as {override.key_or_group}=one,two")
+        return names_of_glob(word, override)
     try:
         values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
     except HydraException as error:
@@ -288,6 +300,17 @@ def choices_of_word(word: str) -> list[str]:
     return values
 
 
+def names_of_glob(word: str, override: Override) -> list[str]:
+    """Return a word for each option of a group that a pattern names, as `model=glob(*)`. Raise ConfigError for none."""
+    group, pattern = override.key_or_group, override.value()
+    assert isinstance(pattern, Glob)
+    names = options(group, [*user_conf_dirs([], Path.cwd()), conf_dir()])
+    chosen = [name for name in pattern.filter(names) if name != CUSTOM]
+    if not chosen:
+        raise ConfigError(f"{word}: names no option of a group; write values, as {group}=one,two")
+    return [f"{override.get_key_element()}={name}" for name in chosen]
+
+
 @lru_cache(maxsize=1024)
 def parse_word(word: str) -> Override | None:
     """Return a word as Hydra reads it; None for a flag. Raise ConfigError."""
@@ -296,6 +319,9 @@ def parse_word(word: str) -> Override | None:
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException as error:
+        name = re.match(r"[^=]+=(\w+)\(", word)
+        if name and name[1] in FORMS:
+            raise ConfigError(f"{word}: {name[1]} takes {FORMS[name[1]]}") from error
         raise ConfigError(explain_unreadable(word)) from error
 
 

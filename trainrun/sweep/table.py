@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-from trainrun.output import say
+from trainrun.output import masked_words, say
 from trainrun.sweep.jobs import Sweep
-from trainrun.sweep.points import REPEATED, SweepPoint, ranked_jobs
+from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_jobs
 from trainrun.sweep.results import Job, Result
 
 MEANS = "sweep-means.csv"
@@ -108,6 +110,34 @@ def points_csv(points: Sequence[SweepPoint]) -> str:
         settings = [point.settings.get(key, "") for key in keys]
         rows.append([*settings, point.mean, point.half, count, len(point.jobs) - count])
     return csv_text(rows)
+
+
+def sweep_json(sweep: Sweep) -> str:
+    """Return the folder, the best job, all jobs and all points of a sweep as JSON, the best first."""
+    points = sweep.points()
+    best = best_job(points)
+    jobs = [
+        {
+            "num": job.num,
+            **asdict(job.result),
+            "settings": job.settings,
+            "folder": str(sweep.folder / job.folder),
+        }
+        for job in ranked_jobs(
+            [replace(job, words=tuple(masked_words(job.words))) for job in sweep.jobs.values()]
+        )
+    ]
+    means = [
+        {
+            "settings": point.settings,
+            "mean": point.mean,
+            "half": point.half,
+            "jobs": [job.num for job in point.jobs],
+        }
+        for point in points
+    ]
+    facts = {"folder": str(sweep.folder), "best": None if best is None else best.num}
+    return json.dumps({**facts, "jobs": jobs, "points": means}, indent=2)
 
 
 def csv_text(rows: list[list[Any]]) -> str:
