@@ -76,6 +76,8 @@ def test_many_combinations_are_points_and_seeds_alone_have_a_chart(tmp_path: Pat
     assert points["dots"]
     assert len(points["y"]) == 24
     assert many[2]["series"][0]["name"] == "job 23"
+    faint = [line.get("faint", False) for line in many[2]["series"]]
+    assert faint == [False] * 8 + [True] * 16  # the best have colours
     seeds = charts_of(sweep_of(tmp_path / "seeds", ["seed=1,2,3"], [0.1, 0.3, 0.2]))
     assert seeds[0]["series"][0]["x"] == {"seed": [1.0, 2.0, 3.0]}
 

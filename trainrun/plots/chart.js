@@ -86,10 +86,12 @@
       this.head = html("figcaption");
       this.tip = html("div", { className: "chart-tip", hidden: true });
       figure.replaceChildren(this.head, this.tip);
-      this.data.series.forEach((one, i) => {
-        one.color = `var(--curve-${i % NUM_COLORS})`;
+      let named = 0;
+      for (const one of this.data.series) {
+        const i = one.faint ? 0 : named++;
+        one.color = one.faint ? "var(--quiet)" : `var(--curve-${i % NUM_COLORS})`;
         one.dash = DASHES[Math.floor(i / NUM_COLORS) % DASHES.length];
-      });
+      }
       this.draw();
       new ResizeObserver(() => { if (this.drawnWidth !== figure.clientWidth) this.draw(); }).observe(figure);
     }
@@ -109,6 +111,7 @@
       };
       this.head.replaceChildren(html("b", {}, this.data.title));
       this.data.series.forEach((one, i) => {
+        if (one.faint) return;
         const entry = button("chart-name", "show or hide", one.name, () => this.hidden.delete(i) || this.hidden.add(i));
         const mark = svg("svg", { width: 22, height: 10, "aria-hidden": true });
         mark.append(svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: one.color, "stroke-width": 3, "stroke-dasharray": one.dash }));
@@ -144,7 +147,7 @@
       this.x = scale(left, right, LEFT, width - RIGHT, this.data.logX);
       this.y = scale(this.log && low <= 0 ? bottom : low, high, HEIGHT - BOTTOM, TOP, this.log);
       this.drawAxes(width);
-      shown.forEach(one => this.drawSeries(one));
+      [...shown].reverse().forEach(one => this.drawSeries(one)); // the first lies on top
       this.listen(width, shown);
     }
 
@@ -194,14 +197,14 @@
             : svg("circle", { cx, cy, r: one.dots ? 2.5 : 3.5, fill: one.color, opacity: one.dots ? 0.6 : 1 }));
         }
       };
-      line(one.y, { "stroke-width": 1.6, opacity: one.smooth ? 0.25 : 1 });
+      line(one.y, one.faint ? { "stroke-width": 1, opacity: one.smooth ? 0.08 : 0.3 } : { "stroke-width": 1.6, opacity: one.smooth ? 0.25 : 1 });
       one.half?.forEach((half, i) => { // points with their intervals, up to the edges of the picture
         if (!this.isDrawn([one.x[i], one.y[i]])) return;
         const cx = this.x.pixel(one.x[i]), end = value => this.y.pixel(Math.min(Math.max(value, this.y.low), this.y.high));
         this.picture.append(svg("circle", { cx, cy: this.y.pixel(one.y[i]), r: 3.5, fill: one.color }));
         if (half) this.picture.append(svg("line", { x1: cx, x2: cx, y1: end(one.y[i] - half), y2: end(one.y[i] + half), stroke: one.color, "stroke-width": 1.2 }));
       });
-      if (one.smooth) line(one.smooth, { "stroke-width": 2.2 });
+      if (one.smooth) line(one.smooth, one.faint ? { "stroke-width": 1, opacity: 0.3 } : { "stroke-width": 2.2 });
     }
 
     /** The pointer shows the values at the nearest x; a drag zooms. */
@@ -233,7 +236,7 @@
     }
 
     showValues(cursor, shown, wanted, width) {
-      const found = shown.filter(one => one.x.length).map(one => ({ one, i: nearest(one.x, wanted) }));
+      const found = shown.filter(one => one.x.length && !one.faint).map(one => ({ one, i: nearest(one.x, wanted) }));
       const [x] = found.map(({ one, i }) => one.x[i]).sort((a, b) => Math.abs(a - wanted) - Math.abs(b - wanted));
       if (x === undefined) return;
       const pixel = this.x.pixel(x);

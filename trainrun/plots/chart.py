@@ -29,6 +29,7 @@ class Curve:
 
     axes: name -> positions in ascending order, of the length of `values`. values: may hold nan and inf, which interrupt
     the line. is_dots: values of single samples, which no line joins. half: of an interval around each value, or nan.
+    is_faint: a thin grey line without a name, behind the others. most: points that are drawn.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Curve:
     values: Floats
     is_dots: bool = False
     half: Floats | None = None
+    is_faint: bool = False
+    most: int = MOST_POINTS
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,13 @@ class Chart:
 
 
 def _curve_to_json(curve: Curve) -> dict[str, Any]:
-    index, means = thin_by_extremes(curve.values, MOST_POINTS)
+    index, means = thin_by_extremes(curve.values, curve.most)
     found = {
         "name": curve.name,
         "x": {axis: numbers(values[index]) for axis, values in curve.axes.items()},
         "y": numbers(curve.values[index]),
         "dots": curve.is_dots,
+        **({"faint": True} if curve.is_faint else {}),
     }
     if curve.half is not None:
         found["half"] = numbers(curve.half[index])

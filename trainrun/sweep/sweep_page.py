@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ from trainrun.sweep.table import job_table, point_table, repeated_keys
 
 PAGE = "sweep.html"
 MOST_LINES = 8  # of a chart of one setting; with more combinations of the others it has points alone
-MOST_CURVES = 24  # jobs of which curves are drawn
+MOST_NAMED = 8  # jobs whose curves have colours and names; those of the others are faint
+MOST_POINTS = 12_000  # of all curves of a chart: a browser draws them in a tenth of a second
 LOG_RANGE = 10  # a decade crowds the small values of a linear axis
 MOST_NAMES = 8  # with more curves than this, they are named by the numbers of their jobs
 BETTER = {"max": "higher is better", "min": "lower is better"}
@@ -56,9 +58,12 @@ def page_parts(sweep: Sweep) -> list[str]:
     links = [link_to_report(sweep, job) for job in jobs]
     parts += [page.heading("Jobs"), page.table(*job_table(jobs, sweep.swept_keys()), links)]
     if curves := charts_html(job_charts(sweep, jobs)):
-        count = min(len(jobs), MOST_CURVES)
-        shown = "all jobs" if count == len(jobs) else f"the best {count} of {len(jobs)} jobs"
-        parts += [page.heading("Curves"), page.paragraph(f"of {shown}"), curves]
+        named = "" if len(jobs) <= MOST_NAMED else f"; the best {MOST_NAMED} have colours"
+        parts += [
+            page.heading("Curves"),
+            page.paragraph(f"of all {counted(len(jobs), 'job')}{named}"),
+            curves,
+        ]
     return parts
 
 
@@ -154,16 +159,18 @@ def as_number(text: str) -> float | None:
 
 
 def job_charts(sweep: Sweep, jobs: Sequence[Job]) -> list[Chart]:
-    """Return the monitored metric and the losses over steps, with a curve for each of the best jobs."""
+    """Return the monitored metric and the losses over steps, with a curve for each job."""
     monitors = [job.result.monitor for job in jobs if job.result.monitor]
     wanted = dict.fromkeys([*monitors[:1], "val/loss", "train/loss"])
     curves: dict[str, list[Curve]] = {name: [] for name in wanted}
     keys = sweep.swept_keys()
-    for job in jobs[:MOST_CURVES]:
+    most = max(MOST_POINTS // max(len(jobs), 1), 20)
+    for place, job in enumerate(jobs):
         name_of_job = job.label(keys) if len(jobs) <= MOST_NAMES else f"job {job.num}"
         with suppress(OSError, DataError):  # it wrote no rows, or they are damaged
             found = curves_in(read_history(RunDir(sweep.folder / job.folder)).in_order)
             for name in wanted:
                 if points := found.get(name):
-                    curves[name].append(curve_of(name_of_job, points))
+                    curve = curve_of(name_of_job, points)
+                    curves[name].append(replace(curve, is_faint=place >= MOST_NAMED, most=most))
     return [Chart(name, curves[name], UNITS.get(name, "")) for name in wanted if curves[name]]
