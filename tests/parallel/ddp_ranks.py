@@ -16,7 +16,8 @@ from trainrun.errors import PluginError
 from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
-from trainrun.parallel.group import Group, last_exchanges
+from trainrun.parallel.group import Group
+from trainrun.parallel.rank_place import last_exchanges
 from trainrun.parallel.worker import run_as_rank
 from trainrun.precision.update import Update
 from trainrun.runtime.signals import StopFlag

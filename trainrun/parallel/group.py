@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import re
 import socket
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import psutil
 import torch
@@ -19,7 +17,7 @@ from torch import distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # public, not marked so
 
 from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
-from trainrun.parallel.rank_place import Exchanges, LostContact
+from trainrun.parallel.rank_place import LostContact, last_exchanges
 
 LAST = re.compile(r"Last error:\s*(\S.*)")
 KIND = re.compile(r"\b(nccl[A-Z]\w+): ")
@@ -124,23 +122,6 @@ def exchange_failure(error: RuntimeError) -> TrainrunError:
         if mark in reason:
             return (ConfigError if mark == "Duplicate GPU" else LaunchError)(f"parallel: {reason}; {hint}")
     return TrainingError(f"the exchange between the ranks failed ({reason}); {MORE}")
-
-
-def last_exchanges() -> Exchanges:
-    """Return the exchange that this rank entered last in each group, by torch's flight recorder, the newest one last.
-
-    Empty where torch does not record: the functions are not public, and record gloo since torch 2.9.
-    """
-    entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        entries += json.loads(dump()).get("entries", []) if dump is not None else []
-    exchanges: Exchanges = {}
-    for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"])):
-        group = str(entry["process_group"][0])
-        exchanges.pop(group, None)
-        exchanges[group] = [entry["collective_seq_id"], entry["profiling_name"].partition(":")[2]]
-    return exchanges
 
 
 def own_addresses() -> dict[str, list[str]]:

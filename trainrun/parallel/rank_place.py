@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -132,3 +133,22 @@ def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
             "traceback": "".join(traceback.format_exception(error)),
         },
     )
+
+
+def last_exchanges() -> Exchanges:
+    """Return the exchange that this rank entered last in each group, by torch's flight recorder, the newest one last.
+
+    Empty where torch does not record: the functions are not public, and record gloo since torch 2.9.
+    """
+    import torch  # which is there by then
+
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        entries += json.loads(dump()).get("entries", []) if dump is not None else []
+    exchanges: Exchanges = {}
+    for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"])):
+        group = str(entry["process_group"][0])
+        exchanges.pop(group, None)
+        exchanges[group] = [entry["collective_seq_id"], entry["profiling_name"].partition(":")[2]]
+    return exchanges

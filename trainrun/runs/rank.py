@@ -46,8 +46,7 @@ from trainrun.instantiate import build, locate, satellite
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
-from trainrun.parallel.group import last_exchanges
-from trainrun.parallel.rank_place import LostContact
+from trainrun.parallel.rank_place import LostContact, last_exchanges
 from trainrun.parallel.single import Single
 from trainrun.runs.failures import end_hung, on_trial
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
