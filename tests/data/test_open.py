@@ -130,7 +130,7 @@ def test_facts():
     state = torch.get_rng_state()
     facts = facts_of((X, Y))
     assert (facts.shape, facts.num_classes, facts.class_names) == ((3,), 4, ())
-    assert facts_of(TensorDataset(X, X)).num_classes is None
+    assert facts_of(TensorDataset(X, X)).num_classes == 3  # outputs: real numbers of a sample
     assert facts_of((X, Y > 1)).num_classes is None
     assert facts_of({"ids": Y, "mask": Y, "label": Y.to(torch.uint8)}).num_classes == 4
     assert facts_of({"ids": Y, "mask": Y}).num_classes is None
