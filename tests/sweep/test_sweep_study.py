@@ -17,6 +17,7 @@ from trainrun.sweep.jobs import Sweep, open_sweep
 from trainrun.sweep.options import read_options, split_options
 from trainrun.sweep.results import Job, Result, with_objective
 from trainrun.sweep.run_sweep import resume_sweep, run_sweep
+from trainrun.sweep.table import job_table, jobs_csv
 
 optuna = pytest.importorskip("optuna")
 from trainrun.sweep.search.study import JOURNAL, SweepStudy, read_study  # noqa: E402
@@ -165,6 +166,30 @@ def test_the_objective_is_read_where_the_job_reports_it(tmp_path: Path) -> None:
     assert done.scores == [-0.9]
     lacking = with_objective(done, tmp_path, ("val/none",))
     assert (lacking.state, lacking.value) == ("failed", None)
+
+
+@pytest.mark.parametrize("sampler", ["nsga2", "tpe"])
+def test_several_objectives_are_searched_and_shown_together(tmp_path: Path, sampler: str) -> None:
+    words = [*SPACE, f"sweep.sampler={sampler}", "sweep.trials=12", "sweep.objective=[val/acc,-seconds]"]
+
+    def run(search: Search, count: int) -> None:
+        for _ in range(count):
+            (num,) = search.study.ask()
+            value = value_of(search.sweep.jobs[num])
+            search.finish(num, value=value, values={"val/acc": value, "-seconds": 3.0 + num})
+
+    whole = Search(tmp_path / "whole", words)
+    run(whole, 12)
+    run(Search(tmp_path / "killed", words), 7)
+    (tmp_path / "killed" / JOURNAL).unlink()
+    search = Search(tmp_path / "killed", words)
+    run(search, 5)
+    assert points(search.sweep) == points(whole.sweep)
+    assert search.study._study.trials[11].values == [-value_of(search.sweep.jobs[11]), 14.0]
+    head, *rows = job_table(list(search.sweep.jobs.values()), search.sweep.swept_keys())
+    assert head[3] == "-seconds"
+    assert rows[0][11][3] == "14"
+    assert "-seconds" in jobs_csv(search.sweep).splitlines()[0]
 
 
 @pytest.mark.process

@@ -42,13 +42,20 @@ def job_table(jobs: Sequence[Job], keys: list[str]) -> tuple[list[str], list[lis
             return ""
         return f"{result.monitor} {result.value:.5g}" if len(monitors) > 1 else f"{result.value:.5g}"
 
-    head = ["job", "state", value, "seconds", "settings", "error"]
+    others = other_objectives(jobs)
+    head = ["job", "state", value, *others, "seconds", "settings", "error"]
     rows = []
     for job in jobs:
         seconds = "" if job.result.seconds is None else shown_seconds(job.result.seconds)
-        cells = [str(job.num), job.result.state, value_text(job.result), seconds, job.label(keys)]
+        more = [f"{job.result.values[name]:.5g}" if name in job.result.values else "" for name in others]
+        cells = [str(job.num), job.result.state, value_text(job.result), *more, seconds, job.label(keys)]
         rows.append([*cells, job.result.error])
     return head, rows
+
+
+def other_objectives(jobs: Sequence[Job]) -> list[str]:
+    """Return the names of sweep.objective behind the first, by which the jobs are ranked."""
+    return list(dict.fromkeys(name for job in jobs for name in list(job.result.values)[1:]))
 
 
 def point_table(points: Sequence[SweepPoint]) -> tuple[list[str], list[list[str]]]:
@@ -93,10 +100,14 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
 def jobs_csv(sweep: Sweep) -> str:
     """Return all jobs for programs, with a column for each key that was varied."""
     keys = sweep.swept_keys()
-    rows: list[list[Any]] = [["num", "state", "value", "monitor", "seconds", *keys, "error", "folder"]]
-    for job in ranked_jobs(list(sweep.jobs.values())):
+    jobs = ranked_jobs(list(sweep.jobs.values()))
+    others = other_objectives(jobs)
+    rows: list[list[Any]] = [
+        ["num", "state", "value", "monitor", "seconds", *others, *keys, "error", "folder"]
+    ]
+    for job in jobs:
         result, settings = job.result, [job.settings.get(key, "") for key in keys]
-        facts = [result.state, result.value, result.monitor, result.seconds]
+        facts = [result.state, result.value, result.monitor, result.seconds, *map(result.values.get, others)]
         rows.append([job.num, *facts, *settings, result.error, sweep.folder / job.folder])
     return csv_text(rows)
 
