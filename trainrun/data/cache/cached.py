@@ -14,7 +14,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -262,47 +262,53 @@ class BlockReader:
 def write_cache(
     source: Any, probe: Probe, limit: int | None, where: str, options: StreamOptions, writer: ColumnWriter
 ) -> dict[str, Any]:
-    """Read the samples in order into a writer, until they are all there or have so many bytes. Return the facts:
+    """Write the samples in their order, all of them or the first that `limit` bytes hold. Return the facts:
     how many there are, and the shapes of the leaves if they are those of all samples."""
-    total = len(source)
-    if limit is not None:
-        total = min(total, int(limit / max(1.0, probe.sample_bytes)))
-    size = max(1, min(CHUNK, int(CHUNK_BYTES / max(1.0, probe.sample_bytes))))
+    sample_bytes, leaves = max(1.0, probe.sample_bytes), probe.leaves
+    total = len(source) if limit is None else min(len(source), int(limit / sample_bytes))
+    size = max(1, min(CHUNK, int(CHUNK_BYTES / sample_bytes)))
     chunks = [range(first, min(first + size, total)) for first in range(0, total, size)]
     is_long = total * probe.seconds > LONG_SECONDS
-    num_workers = max(1, min(MAX_AUTO_WORKERS, usable_cores())) if is_long else 1
-    reader, leaves = BlockReader(source, probe.form, probe.leaves), probe.leaves
-    tell, num_bytes = progress_lines(options.key, options.report), 0
+    num_workers = min(MAX_AUTO_WORKERS, usable_cores()) if is_long else 1
+    reader = BlockReader(source, probe.form, leaves)
+    report_progress = progress_lines(options.key, options.report)
     blocks: list[SampleBlock] = []  # without their values
-    with closing(
-        read_blocks(reader, chunks, num_workers, options.key)
-    ) as read:  # ends the workers after a fault
-        for chunk, block in zip(chunks, read, strict=True):
+    with closing(read_blocks(reader, chunks, num_workers, options.key)) as read:  # ends workers after a fault
+        for chunk, block in zip(chunks, fitting_blocks(read, leaves, limit), strict=False):
             if block.random:
                 raise random_refused(source, block.random, where)
-            sizes = sum(block.sizes(leaves), np.zeros(len(chunk), np.int64))
-            fits = (
-                len(chunk)
-                if limit is None
-                else int(np.searchsorted(sizes.cumsum(), limit - num_bytes, "right"))
-            )
-            written = block if fits == len(chunk) else block.first(fits, leaves)
-            for number, values in enumerate(written.values):
+            for number, values in enumerate(block.values):
                 writer.add(f"leaf.{number}", values)
-            blocks.append(written._replace(values=[]))
-            num_bytes += int(sizes[:fits].sum())
-            tell(chunk.start + len(chunk), total)
-            if fits < len(chunk):
-                break
+            blocks.append(block._replace(values=[]))
+            report_progress(chunk.stop, total)
     num_unlike = sum(block.num_unlike for block in blocks)
     if num_unlike and limit is None:
         LOG.warning(
-            "%s: %d samples are of another kind than the first; such samples are read each time",
-            where,
-            num_unlike,
-        )
+            "%s: %d samples are of another kind than the first; such samples are read each time", where, num_unlike
+        )  # fmt: skip
+    return write_shapes(blocks, writer)
+
+
+def fitting_blocks(
+    blocks: Iterable[SampleBlock], leaves: Sequence[Leaf], limit: int | None
+) -> Iterator[SampleBlock]:
+    """Yield blocks until their samples take `limit` bytes; of the last block the samples that fit."""
+    num_bytes = 0
+    for block in blocks:
+        sizes = sum(block.sizes(leaves), np.zeros(len(block.is_kept), np.int64))
+        ends = num_bytes + sizes.cumsum()
+        num_fitting = len(ends) if limit is None else int(np.searchsorted(ends, limit, "right"))
+        if num_fitting < len(ends):
+            yield block.first(num_fitting, leaves)
+            return
+        yield block
+        num_bytes = int(ends[-1])
+
+
+def write_shapes(blocks: Sequence[SampleBlock], writer: ColumnWriter) -> dict[str, Any]:
+    """Write which samples are there and their shapes, unless all are there in the same shapes. Return the facts."""
     is_kept = np.concatenate([block.is_kept for block in blocks])
-    shapes = [np.concatenate([block.shapes[number] for block in blocks]) for number in range(len(leaves))]
+    shapes = [np.concatenate(parts) for parts in zip(*[block.shapes for block in blocks], strict=True)]
     if is_kept.all() and all((shape == shape[0]).all() for shape in shapes):
         return {"num_samples": len(is_kept), "shapes": [shape[0].tolist() for shape in shapes]}
     writer.add("is_kept", is_kept)
