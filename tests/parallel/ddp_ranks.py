@@ -6,12 +6,12 @@ import copy
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainrun.config.schema import ParallelConfig
 from trainrun.errors import PluginError
 from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.interfaces import Parallel
@@ -22,11 +22,7 @@ from trainrun.parallel.worker import run_as_rank
 from trainrun.precision.update import Update
 from trainrun.runtime.signals import StopFlag
 
-OPTIONS = SimpleNamespace(
-    mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False, static_graph=False,
-    gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=600.0, meeting_seconds=90.0,
-    compress="none", devices="auto",
-)  # fmt: skip
+OPTIONS = ParallelConfig(mode="ddp", accelerator="cpu", timeout_seconds=600.0)
 
 
 def another(parallel: Ddp, **options: Any) -> Ddp:

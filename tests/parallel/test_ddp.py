@@ -228,7 +228,7 @@ def test_gradients_are_exchanged_in_bf16(results: list[dict[str, Any]]) -> None:
 
 LOSES_A_RANK = """
     import os, signal
-    from types import SimpleNamespace
+    from trainrun.config.schema import ParallelConfig
     import torch
     from torch import nn
     from trainrun.parallel.rank_place import LostContact
@@ -247,11 +247,7 @@ LOSES_A_RANK = """
         parallel.agree(1, 0, 0)
         return 0
 
-    options = SimpleNamespace(
-        mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False,
-        static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=600.0,
-        meeting_seconds=90.0, compress="none", devices="auto",
-    )
+    options = ParallelConfig(mode="ddp", accelerator="cpu", timeout_seconds=600.0)
     sys.exit(run_as_rank(run, options, work))
 """
 
@@ -275,7 +271,7 @@ def test_survivors_say_that_they_lost_contact(
 
 SLEEPS = """
     import json, time
-    from types import SimpleNamespace
+    from trainrun.config.schema import ParallelConfig
     import torch
     from torch import nn
     from trainrun.parallel.worker import run_as_rank
@@ -290,11 +286,7 @@ SLEEPS = """
                 wrapped(torch.ones(1, 2)).sum().backward()
         return 0
 
-    options = SimpleNamespace(
-        mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False,
-        static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=2.0,
-        meeting_seconds=90.0, compress="none", devices="auto",
-    )
+    options = ParallelConfig(mode="ddp", accelerator="cpu", timeout_seconds=2.0)
     sys.exit(run_as_rank(run, options, work))
 """
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 
 RANK = """
     import os, time
-    from types import SimpleNamespace
+    from trainrun.config.schema import ParallelConfig
     from trainrun.parallel.devices import external_ranks
     from trainrun.parallel.handshake import folder_before, follow, lead
     from trainrun.parallel.worker import run_as_rank
@@ -40,11 +40,7 @@ RANK = """
         write_json(run.root / f"seen{rank}.json", {"payload": meeting.payload, "total": total})
         return 0
 
-    options = SimpleNamespace(
-        mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False,
-        static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=600.0,
-        meeting_seconds=90.0, compress="none", devices="auto",
-    )
+    options = ParallelConfig(mode="ddp", accelerator="cpu", timeout_seconds=600.0)
     sys.exit(run_as_rank(run, options, work, meeting.store))
 """
 

@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.config.compose import compose_run
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import ParallelConfig, RunConfig, with_values
 from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.interfaces import Parallel
 from trainrun.parallel.single import Single
@@ -43,8 +42,8 @@ FOLDER = Path(
     tempfile.gettempdir(), f"exact-parts-{os.getpid()}"
 )  # of steps that are not finite, if there are any
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
-WALL_CLOCK = {"samples_per_second", "tokens_per_second", "step_seconds", "val/seconds", "test/seconds",
-              "val/day/seconds", "val/night/seconds"}  # fmt: skip
+WALL_CLOCK = {"samples_per_second", "items_per_second", "tokens_per_second", "step_seconds",
+              "val/seconds", "test/seconds", "val/day/seconds", "val/night/seconds"}  # fmt: skip
 
 
 class Net(nn.Module):
@@ -173,9 +172,5 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
 
 
 if __name__ == "__main__":
-    OPTIONS = SimpleNamespace(
-        mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False, static_graph=False,
-        gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=600.0,
-        meeting_seconds=90.0, compress="none", devices="auto",
-    )  # fmt: skip
+    OPTIONS = ParallelConfig(mode="ddp", accelerator="cpu", timeout_seconds=600.0)
     sys.exit(run_as_rank(RunDir(Path(sys.argv[1])), OPTIONS, work))

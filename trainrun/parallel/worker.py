@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
 
+from trainrun.config.schema import ParallelConfig
 from trainrun.errors import EXIT_FAILED
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Parallel
@@ -30,36 +30,9 @@ from trainrun.runtime.signals import StopFlag, catch_signals
 Work = Callable[[Parallel, StopFlag], int]
 
 
-class Options(Protocol):
-    """What is read of the config's section `parallel`."""
-
-    @property
-    def mode(self) -> str: ...
-    @property
-    def accelerator(self) -> str: ...
-    @property
-    def devices(self) -> Any: ...
-    @property
-    def sync_batchnorm(self) -> bool: ...
-    @property
-    def find_unused_parameters(self) -> bool: ...
-    @property
-    def static_graph(self) -> bool: ...
-    @property
-    def gradient_as_bucket_view(self) -> bool: ...
-    @property
-    def bucket_cap_mb(self) -> float: ...
-    @property
-    def compress(self) -> str: ...
-    @property
-    def timeout_seconds(self) -> float: ...
-    @property
-    def meeting_seconds(self) -> float: ...
-
-
 def run_as_rank(
     run_dir: RunDir,
-    options: Options,
+    options: ParallelConfig,
     work: Work,
     store: Store | None = None,
     flag: StopFlag | None = None,
@@ -110,7 +83,7 @@ def missing_ranks(store: Store | None, world_size: int) -> str:
     return name_ranks(missing) if missing else f"connections to the other ranks over {interface}"
 
 
-def build_ddp(options: Options, store: Store | None) -> Ddp:
+def build_ddp(options: ParallelConfig, store: Store | None) -> Ddp:
     device = choose_device(
         options.accelerator, int(os.environ["LOCAL_RANK"]), options.mode, store is not None, options.devices
     )

@@ -16,7 +16,7 @@ from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.folder.status import read_status, write_status
 from trainrun.interfaces import Parallel
 from trainrun.output import complain
-from trainrun.parallel.worker import Work, run_as_rank
+from trainrun.parallel.worker import run_as_rank
 from trainrun.runs.failures import deadline, end_meeting
 from trainrun.runs.rank import train_rank
 from trainrun.runtime.signals import StopFlag
@@ -33,18 +33,17 @@ def main(argv: list[str]) -> int:
     attempt = int(argv[1])
     job = read_json(run_dir.job)
     sys.path += [path for path in job["paths"] if path not in sys.path]
-    config = load_config(run_dir.config, [])
-    record_reads()
+    order = LaunchSpec(bool(job["resume"]) or attempt > 0, job["paths"], typed=tuple(job["typed"]))
+    return run_rank_of(run_dir, load_config(run_dir.config, []), order)
+
+
+def run_rank_of(run_dir: RunDir, config: RunConfig, order: LaunchSpec, store: Store | None = None) -> int:
+    """Run one rank of a run. Return its exit code. store: of the ranks that torchrun or Slurm started."""
 
     def work(parallel: Parallel, flag: StopFlag) -> int:
-        order = LaunchSpec(bool(job["resume"]) or attempt > 0, job["paths"], typed=tuple(job["typed"]))
         return train_rank(run_dir, config, order, parallel, flag, PhaseTimer(process_start()))
 
-    return run_rank_of(run_dir, config, work)
-
-
-def run_rank_of(run_dir: RunDir, config: RunConfig, work: Work, store: Store | None = None) -> int:
-    """Run one rank of a run. Return its exit code. store: of the ranks that torchrun or Slurm started."""
+    record_reads()
     rank = int(os.environ["RANK"])
     run_dir.rank_error(rank).unlink(missing_ok=True)
     flag = StopFlag(training=False)

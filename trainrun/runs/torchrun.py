@@ -16,19 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.config.saved_config import load_config
-from trainrun.config.schema import ParallelConfig, RunConfig, record_reads
+from trainrun.config.schema import ParallelConfig, RunConfig
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.folder.status import write_status
-from trainrun.interfaces import Parallel
 from trainrun.output import say
 from trainrun.parallel.devices import local_ranks_fault
 from trainrun.parallel.handshake import Meeting, folder_before, follow, lead
 from trainrun.parallel.rank_place import LostContact
-from trainrun.runs.rank import train_rank
 from trainrun.runs.rank_process import run_rank_of
-from trainrun.runtime.signals import StopFlag, left_at_stops
-from trainrun.timing.phases import PhaseTimer, process_start
+from trainrun.runtime.signals import left_at_stops
 
 FOLDER_SECONDS = 20.0  # for a network's folder to show what rank 0 wrote
 POLL_SECONDS = 0.1
@@ -131,12 +128,7 @@ def earlier_folder() -> str | None:
 
 def _work(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -> int:
     rank = int(os.environ["RANK"])
-    record_reads()
-
-    def work(parallel: Parallel, flag: StopFlag) -> int:
-        return train_rank(run, config, order, parallel, flag, PhaseTimer(process_start()))
-
-    code = run_rank_of(run, config, work, meeting.store)
+    code = run_rank_of(run, config, order, meeting.store)
     if code != EXIT_DONE and run.rank_error(rank).exists():
         rank_error = read_json(run.rank_error(rank))
         text = rank_error["traceback"] if rank_error["kind"] == "bug" else rank_error["message"]
