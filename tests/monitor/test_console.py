@@ -285,6 +285,7 @@ def test_a_notebook_has_a_bar_of_html(
     assert "<td>0.2500</td>" in shown[-1]
     assert "val/" not in capsys.readouterr().out  # the table has it
     console.close()
+    assert "ended" in shown[-1]
     number = len(shown)
     console.on_batch(12)
     assert len(shown) == number

@@ -87,6 +87,10 @@ class ProgressBar:
         then, before = self._waits[0]
         return [f"waits for data {100 * (waited - before) / (now - then):.0f} %"] if now > then else []
 
+    def end(self) -> None:
+        """Show that the run has ended, in place of what it does."""
+        self._activity = lambda: "ended"
+
     def fields(self, step: int) -> list[BarField]:
         """Return epoch, phase, steps, share, `elapsed < left` and the time of a step, as far as they are known."""
         total, elapsed = self._facts.total_steps, self._clock() - self._started

@@ -131,6 +131,8 @@ class Console:
         self._print(text)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
+        if self._html is not None:  # whose table has the last line too
+            self._print_newest()
         self.close()
         self._print_newest()
         for line in end_lines(summary, self._facts):
@@ -140,7 +142,7 @@ class Console:
         """Give the terminal back."""
         if self._html is not None:
             html, self._html = self._html, None
-            html.update(self.position, now=True)
+            html.end(self.position)
         if self._live is not None:
             live, self._live = self._live, None
             try:

@@ -41,6 +41,11 @@ class NotebookBar:
             self._shown = time.monotonic()
             self._handle.update(self._html(self._text(step)))
 
+    def end(self, step: int) -> None:
+        """Show the last state of the run."""
+        self._bar.end()
+        self.update(step, now=True)
+
     def _text(self, step: int) -> str:
         part = f'value="{step}" max="{self._total}"' if self._total else ""
         words = "  ".join([*(field.text.plain for field in self._bar.fields(step)), *self._values()])
