@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,21 @@ def test_a_machine_without_room_for_a_process_is_said(
 
     monkeypatch.setattr("subprocess.Popen", no_process)
     assert "Cannot allocate memory" in REAL_DRAWING(RunDir(tmp_path))
+
+
+def test_ctrl_c_at_the_end_of_a_run_does_not_reach_the_drawing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is sent to the processes of the terminal's foreground group, which are of the run's session."""
+    started: list[dict[str, Any]] = []
+
+    def start(command: list[str], **options: Any) -> SimpleNamespace:
+        started.append(options)
+        return SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    assert REAL_DRAWING(RunDir(tmp_path)) == ""
+    assert [options["start_new_session"] for options in started] == [True]
 
 
 def test_a_run_draws_itself_where_no_process_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
