@@ -1,5 +1,5 @@
 """Imported ahead of torch: threads wait for each other as `python -m trainrun` has them wait, for both sides."""
 
-from trainrun.__main__ import wait_briefly
+from trainrun.__main__ import set_spin_wait
 
-wait_briefly()
+set_spin_wait()

@@ -16,13 +16,16 @@ TRAINING = ("resume", "again")  # and what begins with a setting
 
 
 def entry() -> None:
-    """Sees to an early Ctrl-C before the rest is imported, and to what is read when torch is."""
+    """Run the command line.
+
+    Handle Ctrl-C before the slow imports, and set what torch reads when it is imported.
+    """
     guard_streams()
     sys.excepthook = complain
     word = next(iter(sys.argv[1:]), "")
     leave_at_interrupt(trains=word in TRAINING or not word.isidentifier())
     rest_while_starting()
-    wait_briefly()
+    set_spin_wait()
     from trainrun.cli.main import main
 
     code = main()
@@ -31,7 +34,7 @@ def entry() -> None:
     sys.exit(code)
 
 
-def wait_briefly() -> None:
+def set_spin_wait() -> None:
     """Threads that wait for each other look for a moment before they sleep, unless the user said how.
 
     OpenMP's usual way is to look sixty times as long, for 4 ms on the machine named below, and where another process

@@ -51,7 +51,7 @@ def named_nodes(value: Any) -> dict[str, Any]:
 
 
 def locate(target: Any, key: str) -> Any:
-    """The callable at a dotted path: modules are imported, the rest are attributes.
+    """Return the callable at a dotted path: modules are imported, the rest are attributes.
 
     PluginError: not found, fails when imported, not callable, or a way to the operating system. The
         last is a guard against slips and copied configs, not a sandbox: naming a target runs code.

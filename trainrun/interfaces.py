@@ -429,7 +429,7 @@ class Parallel(Protocol):
         """Raise a flag (0-d, of this rank's gradients after their exchange) in place where any rank raised it."""
 
     def state_dict(self, tree: Any) -> Any:
-        """A tree of state as checkpoints hold it: every tensor whole. All ranks call it together."""
+        """Return a tree of state as checkpoints hold it: every tensor whole. All ranks call it together."""
 
     def load_state_dict(self, tree: Any, like: Mapping[str, Tensor]) -> Any:
         """The tree again as this rank holds it. like: the model's tensors by name; state below such a name belongs to
@@ -482,7 +482,7 @@ class Counting(Protocol):
     def expected(self) -> float: ...
 
     def late(self, out: StepOutput) -> Any:
-        """The items that only the output says, an int or a 0-d tensor; 0 if they are known already."""
+        """Return the items that only the output says, an int or a 0-d tensor; 0 if they are known already."""
 
 
 @dataclass(slots=True)

@@ -25,9 +25,10 @@ class ReservedName(PluginError):
 
 
 def flat_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
-    """A tensor in float64 for each sum, and one for the count of each pair; functions are called now.
+    """Return a float64 tensor for each sum and for the count of each pair. Sums given as functions are
+    called.
 
-    PluginError: something else than a number, a tensor, or a pair of these.
+    Raise PluginError if a value is not a number, a tensor, or a pair of these.
     """
     found: dict[str, Tensor] = {}
     for name, value in sums.items():
@@ -72,7 +73,7 @@ def add_sums(sums: dict[str, Tensor], new: Sums, task: Any, counts: bool = True)
 
 
 def add_flat_sums(sums: dict[str, Tensor], new: Mapping[str, Tensor], task: Any, counts: bool = True) -> None:
-    """`add_sums` of what `flat_sums` returned."""
+    """Add the sums that `flat_sums` returned to the totals."""
     for name, value in new.items():
         before, value = sums.get(name), value if counts else torch.zeros_like(value)
         if before is not None and before.shape != value.shape:
@@ -96,9 +97,9 @@ def sum_by_name(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[
 def over_ranks(
     parallel: Parallel, sums: Mapping[str, Tensor], numbers: list[float]
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Sums and further numbers, added up. The host waits.
+    """Return the sums and numbers, each added up over all ranks. The host waits for the device.
 
-    A name that only the batches of some ranks had counts as zeros on the others. PluginError: two shapes for a name.
+    A sum that only some ranks have counts as zeros on the others. Raise PluginError if its shapes differ.
     """
     if parallel.world_size == 1:
         return {name: sums[name].to("cpu", torch.float64) for name in sorted(sums)}, numbers
@@ -130,7 +131,10 @@ def _shapes_of_all(ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, 
 def rows_over_ranks(
     parallel: Parallel, rows: Mapping[str, list[Tensor]], names: list[str]
 ) -> dict[str, Tensor]:
-    """Rows of the batches of all ranks, those of rank 0 first. names: the same on every rank; one may lack the rows."""
+    """Return the rows of all ranks, those of rank 0 first.
+
+    names: the same on every rank; a rank may have no rows of a name.
+    """
     found = {}
     for name in names:
         parts = parallel.gather(torch.cat(rows[name]) if name in rows else None)
@@ -169,9 +173,9 @@ def metrics_of(
 
 
 def train_metrics(sums: Mapping[str, Tensor], task: Any) -> dict[str, float]:
-    """Metrics of training steps: each sum divided by the items of the steps that had it. `loss` is over all steps.
+    """Return the metrics of training steps: each sum divided by the number of items of the steps that had it.
 
-    sums: those of the task, and `LOSSES`, each with its `ITEMS`. A metric of no items is left out.
+    `loss` is over all steps. sums: those of the task, and `LOSSES`, each with its `ITEMS`.
     """
     items = {name.removeprefix(ITEMS): float(sums[name]) for name in sums if name.startswith(ITEMS)}
     loss = {"loss": float(sums[LOSSES]) / items[LOSSES]} if items.get(LOSSES) else {}

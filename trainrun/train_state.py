@@ -113,7 +113,7 @@ class TrainState:
 
 
 def watched_value(metrics: Mapping[str, float], name: str, named: bool) -> float:
-    """A metric of a validation; NaN where the loss beside it is not finite, so that it is never the best.
+    """Return a metric of a validation; NaN where the loss beside it is not finite, so that it is never the best.
 
     named: by a setting; then it counts whatever the loss is, as some tasks have none in a validation.
     """

@@ -28,7 +28,10 @@ def named(error: BaseException) -> str:
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The lines of the user's code that were being run, the outermost first; of the first cause that has any."""
+    """Return the frames of the user's code in a traceback, the outermost first.
+
+    If the error has none, those of the first of its causes that has any.
+    """
     cause: BaseException | None = error
     while cause is not None:
         frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_users(frame.filename)]
@@ -45,7 +48,7 @@ def line_of(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """A traceback of the user's lines alone; empty if none took part."""
+    """Return a traceback of the user's lines alone; empty if none took part."""
     frames = user_frames(error)
     if not frames:
         return ""
@@ -54,7 +57,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def is_users_class(kind: type) -> bool:
-    """Return whether it is defined in the user's own code."""
+    """Return whether a class is defined in the user's own code."""
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
     return file is not None and _is_users(file)

@@ -11,7 +11,7 @@ from trainrun.assemble.run_plan import batch_facts, direction, with_accumulation
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig
 from trainrun.errors import ConfigError
-from trainrun.task.metrics.directions import taken_as_larger
+from trainrun.task.metrics.directions import describe_assumed_direction
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_a_mode_beside_a_named_metric_is_believed() -> None:
 
 def test_a_name_that_says_nothing_is_told_where_nobody_says_more() -> None:
     config = RunConfig()
-    assert taken_as_larger(config, "val/loss") == ""
-    assert taken_as_larger(config, "val/mine") == (
+    assert describe_assumed_direction(config, "val/loss") == ""
+    assert describe_assumed_direction(config, "val/mine") == (
         "checkpoint.mode=auto: val/mine is taken as better when larger; if it is not, set checkpoint.mode=min"
     )
     said = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, mode="min"))
-    assert taken_as_larger(said, "val/mine") == ""
-    assert taken_as_larger(config, None) == ""
+    assert describe_assumed_direction(said, "val/mine") == ""
+    assert describe_assumed_direction(config, None) == ""
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 6), (2, 3), (6, 1)])

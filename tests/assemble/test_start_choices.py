@@ -26,7 +26,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, rule: str, coming: float, device: st
            ranks: int = 1) -> tuple[str, list[str]]:  # fmt: skip
     """Return the choice on a machine with 150 bytes. coming: bytes that a step takes."""
     monkeypatch.setattr(start_choices, "free_bytes", lambda device: 150)
-    monkeypatch.setattr(start_choices, "rough_guess", lambda run: math.inf)
+    monkeypatch.setattr(start_choices, "estimate_upper_bytes", lambda run: math.inf)
     forecast = SimpleNamespace(memory_forecast=lambda run, rough: ("", coming))
     monkeypatch.setattr(start_choices, "autotune", lambda lines: forecast)
     trainer = SimpleNamespace(cpu_allocator=rule)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.completion import SCRIPTS, all_names, completion_script
-from trainrun.cli.main import COMMANDS, FINE_TUNE, MEANT, command_of, main, read_as
+from trainrun.cli.main import COMMANDS, FINE_TUNE, MEANT, command_of, main, translate_command
 from trainrun.config.argv import conf_dir
 from trainrun.errors import ConfigError
 
@@ -108,7 +108,7 @@ def test_unknown_shell_is_refused() -> None:
 def test_first_words_of_other_programs_are_read_as_ours(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = read_as([word, "model=cnn"])
+    words = translate_command([word, "model=cnn"])
     if MEANT[word][:1] and not MEANT[word][0].startswith("-") and MEANT[word][0] not in COMMANDS:
         assert words == [word, "model=cnn"]
         return
@@ -118,7 +118,7 @@ def test_first_words_of_other_programs_are_read_as_ours(
 
 @pytest.mark.parametrize("words", [["resume", "x"], ["model=cnn"], ["--help"], [], ["train", "=3"]])
 def test_words_of_ours_stay_as_they_are(words: list[str]) -> None:
-    assert read_as(words) == words
+    assert translate_command(words) == words
 
 
 @pytest.mark.parametrize("word", FINE_TUNE)

@@ -27,8 +27,8 @@ from trainrun.assemble.data_pipeline import (
 from trainrun.assemble.model_and_transforms import (
     apply_built_in,
     build_changed,
-    faults_of_words,
-    split_words,
+    check_model_settings,
+    split_model_settings,
     with_scope,
 )
 from trainrun.assemble.optimizer_and_schedule import (
@@ -98,7 +98,7 @@ from trainrun.runtime.signals import StopFlag
 from trainrun.scheduler.build_schedule import LENGTHS
 from trainrun.scheduler.schedule import Schedule
 from trainrun.task.losses import balanced_weights
-from trainrun.task.metrics.directions import taken_as_larger
+from trainrun.task.metrics.directions import describe_assumed_direction
 from trainrun.timing.phases import COPY, PhaseTimer
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
@@ -158,8 +158,8 @@ def check_targets(config: RunConfig) -> None:
     nodes |= {f"monitor.{name}": node for name, node in config.monitor.listeners.items()}
     nodes |= {f"hook.{name}": node for name, node in config.hook.items()}
     faults = [fault for key, node in nodes.items() if node for fault in bind_faults(node, key)]
-    faults += bind_faults(split_words(config.model)[0], "model", also=WORDS)
-    faults = faults or faults_of_words(config)
+    faults += bind_faults(split_model_settings(config.model)[0], "model", also=WORDS)
+    faults = faults or check_model_settings(config)
     for key, node in _one_or_named("optimizer", config.optimizer):
         faults += optimizer_faults(key, node)
     for key, node in _one_or_named("scheduler", config.scheduler):
@@ -433,7 +433,7 @@ def build_checkpoints(
     keep = keep_options(config, default_metric, rhythm.lengths, task)
     metrics = {keep.monitor, config.trainer.early_stopping.monitor} - {None}
     if not all(str(name).endswith(("/loss", "/acc")) for name in metrics):
-        notes.advice.extend(filter(None, [taken_as_larger(config, default_metric)]))
+        notes.advice.extend(filter(None, [describe_assumed_direction(config, default_metric)]))
     fingerprint = build_fingerprint(config, context.parallel, data_sets.sources["train"], data_sets.drawn)
     return CheckpointManager(
         context.run.checkpoints, context.run_id, keep, context.parallel, fingerprint, monitors.note,

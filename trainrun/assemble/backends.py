@@ -88,7 +88,7 @@ def set_deterministic(wanted: bool, warn_only: bool) -> None:
 
 
 def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
-    """Switches of the whole process: determinism, kernels, what float32 may round to."""
+    """Set the switches of the whole process: determinism, kernels, and the precision of float32 products."""
     trainer = config.trainer
     if parallel.device.type == "cuda":
         # Torch asks once, at the first product of the process, whether this is set, so a deterministic run that comes

@@ -103,7 +103,10 @@ def describe_sources(
 
 
 def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) -> dict[str, Any]:
-    """The sources with the class numbers of the training data. DataError: classes or input columns are others."""
+    """Return the sources with the class numbers of the training data.
+
+    Raise DataError if their classes or input columns differ.
+    """
     class_names = {name: class_names_of(source) for name, source in sources.items() if source is not None}
     trains = next((names for name, names in class_names.items() if split_kind(name) == "train" and names), ())
     classes = tuple(trained.classes) if trained is not None and trained.classes else trains
@@ -209,7 +212,7 @@ def augmentations_of(config: RunConfig) -> tuple[NamedAugmentation, ...]:
 
 
 def transform_key(config: RunConfig, split: str) -> str | None:
-    """The setting whose transform the samples of a split go through: `data.transform` is of training alone."""
+    """Return the setting whose transform the samples of a split go through: `data.transform` is of training alone."""
     data, name = config.data, "transform"
     if split != "train":
         name = "test_transform" if split == "test" and data.test_transform is not None else "val_transform"
@@ -266,7 +269,7 @@ def is_table(config: RunConfig) -> bool:
 
 
 def check_labels_fit(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
-    """Labels must lie inside the classes that the model is told of, or takes from the training data."""
+    """Check that all labels lie within the number of classes, which is set or follows from the training data."""
     if is_classifier(config):
         check_targets_are_classes(sources["train"], "data.train", is_table(config))
     model, task = config.model or {}, config.task or {}

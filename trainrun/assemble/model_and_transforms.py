@@ -47,8 +47,11 @@ EXAMPLES = {
 def build_model(
     config: RunConfig, facts: DataFacts, materialize: Callable[[Callable[[], nn.Module]], nn.Module]
 ) -> nn.Module:
-    """A model that asks for `in_shape`, `num_classes` or `vocab_size` with null gets them from the data."""
-    node, words = split_words(config.model)
+    """Build the model.
+
+    Arguments `in_shape`, `num_classes` or `vocab_size` with the value null come from the data.
+    """
+    node, words = split_model_settings(config.model)
     classes = facts.num_classes
     from_data = {"in_shape": facts.shape and list(facts.shape), "num_classes": classes, "vocab_size": classes}
     for name, value in from_data.items():
@@ -67,7 +70,7 @@ def build_model(
             initialize(model, words["init"])
         return model
 
-    return in_form(materialize(new_model), config)
+    return convert_to_precision(materialize(new_model), config)
 
 
 def give_sizes(model: nn.Module, shape: Sequence[int] | None) -> None:
@@ -97,7 +100,10 @@ def build_changed(
     config: RunConfig, facts: DataFacts, parallel: Parallel, init_from: str | None, notes: list[str],
     advice: list[str],
 ) -> tuple[nn.Module, Unfreeze | None, FrozenBase | None]:  # fmt: skip
-    """The model with the weights it begins with, transformed; what trains frozen ones later, and what is not saved."""
+    """Build the model, load its initial weights, and apply all transforms.
+
+    Return the model, what unfreezes parameters later, and the frozen weights that checkpoints leave out.
+    """
     model, initial = build_model(config, facts, parallel.materialize), None
     if init_from is not None:
         initial = load_initial(model, init_from, parallel, config.init)
@@ -113,8 +119,11 @@ def build_changed(
     return model, frozen, None if only is None else only.base(model, notes)
 
 
-def split_words(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The node of a model without our words, and those; an argument of its class by such a name is the class's."""
+def split_model_settings(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the model's node into its arguments and our own settings (`WORDS`, as `freeze`).
+
+    A name that is an argument of the model's class belongs to the arguments.
+    """
     if not (names := WORDS.keys() & node):
         return dict(node), {}
     argument_names = {item.name for item in parameters_of(locate(node[TARGET], "model")) or ()}
@@ -122,9 +131,12 @@ def split_words(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: value for name, value in node.items() if name not in words}, words
 
 
-def faults_of_words(config: RunConfig) -> list[str]:
-    """A line for each of them that is wrong; the target must be there."""
-    words = split_words(config.model)[1]
+def check_model_settings(config: RunConfig) -> list[str]:
+    """Return a message for each of our own settings in the model's node (`WORDS`) with a wrong value.
+
+    The model's `_target_` must be importable.
+    """
+    words = split_model_settings(config.model)[1]
     faults = [
         f"model.{n}={fault}" for n, value in words.items() if (fault := fault_of_value(value, WORDS[n]))
     ]
@@ -137,7 +149,7 @@ def faults_of_words(config: RunConfig) -> list[str]:
 
 def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfreeze | None:
     """Freeze what `model.freeze` names, and return the hook that trains it later."""
-    words = split_words(config.model)[1]
+    words = split_model_settings(config.model)[1]
     if not words.get("freeze"):
         return None
     from trainrun.transform.freeze import Frozen
@@ -155,8 +167,10 @@ def checked(model: object, key: str, way_out: str = "") -> nn.Module:
     return model
 
 
-def in_form(model: nn.Module, config: RunConfig) -> nn.Module:
-    """The model in its number type."""
+def convert_to_precision(model: nn.Module, config: RunConfig) -> nn.Module:
+    """Convert the model to the number type of the run, and apply the guard against a fault of torch's
+    convolutions.
+    """
     prepare_model(model, config.precision.mode)
     if any(isinstance(layer, nn.Conv2d) for layer in model.modules()):
         guard_convolutions(model)
@@ -171,7 +185,7 @@ def apply_transforms(
         key = f"transform.{name}"
         changed = checked(build(node, key, model), f"{key}._target_={node['_target_']}", "; return the model")
         make_dense(changed)
-        model = in_form(changed.to(device), config)
+        model = convert_to_precision(changed.to(device), config)
         if notes is not None:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             notes.append(f"{key}: {counted(trained, 'parameter')} trained")
@@ -179,9 +193,10 @@ def apply_transforms(
 
 
 def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
-    """Our own techniques that change a model once, in place; the compiler sees what the others made.
+    """Apply our own techniques that change a model once, in place; compilation is the last of them. Raise
+    ConfigError.
 
-    notes: what they chose, in a line. Raises ConfigError.
+    notes: gets a line on what each of them chose.
     """
     trainer = config.trainer
     if faults := needs_gpu(config, device.type):
@@ -216,7 +231,7 @@ GPU_LEAST_WEIGHTS = 1_000_000  # a step of fewer does not take as long as that
 def chosen_scope(
     config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device, problem: str = ""
 ) -> tuple[str, str]:
-    """The scope for this run, and a line that says why. problem: what the compiler lacks here."""
+    """Return the scope for this run, and a line that says why. problem: what the compiler lacks here."""
 
     def off(why: str) -> tuple[str, str]:
         return "off", f"compile: off (auto), {why}"
@@ -245,7 +260,7 @@ def chosen_scope(
 def with_scope(
     config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device, notes: list[str]
 ) -> RunConfig:
-    """The config with `auto` decided."""
+    """Return the config with `auto` decided."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     problem = (
         gpu_compiler_problem(capability)

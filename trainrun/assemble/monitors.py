@@ -86,7 +86,10 @@ class Listeners:
         return [self.bus]
 
     def attach(self, run: Components, state: TrainState) -> None:
-        """Rows behind the step that a resume starts from are redone, so they are cut."""
+        """Connect the monitors with a run.
+
+        Rows after the step of a resume are removed, since these steps are repeated.
+        """
         self._components, self._state = run, state
         if self._has_file and self._run.metrics.exists():
             cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
@@ -190,7 +193,7 @@ class Listeners:
         self._told = text
 
     def close(self) -> None:
-        """Always called; after a failure too."""
+        """Close the monitors; called after a failure too."""
         with self._closing as closing:
             closing.callback(self._end_page)
             closing.callback(self.bus.close)

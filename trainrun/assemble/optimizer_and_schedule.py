@@ -83,7 +83,7 @@ def scaling(config: RunConfig, scheduler: Any, world_size: int) -> Callable[[flo
 
 
 def group_rules(node: dict[str, Any], key: str) -> GroupRules | None:
-    """Return the rules of parameter groups in a node; None if it has none."""
+    """Return the rules of parameter groups in an optimizer's node; None if it has no rules."""
     groups, no_decay, layer_decay = (node.get(name) for name in GROUP_KEYS)
     if not groups and no_decay in (None, "none") and layer_decay is None:
         return None
@@ -176,7 +176,7 @@ def build_named(
 
 
 def schedule_node(config: RunConfig, name: str) -> dict[str, Any]:
-    """The schedule of a named optimizer: its own, else the one for all, else a constant rate."""
+    """Return the schedule of a named optimizer: its own, else the one for all, else a constant rate."""
     node = config.scheduler or {}
     named_schedules = named_nodes(node)
     return dict(named_schedules.get(name, CONSTANT)) if named_schedules else node or CONSTANT
@@ -184,7 +184,7 @@ def schedule_node(config: RunConfig, name: str) -> dict[str, Any]:
 
 def describe_update(config: RunConfig, schedule: Schedule | JoinedSchedules) -> str:
     """Optimizer, learning rate and schedule in one line: `AdamW, lr 0.001, schedule cosine, 45 warmup steps`."""
-    optimizer, curve = (_named_targets(node) for node in (config.optimizer, config.scheduler))
+    optimizer, curve = (_format_optimizer_names(node) for node in (config.optimizer, config.scheduler))
     several = list(dict.fromkeys(schedule.peak_lrs))
     rates = " and ".join(f"{rate:g}" for rate in several)
     if len(several) > MOST_RATES:
@@ -217,8 +217,10 @@ def is_planned(node: Mapping[str, Any]) -> bool:
     return any(name in names and node.get(name) is None for name in LENGTHS)
 
 
-def _named_targets(node: Any) -> str:
-    """`AdamW`; of several by name `generator Adam, discriminator SGD`; `constant` if there is none."""
+def _format_optimizer_names(node: Any) -> str:
+    """Return the optimizer's class, as `AdamW`; for several optimizers `generator Adam, discriminator SGD`;
+    else `constant`.
+    """
     if several := named_nodes(node):
-        return ", ".join(f"{name} {_named_targets(inner)}" for name, inner in several.items())
+        return ", ".join(f"{name} {_format_optimizer_names(inner)}" for name, inner in several.items())
     return str((node or {}).get("_target_") or "constant").rpartition(".")[2]

@@ -48,7 +48,7 @@ ROUNDING, RANDOM = {"python", "machine", "cpu", "num_threads", "deterministic"},
 
 
 def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bool) -> TrainState:
-    """The state of the run's own newest checkpoint, else that of `ckpt_path`, else a fresh one."""
+    """Return the state of the run's own newest checkpoint, else that of `ckpt_path`, else a fresh one."""
     loaded = run.checkpoints.load_latest() if resume else None
     is_own = loaded is not None
     if resume and not is_own:
@@ -74,7 +74,7 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
 
 
 def network_of(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
-    """The network of a run, in evaluation mode, on the CPU. which: best, last, or a checkpoint's name."""
+    """Return the network of a run, in evaluation mode, on the CPU. which: best, last, or a checkpoint's name."""
     loaded = read_checkpoint(resolve(run_dir.checkpoints, which))
     saved_facts = read_identity(run_dir).get("data", {})
     facts = DataFacts(
@@ -108,7 +108,9 @@ def teach(
     from trainrun.step.teaching import give_teacher
 
     def in_order() -> Batches:
-        """All training samples once, on every rank, with nothing random."""
+        """Return a stream of all training samples once, on every rank, without shuffling or random
+        augmentation.
+        """
         options = stream_options(config, parallel, "train", lambda text: None)
         options = replace(
             options, training=False, may_grow=True, rank=0, world_size=1, gather=None, limit=1.0
@@ -119,7 +121,7 @@ def teach(
 
 
 def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
-    """The network of a run, by its best checkpoint, else its last; and what it was trained with."""
+    """Return the network of a run with the weights of its best or else last checkpoint, and the run's config."""
     run_dir = RunDir(Path(folder).expanduser().absolute())
     if not run_dir.config.is_file():
         raise ConfigError(f"task.teacher={folder}: no run is there (no config.yaml)")
@@ -206,7 +208,11 @@ def last_step(metrics: Path) -> int:
 
 
 def checkpoint_at(ckpt_path: str) -> Path:
-    """A checkpoint's folder, or the newest one of a run's folder or its `checkpoints`. Raises CheckpointError."""
+    """Return the checkpoint of a path: the checkpoint itself, or the newest one of a run or of its
+    `checkpoints`.
+
+    Raise CheckpointError if there is none.
+    """
     path = Path(ckpt_path).expanduser().absolute()
     inside = path if committed_steps(path) else RunDir(path).checkpoints
     try:

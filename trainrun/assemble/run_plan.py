@@ -49,7 +49,10 @@ SAMPLED_STEPS = 5  # of those between two rows
 
 
 def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
-    """`data.global_batch_size` divided among ranks and micro-batches; it must come out even."""
+    """Set the number of micro-batches from `data.global_batch_size`.
+
+    Raise ConfigError if it is not divisible.
+    """
     wanted, batch_of_ranks = config.data.global_batch_size, config.data.batch_size * world_size
     if wanted is None:
         return config
@@ -122,7 +125,7 @@ def lengths_of(config: RunConfig, train: Batches, source: Any, task: Any, world_
 
 
 def every(key: str, found: Duration, lengths: Lengths, task: Any) -> Every:
-    """The distance that a setting names. Raises ConfigError where this data or task cannot count so."""
+    """Return the distance that a setting names. Raises ConfigError where this data or task cannot count so."""
     wrong = ""
     if found.unit == "token" and getattr(task, "unit", "") != "tokens":
         wrong = f"{type(task).__name__} counts samples, not tokens; give samples, as 1e6sample"
@@ -135,8 +138,8 @@ def every(key: str, found: Duration, lengths: Lengths, task: Any) -> Every:
     return Every(found.amount, found.unit, lengths)
 
 
-def in_steps(key: str, found: Duration, lengths: Lengths, task: Any) -> int:
-    """The distance in whole steps from the beginning of the run, rounded up. Raises ConfigError."""
+def convert_to_steps(key: str, found: Duration, lengths: Lengths, task: Any) -> int:
+    """Return the distance in whole steps from the beginning of the run, rounded up. Raises ConfigError."""
     each, amount = every(key, found, lengths, task), found.amount
     if each.unit == "step":
         return int(amount)
@@ -161,7 +164,9 @@ def build_rhythm(config: RunConfig, lengths: Lengths, task: Any, has_val: bool, 
     max_duration = parse_whole(trainer.max_duration)
     uneven = max_duration is not None and max_duration.unit == "token" and lengths.tokens_per_sample is None
     if max_duration is not None and max_duration.unit != "second" and not uneven and per_epoch is not None:
-        totals.append(in_steps(f"trainer.max_duration={trainer.max_duration}", max_duration, lengths, task))
+        totals.append(
+            convert_to_steps(f"trainer.max_duration={trainer.max_duration}", max_duration, lengths, task)
+        )
     known_totals = [total for total in totals if total is not None]
     key, interval = f"trainer.val_check_interval={trainer.val_check_interval}", None
     if has_val:
@@ -170,7 +175,7 @@ def build_rhythm(config: RunConfig, lengths: Lengths, task: Any, has_val: bool, 
     log = parse_distance(monitor.log_every_n_steps)
     log_key = f"monitor.log_every_n_steps={monitor.log_every_n_steps}"
     listening = monitor.metrics_file or monitor.progress_bar or monitor.verbose or bool(monitor.listeners)
-    log_every = in_steps(log_key, log, lengths, task) if listening else None
+    log_every = convert_to_steps(log_key, log, lengths, task) if listening else None
     return Intervals(
         lengths, every(key, interval, lengths, task) if interval and not by_time else None,
         trainer.check_val_every_n_epoch, log_every,
@@ -191,7 +196,7 @@ def sample_distance(log_every: int | None, steps_per_epoch: int | None) -> int:
 
 
 def with_warmup_in_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunConfig:
-    """A warmup that was given as a duration."""
+    """Return the config with a warm-up that was given as a duration converted to steps."""
 
     def in_numbers(key: str, node: dict[str, Any]) -> dict[str, Any]:
         node = node | {
@@ -202,7 +207,9 @@ def with_warmup_in_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunC
             return node
         key = f"{key}.warmup_steps={warmup}"
         try:
-            steps = in_steps(key, parse_duration(warmup, "step", "epoch", "sample", "token"), lengths, task)
+            steps = convert_to_steps(
+                key, parse_duration(warmup, "step", "epoch", "sample", "token"), lengths, task
+            )
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
         return node | {"warmup_steps": steps}
@@ -232,7 +239,10 @@ def default_monitor(task: Any, splits: Sequence[str]) -> str | None:
 
 
 def direction(key: str, metric: str | None, wanted: CheckpointConfig | EarlyStoppingConfig) -> str:
-    """min where smaller is better: a loss, an error, a distance. Raises ConfigError for a mode that cannot be meant."""
+    """Return `min` if a smaller value of the metric is better, as for a loss or an error; else `max`.
+
+    Raise ConfigError if the mode of the setting contradicts the name of the metric.
+    """
     if metric is None or (wanted.mode == "auto" and metric.endswith(("/loss", "/acc"))):
         return "max" if metric and metric.endswith("acc") else "min"
     return asked_direction(key, metric, wanted.mode, wanted.monitor is not None) or "max"
@@ -358,7 +368,7 @@ def versions_and_chips(device: torch.device) -> dict[str, str]:
 
 
 def best_watch(config: RunConfig, default: str | None) -> MetricTracker:
-    """The metric that the summary calls best, the same that `best` checkpoints go by."""
+    """Return the tracker of the metric by which `best` checkpoints and the summary choose the best step."""
     keep = config.checkpoint
     metric = keep.monitor or default
     mode = direction("checkpoint", metric, keep)

@@ -41,10 +41,10 @@ def autotune(lines: list[str]) -> ModuleType | None:
 
 def decide_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batches, parallel: Parallel,
                    chosen: Chosen, measures: bool, num_batches: float, notes: list[str]) -> RunConfig:  # fmt: skip
-    """The config with `precision=auto` decided; this process with its number of threads.
+    """Return the config with `precision=auto` resolved, and set this process's number of threads.
 
-    chosen: what the run began with, if it did; what is chosen here is added. num_batches: of the whole run.
-    Every rank calls it, and decides the same.
+    chosen: the earlier choices of a resumed run; new choices are added. num_batches: micro-batches of the
+    whole run. Every rank calls this and decides the same.
     """
     open_type = config.precision.mode == "auto"
     wanted = []
@@ -92,7 +92,7 @@ def choose_allocator(run: Components) -> tuple[str, list[str]]:
     Every rank calls it, and decides for itself: no number depends on it.
     """
     lines: list[str] = []
-    coming, rule = rough_guess(run), run.config.trainer.cpu_allocator
+    coming, rule = estimate_upper_bytes(run), run.config.trainer.cpu_allocator
     if (tuner := autotune(lines)) is not None:
         line, coming = tuner.memory_forecast(run, coming)
         lines.append(line)
@@ -114,8 +114,8 @@ def choose_rule(parallel: Parallel, coming: float) -> tuple[str, str]:
     return "libc", "trainer.cpu_allocator: libc, memory may become scarce (keep may be faster)"
 
 
-def rough_guess(run: Components) -> float:
-    """An upper bound for ordinary networks, in bytes, from sizes alone."""
+def estimate_upper_bytes(run: Components) -> float:
+    """Return an upper bound for ordinary networks, in bytes, from sizes alone."""
     params = sum(param.numel() for param in run.model.parameters())
     numbers = run.config.data.batch_size * math.prod(run.data_facts.shape or (1024,))
     return 16.0 * params + 4.0 * numbers * max(1000, params / 64)

@@ -15,7 +15,7 @@ from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.runtime.collector import freeze_more
 from trainrun.timing.phases import COMPILE, PhaseTimer
 from trainrun.training.components import Accumulate, Step
-from trainrun.training.item_count import CountedAfter, divided_late
+from trainrun.training.item_count import CountedAfter, divide_by_output_counts
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import TaskCalls
 from trainrun.training.train_step import (
@@ -59,7 +59,7 @@ def build_accumulate(retry: OomRetry, counting: Counting) -> Accumulate:
     accumulate = accumulate_with_retry if retry.acts else accumulate_gradients
     if isinstance(counting, CountedBefore):
         return accumulate
-    return divided_late(accumulate)
+    return divide_by_output_counts(accumulate)
 
 
 def build_step(
@@ -80,7 +80,7 @@ def build_step(
 
 
 def checked_step(step: Step, wanted: bool, *parts: Any) -> Step:
-    """The step, before whose first task and model are looked at, if one of them is the user's own."""
+    """Return the step, which checks task and model before its first call, if one of them is the user's own."""
     if not wanted or all(type(part).__module__.startswith("trainrun.") for part in parts):
         return step
     from trainrun.training.checks.first_step import Checked

@@ -20,7 +20,7 @@ from trainrun.data.batch import map_leaves
 from trainrun.interfaces import Parallel
 from trainrun.limits import SECOND, parse_seconds, parse_whole
 from trainrun.runtime.machine import settle
-from trainrun.training.recovery.oom import no_memory
+from trainrun.training.recovery.oom import describe_out_of_memory
 
 if TYPE_CHECKING:
     from trainrun.timing.paired import Turn
@@ -68,7 +68,7 @@ class TimedStep:
         try:
             self(data, autocast)
         except (MemoryError, RuntimeError) as error:
-            if not no_memory(error):
+            if not describe_out_of_memory(error):
                 raise
             gc.collect()
             torch.cuda.empty_cache()  # nothing happens where no GPU is in use

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from trainrun.benchmark.run_overrides import begin
-from trainrun.cli.run_arguments import Parser, known_and_words, take_seconds
+from trainrun.cli.run_arguments import Parser, parse_flags_and_overrides, take_seconds
 
 SEARCH_SECONDS, TABLE_SECONDS = 120.0, 180.0
 ABOUT = (
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         return find(argv[0], argv[1:])
     default = TABLE_SECONDS if "--table" in argv else SEARCH_SECONDS
     argv, budget = take_seconds(argv, default, "autotune")
-    wish, words = known_and_words(autotune_parser(), argv)
+    wish, words = parse_flags_and_overrides(autotune_parser(), argv)
     typed, folder = begin("autotune", words)  # mistakes are answered without torch
     from trainrun.benchmark.tune.autotune_session import search_settings
 
@@ -49,7 +49,7 @@ def find(what: str, argv: list[str]) -> int:
         parser.add_argument(
             "--memory", type=float, metavar="GB", help="on a CPU, of one process (what is free)"
         )
-    wish, words = known_and_words(parser, argv)
+    wish, words = parse_flags_and_overrides(parser, argv)
     from trainrun.benchmark.finders import batch_size, lr_range  # they import torch
 
     return lr_range.main(wish, words) if what == "lr" else batch_size.main(wish, words, budget)

@@ -380,7 +380,9 @@ class CheckpointManager:
         return is_soon and self._parallel.world_size == 1
 
     def _is_superseded(self, save: SaveInProgress, state: TrainState) -> bool:
-        """Return whether a save is held that is none of the best any more beside this state."""
+        """Return whether the save still waits in memory, and its step is no longer among the best beside
+        `state`.
+        """
         metric = self._metric_of(state)
         if metric is None or not save.is_held:
             return False
@@ -429,9 +431,10 @@ class CheckpointManager:
         self._tidy(save.ranked, save.notes.append)
 
     def finish_save(self, state: TrainState | None) -> int | None:
-        """Wait for the save under way; return its step, None if there is none.
+        """Wait for the save in progress; return its step, or None if no save is in progress.
 
-        Raise SaveError on every rank if the save failed on one rank. `state.saved_step` is then the step before.
+        If the save failed on any rank, set `state.saved_step` back to the earlier step and raise SaveError on
+        every rank.
         """
         save = self._in_progress
         if save is None:

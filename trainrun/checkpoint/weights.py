@@ -62,7 +62,10 @@ class Initial(NamedTuple):
     lines: list[str]
 
     def base(self, model: nn.Module, notes: list[str]) -> FrozenBase:
-        """Return the weights that checkpoints leave out, for the model as it is trained. Raise ConfigError."""
+        """Return the weights that checkpoints leave out, for the model after its transforms.
+
+        Raise ConfigError.
+        """
         return FrozenBase(model, self, notes)
 
 
@@ -96,7 +99,10 @@ class FrozenBase:
         )
 
     def left_out(self, shared: dict[str, Any]) -> dict[str, Any]:
-        """The tree of a checkpoint without them. Raises TrainingError if they change by now."""
+        """Return the tree of a checkpoint without the frozen weights.
+
+        Raise TrainingError if one is trained by now.
+        """
         for name, param in self._params.items():
             if param.requires_grad:
                 raise TrainingError(
@@ -332,7 +338,7 @@ def _fill_tied(here: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
 
 def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]:
     """Return the name of the source, its weights, and notes on it. Rank 0 chooses the checkpoint for all."""
-    name, why = on_rank_zero(parallel, lambda: _choice(path))
+    name, why = on_rank_zero(parallel, lambda: _choose_checkpoint(path))
     if name:
         loaded = load_together(Path(name), parallel, None)
         weights, averaged = evaluated_weights(loaded)
@@ -444,8 +450,8 @@ def _sharded(index: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _choice(path: Path) -> tuple[str, str]:
-    """Return the checkpoint that a folder stands for, and why that one of several; empty for a file."""
+def _choose_checkpoint(path: Path) -> tuple[str, str]:
+    """Return the checkpoint to read from a folder, and a note that it is the best or the last; "" for a file."""
     if not path.is_dir():
         return "", ""
     checkpoints = path if path.name == CHECKPOINTS else path / CHECKPOINTS

@@ -93,8 +93,10 @@ MEANT = {
 FINE_TUNE = ("finetune", "fine-tune", "fine_tune", "transfer")
 
 
-def read_as(words: list[str]) -> list[str]:
-    """Return the words of ours for a first word that other programs use, as `fit`; others as they are."""
+def translate_command(words: list[str]) -> list[str]:
+    """Translate a first word that other programs use, such as `fit`, into a command of ours; return other
+    words unchanged.
+    """
     meant = MEANT.get(words[0]) if words and words[0] not in COMMANDS else None
     if meant is None or (meant and not meant[0].startswith("-") and meant[0] not in COMMANDS):
         return words
@@ -106,7 +108,7 @@ def read_as(words: list[str]) -> list[str]:
 
 def command_of(words: list[str]) -> Callable[[], int]:
     """Return what a command line asks for."""
-    words = read_as(words)
+    words = translate_command(words)
     if words[:1] == ["--completion"]:
         return lambda: run_command("cli.completion", "completion_command", words[1:])
     if words and words[0] in COMMANDS:
@@ -130,7 +132,7 @@ def run_command(module: str, name: str, words: list[str]) -> int:
 
 
 def report_crash(error: Exception) -> int:
-    """An exception of the user's own code: their lines of it. A bug of ours keeps the whole traceback."""
+    """Print an exception of the user's code with the user's lines only; of a bug of ours the whole traceback."""
     if missing := missing_satellite(error):
         say(f"trainrun: {missing}", file=sys.stderr)
         return EXIT_FAILED
@@ -146,7 +148,9 @@ def report_crash(error: Exception) -> int:
 
 
 def add_import_paths(extra: list[str]) -> list[str]:
-    """The working directory and folders next to --config-dir, at the end: they hide no installed module."""
+    """Add the working directory and the folders beside --config-dir at the end of the import path, so that
+    installed modules come first.
+    """
     paths = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd(), *extra]
     sys.path += [path for path in paths if path not in sys.path]
     return paths

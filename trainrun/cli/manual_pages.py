@@ -38,12 +38,12 @@ def topics() -> dict[str, str]:
 
 
 def slug(heading: str) -> str:
-    """The name that a link gives to a heading: `Signals and exit codes` is `signals-and-exit-codes`."""
+    """Return the name that a link gives to a heading: `Signals and exit codes` is `signals-and-exit-codes`."""
     return re.sub(r"[^\w-]", "", heading.strip().lower().replace(" ", "-"))
 
 
 def sections(text: str) -> dict[str, str]:
-    """The `## ` sections of a text by their slugs."""
+    """Return the `## ` sections of a text by their slugs."""
     parts = re.split(r"^## (?=.)", text, flags=re.MULTILINE)[1:]
     return {slug(part.partition("\n")[0]): f"## {part}" for part in parts}
 
@@ -102,8 +102,7 @@ def _overview(known: dict[str, str]) -> list[str]:
 
 
 def _shown(text: str) -> str:
-    """Links name the topic in place of the file: `[data](data.md)` is shown as `data (trainrun help data)`.
-    Pictures are left out."""
+    """Show links as topics: `[data](data.md)` becomes `data (trainrun help data)`. Leave out pictures."""
     text = re.sub(r"^!\[.*\n\n?", "", text, flags=re.MULTILINE)
     text = re.sub(r"\[([^\]]+)\]\(([\w-]+)\.md(?:#[\w-]+)?\)", r"\1 (trainrun help \2)", text)
     text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)

@@ -9,10 +9,10 @@ from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import parse, run_parser
 from trainrun.cli.train_command import (
     follows_others,
-    in_earlier_folder,
     others_dismissed,
+    print_resume_command,
     run_ranks_of_node,
-    with_way_to_resume,
+    use_folder_of_restart,
 )
 from trainrun.config.aliases import setting_meant
 from trainrun.config.compose import Composition
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     if words.json:
         raise ConfigError("--json: is of a sweep; read metrics.jsonl and status.json of a run")
     run = open_run(words.run_dir)
-    return with_way_to_resume(
+    return print_resume_command(
         run.root, lambda: resume_run(run, words.overrides, add_import_paths(words.config_dir), words.trust)
     )
 
@@ -86,8 +86,8 @@ def again(argv: list[str]) -> int:
             )
             say(f"note: the settings of {earlier.root}{changed}", file=sys.stderr)
             typed = ["again", str(earlier.root), *words.overrides]
-            composition = in_earlier_folder(Composition(config, {}, overrides, own_settings))
+            composition = use_folder_of_restart(Composition(config, {}, overrides, own_settings))
             run, config, goes_on = held.enter_context(begun(composition, typed))
         to_read = () if goes_on else typed_settings(translated(overrides).overrides)
         order = LaunchSpec(goes_on, add_import_paths(words.config_dir), typed=to_read)
-        return with_way_to_resume(run.root, lambda: start(run, config, order))
+        return print_resume_command(run.root, lambda: start(run, config, order))

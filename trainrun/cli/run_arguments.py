@@ -33,20 +33,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_parser(name: str, about: str, words: tuple[str, str] = SETTINGS) -> Parser:
-    """A parser of RUN_DIR and key=value words. words: what the help calls them, and says of them."""
+    """Return a parser of RUN_DIR and key=value words. words: what the help calls them, and says of them."""
     parser = Parser(prog=f"trainrun {name}", description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run, or of a sweep: its best run")
     parser.add_argument("overrides", metavar=words[0], nargs="*", default=[], help=words[1])
     parser.add_argument(
-        *FOLDER_FLAGS, metavar="FOLDER", type=import_path, action="append", default=[],
+        *FOLDER_FLAGS, metavar="FOLDER", type=add_parent_to_import_path, action="append", default=[],
         help="as when the run began: its code is beside this folder",
     )  # fmt: skip
     add_trust(parser)
     return parser
 
 
-def import_path(config_dir: str) -> str:
-    """The folder beside it, from now on one where modules are found."""
+def add_parent_to_import_path(config_dir: str) -> str:
+    """Add the folder that contains `config_dir` to the import path; return the folder."""
     beside = str(Path(config_dir).resolve().parent)
     add_import_paths([beside])
     return beside
@@ -69,7 +69,7 @@ def add_checkpoint(parser: Parser) -> None:
 
 
 def no_split(there: Iterable[str], split: str) -> ConfigError:
-    """The fault of a `--split` that the run does not have."""
+    """Return the error for a `--split` that the run does not have."""
     there = list(there)
     if split == "train":
         return ConfigError(f"--split train: is for held-out data; this run has {', '.join(there) or 'none'}")
@@ -84,8 +84,11 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
     return ConfigError(f"{problem} {way} the data: {name}._target_=...")
 
 
-def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own flags, and the words of a run; of its flags only the folder of configs means something here."""
+def parse_flags_and_overrides(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split a command line into the command's own flags and the overrides of a run.
+
+    Raise ConfigError for an unknown flag; flags that name a config folder stay among the overrides.
+    """
     flags = own_flags(parser)
     options, words = parser.parse_known_args(flags_as_settings(argv, flags))
     for word in words:
@@ -97,7 +100,7 @@ def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace
 
 
 def parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
-    """Options and key=value words in any order."""
+    """Parse options and key=value overrides in any order."""
     return parser.parse_intermixed_args(flags_as_settings(argv, own_flags(parser)))
 
 
@@ -106,7 +109,9 @@ def own_flags(parser: Parser) -> list[str]:
 
 
 def flags_as_settings(argv: list[str], own: list[str]) -> list[str]:
-    """The words of a command with `--batch-size 64` as `batch_size=64`; its own flags stay, and beginnings of them."""
+    """Rewrite flags such as `--batch-size 64` as settings `batch_size=64`; the command's own flags, also
+    shortened, stay.
+    """
     words, rest, known_groups = [], list(argv), groups([conf_dir()])
     while rest:
         word = rest.pop(0)
@@ -118,7 +123,10 @@ def flags_as_settings(argv: list[str], own: list[str]) -> list[str]:
 
 
 def take_seconds(argv: list[str], default: float, command: str) -> tuple[list[str], float]:
-    """The other words, and the seconds: of `--budget 120`, `--budget=2m`. Raises ConfigError."""
+    """Return the arguments without `--budget`, and the budget in seconds: of `--budget 120` or `--budget=2m`.
+
+    Raise ConfigError for a value that is no duration.
+    """
     rest: list[str] = []
     seconds = default
     words = iter(argv)

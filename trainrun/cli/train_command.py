@@ -30,7 +30,7 @@ SWEEP_WORD = re.compile(r"sweep(\.\w+)?=|hydra[./](sweeper|launcher)\b|[\w./]+=[
 
 
 def main(words: list[str]) -> int:
-    """A new run, a sweep, or the composed config without running."""
+    """Start a new run or a sweep, or print the composed config."""
     launch_words = [word for word in words if LAUNCH_OPTION.match(word)]
     words = [word for word in words if word not in launch_words]
     code = run_ranks_of_node(
@@ -96,9 +96,11 @@ def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders
         say(f"note: {note}", file=sys.stderr)
     with contextlib.ExitStack() as held:
         with others_dismissed():
-            run, config, again = held.enter_context(begun(in_earlier_folder(composition), words))
+            run, config, again = held.enter_context(begun(use_folder_of_restart(composition), words))
         typed = () if again else typed_settings(composition.overrides)
-        return with_way_to_resume(run.root, lambda: start(run, config, LaunchSpec(again, paths, typed=typed)))
+        return print_resume_command(
+            run.root, lambda: start(run, config, LaunchSpec(again, paths, typed=typed))
+        )
 
 
 @contextlib.contextmanager
@@ -132,16 +134,16 @@ def run_ranks_of_node(config_of: Callable[[], RunConfig]) -> int | None:
     return launch_on_node(module_command("trainrun", *sys.argv[1:]), count) if count > 1 else None
 
 
-def in_earlier_folder(composition: Composition) -> Composition:
-    """With the folder of this run before torchrun restarted the ranks, unless the words name one."""
+def use_folder_of_restart(composition: Composition) -> Composition:
+    """Set the run folder to the one from before torchrun restarted the ranks, unless a folder was given."""
     if "hydra.run.dir" in composition.own or not external_ranks():
         return composition
     folder = torchrun_ranks().earlier_folder()
     return composition if folder is None else replace(composition, own={"hydra.run.dir": folder})
 
 
-def with_way_to_resume(folder: Path, work: Callable[[], int]) -> int:
-    """A stopped run says how it goes on, also where a second Ctrl-C left no time to save."""
+def print_resume_command(folder: Path, work: Callable[[], int]) -> int:
+    """Run `work` and return its exit code; if it was stopped, print the command that resumes the run."""
     try:
         code = work()
     except KeyboardInterrupt as error:

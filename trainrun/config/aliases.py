@@ -118,12 +118,15 @@ OPTIONS = {
 
 @cache
 def aliases(schema: type = RunConfig) -> dict[str, str]:
-    """Every other name of a setting or section, and the key it stands for."""
+    """Return all aliases of settings and sections, with the key that each stands for."""
     return KEYS | {name: key for key, setting in settings(schema).items() for name in setting.aliases}
 
 
 def setting_meant(key: str, is_group: Callable[[str], bool], schema: type = RunConfig) -> str:
-    """The key that another name stands for; a section's other name stands for its settings too."""
+    """Return the key of a setting that an alias names.
+
+    An alias of a section works for the section's settings too.
+    """
     if key in settings(schema):
         return key
     names, key = aliases(schema), bare_name(key)
@@ -134,7 +137,7 @@ def setting_meant(key: str, is_group: Callable[[str], bool], schema: type = RunC
 
 
 def bare_name(key: str) -> str:
-    """A name as other trainers say it, where it stands below `trainer` too; any other key as it is."""
+    """Return the name of another trainer's setting, without a leading `trainer.`; any other key unchanged."""
     if key in settings():
         return key
     name = key.removeprefix("trainer.")
@@ -142,7 +145,7 @@ def bare_name(key: str) -> str:
 
 
 def stands_for(word: str) -> list[str]:
-    """The settings that a word of another trainer is read as; the word itself if it is none of `CASES`."""
+    """Return the settings for a `key=value` of another trainer; the text itself if it is not in `CASES`."""
     key, equals, value = word.partition("=")
     if not equals or (key in settings() and key != "transform"):
         return [word]
@@ -153,7 +156,9 @@ def stands_for(word: str) -> list[str]:
 
 
 def value_meant(key: str, value: str, schema: type = RunConfig) -> str:
-    """The value that another word, or `3.0` where a whole number is wanted, stands for; any other value as it is."""
+    """Return the value that an alias of a value names; `3.0` for a whole number becomes `3`; other values are
+    unchanged.
+    """
     setting = settings(schema).get(key)
     with_unit = re.fullmatch(r"(\d+(?:e\d+)?)\s*(step|epoch)s?", value)
     if (

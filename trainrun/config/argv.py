@@ -65,7 +65,7 @@ class CommandLine:
     typed: dict[str, str] = field(default_factory=dict)
 
     def as_typed(self, fault: str) -> str:
-        """A line on a setting, which names the word and the value that were typed."""
+        """Return a line on a setting, which names the word and the value that were typed."""
         head, must, allowed = fault.partition(": must be ")
         for word in self.overrides:
             key, _, value = word.lstrip("+").partition("=")
@@ -78,7 +78,7 @@ class CommandLine:
 
 
 def split_command_line(argv: list[str]) -> CommandLine:
-    """Flags, overrides, and what is meant for the runner itself, wherever they stand."""
+    """Split a command line into flags, overrides, and options of the runner itself, in any order."""
     words = CommandLine()
     if any(word[:1] in ("-", "=") or word[-1:] == "=" for word in argv):
         parts = without_flags(argv, groups([conf_dir()]))
@@ -110,7 +110,7 @@ def translate(
         for part in meaning.overrides:
             if part != shown:
                 words.typed[part.lstrip("+")] = shown
-            words.twice += _said_twice(part, shown, typed)
+            words.twice += _describe_two_values(part, shown, typed)
         if meaning.own_key:
             words.own[meaning.own_key] = meaning.value
             continue
@@ -161,7 +161,7 @@ def meaning_of(
     if key == "data" and not is_option(key, value) and names_a_file(value):
         meaning.overrides = [f"data.path={as_path(value, may_vary)}"]
     elif is_group(key) and equals:
-        meaning.overrides = [sign + part for part in _chosen(key, value, is_option)]
+        meaning.overrides = [sign + part for part in _choose_option(key, value, is_option)]
     elif setting is not None and setting.short and equals and not set(value) & set("{(,$"):
         short = f"{key}.{setting.short}"
         meaning.overrides = [f"{short}={value_meant(short, value)}"]
@@ -173,7 +173,7 @@ def meaning_of(
         meaning.overrides, meaning.is_path = [f"{sign}{key}={as_path(value, may_vary)}"], True
     else:
         value = value_meant(key, value)
-        value = with_bare_keys(value) if key == RENAME else value
+        value = unquote_map_keys(value) if key == RENAME else value
         meaning.overrides = [sign + key + equals + value]
     return meaning
 
@@ -210,8 +210,11 @@ def _takes_a_target(key: str) -> bool:
     return (above is not None and above.opens == NODES) or (is_tracker(key) and key.count(".") == 1)
 
 
-def _said_twice(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> list[str]:
-    """A line where an earlier word gave the key another value. typed: by key, its value and the word as typed."""
+def _describe_two_values(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> list[str]:
+    """Return a message if an earlier override gave the key another value.
+
+    typed: by key, its value and the override as it was typed.
+    """
     key, equals, value = meant.lstrip("+").partition("=")
     if not equals or meant.startswith("~") or TRIAL.match(word):
         return []
@@ -220,15 +223,15 @@ def _said_twice(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> lis
     return [] if earlier_value == value else [fault]
 
 
-def _chosen(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
-    """The words that choose the options of a group which another word may name."""
+def _choose_option(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
+    """Return the overrides that choose a group's option, where the option may be given by a name or a path."""
     if value.isidentifier() and value != "none" and is_option(group, value):
         return [f"{group}={value}"]
     return group_words(group, value, is_option)
 
 
-def with_one_warmup(overrides: list[str]) -> list[str]:
-    """A warmup that is named replaces the one that the option brings along, in another unit."""
+def keep_one_warmup(overrides: list[str]) -> list[str]:
+    """Switch off the option's default warm-up if the user gave a warm-up in another unit."""
     units = {f"scheduler.warmup_{unit}": empty for unit, empty in WARMUP_UNITS.items()}
     named = {word.lstrip("+").partition("=")[0] for word in overrides} & set(units)
     if len(named) != 1:
@@ -237,7 +240,7 @@ def with_one_warmup(overrides: list[str]) -> list[str]:
 
 
 def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -> list[str]:
-    """A `_target_` of the user's own, without a choice of the group, starts from the empty option."""
+    """Add the empty option `custom` for each group that gets a `_target_` but no choice of an option."""
     chosen = {word.partition("=")[0] for word in overrides}
     added = []
     for word in overrides:
@@ -255,7 +258,7 @@ def is_path(key: str) -> bool:
 
 
 def conf_dir() -> Path:
-    """The folder of the config groups: inside an installed package, or next to it in a checkout."""
+    """Return the folder of the config groups: inside an installed package, or next to it in a checkout."""
     here = Path(__file__).resolve().parents[1]
     for folder in (here / "conf", here.parent / "conf"):
         if (folder / "trainrun.yaml").is_file():
@@ -368,7 +371,7 @@ def _is_known(name: str, groups: list[str]) -> bool:
 
 
 def _switch_words(name: str) -> set[str]:
-    """The values of what is switched on by its name alone; empty where a value must follow."""
+    """Return the values of a setting that is switched on by its name alone; empty if a value must follow."""
     cases, setting = CASES.get(name, {}), settings().get(setting_meant(name, lambda _: False))
     if setting is not None and setting.short:
         setting = settings()[f"{setting.key}.{setting.short}"]
@@ -420,16 +423,19 @@ def group_words(group: str, value: str, is_option: Callable[[str, str], bool]) -
     return [f"{group}={','.join(quoted)}", *extra]
 
 
-def with_bare_keys(value: str) -> str:
-    """A map as Hydra reads it, which knows no quotes around keys; an empty one stands for every beginning of a name."""
+def unquote_map_keys(value: str) -> str:
+    """Remove the quotes around keys of a map, which Hydra cannot parse.
+
+    An empty key becomes `*`, which matches all names.
+    """
     return re.sub(r"""(["'])([^"',:{}]*)\1\s*:\s*""", lambda found: f"{found[2] or '*'}: ", value)
 
 
 def as_path(value: str, may_vary: bool) -> str:
-    """The value as Hydra reads it as this one text. may_vary: in a sweep, where commas part the values.
+    """Quote a value so that Hydra reads it as one text. may_vary: in a sweep, where commas separate values.
 
-    What stays Hydra's: `null`, a reference `${...}`, a list `[a,b]`, a value in quotes, and several values with commas,
-    unless there is a file or folder of just that name.
+    Hydra still parses `null`, a reference `${...}`, a list `[a,b]`, a value in quotes, and several values
+    with commas, unless a file or folder of just that name exists.
     """
     if not value or value.lower() == "null" or "${" in value:
         return value

@@ -23,14 +23,14 @@ from trainrun.config.argv import (
     as_path,
     conf_dir,
     groups,
+    keep_one_warmup,
     options,
     split_command_line,
     translate,
     user_conf_dirs,
-    with_one_warmup,
 )
 from trainrun.config.messages import explain_reference, unread_files
-from trainrun.config.overrides import composed, lower_trackers, override_fault, read_override
+from trainrun.config.overrides import composed, move_trackers, override_fault, read_override
 from trainrun.config.rules import unread_path
 from trainrun.config.saved_values import remember, values_to_save, with_home_folder
 from trainrun.config.schema import RunConfig, setting_fields, settings, value_of, with_values
@@ -59,7 +59,7 @@ class Composition:
 
 
 def prepare_command_line(argv: list[str], working_dir: Path) -> tuple[CommandLine, list[Path]]:
-    """The command line ready for Hydra, and every folder of configs, the user's first."""
+    """Return the command line ready for Hydra, and every folder of configs, the user's first."""
     words = split_command_line(argv)
     folders = [*user_conf_dirs(words.config_dirs, working_dir), conf_dir()]
     known_groups = groups(folders)
@@ -150,7 +150,7 @@ def compose_prepared(words: CommandLine, folders: list[Path], working_dir: Path)
 def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
     wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
     faults = list(wrong.values())
-    overrides = with_one_warmup([word for word in words.overrides if word not in wrong])
+    overrides = keep_one_warmup([word for word in words.overrides if word not in wrong])
     cfg = composed(overrides, folders, faults)
     if cfg is None:
         raise ConfigError(*faults)
@@ -251,10 +251,10 @@ def untold(more: dict[str, str], faults: list[str]) -> list[str]:
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
     """Plain dataclasses with every reference resolved. Hydra composed into the schema, so all types are checked."""
-    if faults := lower_trackers(cfg):
+    if faults := move_trackers(cfg):
         raise ConfigError(*faults)
     try:
-        config = with_values_meant(
+        config = rename_old_values(
             RunConfig(**{item.name: _plain(cfg[item.name]) for item in setting_fields(RunConfig)})
         )
         return remember(cfg, with_home_folder(config))
@@ -263,8 +263,10 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
         raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error
 
 
-def with_values_meant(config: RunConfig) -> RunConfig:
-    """The config with other words for values, and sources of data that have moved, as they are named today."""
+def rename_old_values(config: RunConfig) -> RunConfig:
+    """Replace other names of values, and old places of data sources, by the present ones; drop entries that
+    are null.
+    """
     sets = {  # `hook.x=null` takes an entry away
         key: {name: node for name, node in value_of(config, key).items() if node is not None}
         for key, setting in settings().items()

@@ -33,7 +33,7 @@ usage: trainrun [group=option ...] [key=value ...]     one run
 
 
 def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) -> str:
-    """The overview, one group with its options, one section or option with its settings, one setting, or all.
+    """Return the overview, one group with its options, one section or option with its settings, one setting, or all.
 
     folders: with configs, the user's first, ours last.
     """

@@ -70,7 +70,7 @@ def explain_composition(error: Exception, words: list[str], folders: list[Path])
 
 
 def _choosing(file: str, words: list[str]) -> str | None:
-    """The word that chooses an option's file."""
+    """Return the word that chooses an option's file."""
     return next((word for word in words if word.lstrip("+").replace("=", "/", 1) == file), None)
 
 
@@ -244,7 +244,7 @@ def configs(paths: Iterable[Path]) -> list[Path]:
 
 
 def unread_files(paths: list[Path]) -> list[str]:
-    """A note for each file beside the folders of options that none of their files names."""
+    """Return a note for each file beside the folders of options that none of their files names."""
     options = configs(paths[0].parent.glob("*/*.yaml"))
     option_texts = "".join(file.read_text("utf-8", "replace") for file in options)
     return [
@@ -279,7 +279,7 @@ def base_60_faults(files: list[Path], folders: list[Path], words: list[str]) -> 
 
 
 def _base_60_fault(path: Path) -> str:
-    """The first time of day or length in a file that YAML takes for a number; empty if there is none, or no YAML."""
+    """Return a message on the first time such as 10:30 that YAML reads as a number; "" if a file has none."""
     tag_of = partial(yaml.resolver.Resolver().resolve, yaml.ScalarNode)
     with suppress(ConfigError):
         for event in yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER):

@@ -76,7 +76,7 @@ class TrainrunSearchPath(SearchPathPlugin):
 
 
 def schema_node() -> DictConfig:
-    """The schema as OmegaConf merges into it: it would keep frozen dataclasses read-only."""
+    """Return the schema for merging with OmegaConf, which would keep frozen dataclasses read-only."""
     schema: DictConfig = OmegaConf.structured(RunConfig)
     _unlock(schema)
     schema.monitor._set_flag("struct", False)  # trackers have names of their own
@@ -93,7 +93,7 @@ def _unlock(section: DictConfig) -> None:
 
 @cache
 def _register() -> None:
-    """Our search path and our schema, made known to Hydra once: the schema takes 10 ms."""
+    """Register our search path and our schema with Hydra, once: the schema takes 10 ms."""
     Plugins.instance().register(TrainrunSearchPath)
     node = schema_node()
     node.trainer.max_epochs = MISSING  # so that it is seen whether anybody sets it
@@ -101,7 +101,7 @@ def _register() -> None:
 
 
 def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
-    """The config with all overrides in it that are right; `faults` gets a line for each that is not.
+    """Return the config with all overrides in it that are right; `faults` gets a line for each that is not.
 
     None if the files of the config folders cannot be composed.
     """
@@ -159,7 +159,7 @@ def references_to(train: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill_epochs(cfg: DictConfig) -> None:
-    """The default number of epochs, unless another limit says how long the run is, and not by the clock."""
+    """Set the default number of epochs, unless another limit (other than one by the clock) ends the run."""
     trainer = OmegaConf.to_container(cfg.trainer, resolve=False)
     if OmegaConf.is_missing(cfg.trainer, "max_epochs") and isinstance(trainer, dict):
         lifted = trainer["max_steps"] is not None
@@ -177,7 +177,10 @@ def tracker_nodes() -> dict[str, dict[str, Any]]:
 
 
 def add_trackers(cfg: DictConfig, names: Any) -> None:
-    """The nodes of `monitor.tracker` in place of those named before, or of all if it is null; faults are told later."""
+    """Replace the earlier trackers by the nodes of `monitor.tracker`; null removes all.
+
+    Errors are reported later.
+    """
     wanted, before = (
         value if isinstance(value, list | ListConfig) else [value] * (value is not None)
         for value in (names, cfg.monitor.tracker)
@@ -189,8 +192,11 @@ def add_trackers(cfg: DictConfig, names: Any) -> None:
             cfg.monitor.pop(name, None)
 
 
-def lower_trackers(cfg: DictConfig) -> list[str]:
-    """The keys of `monitor` that are no settings go into the field that holds the trackers; others are faults."""
+def move_trackers(cfg: DictConfig) -> list[str]:
+    """Move the trackers among the keys of `monitor` into the field `listeners`.
+
+    Return a message for each key that is neither a setting nor a tracker.
+    """
     setting_names = [item.name for item in fields(MonitorConfig)]
     faults: list[str] = []
     for name in [name for name in cfg.monitor if name not in setting_names]:
@@ -245,7 +251,10 @@ def _no_option(override: Override, folders: list[Path]) -> str:
 
 
 def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
-    """A choice that Hydra refuses is explained in `faults`, taken out of `words`, and the rest tried again."""
+    """Compose the config.
+
+    A choice that Hydra refuses is removed from `words` and explained in `faults`; the rest is tried again.
+    """
     while True:
         try:
             return _hydra_compose(words, folders[:-1])
@@ -272,7 +281,7 @@ def _hydra_compose(words: list[str], user_dirs: list[Path]) -> DictConfig:
 def _put(cfg: DictConfig, override: Override, folders: list[Path]) -> str:
     key, text = override.key_or_group, str(override.input_line).partition("=")[2]
     if override.is_delete():
-        return _take_away(cfg, key, text, folders)
+        return _remove_key(cfg, key, text, folders)
     may_be_new = override.is_add() or override.is_force_add()
     return put(cfg, key, override.value(), text, may_be_new, folders)
 
@@ -305,8 +314,10 @@ def _lacks(node: Any, part: str) -> bool:
     return part not in node.keys() if isinstance(node, DictConfig) else isinstance(node, str | None)  # noqa: SIM118
 
 
-def _take_away(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str:
-    """`~key`: the target's own default counts."""
+def _remove_key(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str:
+    """Remove a key from the config (`~key`), so that the default of the target applies; return a message or
+    "".
+    """
     if text:
         return f"~{key}={text}: a setting is taken away without a value, as ~{key}"
     if fault := misplaced(cfg, key, f"~{key}", False, folders):
@@ -326,7 +337,7 @@ def in_tracker(key: str) -> bool:
 
 
 def opened(overrides: list[str], folders: list[Path]) -> list[str]:
-    """Keys below a node of the user's own may be new: the target's signature decides, not Hydra."""
+    """Open a node of the user's own for new keys: the target's signature decides, not Hydra."""
     chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     targets = [key.removesuffix("._target_") for key in chosen if key.endswith("._target_")]
     named = [key for key in targets if any(f"{key}.".startswith(f"{node}.") for node in open_nodes())]

@@ -83,7 +83,7 @@ def step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def needs_gpu(config: RunConfig, device_type: str) -> list[Fault]:
-    """List what moves tensors from a GPU to the host, where the device is none."""
+    """List settings that move tensors from a GPU to the host, for a run on another device."""
     return [rule.fault(config)._replace(text=f"{rule.why} {device_type}; {rule.instead}") for rule in GPU_RULES
             if device_type != "cuda" and rule.broken(config)]  # fmt: skip
 
@@ -295,7 +295,7 @@ GPU_RULES = (  # what only a GPU has a use for
 
 
 def _networks(config: RunConfig) -> Iterator[Fault]:
-    """List networks that only their own task can train, and a hook that looks at one of them."""
+    """List networks that do not fit the task, and a VAE monitor on a task without a latent code."""
     model, task = config.model or {}, config.task or {}
     name, kind = target_name(model), target_name(task)
     is_other_task = kind.startswith("trainrun.task.") and kind != VAE_TASK

@@ -16,12 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.aliases import say_once
 from trainrun.config.argv import CommandLine, conf_dir, groups, split_command_line, translate
-from trainrun.config.compose import idle_settings, untold, with_values_meant
+from trainrun.config.compose import idle_settings, rename_old_values, untold
 from trainrun.config.messages import explain_reference
 from trainrun.config.overrides import (
     add_trackers,
     in_tracker,
-    lower_trackers,
+    move_trackers,
     override_fault,
     put,
     read_override,
@@ -69,11 +69,11 @@ def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:
     return ["parallel.devices=auto"] if is_single and has_several else []
 
 
-def unreached(data: DataConfig, given: set[str], measured: str) -> Iterator[str]:
-    """A line for each set that a new `data.path` does not reach, as it has a path of its own.
+def describe_unchanged_paths(data: DataConfig, given: set[str], measured: str) -> Iterator[str]:
+    """Yield a line for each set that a new `data.path` does not change, since the set has its own path.
 
-    measured: the split that a command is about, which reads the new path where a reader of ours takes one; empty for a
-    command that trains, to whose user it is only told.
+    measured: the split that a command evaluates; a reader of ours with a path there uses the new one. Empty
+    for a command that trains, which only prints the lines.
     """
     for split, node in {**validation_nodes(data), "test": data.test}.items():
         wanted_split, key = measured or "val", f"data.{split.replace('/', '.')}"
@@ -101,8 +101,11 @@ def may_be_path(key: str, value: str) -> bool:
     return bool(PATH_KEY.search(key) or os.sep in value or Path(value).suffix)
 
 
-def places_of(run: RunDir, found: dict[str, Any]) -> list[Path]:
-    """The directories that the relative paths of a run lead from, the first where something is; none: from this one."""
+def path_roots(run: RunDir, found: dict[str, Any]) -> list[Path]:
+    """Return the directories from which the relative paths of a run are resolved, in order of preference.
+
+    Empty if the current directory is the right one.
+    """
     if (origin := read_origin(run)) is None:
         return []
     here, (began, folder) = Path.cwd(), origin
@@ -161,7 +164,7 @@ def plain_config(path: Path) -> dict[str, Any]:
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """A saved config with single values changed. Raises ConfigError; group choices are fixed by now."""
+    """Return a saved config with single values changed. Raises ConfigError; group choices are fixed by now."""
     return with_overrides(plain_config(path), path, overrides)
 
 
@@ -173,11 +176,11 @@ def translated(overrides: list[str]) -> CommandLine:
 
 
 def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], measured: str = "") -> RunConfig:
-    """The config that `path` holds as plain values, with the overrides of a command line.
+    """Return the config that `path` holds as plain values, with the overrides of a command line.
 
     measured: a split of which alone the command tells, so that a new `data.path` must be of its samples.
     """
-    places = places_of(RunDir(path.parent), found)
+    places = path_roots(RunDir(path.parent), found)
     for place in places:
         found = placed(found, place)
     try:
@@ -197,13 +200,13 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     sound = [word for word in words.overrides if word not in wrong]
     clear_replaced_nodes(cfg, words)
     put_into_saved(cfg, [*sound, *devices_of_one(saved, sound)], faults)
-    faults += [*missing_secrets(cfg), *lower_trackers(cfg)]
+    faults += [*missing_secrets(cfg), *move_trackers(cfg)]
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
         raise ConfigError(*faults, explain_reference(error)) from error
     assert isinstance(config, RunConfig)
-    config = remember(cfg, with_home_folder(with_values_meant(config)))
+    config = remember(cfg, with_home_folder(rename_old_values(config)))
     changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
     before = OmegaConf.select(saved, "data.path")
     has_moved = "data.path" in changed and config.data.path != before
@@ -213,7 +216,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
     faults += untold(idle_settings(config, words.overrides), faults)
     # With its other values it has trained.
     if has_moved:
-        faults += [*unread_path(config), *unreached(config.data, changed, measured)]
+        faults += [*unread_path(config), *describe_unchanged_paths(config.data, changed, measured)]
     faults += untold(
         {key: fault for key, fault in target_argument_faults(config).items() if key in changed}, faults
     )
@@ -286,7 +289,7 @@ def with_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
 
 
 def missing_secrets(cfg: DictConfig) -> list[str]:
-    """A line for each secret that was not kept."""
+    """Return a line for each secret that was not kept."""
     return [
         f"{key}: a secret that is not kept in this folder (.secrets.json); give it again, as {key}=..."
         for key, value in config_leaves(OmegaConf.to_container(cfg, resolve=False))

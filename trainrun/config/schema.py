@@ -475,7 +475,7 @@ def settings(schema: type = RunConfig, prefix: str = "") -> dict[str, Setting]:
 
 
 def _limited(kind: Any, limits: Limits | None) -> Any:
-    """The annotation of a field with its limits; those of `int | None` are of the number."""
+    """Return the annotation of a field with its limits; those of `int | None` are of the number."""
     if limits is None or limits == Limits():
         return kind
     number: Any = int if kind in (int, int | None) else float
@@ -525,7 +525,7 @@ def is_tracker(key: str) -> bool:
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
-    """The values as they are typed and saved: the trackers are keys of `monitor`."""
+    """Return the values as they are typed and saved: trackers are keys of `monitor`, as a user types them."""
     values: dict[str, Any] = _plain_copy(config)
     values["monitor"] |= values["monitor"].pop("listeners")
     return values
@@ -540,12 +540,12 @@ def _plain_copy(value: Any) -> Any:
 
 
 def open_nodes(schema: type = RunConfig) -> tuple[str, ...]:
-    """The keys below which a user's own may stand."""
+    """Return the keys of nodes in which users may add keys of their own."""
     return tuple(key for key, found_setting in settings(schema).items() if found_setting.opens)
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value at a dotted key, of which the last parts may lie in an open node. Raises KeyError."""
+    """Return the value at a dotted key, of which the last parts may lie in an open node. Raises KeyError."""
     value = config
     for name in key.split("."):
         value = value[name] if isinstance(value, dict) else getattr(value, name)
@@ -553,7 +553,7 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with other values at some keys, as `{"trainer.ema.enabled": False}`; nothing is checked."""
+    """Return the config with other values at some keys, as `{"trainer.ema.enabled": False}`; nothing is checked."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         if rest:

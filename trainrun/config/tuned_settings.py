@@ -63,7 +63,7 @@ def shapes(config: RunConfig) -> str:
 
 
 def _code_of(node: Any, working_dir: Path) -> bytes:
-    """The user's file that a target names, if it lies next to the run; else nothing."""
+    """Return the user's file that a target names, if it lies next to the run; else nothing."""
     target = node.get("_target_") if isinstance(node, dict) else None
     file = working_dir.joinpath(*str(target).split(".")[:-1]).with_suffix(".py") if target else None
     return file.read_bytes() if file is not None and file.is_file() else b""

@@ -95,7 +95,7 @@ def wrong_values_of(config: Any, schema: type = RunConfig) -> dict[str, str]:
 
 
 def value_fault(setting: Setting, value: Any) -> str:
-    """The value of a setting with what is wrong with it; empty if nothing is."""
+    """Return a message on a wrong value of a setting: the value, and what is wrong; "" if it is right."""
     if setting.parse is not None:
         try:
             setting.parse(value)
@@ -105,7 +105,7 @@ def value_fault(setting: Setting, value: Any) -> str:
 
 
 def fault_of_value(value: Any, kind: Any) -> str:
-    """The value with what is allowed; empty if it is of that kind."""
+    """Return a message on a value of another kind: the value, and what is allowed; "" if it fits."""
     if fits_kind(value, kind):
         return ""
     return explain_misfit(value, kind)
@@ -169,7 +169,8 @@ def target_argument_faults(config: RunConfig) -> dict[str, str]:
 
 @cache
 def kinds_of(target: str) -> dict[str, Any]:
-    """The types of a target's arguments, as far as its signature names types of `trainrun/limits.py` or Python's.
+    """Return the types of a target's arguments that its signature names: those of `trainrun/limits.py` and
+    Python's.
 
     An argument without a default may be null: the run fills it in.
     """
@@ -187,7 +188,10 @@ def kinds_of(target: str) -> dict[str, Any]:
 
 
 def _kinds(function: ast.FunctionDef | None) -> dict[str, Any]:
-    """The first function of a class is its `__init__`."""
+    """Return the types of a function's arguments by name; arguments of other types are left out.
+
+    An argument without a default may be null as well.
+    """
     arguments = function.args.args if function is not None else []
     defaults = len(arguments) - len(function.args.defaults) if function is not None else 0
     kinds = {item.arg: (_kind(item.annotation), number < defaults) for number, item in enumerate(arguments)}
@@ -199,7 +203,7 @@ def _kinds(function: ast.FunctionDef | None) -> dict[str, Any]:
 
 
 def _kind(annotation: ast.expr | None) -> Any:
-    """The type that an annotation names; None if it names one that is not known here."""
+    """Return the type that an annotation names; None if it names one that is not known here."""
     if annotation is None:
         return None
     try:
@@ -219,7 +223,9 @@ _LOOKS_OTHER = re.compile(r"[+-]?\.?\d|(?i:true|false|null|none)\Z")
 
 
 def closest(word: str, known: Iterable[object]) -> str:
-    """The name that was probably meant, in small or large letters, or by its beginning; empty if none is near."""
+    """Return the known name that was probably meant, by similarity or by its beginning; empty if none is
+    near.
+    """
     names = {str(name).lower(): str(name) for name in known}
     matches = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.55)
     begun = [name for name in names if len(word) > 1 and name.startswith(word.lower())]
@@ -233,7 +239,7 @@ def nearest(word: str, known: Iterable[object]) -> str:
 
 
 def explain_misfit(value: Any, kind: Any) -> str:
-    """The value with what is allowed, where it is not."""
+    """Return a message on a value that does not fit: the value, and what is allowed."""
     choices = choices_of(kind)
     near = nearest(str(value), choices)
     typed = value if choices and isinstance(value, str) else format_value(value)
@@ -241,7 +247,7 @@ def explain_misfit(value: Any, kind: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as it is typed; a text that looks like something else in its quotes."""
+    """Return a value as it is typed: in quotes if it is a text that would be read as another type."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str) and _LOOKS_OTHER.match(value):
@@ -355,7 +361,9 @@ def group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str
 
 
 def key_of_source(config: RunConfig, group: str, name: str) -> str:
-    """The key that an argument has its value from, if it still has that."""
+    """Return the setting from which an argument took its value, if both still have the same value; else its
+    own key.
+    """
     key = f"{group}.{name}"
     beside = [f"data.train.{name}"] if group.startswith(("data.val", "data.test")) else []
     for source in (*beside, *([SOURCES[name]] if name in SOURCES else [])):

@@ -24,7 +24,10 @@ REMEMBERED_SECONDS = 30.0  # the time left follows the speed of the last half mi
 
 
 class BarField(NamedTuple):
-    """A part of a line. rank: the fields of the largest one are left out first where the line is too long."""
+    """A part of the status line.
+
+    rank: if the line is too long, fields with the highest rank are left out first.
+    """
 
     text: Text
     rank: int

@@ -261,7 +261,7 @@ SENSORS: dict[str, Callable[[Any, Any], float]] = {
 
 
 class IdleTime:
-    """Books the idle share of each interval between two readings on what the host did in it."""
+    """The idle time of the GPU, divided among the host's activities of each interval between two readings."""
 
     def __init__(self) -> None:
         self._before: Mapping[str, float] = {}

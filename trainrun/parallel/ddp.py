@@ -207,7 +207,7 @@ class Ddp:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Give what DDP raises in forward and backward a name that says what to do."""
+        """Turn errors that DDP raises in forward and backward into errors that say what to do."""
         try:
             yield
         except AttributeError as error:

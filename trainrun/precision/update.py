@@ -283,7 +283,10 @@ def _no_step() -> None:
 
 
 def takes_flag(optimizer: Optimizer) -> bool:
-    """Return whether its `step` reads `found_inf` on the device, as torch's own fused optimizers do, and Muon here."""
+    """Return whether `optimizer.step()` itself skips the update if `found_inf` is set on the device.
+
+    True for torch's fused optimizers and for Muon here.
+    """
     is_known_class = type(optimizer).__module__.startswith(("torch.optim.", "trainrun.optimizer."))
     return is_known_class and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

@@ -158,7 +158,7 @@ class RunPage:
 
 
 def load_run(run_dir: str | Path, trust: bool = False) -> Run:
-    """A run folder as an object. Raises ConfigError if there is none.
+    """Return a run folder as an object. Raises ConfigError if there is none.
 
     trust: `load_model` follows whatever code the folder names, as `trainrun evaluate --trust` does.
     """
@@ -251,7 +251,7 @@ def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def given(name: str, about: str) -> Any:
-    """The object of that name. Raises ConfigError where it is not there any more, or is another.
+    """Return the object of that name. Raises ConfigError where it is not there any more, or is another.
 
     A network is copied, so that what a run does to its layers is not left on the caller's; a task is copied without
     what it holds.
@@ -277,7 +277,10 @@ def given(name: str, about: str) -> Any:
 
 
 def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[str]:
-    """The settings that stand for the objects. Raises ConfigError for what cannot be used, or is said twice."""
+    """Return the settings that the objects stand for.
+
+    Raise ConfigError for an unusable object, or for two values of a setting.
+    """
     from torch import nn
     from torch.utils.data import DataLoader
 

@@ -129,9 +129,12 @@ def draw_end(run: RunDir, config: RunConfig) -> None:
             say(f"note: {problem}", file=sys.stderr)
 
 
-def on_trial(run: RunDir, state: TrainState) -> Callable[..., bool]:
-    """Let the words of a resume hold. Returns what takes them back and says so, where one is refused before the next
-    step is done."""
+def keep_overrides_if_accepted(run: RunDir, state: TrainState) -> Callable[..., bool]:
+    """Keep the overrides of a resume, unless the run refuses them before its next step is done.
+
+    Return the exit function of a context: after such an error it restores the earlier config, and the message
+    says so.
+    """
     before, step = run.config_before.read_text(encoding="utf-8"), state.step
     run.config_before.unlink()
 

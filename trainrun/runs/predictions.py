@@ -92,7 +92,7 @@ def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]
 
 
 def raw_output(model: Any, batch: Any) -> Tensor:
-    """The model's tensor for the inputs of a batch; a dict is passed by the names of its `forward`."""
+    """Return the model's tensor for the inputs of a batch; a dict is passed by the names of its `forward`."""
     inputs = batch[0] if isinstance(batch, tuple | list) else inputs_and_maybe_target(batch)[0]
     try:
         return output_tensor(run_model(model, inputs, batch))

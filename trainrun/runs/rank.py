@@ -48,7 +48,7 @@ from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.rank_place import LostContact, last_exchanges
 from trainrun.parallel.single import Single
-from trainrun.runs.failures import end_hung, on_trial
+from trainrun.runs.failures import end_hung, keep_overrides_if_accepted
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.runtime.machine import return_kept_memory
 from trainrun.runtime.signals import StopFlag
@@ -67,12 +67,12 @@ from trainrun.train_state import SAVE_NOW, RollBack, TrainState
 from trainrun.training import loop
 from trainrun.training.checks.validation_trial import try_validation
 from trainrun.training.components import Components
-from trainrun.training.recovery.oom import ONE_SAMPLE, no_memory
+from trainrun.training.recovery.oom import ONE_SAMPLE, describe_out_of_memory
 from trainrun.transform.compile import broken_library
 
 
 def train_here(run_dir: RunDir, config: RunConfig, order: LaunchSpec, flag: StopFlag, began: float) -> int:
-    """A run on one device, in this process. Returns the exit code."""
+    """Return a run on one device, in this process. Returns the exit code."""
     device = choose_device(config.parallel.accelerator, devices=config.parallel.devices)
     return train_rank(run_dir, config, order, Single(device), flag, PhaseTimer(began))
 
@@ -146,7 +146,7 @@ def train_once(
             run.monitors.note(note)
         if listeners is not None:
             if run_dir.config_before.exists():  # there are words of a resume
-                closing.push(on_trial(run_dir, state))
+                closing.push(keep_overrides_if_accepted(run_dir, state))
             note_choices(run_dir, run, site.chosen)
             listeners.attach(run, state)
         collect_as_usual()
@@ -181,7 +181,7 @@ def train_once(
 def first_state(
     run: Components, run_dir: RunDir, config: RunConfig, resume: bool, back: RollBack | None
 ) -> TrainState:
-    """A fresh state, or the one of the checkpoint to go on from."""
+    """Return a fresh state, or the one of the checkpoint to go on from."""
     state = TrainState()
     if resume or config.ckpt_path is not None:
         state = loaded_state(run, run_dir, config, resume)
@@ -214,7 +214,7 @@ def site_of(
 
 
 def end_save(run: Components, kind: type[BaseException] | None) -> bool:
-    """A checkpoint that is being written when the run fails is still finished; a second Ctrl-C waits for nothing."""
+    """Finish the checkpoint in progress when the run fails; after Ctrl-C do not wait for it."""
     if kind is RollBack:  # all ranks are here: what was begun or kept in memory is the newest checkpoint
         run.checkpoints.close()
     elif kind is not None and not issubclass(kind, KeyboardInterrupt):
@@ -234,7 +234,7 @@ def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
 
 
 def run_loop(run: Components, state: TrainState) -> TrainState:
-    """Our loop or the user's; an error whose cause is known is told in its words."""
+    """Run our loop or the user's; an error with a known cause is raised with an explanation."""
     fit: Callable[[Components, TrainState], TrainState] = loop.fit
     node = run.config.loop
     if node:
@@ -341,7 +341,7 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
             f"task: {task}.step() gave a {type(error.obj).__name__}; it must return "
             "trainrun.interfaces.StepOutput(loss_sum, {...})"
         )
-    if text := no_memory(error):
+    if text := describe_out_of_memory(error):
         return TrainingError(describe_memory_end(run, text))
     if "file too short" in str(error) and (text := broken_library(error)):
         return TrainingError(text)

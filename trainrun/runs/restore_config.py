@@ -42,7 +42,7 @@ NO_FOLDS = {"data.folds": None, "data.fold": None, "data.stratified": False, "da
 
 
 def load_network(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
-    """The network alone, with its averaged weights where the run kept them; nothing else is built."""
+    """Return the network alone, with its averaged weights where the run kept them; nothing else is built."""
     config = trusted_config(run_dir, [], trust)
     check_modules(run_dir, config)
     return network_of(run_dir, config, which)
@@ -56,15 +56,17 @@ def load_parts(
     measured: str = "",
     is_held_out: bool = False,
 ) -> tuple[Components, Path]:
-    """Everything of a saved run on one device, with the weights of a checkpoint in it, and where that lies.
+    """Build a saved run on one device and load the weights of a checkpoint; return the parts and the
+    checkpoint's path.
 
-    measured: the split that the command is about; a `data.path` among the overrides names its samples. All of them are
-    read, but for an evaluation (`is_held_out`) on what the run was trained on: there the part that was held out.
+    measured: the split that the command evaluates; a `data.path` among the overrides replaces its samples.
+    All of them are read; an evaluation (`is_held_out`) on the training data reads only the part that was held
+    out.
     """
     config = trusted_config(run_dir, overrides, trust, measured)
     check_modules(run_dir, config)
     typed = set(typed_settings(translated(overrides).overrides))
-    config = validating_new_data(config, typed)
+    config = use_new_validation_data(config, typed)
     averaged = config.trainer.ema.enabled if typed & {"trainer.ema", "trainer.ema.enabled"} else None
     # the averaged weights are loaded into the model itself
     config = with_values(config, {"trainer.ema.enabled": False})
@@ -107,8 +109,8 @@ def load_parts(
     return run, folder
 
 
-def validating_new_data(config: RunConfig, typed: set[str]) -> RunConfig:
-    """The config with the validation data that was typed, where the run validated on a fold or on named sets."""
+def use_new_validation_data(config: RunConfig, typed: set[str]) -> RunConfig:
+    """Use the validation data of the overrides, for a run that validated on a fold or on named sets."""
     data, node = config.data, config.data.train
     if not any(key == "data.train.val_path" or key.startswith("data.val.") for key in typed):
         return config

@@ -135,11 +135,11 @@ def check_reachable(run: RunDir) -> None:
         )
 
 
-def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
-    """The config with the seed that was drawn before; None if no run is in the folder that could go on.
+def config_to_continue(run: RunDir, config: RunConfig) -> RunConfig | None:
+    """Return the config with the seed that was drawn before; None if the folder holds no run to continue.
 
-    What the config names is on this command line, so nothing but the files of the folder can be a stranger's.
-    Raises ConfigError if another run is there, or something else.
+    The targets of the config are on this command line, so only the files of the folder can be somebody
+    else's. Raise ConfigError if the folder holds another run, or something else.
     """
     check_ours(run)
     check_reachable(run)
@@ -224,7 +224,7 @@ def word(value: object) -> str:
 
 
 def restore_config(run: RunDir) -> None:
-    """The config before the words of a resume that never came to its first step."""
+    """Restore the config from before a resume that was killed ahead of its first step."""
     if run.config_before.is_file():
         run.config_before.replace(run.config)
 
@@ -314,7 +314,7 @@ def repair(run: RunDir, note: Callable[[str], None] = tell) -> None:
 
 
 def _files(run: RunDir) -> list[Path]:
-    """The plain files of a run; those of single ranks by their names."""
+    """Return all plain files that a run may have in its folder; files of single ranks by patterns."""
     single_files = (
         run.status, run.overrides, run.environment, run.identity, run.identity_copy, run.metrics, run.log, run.samples,
         run.report, run.job, run.config_before, run.best,
@@ -324,7 +324,7 @@ def _files(run: RunDir) -> list[Path]:
 
 
 def _is_plain(path: Path) -> bool:
-    """A link counts as what it leads to; one that leads to nothing is asked about elsewhere."""
+    """Return whether a path is no folder. A link counts as its target; a broken link counts as a file."""
     try:
         return not stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -354,7 +354,7 @@ def _repair_identity(run: RunDir, note: Callable[[str], None]) -> None:
 
 
 def _repair_status(run: RunDir, note: Callable[[str], None]) -> None:
-    """The words of the command line are in both files, and a run that was killed runs no more."""
+    """Restore the overrides in status and overrides file, and mark a killed run as stopped."""
     status = read_status(run)
     if run.status.is_file() and not status:
         _set_aside(run.status, "is damaged", note)

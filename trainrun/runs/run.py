@@ -51,16 +51,16 @@ from trainrun.timing.phases import command_start
 
 @contextmanager
 def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, RunConfig, bool]]:
-    """`new_run`, or the run of the same words that is in the folder already; nobody else trains there inside.
+    """Create a run, or open the run in its folder that has the same overrides; lock the folder meanwhile.
 
-    The config has a seed. The last says whether the run is there: then it goes on. Other words are refused, nothing is
-    ever written over.
+    Yield the folder, the config with its seed, and whether the run existed before and is to be continued.
+    Raise ConfigError if the folder holds a run with other overrides; nothing is overwritten.
     """
     run, config = RunDir(folder_of(composition)), composition.config
     with unless_refused(run), only_writer(run):
         earlier_config = None
         if any(path != run.lock for path in run.root.iterdir()):
-            earlier_config = resume.found_config(run, config)
+            earlier_config = resume.config_to_continue(run, config)
             if earlier_config is not None and not run.overrides.exists():  # damaged, and set aside
                 write_words(run, words)
         if earlier_config is None:
@@ -109,7 +109,10 @@ def remove_written(run: RunDir, before: list[Path], made: list[Path]) -> None:
 def new_run(
     composition: Composition, words: list[str], run: RunDir | None = None, seed_drawn: bool = False
 ) -> RunDir:
-    """Make the folder of a new run and write down what was asked for. seed_drawn: nobody named the config's seed."""
+    """Create the folder of a new run with its identity, overrides, config and environment.
+
+    seed_drawn: the seed was drawn at random, not given by the user.
+    """
     run = run or RunDir(folder_of(composition))
     assert not run.config.exists()
     run.create()
@@ -236,7 +239,10 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
 
 
 def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool = False) -> int:
-    """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
+    """Continue a run in its folder from the newest good checkpoint.
+
+    Overrides that it refuses are discarded.
+    """
     with only_writer(run):
         return _go_on(run, overrides, paths, trust)
 

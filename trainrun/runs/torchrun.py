@@ -113,7 +113,7 @@ def _is_shared(run: RunDir, digest: str) -> bool:
 
 
 def earlier_folder() -> str | None:
-    """The run folder of this same job before torchrun restarted its ranks; None at its first start."""
+    """Return the run folder of this same job before torchrun restarted its ranks; None at its first start."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     with left_at_stops():

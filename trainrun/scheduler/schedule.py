@@ -54,7 +54,7 @@ class Schedule:
 
     @property
     def peak_lrs(self) -> list[float]:
-        """The rate of each group that the schedule starts from, or climbs to."""
+        """Return the rate of each group that the schedule starts from, or climbs to."""
         pairs = zip(self._optimizer.param_groups, self._base_lrs, strict=True)
         return [float(group.get("max_lr", base or group.get("initial_lr", base))) for group, base in pairs]
 

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torch import nn
 
-from trainrun.assemble.model_and_transforms import split_words
+from trainrun.assemble.model_and_transforms import split_model_settings
 from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import ConfigError
@@ -53,7 +53,7 @@ def calibrate(source: SourceRun, model: nn.Module) -> None:
 def quantized_config(config: RunConfig, mode: str) -> RunConfig:
     """Return the settings of a run that loads these weights and is not trained."""
     return with_values(config, {
-        "model": split_words(config.model)[0],  # nothing is frozen where nothing is trained
+        "model": split_model_settings(config.model)[0],  # nothing is frozen where nothing is trained
         "transform": {**config.transform, NAME: {"_target_": f"{int8.__module__}.int8", "to": mode}},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0}, "scheduler": None, "hook": {},
         "trainer.ema.enabled": False, "trainer.max_steps": 0,

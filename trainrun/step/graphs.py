@@ -17,7 +17,7 @@ from trainrun.runtime.held_state import changed, comparable_values
 from trainrun.seeding import kept_random_state
 from trainrun.training.checks.unsaved_state import ids_of_saved_parts
 from trainrun.training.components import Components
-from trainrun.training.recovery.oom import no_memory
+from trainrun.training.recovery.oom import describe_out_of_memory
 from trainrun.training.without_trace import NoTrial, put_back
 
 Function = Callable[..., list[Tensor]]
@@ -175,7 +175,7 @@ def record_graph(function: Function, inputs: list[Tensor], num_held: int, record
             for tensor, before in zip(held, copies, strict=True):
                 tensor.copy_(before)
     except RuntimeError as error:  # of CUDA, or of the user's code in it: there are many
-        if isinstance(error, TrainrunError) or no_memory(error):
+        if isinstance(error, TrainrunError) or describe_out_of_memory(error):
             raise
         first = error.__context__ or error  # the end of a recording that failed fails too
         text = " ".join(str(first).split())[:300]

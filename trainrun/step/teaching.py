@@ -128,7 +128,11 @@ def check_normalized(trained: RunConfig, config: RunConfig) -> None:
 
 
 def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
-    """And its text cut alike: another tokenizer of that size gives other tokens the same numbers."""
+    """Raise ConfigError if teacher and student have different tokenizers.
+
+    Two tokenizers of one size give different tokens the same numbers, so comparing the sizes does not
+    suffice.
+    """
     nodes = [run_config.data.train or {} for run_config in (trained, config)]
     if not all("tokenizer" in node for node in nodes):
         return

@@ -50,7 +50,9 @@ def inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
 
 
 def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
-    """The same for predictions, where the data may come without targets: a bare tensor, or one key."""
+    """Split a batch for predictions into inputs and target; the target is None for a bare tensor or a dict
+    without one.
+    """
     if isinstance(batch, Tensor):
         return batch, None
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
@@ -72,10 +74,10 @@ def fields_but_target(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
-    """The model's output for a batch; of the fields of the batch it gets those that its `forward` names.
+    """Return the model's output for a batch, which is given the fields that its `forward` names.
 
-    PluginError: rows hold several sequences, and the model does not ask for `segment_ids`; the samples have not
-        the shape that a network of ours was built for; `forward` needs what the batch does not have.
+    Raise PluginError if rows hold several sequences and the model does not take `segment_ids`, if the samples
+    have another shape than the network was built for, or if `forward` needs a field that the batch lacks.
     """
     try:
         fields = batch_fields(batch)
@@ -90,7 +92,7 @@ def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The model's tensor: the output itself, its `logits` attribute, or its "logits" entry.
+    """Return the model's tensor: the output itself, its `logits` attribute, or its "logits" entry.
 
     Numbers of 16 bits become float32, so that sums over many items keep their digits.
     PluginError: none of these.
@@ -122,7 +124,7 @@ def join_batches(columns: list[Tensor]) -> Tensor:
 
 
 def form_of(value: Any) -> str:
-    """A few words on the structure of a batch or an output, for messages."""
+    """Return a few words on the structure of a batch or an output, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

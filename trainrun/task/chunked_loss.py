@@ -38,7 +38,7 @@ class Head(NamedTuple):
         return out if out.dtype is torch.float64 else out.float()
 
     def cast(self) -> Head:
-        """With the weight in its type: cast once for all chunks."""
+        """Return the head with its weight converted to the number type, once for all chunks."""
         return Head(self.weight.to(self.dtype), self.bias, self.dtype)
 
 
@@ -132,7 +132,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def slope_of(logits: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of the logits; overwrites them."""
+    """Return the gradient of the logits; overwrites them."""
     real = (target != IGNORED)[:, None]
     slope = torch.softmax(logits, -1, out=logits)
     slope.scatter_add_(1, target.clamp(min=0)[:, None], -real.to(slope.dtype))

@@ -25,7 +25,7 @@ from trainrun.task.batches import (
 from trainrun.task.losses import (
     checked_weights,
     is_summed,
-    no_sum,
+    mean_loss_error,
     out_of_range,
     soft_step,
     without_reduction,
@@ -190,7 +190,7 @@ class Classification:
         if loss.ndim:
             return loss.sum()
         if not self.is_summed:
-            raise no_sum(self.loss)
+            raise mean_loss_error(self.loss)
         return loss
 
     def _num_right(self, logits: Tensor, target: Tensor) -> Tensor:

@@ -75,7 +75,11 @@ def asked_for(
 def _several_inputs(
     model: nn.Module, inputs: Mapping[str, Any], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model gets of a dict in which no field is called like inputs. named: those that it names."""
+    """Return the arguments of a model for a dict in which no field has a usual name of inputs.
+
+    named: the fields that the model's `forward` has as arguments. Raise PluginError if the fields cannot be
+    assigned.
+    """
     if named:
         return (), named
     if len(inputs) == 1:  # there is nothing to choose from
@@ -97,7 +101,9 @@ def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
 def fields_for_model(
     model: nn.Module, batch: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...], bool]:
-    """The fields of a batch that a model's forward takes by name, its arguments, and whether one goes by its place."""
+    """Return the fields of a batch that the model's forward takes by name, the names of its arguments, and
+    whether it has a positional argument.
+    """
     names, takes_all, by_place = keywords_of(forward_of(model))
     fields = {
         key: value for key, value in batch.items() if key in names or (takes_all and key not in NOT_ITS)
@@ -163,7 +169,9 @@ def takes_several(forward: Callable[..., Any]) -> bool:
 
 @lru_cache(maxsize=16)
 def keywords_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool]:
-    """The arguments that a `forward` names, whether it takes any others by keyword, and whether one by its place."""
+    """Return the argument names of a `forward`, whether it has `**kwargs`, and whether it has a positional
+    argument.
+    """
     parameters = inspect.signature(forward).parameters.values()
     named = tuple(item.name for item in parameters if item.kind is not item.VAR_KEYWORD)
     by_keyword = [item for item in parameters if item.kind in (item.KEYWORD_ONLY, item.VAR_KEYWORD)]

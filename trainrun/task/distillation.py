@@ -54,7 +54,7 @@ class Teacher:
         return {name: output.clone() for name, output in {LOGITS: logits, **seen}.items()}
 
     def mark(self) -> str:
-        """A hash of its weights."""
+        """Return a hash of the teacher's weights."""
         digest = hashlib.sha256()
         for name, value in self.network.state_dict().items():
             if not isinstance(value, Tensor):  # of a layer's get_extra_state
@@ -135,7 +135,9 @@ class Distillation:
         return self.teacher(batch)
 
     def terms(self, logits: Tensor, seen: Answers, answers: Answers, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The teacher's part, and that of hidden states, summed over the items that count."""
+        """Return the loss against the teacher's answers and the loss of the hidden states, summed over the
+        counted items.
+        """
         taught = self.hard.classes_second(answers[LOGITS])
         if taught.shape != logits.shape:
             raise ConfigError(

@@ -177,7 +177,9 @@ def check_shifted(tokens: Tensor, target: Tensor) -> None:
 
 
 def check_states(states: Any, target: Tensor, layer: nn.Linear) -> None:
-    """The same where the model gives the inputs of its last layer."""
+    """Raise PluginError if the hidden states have another shape than the last layer reads; check the targets
+    too.
+    """
     shape = (*target.shape, layer.in_features)
     if not isinstance(states, Tensor) or tuple(states.shape) != shape:
         form = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__

@@ -19,12 +19,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def without_reduction(loss: Any) -> Any:
-    """The loss, told to give one number an item where it can be told; whether it does is seen in what it gives.
+    """Set a loss to return one number per item (`reduction="none"`), unless the user asked for "sum".
 
-    A module with an attribute `reduction` (every loss of torch) has it *set* to "none", and the function of a
-    `functools.partial` gets it as a keyword if it takes it, unless the user asked for "sum". Anything else stays as
-    it is. ConfigError: not callable. PluginError: it has parameters, which no optimizer would train, or it cannot be
-    called with (output, target).
+    A module with an attribute `reduction` gets it set; the function of a `functools.partial` gets it as a
+    keyword if it has one. Any other loss stays as it is. Raise ConfigError if the loss is not callable;
+    PluginError if it has parameters, which no optimizer would train, or cannot be called with (output,
+    target).
     """
     if not callable(loss):
         raise ConfigError(
@@ -76,8 +76,8 @@ def is_summed(loss: Any) -> bool:
     return keywords.get("reduction", getattr(inner, "reduction", None)) == "sum"
 
 
-def no_sum(loss: Any) -> PluginError:
-    """The fault of a loss whose single number may be a mean."""
+def mean_loss_error(loss: Any) -> PluginError:
+    """Return the error for a loss whose single number may be a mean."""
     name = loss_name(loss)
     return PluginError(
         f"task.loss: {name} gives one number, which may be a mean; trainrun adds up sums over micro-batches "
@@ -160,7 +160,10 @@ def soft_step(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
 
 
 def out_of_range(lowest: int, highest: int, num_classes: int, ignored: int | None) -> DataError:
-    """Targets that are no class. ignored: task.ignore_index; None where no target may be ignored."""
+    """Return the error for targets outside the classes.
+
+    ignored: task.ignore_index; None if no target may be ignored.
+    """
     wrong, way = highest if highest >= num_classes else lowest, ""
     if ignored is not None and wrong == IGNORED:
         way = f"; where a random crop put {wrong} into a map of classes: data.augment.crop.ignored={ignored}"

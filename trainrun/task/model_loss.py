@@ -49,7 +49,7 @@ class ModelLoss:
                 f"data: a batch is {form_of(batch)}; task=model_loss passes a dict by the names of the model's forward"
             )
         if self.rule == "auto":
-            self.rule = found_rule(bare_model(model), batch)
+            self.rule = detect_loss_rule(bare_model(model), batch)
         return StepOutput(loss_mean=loss_of(model, batch), count=count_labels(batch, self.rule))
 
 
@@ -73,7 +73,7 @@ def labels_in_batch(batch: Mapping[str, Any]) -> tuple[str, Tensor] | None:
 
 
 def count_labels(batch: Mapping[str, Any], rule: str) -> Tensor | int:
-    """The items of a batch. PluginError: it has no labels of the form that the rule counts."""
+    """Return the items of a batch. PluginError: it has no labels of the form that the rule counts."""
     labelled = labels_in_batch(batch)
     if rule == "samples":
         tensor = next(value for value in batch.values() if isinstance(value, Tensor))
@@ -84,11 +84,12 @@ def count_labels(batch: Mapping[str, Any], rule: str) -> Tensor | int:
     return (labels != IGNORED).sum()
 
 
-def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
-    """The one rule by which the mean of two rows follows from the means of each; the model is as before.
+def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
+    """Determine over what a model's loss is averaged: compare the mean of two rows with the mean of each row.
 
-    Of labels (B, T, ...) both rows are the first of the batch, with all labels and with two of them. PluginError: none
-    or several; DataError: they are the inputs, and the model does not shift them.
+    With labels (B, T, ...) both rows are the first row of the batch, once with all labels and once with two.
+    Raise PluginError if no rule or several rules fit; DataError if the labels are the inputs and the model
+    does not shift them. The model is unchanged afterwards.
     """
     labels = labels_in_batch(batch)
     with evaluating(model), torch.autocast(batch_device(batch), enabled=False):

@@ -18,7 +18,7 @@ from trainrun.task.batches import (
     output_tensor,
     run_model,
 )
-from trainrun.task.losses import is_summed, no_sum, without_reduction
+from trainrun.task.losses import is_summed, mean_loss_error, without_reduction
 from trainrun.task.metrics.by_name import OF_NUMBERS, NumberMetrics, chosen
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Regression:
     def _without_padding(
         self, target: Tensor, fields: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """The targets, and what a position weighs in its sample (B, T); None: they are no sequences."""
+        """Return the targets, and what a position weighs in its sample (B, T); None: they are no sequences."""
         weight, mask = fields.get("target_weight"), fields.get("attention_mask")
         if weight is not None or mask is None or target.ndim == 1 or target.is_floating_point():
             return target, weight
@@ -137,7 +137,7 @@ class Regression:
         if loss.ndim:
             return loss.sum() * (len(loss) / max(loss.numel(), 1))
         if not is_summed(self.loss):
-            raise no_sum(self.loss)
+            raise mean_loss_error(self.loss)
         return loss
 
     def _check(self, output: Tensor, target: Tensor) -> None:

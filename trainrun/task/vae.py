@@ -89,7 +89,7 @@ class Vae:
         return self._output(model, batch, self.beta, {})
 
     def _step_at(self, model: nn.Module, batch: Any, info: StepInfo | None = None) -> StepOutput:
-        """The same where beta follows a schedule; it is a column of the training's rows."""
+        """Compute the step with the beta of the schedule, and record beta among the metrics of training."""
         if info is None or not info.training:
             return self._output(model, batch, self.beta, {})
         beta = self.beta_at(info.step)
@@ -211,7 +211,7 @@ def has_next_tokens(batch: Any) -> bool:
 
 
 def check_noise_is_there(model: nn.Module, batch: Any) -> None:
-    """A forward that cannot do without noise, in a batch that has none."""
+    """Raise ConfigError if the model's forward requires `noise` and the batch has none."""
     if "noise" in batch_fields(batch):
         return
     forward = type(bare_model(model)).forward
@@ -234,7 +234,9 @@ def check_noise(batch: Any, mean: Tensor) -> None:
 
 
 def check_token_output(output: Any, tokens: Tensor) -> None:
-    """The same of sequences."""
+    """Raise PluginError if the model's output for token sequences is not (logits, mean, log_var); DataError
+    for a token outside the vocabulary.
+    """
     fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)
     if not fits or output[0].ndim != 3 or output[0].shape[:2] != tokens.shape or output[1].ndim != 2:
         shapes = ", ".join(str(tuple(x.shape)) for x in output) if fits else form_of(output)

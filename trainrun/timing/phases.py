@@ -92,13 +92,15 @@ class PhaseTimer:
             self.open(was)
 
     def move(self, source: int, target: int, seconds: float) -> None:
-        """Books what is known better afterwards: compilation inside the first forward."""
+        """Move seconds from one phase to another, for example compilation that was measured as part of a
+        forward.
+        """
         moved = min(seconds, self._seconds[source])
         self._seconds[source] -= moved
         self._seconds[target] += moved
 
     def read(self) -> dict[str, float]:
-        """Seconds of every account up to now; accounts without any are left out."""
+        """Return the seconds of every phase so far, without phases of 0 seconds."""
         self.open(self._open)
         return {name: seconds for name, seconds in zip(ACCOUNTS, self._seconds, strict=True) if seconds > 0}
 
@@ -115,10 +117,11 @@ def process_start() -> float:
 
 
 def command_start() -> float:
-    """Return the same of the command: where a script's `exec` became it, the script's time is none of the run's.
+    """Return when the command started, on the clock of `process_start`.
 
-    A process keeps its birth through an `exec`, so what Python computed before it came to us is counted back
-    instead; where it waited for the disk meanwhile (10 ms and less for Python alone), that is missing.
+    A process that a shell script became by `exec` keeps the start time of the script. So the computing time
+    of Python before trainrun was entered is subtracted instead; waiting for the disk (at most 10 ms for
+    Python alone) is missing.
     """
     return max(process_start(), _ENTERED)
 
@@ -132,7 +135,7 @@ class Session(NamedTuple):
 
     @property
     def update_seconds(self) -> float:
-        """Seconds of the updates of all steps."""
+        """Return the seconds of the updates of all steps."""
         return sum(self.seconds.get(name, 0.0) for name in UPDATE)
 
     @property

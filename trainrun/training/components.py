@@ -140,12 +140,12 @@ class Components:
         self.precision.look_again()
 
     def splits(self) -> dict[str, Batches]:
-        """The streams that can be evaluated, by name."""
+        """Return the streams of the validation and test sets, by name."""
         return {**self.validation, **({} if self.test is None else {"test": self.test})}
 
     @property
     def val(self) -> Batches | None:
-        """The first validation set."""
+        """Return the first validation set."""
         return next(iter(self.validation.values()), None)
 
     def checkpoint_tree(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:

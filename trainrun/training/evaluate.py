@@ -55,7 +55,9 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
                 break
             problem = problem or batch.whole
             run.task_calls.evaluation_sees(model, batch.data)
-            for found, kept, late in run.retry.in_pieces(batch, lambda piece: sums_of(run, model, piece)):
+            for found, kept, late in run.retry.compute_in_pieces(
+                batch, lambda piece: sums_of(run, model, piece)
+            ):
                 add_flat_sums(sums, found, task)
                 for name, values in kept.items():
                     rows.setdefault(name, []).append(values)
@@ -81,7 +83,9 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
 def sums_of(
     run: Components, model: nn.Module, batch: MicroBatch
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """The sums of one batch of a validation, its rows on the host, and the items that only its output says."""
+    """Return the sums of one validation batch, its rows on the host, and the number of items that only the
+    output tells.
+    """
     try:
         with run.precision.autocast():
             out = run.task.step(model, batch.data)

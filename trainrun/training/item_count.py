@@ -62,7 +62,7 @@ class CountedAfter:
         return found._replace(items=int(items), agreed=agreed)
 
 
-def divided_late(accumulate: Accumulate) -> Accumulate:
+def divide_by_output_counts(accumulate: Accumulate) -> Accumulate:
     """`accumulate`, with the gradients divided by what the outputs said, and the items of the step."""
 
     def settled(run: Components, micro_batches: list[MicroBatch]) -> Gradients:

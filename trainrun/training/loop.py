@@ -51,7 +51,7 @@ def fit(run: Components, state: TrainState) -> TrainState:
 
 
 def windows_from(run: Components, state: TrainState) -> Iterator[list[MicroBatch]]:
-    """The micro-batches of one step after the other; the last window of an epoch may be short."""
+    """Yield the micro-batches of one step after another; the last window of an epoch may be short."""
     size = run.config.trainer.accumulate_grad_batches
     while True:
         batches = run.train.epoch(state.epoch, state.batches)

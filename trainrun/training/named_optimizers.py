@@ -50,7 +50,7 @@ class NamedOptimizer:
         return report
 
     def end_step(self) -> bool:
-        """At the end of a step of the run: whether an update was skipped in it; else the schedule takes a step."""
+        """Advance the schedule unless an update was skipped in this step; return whether one was skipped."""
         skipped, self._skipped = self._skipped, False
         if not skipped:
             self.schedule.step()

@@ -24,7 +24,7 @@ from trainrun.training.task_calls import check_halves, check_state
 
 
 def build_own_step(node: Mapping[str, Any]) -> Any:
-    """The function, or the object of a class, that the config names in place of `train_step`."""
+    """Return the function, or the object of a class, that the config names in place of `train_step`."""
     target = locate(node["_target_"], "step")
     is_class = inspect.isclass(target)
     if faults := bind_faults(node, "step", [] if is_class else ["run", "micro_batches"]):
@@ -81,7 +81,10 @@ class OwnStep:
         return report
 
     def _made(self, run: Components, micro_batches: list[MicroBatch]) -> Any:
-        """The report of a step. Raises PluginError if it took the samples of another rank for its own."""
+        """Return the report of the user's step.
+
+        Raise PluginError if the step ignores `batch.real` and so counts samples of another rank.
+        """
         real = [batch.real for batch in micro_batches]
         if all(real):
             return self._step(run, micro_batches)

@@ -31,7 +31,9 @@ TRAINING, EVALUATION = 7, 8  # what seeds are derived from, besides the place
 
 
 class Place:
-    """Where the run stands, as far as tasks are told of it."""
+    """The position of the run (step, epoch, micro-batch), from which the `StepInfo` of tasks and hooks is
+    made.
+    """
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._seed, self._rank, self.device = seed, rank, device
@@ -193,7 +195,7 @@ def saved_state(owner: Any, device: torch.device) -> dict[str, Any]:
 
 
 def mapped(tree: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...], Tensor], Any]) -> Any:
-    """The tree with `change` of each tensor in its place."""
+    """Return a tree with every tensor replaced by `change(path, tensor)`."""
     if isinstance(tree, Tensor):
         return change(path, tree)
     if isinstance(tree, Mapping):
@@ -238,7 +240,10 @@ class Hooks:
             self._call("on_epoch_start", run, state)
 
     def after_step(self, run: Any, state: Any) -> None:
-        """An epoch ends ahead of the validation and the checkpoint that are due there."""
+        """Call `on_step_end` and, after an epoch's last step, `on_epoch_end`:
+
+        before the validation and the checkpoint that are due.
+        """
         if self.by_key:
             self._call("on_step_end", run, state)
             if state.batches == 0:
@@ -280,12 +285,15 @@ class Hooks:
             arguments[0].after_user_code()
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the hooks that have one, by key; an empty one is none."""
+        """Return the states of the hooks by key, without empty ones."""
         states = {key: hook.state_dict() for key, hook in self.by_key.items() if isinstance(hook, KeepsState)}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, place: str, states: Mapping[str, Any]) -> None:
-        """Tensors come on the CPU. A hook without a stored state begins as new. Raises CheckpointError."""
+        """Load the states of the hooks; tensors are on the CPU. Raise CheckpointError.
+
+        A hook without a stored state starts afresh.
+        """
         for key, state in states.items():
             hook = self.by_key.get(key)
             if not isinstance(hook, KeepsState):

@@ -32,13 +32,13 @@ class Lengths:
     world_size: int = 1
 
     def last_step(self, state: TrainState) -> tuple[int, int]:
-        """The epoch of the step just made, and its number there, both counted from 0."""
+        """Return the epoch of the step just made, and the step's number in this epoch, both counted from 0."""
         if state.batches:
             return state.epoch, math.ceil(state.batches / self.accumulate) - 1
         return state.epoch - 1, (self.steps_per_epoch or 1) - 1
 
     def done(self, state: TrainState, unit: str) -> tuple[float, float]:
-        """Steps, epochs, samples or tokens before the step just made, and after it."""
+        """Return the position before and after the step just made, in steps, epochs, samples or tokens."""
         if unit == "step":
             return state.step - 1, state.step
         if unit == "token":
@@ -210,7 +210,7 @@ class Triggers:
 
     @property
     def max_seconds(self) -> float | None:
-        """The limit of training seconds over all sessions, None without one."""
+        """Return the limit of training seconds over all sessions, None without one."""
         return self._limits.max_seconds
 
     def start(self, state: TrainState, best: tuple[int, float] | None = None) -> None:
@@ -305,9 +305,10 @@ class Triggers:
         return self.rhythm.sample_due(step)
 
     def validation_due(self, state: TrainState) -> bool:
-        """At its distance, and once more where the run ends by itself; never for a signal.
+        """Return whether to validate now: at the set distance, and once more when the run ends by itself.
 
-        Where it ends at the very step that it took over from another run, it measures what that one had measured.
+        After a signal there is no validation. If a run ends at the step that it was restored from, it repeats
+        that validation only if its metrics are missing.
         """
         if self._again and state.stop_request < STOP_INTERRUPT:
             return True
@@ -353,9 +354,10 @@ class Triggers:
         return True
 
     def validate_again(self, state: TrainState, best: tuple[int, float] | None) -> bool:
-        """Ask for a validation of other weights at the last step, in place of the one before. Whether runs validate.
+        """Request a validation of other weights at the last step, which replaces the one before.
 
-        best: step and value of the best checkpoint of another step.
+        Return whether runs of this rhythm validate at all. best: step and value of the best checkpoint of
+        another step.
         """
         self._again = self.rhythm.validates
         if self._again and state.best_step == state.step:

@@ -96,9 +96,10 @@ def _without_ranks(work: Callable[[], T]) -> T:
 
 @contextmanager
 def put_back(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
-    """At the end, put back everything that the owners hold, and the random states of this process.
+    """Restore everything that the owners hold, and the random states of this process, at the end of the
+    block.
 
-    Raises NoTrial if the memory of the device does not suffice for a copy.
+    Raise NoTrial if the memory of the device does not suffice for a copy.
     """
     kept_state = _KeptState()
     kept_state.keep(owners)

@@ -35,7 +35,7 @@ class Frozen:
             raise ValueError("model.freeze_norm=true: no batch norm is frozen; leave it out")
 
     def set(self, model: nn.Module, frozen: bool) -> None:
-        """Freeze them, or train them from here on; every call gives the same."""
+        """Freeze the parameters and their norms, or train them from here on."""
         for param in self.params:
             param.requires_grad_(not frozen)
         self.set_norms(model, frozen)

@@ -54,7 +54,7 @@ class Listed:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings and options that were given, without the folder."""
+        """Return the settings and options that were given, without the folder."""
         return settings_in(self.status.get("overrides", []))
 
     @property

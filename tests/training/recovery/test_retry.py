@@ -21,7 +21,7 @@ from trainrun.parallel.single import Single
 from trainrun.seeding import random_state, set_random_state
 from trainrun.training.evaluate import sums_of
 from trainrun.training.recovery.nonfinite import num_nonfinite
-from trainrun.training.recovery.oom import BufferCopies, OomRetry, no_memory, not_finite
+from trainrun.training.recovery.oom import BufferCopies, OomRetry, describe_out_of_memory, not_finite
 
 SINGLE = Single(torch.device("cpu"))
 NO_MEMORY = (
@@ -204,12 +204,14 @@ def test_other_errors_are_those_of_the_user() -> None:
 
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None).run(windows(), broken)
-    assert no_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"))
-    assert no_memory(RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"))
-    assert no_memory(MemoryError()) == "MemoryError"
+    assert describe_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+    )
+    assert describe_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"))
+    assert describe_out_of_memory(MemoryError()) == "MemoryError"
     text = "GET was unable to find an engine to execute this computation"  # of cuDNN, on a full GPU
-    assert no_memory(RuntimeError(text), free=lambda: 0.02) == text
-    assert no_memory(RuntimeError(text), free=lambda: 0.5) == ""
+    assert describe_out_of_memory(RuntimeError(text), free=lambda: 0.02) == text
+    assert describe_out_of_memory(RuntimeError(text), free=lambda: 0.5) == ""
 
 
 NORM = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -348,7 +350,7 @@ def test_a_validation_that_does_not_fit_is_computed_in_parts_with_the_same_sum()
     with torch.no_grad():
         whole = limited(model, Squares(), 9)(batch).loss_sum
         for run in (4, 4):  # the second time at once
-            found = retry.in_pieces(batch, limited(model, Squares(), 3))
+            found = retry.compute_in_pieces(batch, limited(model, Squares(), 3))
             assert len(found) == run
             torch.testing.assert_close(sum(out.loss_sum for out in found), whole)
     assert [note.partition(" are ")[2] for note in notes] == [
@@ -369,19 +371,21 @@ def test_a_validation_that_cannot_be_cut_says_why(mode: str, task: Any, rows: in
     model, batch = nn.Linear(3, 3).eval(), MicroBatch(torch.rand(8, 3))
     retry = OomRetry(mode, model, task, SINGLE, lambda text: None)
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
-        retry.in_pieces(batch, limited(model, task, rows))
+        retry.compute_in_pieces(batch, limited(model, task, rows))
 
 
 def test_what_a_validation_was_cut_in_is_kept_and_what_cannot_be_cut_is_computed_whole() -> None:
     model = nn.Linear(3, 3).eval()
     retry, later = (OomRetry("split", model, Squares(), SINGLE, lambda text: None) for _ in range(2))
     with torch.no_grad():
-        retry.in_pieces(MicroBatch(torch.rand(8, 3)), limited(model, Squares(), 4))
+        retry.compute_in_pieces(MicroBatch(torch.rand(8, 3)), limited(model, Squares(), 4))
     assert retry.state_dict() == {"pieces": 1, "val_pieces": 2}
     later.load_state_dict(retry.state_dict())
     seen: list[Any] = []
-    later.in_pieces(MicroBatch(torch.rand(8, 3)), lambda batch: seen.append(len(batch.data)))
-    later.in_pieces(MicroBatch({"x": torch.rand(8, 3), "name": "a word"}), lambda batch: seen.append("whole"))
+    later.compute_in_pieces(MicroBatch(torch.rand(8, 3)), lambda batch: seen.append(len(batch.data)))
+    later.compute_in_pieces(
+        MicroBatch({"x": torch.rand(8, 3), "name": "a word"}), lambda batch: seen.append("whole")
+    )
     assert seen == [4, 4, "whole"]
 
 
@@ -400,7 +404,7 @@ def test_nothing_but_sums_stays_of_the_parts_of_a_validation() -> None:
     task, retry = Alive(), OomRetry("split", run.model, Alive(), SINGLE, lambda text: None)
     retry.load_state_dict({"pieces": 1, "val_pieces": 4})
     given = replace(run, task=task, retry=retry)
-    found = retry.in_pieces(
+    found = retry.compute_in_pieces(
         MicroBatch(torch.rand(8, FEATURES)), lambda piece: sums_of(given, run.model, piece)
     )
     assert [(sorted(sums), rows) for sums, rows, _ in found] == [(["largest", "loss"], {})] * 4

@@ -47,9 +47,9 @@ def chosen(
     """
     names, own_metrics = [metrics] if isinstance(metrics, str) else metrics, None
     if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
-        from trainrun.task.metrics.torch_metrics import TorchMetrics, told_apart
+        from trainrun.task.metrics.torch_metrics import TorchMetrics, split_metrics
 
-        names, objects = told_apart(metrics)
+        names, objects = split_metrics(metrics)
         own_metrics = TorchMetrics(objects, f"{given}, as task={task} gives them")
     for name in names:
         is_top = "top5" in known and isinstance(name, str) and re.fullmatch(r"top[1-9]\d*", name)

@@ -58,8 +58,11 @@ def asked_direction(key: str, metric: str, mode: str, is_named: bool) -> str | N
     return usual if mode == "auto" else mode
 
 
-def taken_as_larger(config: RunConfig, default: str | None) -> str:
-    """A note on a metric that `mode=auto` knows nothing of. default: the metric where none is named."""
+def describe_assumed_direction(config: RunConfig, default: str | None) -> str:
+    """Return a note if `mode=auto` cannot know a metric's direction and assumes that larger is better.
+
+    default: the metric where none is set.
+    """
     stops, keep = config.trainer.early_stopping, config.checkpoint
     modes = {"checkpoint": (keep.monitor or default, keep.mode)} if keep.enabled and keep.save_top_k else {}
     modes |= {"trainer.early_stopping": (stops.monitor or default, stops.mode)} if stops.enabled else {}

@@ -26,8 +26,11 @@ STATES, SCORES, TARGETS = "states of ", "all scores", "all targets"  # among sum
 TAKEN = ("loss", "acc", "seconds")
 
 
-def told_apart(metrics: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Names of metrics, and objects by name: `[f1, {kappa: OBJECT}, OBJECT]`, or one of these. Raises ConfigError."""
+def split_metrics(metrics: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Split metrics into names and objects by name:
+
+    `[f1, {kappa: OBJECT}, OBJECT]`, or one of these. Raise ConfigError.
+    """
     names: list[Any] = []
     objects: dict[str, Any] = {}
     for item in metrics if isinstance(metrics, list | tuple) else [metrics]:

@@ -129,7 +129,7 @@ def looks_at(run: Components, data: Any) -> Looks:
     count = num_rows(data)
     rows = min(max(count // 2, 1), MOST_ROWS)
     num_whole = min(max(rows, LEAST_WHOLE), count)
-    look = look_of(run)
+    look = build_inspection_step(run)
     few = rows_of(data, 0, rows, count)
     looks = Looks([look(few)], [look(twice(few, rows))], [], rounding_of(run))
     looks.once.append(look(few))
@@ -144,8 +144,11 @@ def looks_at(run: Components, data: Any) -> Looks:
     return looks
 
 
-def look_of(run: Components) -> Callable[..., dict[str, Pair]]:
-    """A step in evaluation mode: values and counts by name; `exact`: without autocast. It belongs into a trial."""
+def build_inspection_step(run: Components) -> Callable[..., dict[str, Pair]]:
+    """Return a function that runs a step in evaluation mode and returns its values and counts by name.
+
+    `exact` is without autocast. The model is left in evaluation mode, so call this in a trial.
+    """
     run.model.eval()
 
     def look(data: Any, exact: bool = False) -> dict[str, Pair]:
@@ -164,7 +167,10 @@ def rounding_of(run: Components) -> float:
 
 
 def no_sum_of_parts(looks: Looks) -> tuple[float, float] | None:
-    """The loss of some rows and that of their halves, if these clearly differ, and no random number is the reason."""
+    """Return the loss of some rows and the sum of the losses of their halves, if the two clearly differ.
+
+    Return None if they agree, or if random numbers explain the difference.
+    """
     once, again = (float(seen[LOSS][0]) for seen in looks.once[:2])
     whole_loss, *halves = (float(seen[LOSS][0]) for seen in looks.parts) if looks.parts else (once, once)
     if max(map(abs, (whole_loss, *halves))) < LEAST or abs(once - again) > 0.1 * looks.rounding * abs(once):
@@ -204,7 +210,10 @@ def ratio_of(looks: Sequence[dict[str, Pair]], name: str) -> float:
 
 
 def loss_and_sums(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, Pair]:
-    """The loss and all sums, each with what it is divided by. BadOutput: they are not what the contract says."""
+    """Return the loss and all sums, each with its divisor.
+
+    Raise BadOutput if the output breaks the contract of a task.
+    """
     name, loss = type(task).__name__, getattr(out, "loss_sum", None)
     if not isinstance(loss, Tensor):
         got = type(out).__name__ if loss is None else f"loss_sum as a {type(loss).__name__}"

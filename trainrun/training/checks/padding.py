@@ -23,7 +23,7 @@ from trainrun.data.batch import is_integer, map_leaves
 from trainrun.data.split_batch import num_rows, rows_of, twice
 from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, batch_fields
 from trainrun.task.dict_batches import bare_model, keywords_of
-from trainrun.training.checks.contract import LOSS, look_of, rounding_of
+from trainrun.training.checks.contract import LOSS, build_inspection_step, rounding_of
 from trainrun.training.components import Components
 from trainrun.training.without_trace import run_trial
 
@@ -54,7 +54,7 @@ def difference(run: Components, data: Any, mask: Tensor | None) -> str:
             filled = filled_leaves(data, mask)
     padded = twice(rows_of(data, row, row + 1, num_rows(data)), 1)
     cut = shortened(padded, filled, length) if any(filled) else padded
-    look, rounding = look_of(run), rounding_of(run)
+    look, rounding = build_inspection_step(run), rounding_of(run)
     looks = [look(batch, exact=True)[LOSS] for batch in (padded, cut, padded)]
     (loss, count), (own_loss, own_count), (again, _) = ((float(a), float(b)) for a, b in looks)
     if mask is None or abs(loss - again) > 0.1 * rounding * abs(loss):  # random numbers
@@ -96,7 +96,7 @@ def filled_leaves(data: Any, mask: Tensor) -> list[bool]:
 
 
 def shortened(data: Any, filled: list[bool], length: int) -> Any:
-    """The batch with its padded leaves cut to `length` positions."""
+    """Return the batch with its padded leaves cut to `length` positions."""
     rest = iter(filled)
     return map_leaves(data, lambda leaf: leaf[:, :length].contiguous() if next(rest) else leaf)
 

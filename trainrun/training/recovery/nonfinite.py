@@ -209,7 +209,7 @@ def tensors_of_batch(data: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def num_nonfinite(tensor: Tensor) -> int:
-    """The host waits for the device: asked after a bad step only."""
+    """Count the values that are not finite. The host waits for the device: called after a bad step only."""
     floating = tensor.is_floating_point() or tensor.is_complex()
     return int((~torch.isfinite(stored_numbers(tensor))).sum()) if floating else 0
 

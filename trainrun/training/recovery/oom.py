@@ -130,7 +130,10 @@ class OomRetry:
         self._runs_again = self._marks = False
 
     def run(self, window: list[MicroBatch], compute: Compute[T]) -> T:
-        """`compute(window)`, or the same in smaller micro-batches. torch.OutOfMemoryError: neither fits."""
+        """Return `compute(window)`, split into smaller micro-batches if memory does not suffice.
+
+        Raise torch.OutOfMemoryError if the smaller ones do not fit either.
+        """
         if not self._began:
             self._begin()
         if self._marks and self._buffers.watches:
@@ -152,7 +155,7 @@ class OomRetry:
         )
         return result  # type: ignore[return-value]
 
-    def in_pieces(self, batch: MicroBatch, compute: Callable[[MicroBatch], T]) -> list[T]:
+    def compute_in_pieces(self, batch: MicroBatch, compute: Callable[[MicroBatch], T]) -> list[T]:
         """`compute` of a batch of a validation, or of its parts, where memory does not suffice for the whole.
 
         The parts' sums are those of the whole. torch.OutOfMemoryError: a single sample does not fit either.
@@ -161,7 +164,7 @@ class OomRetry:
             try:
                 return [compute(part) for part in self._parts_of(batch)]
             except (MemoryError, RuntimeError) as error:
-                if self.mode == "stop" or not (fault := no_memory(error)):
+                if self.mode == "stop" or not (fault := describe_out_of_memory(error)):
                     raise
             # the error is gone now, and what its frames held
             free_memory(self.parallel.device)
@@ -210,14 +213,14 @@ class OomRetry:
             return [batch]
 
     def _attempt(self, window: list[MicroBatch], compute: Compute[T]) -> tuple[T | None, str]:
-        """The result, or in a few words why memory did not suffice.
+        """Return the result, or in a few words why memory did not suffice.
 
         When this returns, the error and its frames are gone, and what they held of the memory with them.
         """
         try:
             return compute(self._cut(window)), ""
         except (MemoryError, RuntimeError) as error:
-            if not (fault := no_memory(error)):
+            if not (fault := describe_out_of_memory(error)):
                 raise
             return None, fault
 
@@ -283,7 +286,7 @@ def coupled(model: nn.Module, task: Task, batches: list[MicroBatch]) -> str:
 
 
 def batch_norm_in(model: nn.Module) -> str:
-    """The first module that normalises by its batch, "" if there is none."""
+    """Return the name of the first batch norm in training mode; "" if the model has none."""
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and module.training:
             return name or type(module).__name__
@@ -310,8 +313,11 @@ def coupling(model: nn.Module, task: Task, data: Any) -> str:
     )
 
 
-def no_memory(error: Exception, free: Callable[[], float] | None = None) -> str:
-    """The first line of what an allocator said; "" of any other error. free: the fraction of the GPU that is free."""
+def describe_out_of_memory(error: Exception, free: Callable[[], float] | None = None) -> str:
+    """Return the first line of an out-of-memory error; "" for any other error.
+
+    free: returns the free fraction of the GPU's memory, for errors of cuDNN that do not name memory.
+    """
     text = PREFIX.sub("", str(error).partition("\n")[0])
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(mark in text for mark in MARKS):
         return text.partition(". Including non-PyTorch memory")[0] or type(error).__name__
@@ -432,7 +438,7 @@ def has_finite_values(tensor: Tensor) -> bool:
 
 
 def stored_numbers(tensor: Tensor) -> Tensor:
-    """Itself; of a sparse one, whose zeros torch asks for no more than its sum, those that it holds."""
+    """Return the tensor itself, or the stored values of a sparse tensor."""
     if tensor.layout is torch.strided:
         return tensor
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()

@@ -19,7 +19,7 @@ from trainrun.seeding import set_random_state
 from trainrun.train_state import OF_THIS_SESSION, TrainState
 from trainrun.training.components import Components
 from trainrun.training.named_optimizers import load_optimizer_states
-from trainrun.training.recovery.oom import no_memory
+from trainrun.training.recovery.oom import describe_out_of_memory
 from trainrun.training.task_calls import mapped
 from trainrun.user_code import line_of
 
@@ -37,7 +37,7 @@ def load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str
     try:
         return _load_tree(run, place, shared, own)
     except ODD_TREE as error:  # its bytes are those that were written, but not by this program
-        if no_memory(error):
+        if describe_out_of_memory(error):
             raise
         text = " ".join(str(error).split())[:200]
         raise CheckpointError(
