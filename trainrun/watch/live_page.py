@@ -18,7 +18,7 @@ import psutil
 
 from trainrun.folder.run_folder import RunDir, is_there, write_text
 from trainrun.monitor.run_lines import devices_line, phases_line
-from trainrun.output import figure
+from trainrun.output import SPEEDS, figure
 from trainrun.plots import page
 from trainrun.plots.chart import charts_html
 from trainrun.plots.report import setup_rows
@@ -64,7 +64,9 @@ def live_page(told: Follower, goes_on: bool) -> str:
         ),
         page.beside(
             [
-                page.pairs("Now", [(name, figure(value)) for name, value in told.latest.items()]),
+                page.pairs(
+                    "Now", [(SPEEDS.get(name, name), figure(value)) for name, value in told.latest.items()]
+                ),
                 page.pairs("Set-up", setup_rows(told.facts)),
             ]
         ),
