@@ -78,7 +78,7 @@ ANY_FAULT = (Exception, SystemExit)  # sys.exit in code that is called would end
 
 @contextmanager
 def told_of_a_setting(kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """A technique refuses with an error that names the setting: no such device, package, compiler or name."""
+    """Raise an error of the block again as ConfigError; the text of the error must name the setting."""
     try:
         yield
     except kind as error:

@@ -473,9 +473,10 @@ class Gradients(NamedTuple):
 
 
 class Counting(Protocol):
-    """When the items that the gradients are divided by are known: before the forward, or with its output.
+    """How the number of items, by which gradients are divided, is known: before the forward, or from its
+    output.
 
-    expected: what the loss is divided by in the backward where the count is not known there.
+    expected: the divisor of the loss in the backward if the count is not known by then.
     """
 
     @property

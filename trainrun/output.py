@@ -135,7 +135,10 @@ def figure(value: object) -> str:
 
 
 def readings(metrics: Mapping[str, float]) -> list[str]:
-    """`train/loss 0.21`, `val/loss 0.25`, `val/acc 0.921`: losses first, the rest in its own order."""
+    """Format metrics:
+
+    `train/loss 0.21`, `val/loss 0.25`, `val/acc 0.921`. Losses come first, others in the given order.
+    """
     names = sorted(metrics, key=lambda name: (0, name) if name.endswith("/loss") else (1, ""))
     return [f"{name} {figure(metrics[name])}" for name in names]
 

@@ -146,10 +146,10 @@ def metrics_of(
     sums: Mapping[str, Tensor], count: float, task: Any, rows: Mapping[str, Tensor] = MappingProxyType({}),
     items: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:  # fmt: skip
-    """Numbers divided by their count, and what the task's `summarize` makes of all sums and rows.
+    """Return the metrics: sums divided by their counts, and the results of the task's `summarize`.
 
-    items: the count of single sums, where it is not that of all.
-    PluginError: several numbers, and no `summarize`; it gives something else than numbers by name; a name is taken.
+    items: counts of single sums that differ from `count`. Raise PluginError if a sum with several numbers has
+    no `summarize`, or if `summarize` returns anything but numbers by name, or a name that exists already.
     """
     names = [name for name in sums if not name.startswith(OWN)]
     found = {

@@ -113,18 +113,21 @@ class TrainState:
 
 
 def watched_value(metrics: Mapping[str, float], name: str, named: bool) -> float:
-    """Return a metric of a validation; NaN where the loss beside it is not finite, so that it is never the best.
+    """Return a metric of a validation; NaN if the loss of the same set is not finite, so that it is never the
+    best.
 
-    named: by a setting; then it counts whatever the loss is, as some tasks have none in a validation.
+    named: the user chose the metric. Then the loss does not matter, since some tasks have none in a
+    validation.
     """
     losses = [value for key, value in metrics.items() if key.endswith("/loss") and name.startswith(key[:-4])]
     return float(metrics.get(name, math.nan)) if named or all(map(math.isfinite, losses)) else math.nan
 
 
 class RollBack(Exception):
-    """The run goes back to its newest checkpoint, and on at this place in the data.
+    """The run returns to its newest checkpoint, and continues after the bad step in the data.
 
-    epoch, batches: behind the bad step. rollbacks: with this one. seconds: of training so far.
+    epoch, batches: the position after the bad step. rollbacks: the number so far, this one included. seconds:
+    of training so far.
     """
 
     def __init__(self, state: TrainState) -> None:

@@ -7,11 +7,19 @@ import dataclasses
 import pytest
 from approved import refused
 
-from trainrun.assemble.run_plan import batch_facts, direction, with_accumulation, with_earlier_batch
+from trainrun.assemble.run_plan import (
+    batch_facts,
+    convert_to_steps,
+    direction,
+    with_accumulation,
+    with_earlier_batch,
+)  # fmt: skip
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig
 from trainrun.errors import ConfigError
+from trainrun.limits import Duration
 from trainrun.task.metrics.directions import describe_assumed_direction
+from trainrun.training.triggers import Lengths
 
 
 @pytest.mark.parametrize(
@@ -110,3 +118,18 @@ def test_a_global_batch_that_other_ranks_cannot_keep_is_refused_with_the_nearest
     config = compose_run(["data.batch_size=8", "trainer.accumulate_grad_batches=4"]).config
     with refused(ConfigError, "data.batch_size"):
         with_earlier_batch(config, batch_facts(config, 2), 3, (), [])
+
+
+@pytest.mark.parametrize(
+    ("duration", "steps"),
+    [
+        (Duration(1.5, "epoch"), 8),
+        (Duration(0.2, "epoch"), 1),
+        (Duration(1.2, "epoch"), 6),  # 1.2 * 5 is not exact
+        (Duration(21, "sample"), 6),
+        (Duration(20, "sample"), 5),
+    ],
+)
+def test_a_length_is_rounded_up_to_whole_steps(duration: Duration, steps: int) -> None:
+    lengths = Lengths(steps_per_epoch=5, samples_per_step=4, samples_per_epoch=20)
+    assert convert_to_steps("trainer.max_duration", duration, lengths, task=None) == steps

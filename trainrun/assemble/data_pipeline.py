@@ -123,12 +123,12 @@ def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) 
 
 
 def split_key(split: str) -> str:
-    """`data.val.day` of `val/day`: the setting that names its samples."""
+    """Return the setting that names the samples of a split: `data.val.day` for `val/day`."""
     return f"data.{split.replace('/', '.')}"
 
 
 def split_kind(split: str) -> str:
-    """`train`, `val` or `test`; each named set is one of `train` or of `val`."""
+    """Return `train`, `val` or `test`; the kind of a named set such as `val/day` is its first part."""
     return split.partition("/")[0].partition(".")[0]
 
 

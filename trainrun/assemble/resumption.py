@@ -187,7 +187,10 @@ def has_changed_data(config: RunConfig, then: Mapping[str, Any], now: Mapping[st
 
 
 def environment_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """`torch (2.12.0, now 2.13.0), num_threads (2, now 1)`; what only one of the two knows is left out."""
+    """Return changed entries of the environment: `torch (2.12.0, now 2.13.0), num_threads (2, now 1)`.
+
+    Entries that only one of the two records are left out.
+    """
     return ", ".join(
         f"{name} ({then[name]}, now {now[name]})" for name in now if name in then and then[name] != now[name]
     )

@@ -355,7 +355,10 @@ def describe_files(paths: Iterable[Path]) -> str:
 
 @functools.cache
 def versions_and_chips(device: torch.device) -> dict[str, str]:
-    """Versions and chips. cpu: the widest instructions that torch uses."""
+    """Return the versions of libraries and the types of CPU and GPUs.
+
+    cpu: the widest instructions that torch uses.
+    """
     facts = {
         "torch": torch.__version__,
         "numpy": numpy.__version__,

@@ -82,7 +82,7 @@ class TimedStep:
 
 
 class TimedChoice(NamedTuple):
-    """The fastest of several ways, and milliseconds a step of each in words."""
+    """The fastest of several choices, and the formatted time of each."""
 
     name: str
     times: dict[str, str]

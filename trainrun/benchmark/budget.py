@@ -16,7 +16,7 @@ Take = Callable[[int], Turn]  # some steps
 
 
 class Budget:
-    """Seconds from now on, by a clock."""
+    """A number of seconds that may be spent from now on."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self.clock = seconds, clock

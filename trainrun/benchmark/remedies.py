@@ -32,7 +32,7 @@ class Remedy(NamedTuple):
 
     @property
     def effect_text(self) -> str:
-        """`the same`, `rounds differently`, or `changes: the batch of a step`."""
+        """Return `the same`, `rounds differently`, or `changes: the batch of a step`."""
         return f"changes: {self.changes}" if self.changes else EFFECT_TEXTS[self.effect]
 
     @property

@@ -121,7 +121,7 @@ class Turn:
 
     @property
     def running_seconds(self) -> float:
-        """Seconds without compilation, which the first turn with a new shape pays for."""
+        """Return the seconds without compilation, which the first turn with a new shape includes."""
         return self.seconds - self.phase(COMPILE)
 
     def phase(self, phase: int) -> float:

@@ -65,7 +65,10 @@ TRANSIENT_ERRORS = (
 
 
 class Incompatible(CheckpointError):
-    """A sound checkpoint of another run or version, or one that cannot be read now. It is never set aside."""
+    """An intact checkpoint of another run or version, or one that cannot be read now.
+
+    It is never renamed as damaged.
+    """
 
 
 @dataclass(frozen=True)

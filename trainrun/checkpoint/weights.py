@@ -55,7 +55,7 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 class Initial(NamedTuple):
-    """What was taken of `init_from`: the parameters, and the lines that say so."""
+    """What was loaded from `init_from`: its source, the loaded parameters, and lines for the user."""
 
     source: str
     params: list[nn.Parameter]

@@ -31,7 +31,9 @@ MOST_ROWS, MOST_COLUMNS = 10, 8  # on the screen
 
 
 def main(argv: list[str]) -> int:
-    """Rows are in the order of the data; the columns are the task's."""
+    """Write the predictions of a saved run, one row for each sample in the order of the data; columns depend
+    on the task.
+    """
     parser = run_parser(
         "predict",
         "Predictions of a saved model, one row a sample, in the order of the data. The samples are files, folders, "

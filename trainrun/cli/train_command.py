@@ -105,7 +105,7 @@ def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders
 
 @contextlib.contextmanager
 def others_dismissed() -> Iterator[None]:
-    """End the other ranks that torchrun or Slurm started, which wait for rank 0, if it finds a mistake."""
+    """End the other ranks of torchrun or Slurm, which wait for rank 0, if the block raises a TrainrunError."""
     try:
         yield
     except TrainrunError as error:

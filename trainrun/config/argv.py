@@ -151,7 +151,10 @@ class Meaning:
 def meaning_of(
     word: str, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool], may_vary: bool
 ) -> Meaning:
-    """Return the overrides that one word stands for. may_vary: in a sweep, where commas part values."""
+    """Return the overrides for one typed word.
+
+    may_vary: the word belongs to a sweep, where commas separate values.
+    """
     bare = word.lstrip("+~")
     sign = word[: len(word) - len(bare)]
     typed_key, equals, value = bare.partition("=")
@@ -275,7 +278,10 @@ def options(group: str, folders: list[Path]) -> list[str]:
 
 
 def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
-    """Folders searched before ours: each --config-dir, then ./conf if it has one of our groups."""
+    """Return the folders that are searched before ours:
+
+    each --config-dir, then ./conf if it has one of our groups.
+    """
     # No link, but to itself.
     folders = [Path(os.path.realpath(os.path.expanduser(folder))) for folder in extra]
     for folder in folders:
@@ -296,7 +302,9 @@ NAME = re.compile(r"[A-Za-z_][\w.]*")
 def without_flags(
     argv: list[str], groups: list[str]
 ) -> tuple[list[str], list[str], list[str], dict[str, str]]:
-    """The settings, Hydra's flags, the folders of --config-dir; and what was typed, by what it was translated to."""
+    """Split arguments into settings, Hydra's flags, folders of --config-dir, and the typed form of each
+    translated setting.
+    """
     settings, flags, config_dirs, typed = [], [], [], {}
     faults, rest = spaced_out(argv), list(argv)
     if faults:
@@ -338,9 +346,10 @@ def spaced_out(argv: list[str]) -> list[str]:
 
 
 def setting_of_flag(word: str, rest: list[str], groups: list[str]) -> tuple[str, str]:
-    """`--batch-size 64` as the setting `batch_size=64`, and as it was typed; its value is taken from `rest`.
+    """Translate a flag such as `--batch-size 64` into (`batch_size=64`, the typed text); its value is taken
+    from `rest`.
 
-    Empty for what is no setting, or has no value.
+    Return empty texts if the flag is no setting, or if its value is missing.
     """
     flag, equals, value = word.partition("=")
     flag = SHORT_FLAGS.get(flag, flag)
@@ -408,7 +417,10 @@ PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|
 
 
 def group_words(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
-    """`precision=32,bf16` -> `precision=32-true,bf16-mixed`; `model=my_net.Net` -> its two words."""
+    """Return the overrides that choose an option:
+
+    `precision=32,bf16` gives `precision=32-true,bf16-mixed`, and `model=my_net.Net` gives two overrides.
+    """
     if value[:1] in ("[", "{", '"', "'", "$"):
         return [f"{group}={value}"]
     aliases = OPTIONS.get(group, {})
@@ -459,7 +471,10 @@ def names_a_file(value: str) -> bool:
 
 
 def _quoted(value: str) -> str:
-    """In Hydra's quotes, where a backslash means itself but before a quote; a plain name as it is."""
+    """Return a value in Hydra's quotes; a plain name stays as it is.
+
+    A backslash is literal except before a quote.
+    """
     if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, re.ASCII) and not PLAIN.match(value):
         return value
     inner = re.sub(r'(\\*)"', r'\1\1\\"', value)

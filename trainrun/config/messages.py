@@ -217,7 +217,7 @@ def _listed(names: list[str], above: str) -> str:
 
 
 def learning_rate_of(node: Any) -> Any:
-    """Return `optimizer.lr` of the config that a node is of; None if there is none, or a reference."""
+    """Return `optimizer.lr` of the config to which a node belongs; None if it is missing."""
     config = node._get_root() if isinstance(node, DictConfig) else None
     values = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else None
     optimizer = values.get("optimizer") if isinstance(values, dict) else None

@@ -145,7 +145,7 @@ def placed(values: Any_, base: Path) -> Any_:
 
 
 def plain_config(path: Path) -> dict[str, Any]:
-    """The plain values of a config that a run has saved; raises ConfigError. Nothing in it is looked up or run."""
+    """Return the saved config of a run as plain values, without imports or references. Raise ConfigError."""
     text = read_yaml_text(path)
     try:
         container = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -169,16 +169,17 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def translated(overrides: list[str]) -> CommandLine:
-    """Return the words for a saved run, other names translated."""
+    """Return the parsed overrides of a command for a saved run, with aliases translated."""
     words = split_command_line(overrides)
     translate(words, lambda *_: False, lambda name: False)
     return words
 
 
 def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], measured: str = "") -> RunConfig:
-    """Return the config that `path` holds as plain values, with the overrides of a command line.
+    """Return a saved config with the overrides of a command line.
 
-    measured: a split of which alone the command tells, so that a new `data.path` must be of its samples.
+    found: the saved values. path: the file they come from. measured: the only split that the command
+    evaluates, to which a new `data.path` must apply.
     """
     places = path_roots(RunDir(path.parent), found)
     for place in places:

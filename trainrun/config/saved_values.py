@@ -153,7 +153,7 @@ def _target_text(texts: dict[str, str], reference: re.Match[str]) -> str:
 
 
 def resolved(config: Any_) -> Any_:
-    """With plain strings, as OmegaConf takes them."""
+    """Return the config with secrets from the environment as plain strings, which OmegaConf requires."""
     return map_config(config, lambda _, value: str(value) if isinstance(value, FromEnvironment) else value)  # type: ignore[no-any-return]
 
 

@@ -147,7 +147,10 @@ class DataConfig:
 
 
 def validation_nodes(data: DataConfig) -> dict[str, Any]:
-    """The nodes of `data.val` by the name of their split: `val`, or `val/day` and `val/night` of named sets."""
+    """Return the nodes of `data.val` by split:
+
+    `val`, or `val/day` and `val/night` for named validation sets.
+    """
     if not isinstance(data.val, dict):
         return {}
     if "_target_" in data.val:
@@ -532,7 +535,7 @@ def plain_values(config: RunConfig) -> dict[str, Any]:
 
 
 def _plain_copy(value: Any) -> Any:
-    """Dicts in place of sections, of copies of everything inside."""
+    """Return a deep copy with dicts in place of sections."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [item.name for item in setting_fields(type(value))]
         return {name: _plain_copy(vars(value)[name]) for name in names}
@@ -568,7 +571,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def map_config(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
-    """Return a copy with other leaves: what `change` gives for the key and the value of each."""
+    """Return a copy in which each leaf is replaced by `change(key, value)`."""
     inner = f"{key}." if key else ""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [item.name for item in setting_fields(type(value))]
@@ -582,7 +585,7 @@ def map_config(value: Any, change: Callable[[str, Any], Any], key: str = "") -> 
 
 
 def config_leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """The values that hold no others, with their keys."""
+    """Return an iterator over (key, value) of all values that are no sections, dicts or lists."""
     leaves: list[tuple[str, Any]] = []
     map_config(value, lambda key, leaf: leaves.append((key, leaf)))
     return iter(leaves)

@@ -32,7 +32,7 @@ def fingerprint(config: RunConfig, working_dir: Path) -> dict[str, str]:
 
 
 def machine() -> str:
-    """`AMD EPYC, 2 cores`, and the NVIDIA GPUs that the driver names."""
+    """Return `AMD EPYC, 2 cores`, and the NVIDIA GPUs that the driver names."""
     info = Path("/proc/cpuinfo")
     match = _CPU_NAME.search(info.read_text(errors="replace")) if info.is_file() else None
     name = match[1].strip() if match else platform.processor() or platform.machine()

@@ -233,7 +233,7 @@ def closest(word: str, known: Iterable[object]) -> str:
 
 
 def nearest(word: str, known: Iterable[object]) -> str:
-    """` Did you mean x?`; empty if no name is near."""
+    """Return ` Did you mean x?`; "" if no name is similar."""
     name = closest(word, known)
     return f" Did you mean {name}?" if name else ""
 

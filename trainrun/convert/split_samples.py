@@ -130,7 +130,7 @@ def form_of_files(source: Any) -> Form | None:
 
 
 def is_file_and_target(sample: Any) -> bool:
-    """Whether a sample is the bytes of a JPEG or PNG file, and a number or an array of them."""
+    """Return whether a sample is a pair of a JPEG or PNG file's bytes and a number or an array of numbers."""
     if not isinstance(sample, tuple) or len(sample) != 2 or not isinstance(sample[0], bytes):
         return False
     target = array_of(sample[1])

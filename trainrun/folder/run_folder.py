@@ -99,7 +99,7 @@ class RunDir:
 
     @property
     def config_that_holds(self) -> Path:
-        """`config_before` where it is there, else `config`."""
+        """Return `config_before` if it exists, else `config`."""
         return self.config_before if self.config_before.is_file() else self.config
 
     def rank_log(self, rank: int) -> Path:

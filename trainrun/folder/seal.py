@@ -87,7 +87,7 @@ def outward_links(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def sealed_parts(run: RunDir, pending: Mapping[Path, str] | None = None) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of all that the commands obey in a folder.
+    """Yield the name and content of each file of a run folder that can make a command run code.
 
     pending: texts of files that are about to be written.
     """
@@ -125,7 +125,7 @@ def seal_folder(run: RunDir, pending: Mapping[Path, str] | None = None) -> None:
 
 
 def unsealed_parts(run: RunDir) -> tuple[list[str], str]:
-    """Return the names of parts that this user has not sealed, and why there are any."""
+    """Return the names of the parts that this user has not sealed, and the reason."""
     names = [name for name, _ in sealed_parts(run)]
     try:
         key = read_key()

@@ -182,7 +182,7 @@ class Sampler:
 
 
 def rank_of(process: psutil.Process) -> str:
-    """`rank0_`; empty for the launcher."""
+    """Return the prefix of a process's metrics, as `rank0_`; "" for the launcher."""
     import psutil
 
     try:

@@ -36,8 +36,11 @@ Addresses = Mapping[str, list[str]]  # of each interface
 
 @dataclass(frozen=True)
 class Group:
-    """local_world_size: ranks on this machine. host: a gloo group, so that the host's own numbers never wait for a
-    device."""
+    """The process group of a run.
+
+    local_world_size: ranks on this machine. host: a gloo group, so that numbers of the host never wait for a
+    device.
+    """
 
     device: torch.device
     rank: int

@@ -177,7 +177,10 @@ def _coalesced(param: nn.Parameter) -> Tensor:
 
 
 def mark_by_largest(grads: list[Tensor], found: Tensor) -> None:
-    """`mark_nonfinite` of one group by its largest values, of which not-a-number is one: any type, and only read."""
+    """Set `found` if the largest absolute gradient of a group is not finite (NaN included).
+
+    Works for any number type and does not change the gradients.
+    """
     if filled := [grad for grad in grads if grad.numel()]:
         bad = ~torch.nn.utils.get_total_norm(filled, math.inf).isfinite()
         found.copy_(torch.maximum(found, bad.to(found.device, found.dtype)))

@@ -74,12 +74,12 @@ class Run:
 
     @property
     def status(self) -> dict[str, Any]:
-        """`status.json`: state, reason, best value, step, seconds."""
+        """Return the content of `status.json`: state, reason, best value, step, seconds."""
         return with_numbers(read_json(self.files.status))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """All rows of `metrics.jsonl`; `kind` says of what."""
+        """Return all rows of `metrics.jsonl`; `kind` says what a row is about."""
         return read_rows(self.files.metrics)
 
     def load_model(

@@ -45,10 +45,10 @@ if TYPE_CHECKING:  # a launcher of ranks imports no torch
 
 @contextmanager
 def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) -> Iterator[None]:
-    """`status.json` says running; whatever ends the run by an exception is in it before that goes on.
+    """Write `running` to `status.json`, and the end state before an exception that ends the run goes on.
 
-    A resume that is refused changes nothing: the run is what it was before. What libraries raise because
-    an interrupt came at a bad moment for them (in the middle of an import, say) is still an interrupt.
+    After a resume that is refused, the earlier status is restored. If a library turns an interrupt at a bad
+    moment (such as in the middle of an import) into another error, the run still counts as interrupted.
     """
     earlier = run.status.read_text(encoding="utf-8") if read_status(run) else None
     try:
@@ -99,7 +99,9 @@ def explain_os_error(run: RunDir, error: Exception) -> Exception:
 
 
 def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
-    """A fault with its message; of anything else the traceback too, in the log."""
+    """Write a failure to `status.json`; an error that is not a TrainrunError also gets its traceback in the
+    log.
+    """
     if not is_there(run):
         return
     if isinstance(error, TrainrunError):
@@ -113,7 +115,7 @@ def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
 
 
 def draw_end(run: RunDir, config: RunConfig) -> None:
-    """Draw the pictures and the page of a run that an exception ended, as `status.json` says it."""
+    """Draw the pictures and the report of a run that an exception ended. Print problems as notes."""
     if not (config.monitor.plots and config.monitor.metrics_file and is_there(run)):
         return
     problems: list[str] = []
@@ -150,7 +152,10 @@ def keep_overrides_if_accepted(run: RunDir, state: TrainState) -> Callable[..., 
 
 
 def note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
-    """Says what is lost. The status of a run that had ended stays; so does one whose resume had not begun."""
+    """Write an interrupt to `status.json` and return a message on what is lost.
+
+    The status of a run that had ended stays, and so does the status of a run whose resume had not begun.
+    """
     state = read_status(run).get("state")
     if state not in (None, "running"):
         return "interrupted; the run itself had ended"
@@ -206,7 +211,7 @@ def deadline(run: RunDir, config: RunConfig, flag: StopFlag | None = None) -> Ab
 
 
 def give_up(run: RunDir, config: RunConfig, number: int, twice: bool, flag: StopFlag | None) -> None:
-    """A stop that took too long, or was asked for twice: the process ends here, with what is committed."""
+    """End the process after a stop that took too long or came twice. What is committed stays."""
     name, seconds = signal.Signals(number).name, config.trainer.stop_grace_seconds
     left = "the last checkpoint stands" if any(run.checkpoints.glob("step-*")) else "nothing was saved yet"
     if flag is not None and not flag.training:
@@ -230,7 +235,7 @@ def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, messag
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """At once, with the loader workers."""
+    """End this process and its loader workers immediately."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(exit_code)

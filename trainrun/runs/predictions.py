@@ -70,8 +70,10 @@ def likely_classes(model: nn.Module, task: Classification, data: Any, number: in
 
 
 def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
-    """Columns (B, T, ...) of predictions of tokens, with -100, or NaN among floats, where `attention_mask` (B, T) is 0.
-    What a decoder gives, of other places, is left as it is."""
+    """Replace predictions of tokens by -100, or NaN for floats, where `attention_mask` (B, T) is 0.
+
+    Columns of a decoder, whose positions are others, stay as they are.
+    """
     from torch import Tensor
 
     fields = batch_fields(batch)

@@ -290,7 +290,7 @@ def finish(
 
 
 def note_commit(run_dir: RunDir) -> None:
-    """Have RUN.json say that there are checkpoints, once there are."""
+    """Record in RUN.json that the run has checkpoints, if it has any."""
     if committed_steps(run_dir.checkpoints):
         note_saved(run_dir)
 

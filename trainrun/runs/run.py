@@ -153,7 +153,7 @@ def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
 
 
 def write_words(run: RunDir, words: list[str]) -> None:
-    """The words of the command line, one a line."""
+    """Write the overrides of the command line, one a line."""
     write_text(run.overrides, "".join(f"{masked_word(word)}\n" for word in words))
 
 
@@ -168,7 +168,7 @@ def folder_of(composition: Composition) -> Path:
 
 
 def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
-    """`execute`, unless the run has come to its end."""
+    """Train the run, unless it has already reached its end."""
     if order.resume and (text := resume.finished(run, load_config(run.config, []), config)):
         return stay_finished(text)
     return execute(run, config, order)
@@ -190,7 +190,7 @@ def torchrun_ranks() -> ModuleType:
 
 
 def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
-    """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
+    """Train in this process or in new ranks, and return the exit code. Raise TrainrunError."""
     record_reads()
     BUILT.clear()
     if order.resume:  # else `new_run` has written it

@@ -82,7 +82,10 @@ def catch_signals(flag: StopFlag) -> Iterator[None]:
 
 @contextmanager
 def stops_held_back() -> Iterator[None]:
-    """Stop signals wait inside. A process that is started here keeps them until its own `catch_signals`."""
+    """Block stop signals within the block.
+
+    A process that starts inside blocks them until its own `catch_signals`.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

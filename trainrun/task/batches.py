@@ -111,7 +111,7 @@ def output_tensor(output: Any) -> Tensor:
 
 
 def join_batches(columns: list[Tensor]) -> Tensor:
-    """Columns of several batches, one under the other; shorter rows end with -100, or NaN among floats."""
+    """Concatenate the columns of several batches; shorter rows are filled up with -100, or NaN for floats."""
     widths = {column.shape[1:] for column in columns}
     if len(widths) > 1 and all(column.ndim >= 2 for column in columns):
         width = max(column.shape[1] for column in columns)

@@ -41,7 +41,7 @@ class LanguageModeling:
         self.checked = False
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Called by the runner before the first step: bytes that the outputs of a micro-batch may fill at once."""
+        """Set how many bytes the outputs of a micro-batch may fill at once. Called before the first step."""
         self.limit_bytes = num_bytes
 
     def check_model(self, model: nn.Module) -> None:
@@ -96,7 +96,7 @@ class LanguageModeling:
         return {} if factor is None else {"bpb": lambda: loss.detach() * factor}
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """`prediction` (B, T), its `confidence`, and `target`."""
+        """Return `prediction` (B, T), its `confidence`, and `target`."""
         tokens, target = self.pair(batch)
         confidence, prediction = output_tensor(run_model(model, tokens, batch)).softmax(-1).max(-1)
         return {"prediction": prediction, "confidence": confidence, "target": target}

@@ -120,7 +120,7 @@ def balanced_weights(counts: Sequence[int]) -> list[float]:
 
 
 def check_soft(logits: Tensor, target: Tensor) -> None:
-    """Logits and probabilities, both (B, C)."""
+    """Raise an error unless logits and targets are both (B, C) and the targets are probabilities."""
     if target.ndim == 1:
         check_target_type(logits, target)
     if target.shape != logits.shape or target.ndim != 2:

@@ -151,7 +151,7 @@ def with_another_first(labels: Tensor) -> Tensor:
 
 
 def copy_rows(batch: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
-    """Copies of some rows of every tensor."""
+    """Return a copy of some rows of every tensor."""
     return {
         key: value[indices] if isinstance(value, Tensor) and value.ndim else value
         for key, value in batch.items()

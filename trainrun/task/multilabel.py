@@ -106,7 +106,7 @@ class MultiLabel:
         return {"f1": 2 * both / (predicted + there)} | own_values
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """`prediction` (B, C): the probability of each label; and `target` where the data has one."""
+        """Return `prediction` (B, C), the probability of each label, and `target` if the data has targets."""
         inputs, target = inputs_and_maybe_target(batch)
         columns = {"prediction": as_column(output_tensor(run_model(model, inputs, batch))).sigmoid()}
         return columns if target is None else columns | {"target": as_column(target)}

@@ -108,7 +108,10 @@ class Regression:
         return target, None
 
     def _sequence_step(self, output: Tensor, target: Tensor, weight: Tensor) -> StepOutput:
-        """Targets (B, T, ...). weight: (B, T), what a position weighs in its sample, 0 at padding."""
+        """Compute the step for targets (B, T, ...).
+
+        weight: (B, T), the weight of each position in its sample, 0 for padding.
+        """
         padding = (weight == 0).view(*weight.shape, *[1] * (target.ndim - 2)).expand_as(target)
         output, target = output.masked_fill(padding, 0), target.masked_fill(padding, 0)
         each = self.elementwise(output, target)
@@ -125,7 +128,7 @@ class Regression:
         return StepOutput(mean_by_sample(each, weight), sums)
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """`prediction`, and `target` where the data has one."""
+        """Return `prediction`, and `target` if the data has targets."""
         inputs, target = inputs_and_maybe_target(batch)
         columns = {"prediction": output_tensor(run_model(model, inputs, batch))}
         return columns if target is None else columns | {"target": target}

@@ -116,12 +116,17 @@ class Vae:
         return StepOutput(loss, {"reconstruction": rebuilt.detach(), "kl": code.detach(), **more})
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """`prediction`: the mean of the code (B, latent_dim); `loss` (B,): how badly the sample fits."""
+        """Return `prediction` (B, latent_dim), the mean of the code, and `loss` (B,), the loss of each
+        sample.
+        """
         terms = self.terms(model, batch)
         return {"prediction": terms.mean, "loss": terms.reconstruction + self.beta * terms.kl.sum(1)}
 
     def pictures(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Samples that are pictures, each beside what the mean of its code becomes: (B, C, H, 2 W) in [0, 1]."""
+        """Return sample pictures beside their reconstructions from the mean of the code:
+
+        (B, C, H, 2 W) in [0, 1].
+        """
         inputs = inputs_and_maybe_target(batch)[0]
         if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
             return {}
@@ -183,8 +188,10 @@ def divergence(mean: Tensor, log_var: Tensor) -> Tensor:
 
 
 def whole_sequences(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
-    """The tokens (B, T) and which are no padding. with_last: the targets are the next tokens, and so the last of them
-    belongs to the sequence."""
+    """Return the tokens (B, T) and a mask of positions that are not padding.
+
+    with_last: the targets are the next tokens, so the last target is appended to the sequence.
+    """
     tokens, target = inputs_and_maybe_target(batch)
     attention_mask = batch_fields(batch).get("attention_mask")
     mask = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()

@@ -63,7 +63,7 @@ class CountedAfter:
 
 
 def divide_by_output_counts(accumulate: Accumulate) -> Accumulate:
-    """`accumulate`, with the gradients divided by what the outputs said, and the items of the step."""
+    """Wrap `accumulate` so that gradients are divided by the counts that the outputs reported."""
 
     def settled(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
         assert isinstance(run.counting, CountedAfter)

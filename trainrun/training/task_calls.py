@@ -43,7 +43,7 @@ class Place:
         self.step, self.epoch, self.batches, self.calls = state.step, state.epoch, state.batches, 0
 
     def info(self, hook: str = "") -> StepInfo:
-        """For one more call of `step`, or for a hook."""
+        """Return the `StepInfo` for the next call of `step`, or for a hook."""
         training, call = torch.is_grad_enabled(), self.calls
         self.calls += not hook
         at = (TRAINING, self.epoch, self.batches) if training else (EVALUATION,)

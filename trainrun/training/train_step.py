@@ -72,7 +72,7 @@ def loss_of_nothing(run: Components, loss: Tensor) -> Tensor:
 
 
 def accumulate_with_retry(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
-    """`accumulate_gradients`, and the same again in smaller micro-batches where memory ends."""
+    """Accumulate gradients; if memory does not suffice, repeat this with smaller micro-batches."""
     return run.retry.run(micro_batches, lambda batches: accumulate_gradients(run, batches))
 
 

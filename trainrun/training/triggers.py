@@ -54,7 +54,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Every:
-    """A distance that is passed again and again; of epochs, a part of one or whole ones."""
+    """An interval in steps, samples, tokens or epochs; either a fraction of an epoch or whole epochs."""
 
     amount: float
     unit: str
@@ -170,7 +170,7 @@ class MetricTracker:
 
 
 class Due(NamedTuple):
-    """What comes after a step. log: whether the next step ends in a log point."""
+    """What is due after a step. log: the next step ends at a log point."""
 
     validate: bool
     stop: bool

@@ -209,7 +209,9 @@ class _KeptState:
         return contents.values() if isinstance(contents, dict) else contents
 
     def _note_function(self, value: Any) -> Iterable[Any]:
-        """A function holds its closure, a bound method its object."""
+        """Note how to restore a closure cell, and return the objects that a function, method or partial
+        refers to.
+        """
         if isinstance(value, types.CellType):
             try:
                 contents = value.cell_contents

@@ -40,7 +40,9 @@ class LoraLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """With the correction: torch.nn.TransformerEncoderLayer reads it in evaluation, and calls no layer."""
+        """Return the weight with the correction, for torch.nn.TransformerEncoderLayer, which reads it in
+        evaluation.
+        """
         return self.base.weight + self.scale * (self.lora_b @ self.lora_a)
 
     @property

@@ -143,7 +143,7 @@ class Follower:
         return bool(self.last_row) and time.monotonic() - self.last_row > SILENT_SECONDS
 
     def place(self) -> str:
-        """`step 450/900  50 %  0:12 left`"""
+        """Return the position of a run: `step 450/900 50 % 0:12 left`."""
         total, left = self.facts.get("total_steps"), self.seconds_left
         words = [f"step {self.step:,}" + (f"/{total:,}  {100 * self.step // total} %" if total else "")]
         return "  ".join([*words, *([f"{duration(left)} left"] if left is not None else [])])

@@ -82,7 +82,7 @@ class RunView:
             yield f"{self.ended}: {told.why}".rstrip(": ")
 
     def numbers(self) -> list[str]:
-        """`train/loss 0.2`, `val/acc 0.97`, `70k samples/s`, `data 3 %`"""
+        """Return the latest numbers: `train/loss 0.2`, `val/acc 0.97`, `70k samples/s`, `data 3 %`."""
         latest = self.follower.latest
         speed, waiting = speed_in(latest), self.follower.share_waiting
         names = [name for name in latest if name.startswith(("train/", "val")) and _shown(name)]

@@ -49,7 +49,7 @@ def lines_of(diagnosis: Diagnosis) -> list[str]:
 
 
 def describe_remedy(remedy: Remedy) -> str:
-    """`try: data.padding=bucket (changes: the order of the samples)`."""
+    """Return `try: data.padding=bucket (changes: the order of the samples)`."""
     notes = f" ({'; '.join(remedy.notes)})" if remedy.notes else ""
     return f"try: {remedy}{notes}"
 

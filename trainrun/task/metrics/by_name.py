@@ -41,9 +41,10 @@ Measured = tuple[dict[str, Tensor], dict[str, Tensor]]  # sums and rows
 def chosen(
     metrics: Any, known: Sequence[str], task: str, given: str
 ) -> tuple[tuple[str, ...], TorchMetrics | None]:
-    """The names as a tuple, topK for any K where top5 is known; and those with a `_target_`, which get what is `given`.
+    """Split metrics into names, as a tuple, and objects with a `_target_`. `topK` is known for any K where
+    `top5` is.
 
-    Raises ConfigError for a name that is not known.
+    given: what the objects' `update` receives, for messages. Raise ConfigError for an unknown name.
     """
     names, own_metrics = [metrics] if isinstance(metrics, str) else metrics, None
     if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):

@@ -29,7 +29,10 @@ LARGE_WORDS = {
 
 
 def known_direction(metric: str) -> str | None:
-    """min, max, or None where the name does not say. `val/mse/0` is the first of several numbers named `mse`."""
+    """Return `min` or `max`, or None if the metric's name implies no direction.
+
+    `val/mse/0` is the first of several numbers named `mse`.
+    """
     name = re.sub(r"(/\d+)+$", "", metric).rpartition("/")[2].lower()
     words = re.findall("[a-z]+", re.split("(?<=[a-z0-9])(?:[^a-z]at[^a-z]|@)", name)[0])  # `fpr_at_95_recall`
     small = [word in SMALL_WORDS or any(part in word for part in SMALL) for word in words]
@@ -44,9 +47,10 @@ def known_direction(metric: str) -> str | None:
 
 
 def asked_direction(key: str, metric: str, mode: str, is_named: bool) -> str | None:
-    """The mode of a setting; auto: by the name of the metric. Raises ConfigError where the name is sure of the other.
+    """Return the mode of a setting; for `auto` the direction that the metric's name implies.
 
-    is_named: the user named the metric beside the mode, so that only a loss or an accuracy is sure.
+    Raise ConfigError if the name clearly implies the other direction. is_named: the user chose the metric
+    too, so only the names of losses and accuracies are clear.
     """
     usual, sure = known_direction(metric), not is_named or metric.endswith(("/loss", "/acc"))
     if mode != "auto" and usual not in (None, mode) and sure:

@@ -60,7 +60,7 @@ def is_metric(value: Any) -> bool:
 
 
 def metric_name(metric: Any) -> str:
-    """`MulticlassCohenKappa` -> `cohen_kappa`."""
+    """Return the name of a metric object: `MulticlassCohenKappa` becomes `cohen_kappa`."""
     name = re.sub(r"^(Binary|Multiclass|Multilabel)(?=[A-Z])", "", type(metric).__name__)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
@@ -97,7 +97,7 @@ class TorchMetrics:
                     self._summed.remove(name)
 
     def measure(self, scores: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Sums and rows of a batch."""
+        """Return the sums and rows of a batch."""
         sums = {}
         for name in sorted(self._summed):
             self._updated(self._metrics[name], scores, target)

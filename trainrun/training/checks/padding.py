@@ -89,7 +89,7 @@ def difference(run: Components, data: Any, mask: Tensor | None) -> str:
 
 
 def filled_leaves(data: Any, mask: Tensor) -> list[bool]:
-    """Say of each leaf of a batch whether it is padded where the mask says so."""
+    """Return for each leaf of a batch whether it has padding where the mask marks padding."""
     filled: list[bool] = []
     map_leaves(data, lambda leaf: filled.append(is_filled(leaf, mask)))
     return filled

@@ -21,9 +21,9 @@ from trainrun.user_code import is_users_class
 
 
 class UnsavedState:
-    """The comparison of what the user's objects hold at two moments of a run.
+    """A comparison of the state of the user's objects at two moments of a run.
 
-    run: the `Components`. told: lines of an earlier session; what they name is not told again.
+    run: the `Components`. told: lines of an earlier session, which are not printed again.
     """
 
     def __init__(self, run: Any, told: Iterable[str] = ()) -> None:

@@ -156,9 +156,10 @@ class OomRetry:
         return result  # type: ignore[return-value]
 
     def compute_in_pieces(self, batch: MicroBatch, compute: Callable[[MicroBatch], T]) -> list[T]:
-        """`compute` of a batch of a validation, or of its parts, where memory does not suffice for the whole.
+        """Compute a validation batch, split into parts if memory does not suffice. Return the result of each
+        part.
 
-        The parts' sums are those of the whole. torch.OutOfMemoryError: a single sample does not fit either.
+        Raise torch.OutOfMemoryError if a single sample does not fit.
         """
         while True:
             try:
@@ -213,9 +214,9 @@ class OomRetry:
             return [batch]
 
     def _attempt(self, window: list[MicroBatch], compute: Compute[T]) -> tuple[T | None, str]:
-        """Return the result, or in a few words why memory did not suffice.
+        """Return the result; if memory did not suffice, None and a short description of the error.
 
-        When this returns, the error and its frames are gone, and what they held of the memory with them.
+        The error and its frames are dropped, so the memory that they refer to is free.
         """
         try:
             return compute(self._cut(window)), ""
