@@ -5,7 +5,7 @@ import sys
 
 import trainrun.timing.phases  # noqa: F401  (it looks at the clock)
 from trainrun.output import complain
-from trainrun.runtime.collector import nothing_to_collect, rest_while_starting
+from trainrun.runtime.collector import freeze_objects, rest_while_starting
 from trainrun.runtime.signals import leave_at_interrupt
 from trainrun.runtime.streams import guard_streams
 
@@ -30,7 +30,7 @@ def entry() -> None:
 
     code = main()
     if "torch" not in sys.modules:  # no run was built, and no code of the user's was called
-        nothing_to_collect()
+        freeze_objects()
     sys.exit(code)
 
 

@@ -77,7 +77,7 @@ ANY_FAULT = (Exception, SystemExit)  # sys.exit in code that is called would end
 
 
 @contextmanager
-def told_of_a_setting(kind: type[Exception] = RuntimeError) -> Iterator[None]:
+def raise_as_config_error(kind: type[Exception] = RuntimeError) -> Iterator[None]:
     """Raise an error of the block again as ConfigError; the text of the error must name the setting."""
     try:
         yield

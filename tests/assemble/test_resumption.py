@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from trainrun.assemble.resumption import checkpoint_at, environment_changes, last_step, resume_notes
+from trainrun.assemble.resumption import environment_changes, find_checkpoint, last_step, resume_notes
 from trainrun.assemble.run_plan import data_at
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
@@ -91,7 +91,7 @@ def test_a_new_run_from_one_that_stopped_early_trains_and_has_a_best_of_its_own(
         best = json.loads((tmp_path / "b" / "checkpoints" / "best.json").read_text())["entries"]
         assert (status["step"], status["best_step"]) == (5, 5)
         assert [one["step"] for one in best] == [5]
-        assert checkpoint_at(f"{tmp_path}/b") == checkpoint_at(f"{tmp_path}/b/checkpoints")
+        assert find_checkpoint(f"{tmp_path}/b") == find_checkpoint(f"{tmp_path}/b/checkpoints")
         (tmp_path / "b" / "status.json").write_text(json.dumps(status | {"state": "running"}))
         shutil.rmtree(tmp_path / "b" / "checkpoints")  # as after a kill before the first save
     assert main([*words, "trainer.max_steps=4", more[0], f"output_dir={tmp_path}/c"]) == 0

@@ -10,7 +10,7 @@ import pytest
 from approved import refused
 
 from trainrun.cli.main import main
-from trainrun.config.argv import as_path, is_path
+from trainrun.config.argv import is_path, quote_path
 from trainrun.config.compose import compose_run, format_config, prepare_command_line
 from trainrun.config.saved_config import load_config
 from trainrun.data.readers.path_contents import data_options
@@ -99,7 +99,7 @@ def test_what_stays_of_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data_path("data.path='a,b.csv'") == "a,b.csv"
     assert data_path('data.path="a,b.csv"') == "a,b.csv"
     assert compose_run(["data=text", "data.path=null"]).config.data.path is None
-    assert as_path("parts/a-1.csv", False) == "parts/a-1.csv"
+    assert quote_path("parts/a-1.csv", False) == "parts/a-1.csv"
     assert [key for key in ("data.path", "data.train.cache_dir", "init_from", "model.path", "lr") if is_path(key)] == [
         "data.path", "data.train.cache_dir", "init_from",
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainrun.config.aliases import aliases, setting_meant, value_meant
+from trainrun.config.aliases import aliases, resolve_alias, resolve_value_alias
 from trainrun.config.help_text import setting_rows
 from trainrun.config.schema import RunConfig, settings, with_values
 from trainrun.config.validate import node_faults, wrong_values_of
@@ -35,8 +35,8 @@ def test_a_new_setting_is_known_to_help_checks_and_aliases_by_its_field_alone() 
         ("inner.kind", "round", "its shape (round, square)"),
     ]
     assert aliases(Mine)["magnitude"] == aliases(Mine)["inner.old_size"] == "inner.size"
-    assert setting_meant("innards.size", lambda _: False, Mine) == "inner.size"
-    assert value_meant("inner.kind", "True", Mine) == "round"
+    assert resolve_alias("innards.size", lambda _: False, Mine) == "inner.size"
+    assert resolve_value_alias("inner.kind", "True", Mine) == "round"
     assert settings(Mine)["doors"].opens == NODES
     good = with_values(Mine(), {"model": {"_target_": "my.Net"}, "doors.first": {"_target_": "my.Door"}})
     assert [*wrong_values_of(good, Mine), *node_faults(good, Mine)] == []

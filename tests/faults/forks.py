@@ -192,10 +192,10 @@ def start_forked(
 ) -> ForkedRank:
     """What stands for the launcher's `start_rank`. prepare: called in the rank, with its number, before it begins."""
     from faults.warm import for_ranks
-    from trainrun.runtime.signals import stops_held_back
+    from trainrun.runtime.signals import block_stop_signals
 
     for_ranks()
-    with stops_held_back():
+    with block_stop_signals():
         child = os.fork()
         if child:
             with suppress(ProcessLookupError):  # it has ended already

@@ -13,9 +13,9 @@ import pytest
 from trainrun.runtime.signals import (
     STOP_SIGNALS,
     StopFlag,
+    block_stop_signals,
     catch_signals,
     stop_deadline,
-    stops_held_back,
 )
 
 
@@ -90,7 +90,7 @@ def test_before_the_first_step_one_interrupt_is_enough_and_no_more_are_raised_at
 
 def test_a_signal_that_was_held_back_is_heard_by_who_listens_later() -> None:
     flag = StopFlag()
-    with stops_held_back():
+    with block_stop_signals():
         # to this thread: one to the process would end it by way of any other thread, which holds nothing back
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         assert flag.request == 0

@@ -26,7 +26,7 @@ from trainrun.assemble.data_pipeline import (
 )
 from trainrun.assemble.model_and_transforms import (
     apply_built_in,
-    build_changed,
+    build_transformed_model,
     check_model_settings,
     split_model_settings,
     with_scope,
@@ -44,7 +44,7 @@ from trainrun.assemble.optimizer_and_schedule import (
 )
 from trainrun.assemble.resumption import teach
 from trainrun.assemble.run_plan import (
-    best_watch,
+    build_best_tracker,
     build_fingerprint,
     build_limits,
     build_rhythm,
@@ -238,7 +238,7 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
     task = build_task(config, data_sets.facts)
     data = open_data(config, context, data_sets, task, notes)
     config, rhythm = plan_steps(config, context, data_sets, data, task)
-    model, unfreeze, base = build_changed(
+    model, unfreeze, base = build_transformed_model(
         config, data_sets.facts, context.parallel, context.init_from, notes.choices, notes.advice
     )
     config = prepare_model_and_numbers(config, context, data_sets, data, task, model, rhythm, notes)
@@ -470,8 +470,9 @@ def build_triggers(
     default_metric = default_monitor(task, list(data.validation))
     return Triggers(
         build_limits(config, rhythm.lengths, task), rhythm, build_watch(config, default_metric),
-        best_watch(config, default_metric), update.schedule.on_validation, context.stop, update.precision.failure,
-        checkpoints.time_request, build_on_bad(config, context, update.precision, retry, monitors.note),
+        build_best_tracker(config, default_metric), update.schedule.on_validation, context.stop,
+        update.precision.failure, checkpoints.time_request,
+        build_on_bad(config, context, update.precision, retry, monitors.note),
     )  # fmt: skip
 
 

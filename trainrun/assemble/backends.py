@@ -15,10 +15,10 @@ from torch.utils import deterministic
 
 from trainrun.config.schema import RunConfig
 from trainrun.interfaces import Parallel
-from trainrun.precision.autocast import is_tiny, matmul_note, set_matmul
+from trainrun.precision.autocast import describe_matmul_precision, is_tiny, set_matmul
 
 FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share
-# Inductor's advice, by a function of torch; `matmul_note` gives it with the name of the setting.
+# Inductor's advice, by a function of torch; `describe_matmul_precision` gives it with the name of the setting.
 OF_TORCH = "TensorFloat32 tensor cores for float32 matrix multiplication available"
 DETERMINISM: Any = deterministic  # its switch is a property, which its stub does not know
 ROUNDING = (
@@ -105,7 +105,7 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     notes = [set_matmul(config.precision.matmul, parallel.device)]
     if parallel.device.type == "cuda":
         capability = torch.cuda.get_device_capability(parallel.device)
-        notes.append(matmul_note(config.precision.matmul, config.precision.mode, capability))
+        notes.append(describe_matmul_precision(config.precision.matmul, config.precision.mode, capability))
     return [note for note in notes if note]
 
 

@@ -13,7 +13,7 @@ from trainrun.checkpoint.weights import FrozenBase, load_initial, not_held
 from trainrun.config.rules import needs_gpu, step_obstacles
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import fault_of_value
-from trainrun.errors import ConfigError, DataError, PluginError, told_of_a_setting
+from trainrun.errors import ConfigError, DataError, PluginError, raise_as_config_error
 from trainrun.hook.unfreeze import (
     Unfreeze,
     begin_training,
@@ -63,7 +63,7 @@ def build_model(
     def new_model() -> nn.Module:
         model = checked(build(node, "model"), f"model._target_={node[TARGET]}")
         if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-            with told_of_a_setting(ValueError):
+            with raise_as_config_error(ValueError):
                 give_sizes(model, facts.shape)
         make_dense(model)
         if "init" in words:
@@ -96,7 +96,7 @@ def give_sizes(model: nn.Module, shape: Sequence[int] | None) -> None:
     model.train(training)
 
 
-def build_changed(
+def build_transformed_model(
     config: RunConfig, facts: DataFacts, parallel: Parallel, init_from: str | None, notes: list[str],
     advice: list[str],
 ) -> tuple[nn.Module, Unfreeze | None, FrozenBase | None]:  # fmt: skip
@@ -154,7 +154,7 @@ def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfre
         return None
     from trainrun.transform.freeze import Frozen
 
-    with told_of_a_setting(ValueError):
+    with raise_as_config_error(ValueError):
         frozen = Frozen(model, words["freeze"], words.get("freeze_norm", False))
     until = words.get("unfreeze_at")
     notes.append(describe_unfreezing(frozen, until))
@@ -204,7 +204,7 @@ def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, no
     if config.precision.fp8:
         from trainrun.transform.fp8 import fp8_linear
 
-        with told_of_a_setting():
+        with raise_as_config_error():
             notes.append(fp8_linear(model, device, trainer.compile.scope != "off"))
     if trainer.channels_last:
         channels_last(model)
@@ -299,7 +299,7 @@ def use_compiler(model: nn.Module, config: RunConfig, device: torch.device) -> N
     """Compile the model alone or its blocks; a whole step is compiled elsewhere."""
     wanted = config.trainer.compile
     sizes = {config.data.batch_size, config.data.val_batch_size or config.data.batch_size}
-    with told_of_a_setting():
+    with raise_as_config_error():
         compile_model(
             model, sizes, wanted.scope == "regional", mode=wanted.mode, backend=wanted.backend,
             fullgraph=wanted.fullgraph, dynamic=wanted.dynamic,

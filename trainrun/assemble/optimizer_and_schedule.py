@@ -20,7 +20,7 @@ from trainrun.patterns import matching
 from trainrun.precision.update import Update
 from trainrun.scheduler.build_schedule import LENGTHS, build_schedule, resolve_warmup, scaled_lr
 from trainrun.scheduler.schedule import Schedule
-from trainrun.task.metrics.directions import asked_direction
+from trainrun.task.metrics.directions import resolve_direction
 from trainrun.training.named_optimizers import NamedOptimizer
 from trainrun.training.triggers import Intervals
 
@@ -126,7 +126,7 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
     tried = {**keywords, "_target_": node["_target_"], "mode": "min"}  # a class of one's own may fix its mode
     if tried["_target_"].endswith(".ReduceLROnPlateau") and not bind_faults(tried, "", ["optimizer"]):
         metric, mode = node.get("metric") or "val/loss", keywords.get("mode", "auto")
-        keywords["mode"] = asked_direction("scheduler", metric, mode, node.get("metric") is not None)
+        keywords["mode"] = resolve_direction("scheduler", metric, mode, node.get("metric") is not None)
         if keywords["mode"] is None:
             raise ConfigError(
                 f"scheduler.mode=auto: the name {metric} does not say which way is better; set it to min or max"

@@ -30,7 +30,7 @@ from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.pipeline import open_batches
 from trainrun.errors import CheckpointError, ConfigError
-from trainrun.folder.run_folder import RunDir, note_saved, read_identity, says_saved
+from trainrun.folder.run_folder import RunDir, has_recorded_checkpoint, note_saved, read_identity
 from trainrun.folder.seal import check_sealed
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.output import counted
@@ -55,7 +55,7 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
         begin_anew(run_dir, run.parallel.rank)
         run.monitors.note("no checkpoint was written yet: the run starts again from its beginning")
     if loaded is None and config.ckpt_path is not None:
-        loaded = load_together(checkpoint_at(config.ckpt_path), run.parallel, None)
+        loaded = load_together(find_checkpoint(config.ckpt_path), run.parallel, None)
     if loaded is None:
         return TrainState()
     same_ranks = loaded.manifest.world_size == run.parallel.world_size
@@ -73,7 +73,7 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
     return state
 
 
-def network_of(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
+def load_network_of_run(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
     """Return the network of a run, in evaluation mode, on the CPU. which: best, last, or a checkpoint's name."""
     loaded = read_checkpoint(resolve(run_dir.checkpoints, which))
     saved_facts = read_identity(run_dir).get("data", {})
@@ -128,7 +128,7 @@ def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
     way = f"call once: trainrun evaluate {shlex.quote(str(run_dir.root))} --trust"
     check_sealed(run_dir, trust=False, way=way)
     config = load_config(run_dir.config, [])
-    network = network_of(run_dir, config, choose_checkpoint(run_dir.checkpoints))
+    network = load_network_of_run(run_dir, config, choose_checkpoint(run_dir.checkpoints))
     if "bpe:" in str(config.data.train):
         from trainrun.sampling.run_tokenizer import saved_tokenizer
 
@@ -140,7 +140,7 @@ def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
 
 def begin_anew(run_dir: RunDir, rank: int) -> None:
     """Raise CheckpointError if checkpoints were lost. A folder that is gone was removed on purpose."""
-    if not says_saved(run_dir):
+    if not has_recorded_checkpoint(run_dir):
         return
     if run_dir.checkpoints.exists():
         raise CheckpointError(
@@ -210,7 +210,7 @@ def last_step(metrics: Path) -> int:
     return max(steps, default=-1)
 
 
-def checkpoint_at(ckpt_path: str) -> Path:
+def find_checkpoint(ckpt_path: str) -> Path:
     """Return the checkpoint of a path: the checkpoint itself, or the newest one of a run or of its
     `checkpoints`.
 

@@ -33,7 +33,7 @@ from trainrun.limits import (
     parse_whole,
 )
 from trainrun.output import counted
-from trainrun.task.metrics.directions import asked_direction
+from trainrun.task.metrics.directions import resolve_direction
 from trainrun.train_state import TrainState
 from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker, RunLimits
 
@@ -245,7 +245,7 @@ def direction(key: str, metric: str | None, wanted: CheckpointConfig | EarlyStop
     """
     if metric is None or (wanted.mode == "auto" and metric.endswith(("/loss", "/acc"))):
         return "max" if metric and metric.endswith("acc") else "min"
-    return asked_direction(key, metric, wanted.mode, wanted.monitor is not None) or "max"
+    return resolve_direction(key, metric, wanted.mode, wanted.monitor is not None) or "max"
 
 
 def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task: Any) -> KeepOptions:
@@ -317,7 +317,7 @@ def build_fingerprint(
     data = ({DATA: description} if description else {}) | ({PLACE: beside} if beside else {})
     data |= {} if drawn is None else {DRAWN: drawn.mark}
     return lambda: {
-        **versions_and_chips(parallel.device),
+        **describe_platform(parallel.device),
         "world_size": parallel.world_size,
         "num_threads": torch.get_num_threads(),
         "precision": config.precision.mode,
@@ -354,7 +354,7 @@ def describe_files(paths: Iterable[Path]) -> str:
 
 
 @functools.cache
-def versions_and_chips(device: torch.device) -> dict[str, str]:
+def describe_platform(device: torch.device) -> dict[str, str]:
     """Return the versions of libraries and the types of CPU and GPUs.
 
     cpu: the widest instructions that torch uses.
@@ -370,7 +370,7 @@ def versions_and_chips(device: torch.device) -> dict[str, str]:
     return facts | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
 
 
-def best_watch(config: RunConfig, default: str | None) -> MetricTracker:
+def build_best_tracker(config: RunConfig, default: str | None) -> MetricTracker:
     """Return the tracker of the metric by which `best` checkpoints and the summary choose the best step."""
     keep = config.checkpoint
     metric = keep.monitor or default

@@ -135,7 +135,7 @@ def place_of_base(init_from: str | None, loaded: Loaded) -> str | None:
     return None if base_facts is None else init_from if there else str(base_facts["from"])
 
 
-def with_left_out(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
+def add_left_out_weights(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the tree of a checkpoint, completed by the model's weights that it leaves out. Raise CheckpointError."""
     if BASE not in shared:
         return shared
@@ -179,7 +179,7 @@ def evaluated_weights(
                 f"checkpoint {loaded.folder.name}: holds an adapter alone; write its whole network first: "
                 "trainrun export RUN --to huggingface (with --merge for LoRA)"
             )
-        shared = shared if live is None else with_left_out(loaded.folder.name, shared, live)
+        shared = shared if live is None else add_left_out_weights(loaded.folder.name, shared, live)
         ema = shared.get("ema")
         averaged = ema.get("module") if isinstance(ema, dict) and wish is not False else None
         weights = averaged if averaged is not None else shared.get("model")

@@ -8,13 +8,13 @@ import sys
 from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import parse, run_parser
 from trainrun.cli.train_command import (
+    dismiss_other_ranks,
     follows_others,
-    others_dismissed,
     print_resume_command,
     run_ranks_of_node,
     use_folder_of_restart,
 )
-from trainrun.config.aliases import setting_meant
+from trainrun.config.aliases import resolve_alias
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import load_config, translated
 from trainrun.errors import ConfigError
@@ -71,12 +71,12 @@ def again(argv: list[str]) -> int:
     if follows_others():
         return int(torchrun_ranks().follow_run())
     earlier, folder = open_run(words.run_dir), "hydra.run.dir"
-    keys = {word: setting_meant(word.partition("=")[0], lambda _: False) for word in words.overrides}
+    keys = {word: resolve_alias(word.partition("=")[0], lambda _: False) for word in words.overrides}
     places = [word.partition("=")[2] for word, key in keys.items() if key == folder]
     own_settings = {folder: places[-1]} if places else {}
     overrides = [word for word, key in keys.items() if key != folder]
     with contextlib.ExitStack() as held:
-        with others_dismissed():
+        with dismiss_other_ranks():
             before = trusted_config(earlier, [], words.trust)
             config = trusted_config(earlier, overrides, words.trust) if overrides else before
             check_modules(earlier, config)

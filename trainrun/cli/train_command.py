@@ -90,12 +90,12 @@ def submit(launch_words: list[str], words: list[str], prepared: CommandLine, fol
 
 def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders: list[Path]) -> int:
     """Train the run of a command line. Return its exit code. prepared: the same words, translated."""
-    with others_dismissed():
+    with dismiss_other_ranks():
         composition = compose_prepared(prepared, folders, Path.cwd())
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
     with contextlib.ExitStack() as held:
-        with others_dismissed():
+        with dismiss_other_ranks():
             run, config, again = held.enter_context(begun(use_folder_of_restart(composition), words))
         typed = () if again else typed_settings(composition.overrides)
         return print_resume_command(
@@ -104,7 +104,7 @@ def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders
 
 
 @contextlib.contextmanager
-def others_dismissed() -> Iterator[None]:
+def dismiss_other_ranks() -> Iterator[None]:
     """End the other ranks of torchrun or Slurm, which wait for rank 0, if the block raises a TrainrunError."""
     try:
         yield

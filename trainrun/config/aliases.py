@@ -122,7 +122,7 @@ def aliases(schema: type = RunConfig) -> dict[str, str]:
     return KEYS | {name: key for key, setting in settings(schema).items() for name in setting.aliases}
 
 
-def setting_meant(key: str, is_group: Callable[[str], bool], schema: type = RunConfig) -> str:
+def resolve_alias(key: str, is_group: Callable[[str], bool], schema: type = RunConfig) -> str:
     """Return the key of a setting that an alias names.
 
     An alias of a section works for the section's settings too.
@@ -144,7 +144,7 @@ def bare_name(key: str) -> str:
     return name if name in (CASES.keys() | KEYS.keys()) else key
 
 
-def stands_for(word: str) -> list[str]:
+def translate_setting(word: str) -> list[str]:
     """Return the settings for a `key=value` of another trainer; the text itself if it is not in `CASES`."""
     key, equals, value = word.partition("=")
     if not equals or (key in settings() and key != "transform"):
@@ -155,7 +155,7 @@ def stands_for(word: str) -> list[str]:
     return [part.format(value) for part in template] if template else [word]
 
 
-def value_meant(key: str, value: str, schema: type = RunConfig) -> str:
+def resolve_value_alias(key: str, value: str, schema: type = RunConfig) -> str:
     """Return the value that an alias of a value names; `3.0` for a whole number becomes `3`; other values are
     unchanged.
     """

@@ -20,9 +20,9 @@ from trainrun.config.aliases import (
     OPTIONS,
     aliases,
     answers,
-    setting_meant,
-    stands_for,
-    value_meant,
+    resolve_alias,
+    resolve_value_alias,
+    translate_setting,
 )
 from trainrun.config.schema import is_tracker, open_nodes, settings
 from trainrun.config.validate import nearest
@@ -81,7 +81,7 @@ def split_command_line(argv: list[str]) -> CommandLine:
     """Split a command line into flags, overrides, and options of the runner itself, in any order."""
     words = CommandLine()
     if any(word[:1] in ("-", "=") or word[-1:] == "=" for word in argv):
-        parts = without_flags(argv, groups([conf_dir()]))
+        parts = separate_flags(argv, groups([conf_dir()]))
         argv, words.flags, words.config_dirs, words.typed = parts
     for word in argv:
         key, _, value = word.partition("=")
@@ -104,7 +104,7 @@ def translate(
     cleared: list[str] = []
     overrides: list[str] = []
     for word, shown, is_noted in _without_cases(words):
-        meaning = meaning_of(word, is_option, is_group, may_vary)
+        meaning = resolve_word(word, is_option, is_group, may_vary)
         if not is_noted and not meaning.is_as_typed(word, shown):
             words.notes.append(f"{shown} is read as {meaning.overrides[-1]}")
         for part in meaning.overrides:
@@ -148,7 +148,7 @@ class Meaning:
         return last.removeprefix("+") in short_forms or last.replace('"', "") == shown.replace('"', "")
 
 
-def meaning_of(
+def resolve_word(
     word: str, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool], may_vary: bool
 ) -> Meaning:
     """Return the overrides for one typed word.
@@ -158,24 +158,24 @@ def meaning_of(
     bare = word.lstrip("+~")
     sign = word[: len(word) - len(bare)]
     typed_key, equals, value = bare.partition("=")
-    key = typed_key if SHARE_OF_ALL.fullmatch(bare) else setting_meant(typed_key, is_group)
+    key = typed_key if SHARE_OF_ALL.fullmatch(bare) else resolve_alias(typed_key, is_group)
     setting = settings().get(key)
     meaning = Meaning([], typed_key, key, value)
     if key == "data" and not is_option(key, value) and names_a_file(value):
-        meaning.overrides = [f"data.path={as_path(value, may_vary)}"]
+        meaning.overrides = [f"data.path={quote_path(value, may_vary)}"]
     elif is_group(key) and equals:
         meaning.overrides = [sign + part for part in _choose_option(key, value, is_option)]
     elif setting is not None and setting.short and equals and not set(value) & set("{(,$"):
         short = f"{key}.{setting.short}"
-        meaning.overrides = [f"{short}={value_meant(short, value)}"]
+        meaning.overrides = [f"{short}={resolve_value_alias(short, value)}"]
     elif _takes_a_target(key) and DOTTED.fullmatch(value) and not os.path.exists(value):
         meaning.overrides, meaning.is_target = [f"+{key}._target_={value}"], True
     elif key in OWN_KEYS:
         meaning.overrides, meaning.own_key = [f"{key}={value}"], key
     elif equals and (is_path(key) or value.startswith("~")):  # of a home folder
-        meaning.overrides, meaning.is_path = [f"{sign}{key}={as_path(value, may_vary)}"], True
+        meaning.overrides, meaning.is_path = [f"{sign}{key}={quote_path(value, may_vary)}"], True
     else:
-        value = value_meant(key, value)
+        value = resolve_value_alias(key, value)
         value = unquote_map_keys(value) if key == RENAME else value
         meaning.overrides = [sign + key + equals + value]
     return meaning
@@ -196,7 +196,7 @@ def _with_ranks(words: CommandLine, overrides: list[str]) -> list[str]:
 def _without_cases(words: CommandLine) -> Iterator[tuple[str, str, bool]]:
     """Each setting with the word that was typed, and whether a note has said so."""
     for word in words.overrides:
-        shown, meant = words.typed.get(word, word), stands_for(word)
+        shown, meant = words.typed.get(word, word), translate_setting(word)
         if meant != [word]:
             words.notes.append(f"{shown} is read as {' '.join(meant)}")
         yield from ((part, shown, meant != [word]) for part in meant)
@@ -299,7 +299,7 @@ SHORT_FLAGS = {"-b": "--batch_size", "-j": "--num_workers"}  # of timm and of to
 NAME = re.compile(r"[A-Za-z_][\w.]*")
 
 
-def without_flags(
+def separate_flags(
     argv: list[str], groups: list[str]
 ) -> tuple[list[str], list[str], list[str], dict[str, str]]:
     """Split arguments into settings, Hydra's flags, folders of --config-dir, and the typed form of each
@@ -381,7 +381,7 @@ def _is_known(name: str, groups: list[str]) -> bool:
 
 def _switch_words(name: str) -> set[str]:
     """Return the values of a setting that is switched on by its name alone; empty if a value must follow."""
-    cases, setting = CASES.get(name, {}), settings().get(setting_meant(name, lambda _: False))
+    cases, setting = CASES.get(name, {}), settings().get(resolve_alias(name, lambda _: False))
     if setting is not None and setting.short:
         setting = settings()[f"{setting.key}.{setting.short}"]
     words = {"true", "false", *cases}
@@ -443,7 +443,7 @@ def unquote_map_keys(value: str) -> str:
     return re.sub(r"""(["'])([^"',:{}]*)\1\s*:\s*""", lambda found: f"{found[2] or '*'}: ", value)
 
 
-def as_path(value: str, may_vary: bool) -> str:
+def quote_path(value: str, may_vary: bool) -> str:
     """Quote a value so that Hydra reads it as one text. may_vary: in a sweep, where commas separate values.
 
     Hydra still parses `null`, a reference `${...}`, a list `[a,b]`, a value in quotes, and several values
@@ -452,14 +452,14 @@ def as_path(value: str, may_vary: bool) -> str:
     if not value or value.lower() == "null" or "${" in value:
         return value
     if names_a_file(value):
-        return _quoted(value)
+        return _quote(value)
     in_quotes = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
     if in_quotes or value[0] == "[" or (may_vary and re.match(r"(?:choice|shuffle|sort)\(.*\)\Z", value)):
         return value
     parts = value.split(",")
     if "," in _BRACES.sub("", value) and all(parts) and (may_vary or all(map(names_a_file, parts))):
-        return ",".join(part if part[0] in "\"'{" else _quoted(part) for part in parts)
-    return _quoted(value)
+        return ",".join(part if part[0] in "\"'{" else _quote(part) for part in parts)
+    return _quote(value)
 
 
 def names_a_file(value: str) -> bool:
@@ -470,7 +470,7 @@ def names_a_file(value: str) -> bool:
         return False
 
 
-def _quoted(value: str) -> str:
+def _quote(value: str) -> str:
     """Return a value in Hydra's quotes; a plain name stays as it is.
 
     A backslash is literal except before a quote.

@@ -16,15 +16,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from trainrun.config.aliases import value_meant
+from trainrun.config.aliases import resolve_value_alias
 from trainrun.config.argv import (
     CUSTOM,
     CommandLine,
-    as_path,
     conf_dir,
     groups,
     keep_one_warmup,
     options,
+    quote_path,
     split_command_line,
     translate,
     user_conf_dirs,
@@ -126,7 +126,7 @@ def settings_for_path(path: str) -> list[list[str]]:
     ways = {option: [f"data={option}", *MODELS_OF_DATA.get(option, ())] for option in data_options(path)}
     if "image_folder" in ways and "csv" in ways:
         tables = sorted(file.name for file in Path(path).expanduser().glob("*.csv"))
-        ways["image_folder"] += [f"data.train.labels={as_path(name, False)}" for name in tables[:1]]
+        ways["image_folder"] += [f"data.train.labels={quote_path(name, False)}" for name in tables[:1]]
     return list(ways.values())
 
 
@@ -273,7 +273,7 @@ def rename_old_values(config: RunConfig) -> RunConfig:
         if setting.opens == NODES and isinstance(value_of(config, key), dict)
     }
     spoken = [key for key, setting in settings().items() if setting.words]
-    words = {key: value_meant(key, str(value_of(config, key))) for key in spoken}
+    words = {key: resolve_value_alias(key, str(value_of(config, key))) for key in spoken}
     return with_values(
         config, sets | {key: word for key, word in words.items() if word in choices_of(settings()[key].kind)}
     )

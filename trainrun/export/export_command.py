@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trainrun.assemble.resumption import network_of
+from trainrun.assemble.resumption import load_network_of_run
 from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.checkpoint.weights import BASE
 from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     out = output_folder(arguments.out, run)
     config = trusted_config(run, arguments.overrides, arguments.trust)
     which, split = checkpoint_of(run, arguments.which), arguments.split
-    model = exported_model(network_of(run, config, which), arguments.merge)
+    model = exported_model(load_network_of_run(run, config, which), arguments.merge)
     loaded = read_checkpoint(resolve(run.checkpoints, which))
     try:
         has_own_tokenizer = "bpe:" in str(config.data.train)

@@ -43,7 +43,7 @@ SECRETS = (
 )
 
 
-def surroundings(working_dir: Path) -> dict[str, Any]:
+def describe_environment(working_dir: Path) -> dict[str, Any]:
     """Return the content of `environment.json`, without importing torch: the ranks add their devices."""
     return {
         "command": [masked_word(word) for word in sys.argv],

@@ -52,7 +52,7 @@ def only_writer(
     try:
         descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        raise no_lock(run, error) from error
+        raise build_lock_error(run, error) from error
     try:
         if _taken(descriptor, run, note, patient):
             os.ftruncate(descriptor, 0)
@@ -77,7 +77,7 @@ def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: b
         return taken_later(descriptor, run, error, note, patient)
 
 
-def no_lock(run: RunDir, error: OSError) -> ConfigError:
+def build_lock_error(run: RunDir, error: OSError) -> ConfigError:
     """Build the error for a lock that cannot be opened."""
     if (
         error.errno == errno.ELOOP

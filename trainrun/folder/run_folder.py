@@ -98,7 +98,7 @@ class RunDir:
     report = _Inside("report.html")
 
     @property
-    def config_that_holds(self) -> Path:
+    def effective_config_path(self) -> Path:
         """Return `config_before` if it exists, else `config`."""
         return self.config_before if self.config_before.is_file() else self.config
 
@@ -152,10 +152,10 @@ def check_there(run: RunDir) -> None:
 def was_saved(run: RunDir) -> bool:
     """Return whether a checkpoint was ever committed here, even if no sound one is left."""
     traces = any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
-    return traces or says_saved(run)
+    return traces or has_recorded_checkpoint(run)
 
 
-def says_saved(run: RunDir) -> bool:
+def has_recorded_checkpoint(run: RunDir) -> bool:
     """Return whether RUN.json records a checkpoint. It stays if the folder of checkpoints is empty or unmounted."""
     with contextlib.suppress(ConfigError):
         return read_identity(run).get(SAVED) is True
@@ -164,7 +164,7 @@ def says_saved(run: RunDir) -> bool:
 
 def note_saved(run: RunDir, saved: bool = True) -> None:
     """Record in RUN.json whether a checkpoint was ever committed, if that has changed."""
-    if says_saved(run) != saved:
+    if has_recorded_checkpoint(run) != saved:
         write_identity(run, read_identity(run) | {SAVED: saved})
 
 

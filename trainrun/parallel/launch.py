@@ -30,7 +30,7 @@ from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.output import say
 from trainrun.parallel.rank_place import Exchanges, listening_file, name_ranks
 from trainrun.runtime.machine import usable_cores
-from trainrun.runtime.signals import AGAIN_SECONDS, catch_stops, stops_held_back
+from trainrun.runtime.signals import AGAIN_SECONDS, block_stop_signals, catch_stops
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 5.0  # how long the other ranks get to notice a failure and to close their files
@@ -197,7 +197,7 @@ def launch_on_node(command: Sequence[str], count: int) -> int:
             for number in range(count):
                 place = {"RANK": str(node * count + number), "WORLD_SIZE": str(nodes * count)}
                 env = dict(os.environ) | local_environment(os.environ, number, count) | place
-                with stops_held_back():
+                with block_stop_signals():
                     ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
             while None in (codes := poll(ranks, deaths)):
                 for number in received[num_passed:]:
@@ -251,7 +251,7 @@ def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str
     lock, word = passed_on()
 
     def start(output: BinaryIO | None) -> Rank:
-        with stops_held_back():
+        with block_stop_signals():
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env | word,
                 start_new_session=True, pass_fds=lock,

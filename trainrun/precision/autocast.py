@@ -57,7 +57,7 @@ def build_precision(
         check_model_type(options.mode, model, device)
         notes = type_notes(options.mode, device)
     elif any(param.requires_grad and param.dtype.itemsize == 2 for param in model.parameters()):
-        notes = half_notes(model)
+        notes = describe_half_precision(model)
     precision = Update(
         model,
         device,
@@ -183,7 +183,7 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     return tree
 
 
-def matmul_note(matmul: str, mode: str, capability: tuple[int, int]) -> str:
+def describe_matmul_precision(matmul: str, mode: str, capability: tuple[int, int]) -> str:
     """Return a note on what float32 costs on a GPU with TF32 (compute capability 8.0 and later); "" elsewhere."""
     if matmul != "highest" or mode != "32-true" or capability < (8, 0):
         return ""
@@ -272,7 +272,7 @@ def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
     return MIXED, f"this {device.type} has bfloat16 arithmetic"
 
 
-def half_notes(model: nn.Module) -> list[str]:
+def describe_half_precision(model: nn.Module) -> list[str]:
     """Return a note on 16-bit weights that the model itself makes; at least one must exist."""
     half_types = [
         param.dtype for param in model.parameters() if param.requires_grad and param.dtype.itemsize == 2

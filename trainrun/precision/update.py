@@ -200,7 +200,7 @@ class Update:
             return
         self._optimizer, self._params, self._step = optimizer, params, plain_step(optimizer)
         self._cleared = list(dict.fromkeys([*self._params, *self._model.parameters()]))
-        self._flag_on_device = self._lazy and takes_flag(optimizer)
+        self._flag_on_device = self._lazy and skips_on_device(optimizer)
         if self._flag_on_device or lost_kernel:
             optimizer.found_inf = self._found if self._flag_on_device else None  # type: ignore[attr-defined]
             optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -282,7 +282,7 @@ def _no_step() -> None:
     """Do nothing; stands for the update before the first optimizer is known."""
 
 
-def takes_flag(optimizer: Optimizer) -> bool:
+def skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether `optimizer.step()` itself skips the update if `found_inf` is set on the device.
 
     True for torch's fused optimizers and for Muon here.

@@ -58,7 +58,7 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
         flag.quiet_until = math.inf  # from here on no interrupt stops what is written down
         if flag.raised or isinstance(error, KeyboardInterrupt):
             message = note_interrupt(run, config, earlier)
-            draw_end(run, config)
+            draw_ended_run(run, config)
             raise KeyboardInterrupt(message) from error
         if not isinstance(error, Exception):
             raise
@@ -74,7 +74,7 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
                 run.status.unlink()
                 note_failure(run, config, fault)
         if not refused:
-            draw_end(run, config)
+            draw_ended_run(run, config)
         if fault is error:
             raise
         raise fault from error
@@ -114,7 +114,7 @@ def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
         traceback.print_exception(error, file=log)
 
 
-def draw_end(run: RunDir, config: RunConfig) -> None:
+def draw_ended_run(run: RunDir, config: RunConfig) -> None:
     """Draw the pictures and the report of a run that an exception ended. Print problems as notes."""
     if not (config.monitor.plots and config.monitor.metrics_file and is_there(run)):
         return

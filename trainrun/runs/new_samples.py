@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from trainrun.assemble.assemble import build_task, precision_options
 from trainrun.assemble.data_pipeline import TrainingNames, stream_options
-from trainrun.assemble.resumption import network_of
+from trainrun.assemble.resumption import load_network_of_run
 from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint, resolve
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.batch import as_tensor
@@ -122,7 +122,7 @@ def predict_new(
     source = open_samples(input_format, samples)
     if input_format.reader != IMAGE_FOLDER or is_batch(samples):
         check_shape(samples, facts.shape, config)
-    model = network_of(run, config, which)
+    model = load_network_of_run(run, config, which)
     device = choose_device(config.parallel.accelerator)
     model.to(device)
     task = build_task(without_class_weights(config), facts)

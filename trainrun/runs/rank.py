@@ -205,7 +205,7 @@ def site_of(
         assert listeners is not None
         check_there(run_dir)
         listeners.bus.sync()  # a run that goes on from it has every row before it, also after a power loss
-        note_commit(run_dir)
+        record_checkpoints(run_dir)
 
     return replace(
         site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
@@ -276,7 +276,7 @@ def finish(
     if listeners is None:
         return code
     check_there(run_dir)
-    note_commit(run_dir)
+    record_checkpoints(run_dir)
     run.phases.open(MEASURING)
     measured = at_end.measure_finished_run(run, state, run_dir, session) if at_end is not None else {}
     run.phases.open(RUNNER)
@@ -289,7 +289,7 @@ def finish(
     return code
 
 
-def note_commit(run_dir: RunDir) -> None:
+def record_checkpoints(run_dir: RunDir) -> None:
     """Record in RUN.json that the run has checkpoints, if it has any."""
     if committed_steps(run_dir.checkpoints):
         note_saved(run_dir)

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.data_pipeline import TrainingNames, build_sources, open_split
-from trainrun.assemble.resumption import load_weights, network_of
+from trainrun.assemble.resumption import load_network_of_run, load_weights
 from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.files import committed_steps
 from trainrun.checkpoint.load import Loaded, choose_checkpoint, read_checkpoint, resolve
@@ -45,7 +45,7 @@ def load_network(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
     """Return the network alone, with its averaged weights where the run kept them; nothing else is built."""
     config = trusted_config(run_dir, [], trust)
     check_modules(run_dir, config)
-    return network_of(run_dir, config, which)
+    return load_network_of_run(run_dir, config, which)
 
 
 def load_parts(

@@ -61,12 +61,12 @@ def trusted_config(run: RunDir, overrides: list[str], trust: bool, measured: str
     """Load the config of a folder that this user has sealed or trusts now. Raise ConfigError for others."""
     values = readable_config(run)
     check_sealed(run, trust)
-    return with_overrides(values, run.config_that_holds, overrides, measured)
+    return with_overrides(values, run.effective_config_path, overrides, measured)
 
 
 def readable_config(run: RunDir) -> dict[str, Any]:
     """Return the plain values of the config. Raise ConfigError with the way out if it is damaged."""
-    path = run.config_that_holds
+    path = run.effective_config_path
     try:
         return plain_config(path)
     except ConfigError as error:
@@ -148,7 +148,7 @@ def config_to_continue(run: RunDir, config: RunConfig) -> RunConfig | None:
         return None
     resume = f"trainrun resume {shlex.quote(str(run.root))}"
     check_files(run.root, trust=False, way=f"{resume} --trust")  # a new run takes no such flag
-    before = with_overrides(readable_config(run), run.config_that_holds, [])
+    before = with_overrides(readable_config(run), run.effective_config_path, [])
     if config.seed is None and read_identity(run).get(SEED_DRAWN, True):
         config = replace(config, seed=before.seed)
     if changes := differences(placed(before, Path.cwd()), placed(config, Path.cwd())):

@@ -19,7 +19,7 @@ from trainrun.config.saved_config import load_config, translated
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, record_reads, stop_recording
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainrunError
-from trainrun.folder.environment import surroundings, uncommitted
+from trainrun.folder.environment import describe_environment, uncommitted
 from trainrun.folder.lock import only_writer
 from trainrun.folder.run_folder import (
     SEED,
@@ -125,7 +125,9 @@ def new_run(
         # the first: a folder without it is not one that a run made
         write_identity(run, identity)
         write_words(run, words)
-        write_json(run.environment, environment := surroundings(Path.cwd()) | {"folder": str(run.root)})
+        write_json(
+            run.environment, environment := describe_environment(Path.cwd()) | {"folder": str(run.root)}
+        )
         if (environment["git"] or {}).get("changed") and (diff := uncommitted(Path.cwd())):
             write_text(run.changes, diff)
         write_config(run, config)
@@ -170,11 +172,11 @@ def folder_of(composition: Composition) -> Path:
 def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Train the run, unless it has already reached its end."""
     if order.resume and (text := resume.finished(run, load_config(run.config, []), config)):
-        return stay_finished(text)
+        return report_finished(text)
     return execute(run, config, order)
 
 
-def stay_finished(text: str) -> int:
+def report_finished(text: str) -> int:
     """Return the exit code of a run that has nothing more to do; dismiss the ranks that torchrun or Slurm started."""
     say(text)
     if external_ranks():
@@ -252,13 +254,13 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
     resume.check_reachable(run)
     resume.repair(run)
     resume.check_modules(run, config)
-    saved = load_config(run.config_that_holds, []) if overrides else config
+    saved = load_config(run.effective_config_path, []) if overrides else config
     resume.check_same_network(run, saved, config)
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     resume.restore_config(run)
     if message := resume.finished(run, saved, config):
-        return stay_finished(message)
+        return report_finished(message)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
         typed = typed_settings(translated(overrides).overrides)

@@ -31,7 +31,7 @@ def rest_while_starting() -> None:
     gc.set_threshold(*STARTING)
 
 
-def nothing_to_collect() -> None:
+def freeze_objects() -> None:
     """Freeze all objects before a process ends, so that Python does not search them for cycles."""
     gc.freeze()
 

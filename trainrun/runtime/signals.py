@@ -81,7 +81,7 @@ def catch_signals(flag: StopFlag) -> Iterator[None]:
 
 
 @contextmanager
-def stops_held_back() -> Iterator[None]:
+def block_stop_signals() -> Iterator[None]:
     """Block stop signals within the block.
 
     A process that starts inside blocks them until its own `catch_signals`.

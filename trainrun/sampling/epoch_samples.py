@@ -29,7 +29,7 @@ from trainrun.sampling.run_tokens import (
 )
 from trainrun.task.dict_batches import bare_model, keywords_of
 from trainrun.task.language_modeling import tokens_and_target
-from trainrun.task.vae import Vae, has_next_tokens, whole_sequences
+from trainrun.task.vae import Vae, has_next_tokens, tokens_and_mask
 
 if TYPE_CHECKING:
     from trainrun.config.schema import RunConfig
@@ -82,7 +82,7 @@ class EpochSamples:
         if batch is None:
             return
         task: Any = run.task
-        tokens, mask = whole_sequences(batch.data, with_last=has_next_tokens(batch.data))
+        tokens, mask = tokens_and_mask(batch.data, with_last=has_next_tokens(batch.data))
         with run.precision.autocast():
             mean = task.terms(model, batch.data).mean[:NUM_REBUILT]
             writer: Any = bare_model(model)

@@ -98,7 +98,7 @@ class TorchScheduler:
             if not plateau and (not wrapped or _is_of_torch(self._scheduler)):
                 member = wrapped.get("_schedulers", [wrapped])[0]  # of a chain, which does not count itself
                 epochs = wrapped.get("last_epoch", member.get("last_epoch", 0))
-                return self._replayed(epochs if self._by_epoch else steps)
+                return self._replay(epochs if self._by_epoch else steps)
             old, new = json.loads(first or "{}"), json.loads(self._first)
             wrapped |= self._changed(old)
             pairs = zip(rates, old.get("_last_lr", rates), new.get("_last_lr", rates), strict=False)
@@ -114,7 +114,7 @@ class TorchScheduler:
         names = [name for name in now.keys() - MOVING if before.get(name) != now[name]]
         return {name: mine[name] for name in names if not isinstance(mine[name], dict)}
 
-    def _replayed(self, steps: int) -> list[float]:
+    def _replay(self, steps: int) -> list[float]:
         """Return the rates after `steps` steps of this scheduler, as if it had been used from the beginning."""
         for group, fields in zip(self._groups, self._fields, strict=False):
             group.update(fields)

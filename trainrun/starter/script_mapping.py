@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainrun.config.aliases import OPTIONS, answer_to, answers, setting_meant, stands_for, value_meant
+from trainrun.config.aliases import (
+    OPTIONS,
+    answer_to,
+    answers,
+    resolve_alias,
+    resolve_value_alias,
+    translate_setting,
+)
 from trainrun.config.argv import conf_dir, groups, options
 from trainrun.config.schema import settings
 
@@ -243,18 +250,18 @@ class ScriptReader:
                 yield from self.object_meaning(name, node)
                 continue
             text = text_of(value)
-            words = stands_for(f"{name}={text}")
+            words = translate_setting(f"{name}={text}")
             if words != [f"{name}={text}"]:
                 yield "; ".join(self.add_setting(*word.split("=", 1)) for word in words), False
                 continue
-            key = setting_meant(name, lambda word: word in self.known_groups)
+            key = resolve_alias(name, lambda word: word in self.known_groups)
             key = "output_dir" if key == "hydra.run.dir" else key
             key = f"trainer.{key}" if f"trainer.{key}" in settings() else key
             if (
                 key in (*settings(), *self.known_groups, "output_dir")
                 or key.partition(".")[0] in self.known_groups
             ):
-                yield self.add_setting(key, value_meant(key, text)), False
+                yield self.add_setting(key, resolve_value_alias(key, text)), False
             elif name in answers():
                 yield f"{name}: {answer_to(name, text)}", False
             else:

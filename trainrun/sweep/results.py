@@ -17,7 +17,7 @@ from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
 from trainrun.folder.run_folder import RunDir, was_saved, write_json
 from trainrun.folder.status import read_status
 from trainrun.output import masked_words
-from trainrun.task.metrics.directions import known_direction
+from trainrun.task.metrics.directions import direction_of_name
 
 LONG_NUMBER = re.compile(r"(?<![\w.])\d+\.\d{6,}(e[-+]?\d+)?(?![\w.])")
 OUTPUT = "run.out"  # what a job prints
@@ -140,7 +140,7 @@ def with_objective(result: Result, folder: Path, objective: Sequence[str]) -> Re
 
 def sign_of(name: str) -> int:
     """Return 1 if an objective is better when smaller: one with a minus, or a metric known to be. Else -1."""
-    return 1 if name.startswith("-") or known_direction(name) == "min" else -1
+    return 1 if name.startswith("-") or direction_of_name(name) == "min" else -1
 
 
 class EvaluationRows:

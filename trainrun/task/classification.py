@@ -23,10 +23,10 @@ from trainrun.task.batches import (
     run_model,
 )
 from trainrun.task.losses import (
+    build_range_error,
     checked_weights,
     is_summed,
     mean_loss_error,
-    out_of_range,
     soft_step,
     without_reduction,
     wrong_number,
@@ -223,7 +223,7 @@ class Classification:
 
     def _check_range(self, lowest: int, highest: int, num_classes: int, ndim: int) -> None:
         if not 0 <= lowest <= highest < num_classes:
-            raise out_of_range(lowest, highest, num_classes, self.ignore_index if ndim > 1 else None)
+            raise build_range_error(lowest, highest, num_classes, self.ignore_index if ndim > 1 else None)
 
     def check_weights(self, logits: Tensor) -> None:
         if self.weighted and self.weighted != logits.shape[1]:

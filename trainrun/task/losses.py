@@ -159,7 +159,7 @@ def soft_step(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
     return StepOutput(loss, {"acc": lambda: (logits.argmax(1) == target.argmax(1)).sum(), **sums}, rows=rows)
 
 
-def out_of_range(lowest: int, highest: int, num_classes: int, ignored: int | None) -> DataError:
+def build_range_error(lowest: int, highest: int, num_classes: int, ignored: int | None) -> DataError:
     """Return the error for targets outside the classes.
 
     ignored: task.ignore_index; None if no target may be ignored.

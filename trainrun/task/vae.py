@@ -168,7 +168,7 @@ class Vae:
     def _terms_of_tokens(self, model: nn.Module, batch: Any) -> BoundTerms:
         if not self.checked:
             self._with_last = has_next_tokens(batch)
-        tokens, mask = whole_sequences(batch, self._with_last)
+        tokens, mask = tokens_and_mask(batch, self._with_last)
         named = {**batch_by_name(batch), "attention_mask": mask}
         output = run_model(model, tokens, named)
         if not self.checked:
@@ -187,7 +187,7 @@ def divergence(mean: Tensor, log_var: Tensor) -> Tensor:
     return 0.5 * (mean.square() + log_var.exp() - log_var - 1)
 
 
-def whole_sequences(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
+def tokens_and_mask(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
     """Return the tokens (B, T) and a mask of positions that are not padding.
 
     with_last: the targets are the next tokens, so the last target is appended to the sequence.

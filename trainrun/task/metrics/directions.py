@@ -28,7 +28,7 @@ LARGE_WORDS = {
 }  # fmt: skip
 
 
-def known_direction(metric: str) -> str | None:
+def direction_of_name(metric: str) -> str | None:
     """Return `min` or `max`, or None if the metric's name implies no direction.
 
     `val/mse/0` is the first of several numbers named `mse`.
@@ -46,13 +46,13 @@ def known_direction(metric: str) -> str | None:
     return None if is_small == any(large) else "min" if is_small else "max"
 
 
-def asked_direction(key: str, metric: str, mode: str, is_named: bool) -> str | None:
+def resolve_direction(key: str, metric: str, mode: str, is_named: bool) -> str | None:
     """Return the mode of a setting; for `auto` the direction that the metric's name implies.
 
     Raise ConfigError if the name clearly implies the other direction. is_named: the user chose the metric
     too, so only the names of losses and accuracies are clear.
     """
-    usual, sure = known_direction(metric), not is_named or metric.endswith(("/loss", "/acc"))
+    usual, sure = direction_of_name(metric), not is_named or metric.endswith(("/loss", "/acc"))
     if mode != "auto" and usual not in (None, mode) and sure:
         better = "smaller" if usual == "min" else "larger"
         raise ConfigError(
@@ -71,7 +71,7 @@ def describe_assumed_direction(config: RunConfig, default: str | None) -> str:
     modes = {"checkpoint": (keep.monitor or default, keep.mode)} if keep.enabled and keep.save_top_k else {}
     modes |= {"trainer.early_stopping": (stops.monitor or default, stops.mode)} if stops.enabled else {}
     for key, (metric, mode) in modes.items():
-        if metric and mode == "auto" and known_direction(metric) is None:
+        if metric and mode == "auto" and direction_of_name(metric) is None:
             return (
                 f"{key}.mode=auto: {metric} is taken as better when larger; if it is not, set {key}.mode=min"
             )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainrun.checkpoint.weights import check_tensors, fit_buffers, tensor_kinds, with_left_out
+from trainrun.checkpoint.weights import add_left_out_weights, check_tensors, fit_buffers, tensor_kinds
 from trainrun.data.order.sampler import LISTED, ORDER
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import KeepsState
@@ -53,7 +53,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     live = run.model.state_dict()
     if run.base is not None:
         run.base.check(place, shared)
-    shared = with_left_out(place, run.parallel.load_state_dict(shared, live), live)
+    shared = add_left_out_weights(place, run.parallel.load_state_dict(shared, live), live)
     check_classes(place, shared, run.data_facts.class_names)
     check_restored_inputs(place, shared, run.data_facts.inputs)
     check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))
