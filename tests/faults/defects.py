@@ -15,7 +15,6 @@ from trainrun.checkpoint import files, manager
 from trainrun.checkpoint.files import FileLayer
 from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.monitor import metric_rows
-from trainrun.optimizer import load_named_state
 from trainrun.optimizer.ema import Ema
 from trainrun.parallel import ddp
 from trainrun.runs import resume as runner
@@ -50,7 +49,7 @@ def no_position() -> None:
 
 
 def no_optimizer_state() -> None:
-    load_named_state.load_named_optimizer_state = lambda *rest: None  # type: ignore[assignment]
+    restore.load_named_optimizer_state = lambda *rest: None  # type: ignore[assignment]
 
 
 def no_schedule() -> None:
