@@ -266,9 +266,10 @@ def takes_name_twice(by_place: list[inspect.Parameter], name: str) -> bool:
 
 
 def satellite(name: str, without: str, tell: Callable[[str], None]) -> ModuleType | None:
-    """Import the module `trainrun.<name>`; where its folder was taken away, tell so in one line and return None.
+    """Import the module `trainrun.<name>`; if its folder was removed, report this in one line and return
+    None.
 
-    without: what the run goes on without, as "no pictures are drawn".
+    without: what the run does instead, as "no pictures are drawn".
     """
     folder = f"trainrun.{name.partition('.')[0]}"
     try:

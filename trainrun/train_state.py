@@ -23,7 +23,7 @@ OF_THIS_SESSION = ("stop_request", "save_request", "validate_request", "stop_rea
 
 
 class BadStep(NamedTuple):
-    """A window whose update was left out, its losses, and the place in the data where it begins."""
+    """A window without an update, its losses, and the position in the data where it begins."""
 
     window: list[MicroBatch]
     losses: list[Tensor]

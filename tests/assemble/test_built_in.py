@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from approved import refused
 
 from trainrun.assemble.model_and_transforms import chosen_scope
 from trainrun.config.compose import compose_run
@@ -55,29 +56,29 @@ def test_one_word_chooses_the_scope(typed: str, scope: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "key"),
     [
-        ("parallel=ddp", "does not go with parallel=ddp: ranks exchange"),
-        ("precision=16", "does not go with precision=16-mixed"),
-        ("loop._target_=my.loop", "a loop of your own"),
-        ("trainer.compile.dynamic=true", "each shape of batch"),
-        ("trainer.compile.mode=reduce-overhead", "hold no tensors that change"),
-        ("data.padding=token_budget", "use data.padding=bucket"),
+        ("parallel=ddp", "parallel=ddp"),
+        ("precision=16", "precision=16-mixed"),
+        ("loop._target_=my.loop", "loop"),
+        ("trainer.compile.dynamic=true", "trainer.compile.dynamic"),
+        ("trainer.compile.mode=reduce-overhead", "trainer.compile.mode"),
+        ("data.padding=token_budget", "data.padding=bucket"),
     ],
 )
-def test_illegal_pairs_are_refused_with_the_way_out(word: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_illegal_pairs_are_refused_with_the_way_out(word: str, key: str) -> None:
+    with refused(ConfigError, "trainer.compile", key):
         compose_run(["trainer.compile=step", word])
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "key"),
     [
-        ("parallel=ddp", "trainer.cuda_graphs=true: does not go with parallel=ddp"),
-        ("parallel.accelerator=cpu", "only a CUDA device has them"),
-        ("trainer.compile=model", "trainer.compile.mode=reduce-overhead in its place"),
+        ("parallel=ddp", "parallel=ddp"),
+        ("parallel.accelerator=cpu", "parallel.accelerator=cpu"),
+        ("trainer.compile=model", "trainer.compile.mode=reduce-overhead"),
     ],
 )
-def test_cuda_graphs_are_refused_where_there_can_be_none(word: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_cuda_graphs_are_refused_where_there_can_be_none(word: str, key: str) -> None:
+    with refused(ConfigError, "trainer.cuda_graphs", key):
         compose_run(["trainer.cuda_graphs=true", word])

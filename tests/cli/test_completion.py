@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from approved import refused
 
 from trainrun.cli.completion import SCRIPTS, all_names, completion_script
 from trainrun.cli.main import COMMANDS, FINE_TUNE, MEANT, command_of, main, translate_command
@@ -100,7 +101,7 @@ def test_script_of_each_shell_has_all_names(shell: str, capsys: pytest.CaptureFi
 
 
 def test_unknown_shell_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--completion tcsh"):
+    with refused(ConfigError, "--completion tcsh"):
         command_of(["--completion", "tcsh"])()
 
 
@@ -123,7 +124,7 @@ def test_words_of_ours_stay_as_they_are(words: list[str]) -> None:
 
 @pytest.mark.parametrize("word", FINE_TUNE)
 def test_fine_tuning_is_answered_with_its_setting(word: str) -> None:
-    with pytest.raises(ConfigError, match="init_from="):
+    with refused(ConfigError, "init_from="):
         command_of([word])()
 
 

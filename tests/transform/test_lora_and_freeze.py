@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
+from approved import refused
 from torch import nn
 
 from trainrun.model.gpt import Gpt
@@ -90,7 +90,7 @@ def test_a_weight_that_is_an_embeddings_too_is_left_alone() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
     model[2].weight = model[0].weight
     assert trained(lora(model, rank=1)) == ["1.lora_a", "1.lora_b"]
-    with pytest.raises(ValueError, match="target=2: fits no linear layer"):
+    with refused(ValueError, "target=2"):
         lora(model, target="2")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
@@ -134,12 +134,12 @@ def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_trained() -> None:
     frozen.set(model, False)
     model(torch.randn(9, 4))
     assert int(model[0][1].num_batches_tracked) == 1
-    with pytest.raises(ValueError, match="model.freeze_norm=true: no batch norm is frozen"):
+    with refused(ValueError, "model.freeze_norm=true"):
         Frozen(model, "0.0.*", norms=True)
 
 
 def test_what_fits_nothing_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match=r"model.freeze=2\.0\.wieght: fits no name .* mean 2\.0\.weight"):
+    with refused(ValueError, "model.freeze=2.0.wieght", "2.0.weight"):
         Frozen(network(), "2.0.wieght")
-    with pytest.raises(ValueError, match="target=head: fits no linear layer with weights of its own"):
+    with refused(ValueError, "target=head"):
         lora(network(), target="head")

@@ -100,7 +100,7 @@ class WorkerPool:
 
 
 def worker_config(config: RunConfig) -> RunConfig:
-    """Return the same training with nothing on the screen and no pictures. Raise ConfigError."""
+    """Return the config of the same training without screen output and pictures. Raise ConfigError."""
     if config.step:
         raise ConfigError("step: is your own, so nothing can be taken away from it in turns; leave it out")
     if config.loop:

@@ -166,11 +166,11 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 def evaluated_weights(
     loaded: Loaded, live: Mapping[str, Tensor] | None = None, wish: bool | None = None
 ) -> tuple[dict[str, Tensor], bool]:
-    """Return the weights with which a checkpoint is evaluated, and whether they are averaged. Raise CheckpointError.
+    """Return the weights with which a checkpoint is evaluated, and whether they are averaged. Raise
+    CheckpointError.
 
-    live: of the network, with the base that an adapter needs. wish: True for averaged weights, False for others; None
-    takes
-    those that the checkpoint has.
+    live: the network's own weights, with the base that an adapter needs. wish: True for averaged weights,
+    False for the trained ones; None for averaged weights if the checkpoint has them.
     """
     shared, weights, averaged = loaded.shared, None, None
     if isinstance(shared, dict):

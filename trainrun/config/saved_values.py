@@ -158,7 +158,7 @@ def resolved(config: Any_) -> Any_:
 
 
 def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
-    """Return a config without secrets, and the secrets by key."""
+    """Return a config without its secrets, and the secrets by key."""
     secrets: dict[str, Any] = {}
 
     def shown(key: str, value: Any) -> Any:

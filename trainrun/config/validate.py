@@ -112,7 +112,7 @@ def fault_of_value(value: Any, kind: Any) -> str:
 
 
 def node_faults(config: Any, schema: type = RunConfig) -> list[str]:
-    """One line for each open node, or each of several by name, that names no class or function."""
+    """Return a message for each open node, or each named entry of one, without a `_target_`."""
     return [
         fault
         for key, setting in settings(schema).items()

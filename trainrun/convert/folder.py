@@ -36,7 +36,7 @@ class Journal:
 
 
 def read_journal(dest: Path) -> Journal | None:
-    """Return the journal of a folder, if it has one. ConfigError: it cannot be read."""
+    """Return the journal of a folder, or None. Raise ConfigError if it cannot be read."""
     try:
         return Journal(**read_json(dest / NAME))
     except FileNotFoundError:
@@ -71,9 +71,9 @@ def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
 
 @contextmanager
 def locked(dest: Path) -> Iterator[None]:
-    """Make the folder and keep other conversions out of it. ConfigError: one writes to it.
+    """Create the folder and lock it against other conversions. Raise ConfigError if it is locked.
 
-    The lock, of the folder itself, ends with the process that holds it, however that ends.
+    The lock ends with the process that holds it, however the process ends.
     """
     import fcntl  # not on Windows
 

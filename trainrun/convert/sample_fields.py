@@ -59,7 +59,10 @@ def values_by_name(sample: Any) -> dict[str, Any]:
 
 
 def fields_of(samples: Samples, to: str, as_files: bool, may_be_ragged: bool) -> tuple[Field, ...]:
-    """Return the fields of all samples by the first. DataError: they are no arrays of numbers."""
+    """Return the fields of all samples, as the first sample has them.
+
+    Raise DataError if a field is no array of numbers.
+    """
     sample = samples.read_files([0])[0] if as_files else samples.probes[0]
     try:
         values = values_by_name(sample)

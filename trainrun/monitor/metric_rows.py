@@ -204,7 +204,7 @@ class MetricsFile:
                 self._flush()
 
     def flush(self) -> None:
-        """Write what was held back."""
+        """Write the buffered rows."""
         with self._lock:
             self._flush()
 

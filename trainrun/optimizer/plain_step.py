@@ -52,7 +52,10 @@ def joined_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def switching_optimizers(optimizer: Optimizer) -> list[Any]:
-    """Return the optimizer, or those of several by name, that have `train()` and `eval()`."""
+    """Return the optimizers that have `train()` and `eval()`:
+
+    the optimizer itself, or some of several named ones.
+    """
     return [
         part
         for part in joined_optimizers(optimizer) or [optimizer]

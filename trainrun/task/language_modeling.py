@@ -45,7 +45,7 @@ class LanguageModeling:
         self.limit_bytes = num_bytes
 
     def check_model(self, model: nn.Module) -> None:
-        """ConfigError: chunks are wanted, and the model cannot give what they need."""
+        """Raise ConfigError if the loss is to be computed in chunks and the model lacks what this needs."""
         if isinstance(self.loss_chunks, int) and self.loss_chunks > 1 and last_layer(model) is None:
             raise ConfigError(
                 f"task.loss_chunks={self.loss_chunks}: needs a model whose forward takes return_states=True and then "

@@ -73,8 +73,9 @@ class PhaseTimer:
         return self._open
 
     def seconds_of(self, account: int) -> float:
-        """Return the seconds of an account so far. In another thread it may miss the moment in which an account is
-        opened.
+        """Return the seconds of a phase so far.
+
+        Another thread may miss the seconds since the latest change of phases.
         """
         return self._seconds[account] + (self._clock() - self._since if self._open == account else 0.0)
 
@@ -84,7 +85,7 @@ class PhaseTimer:
 
     @contextmanager
     def on(self, account: int) -> Iterator[None]:
-        """Book the time of the block on an account; the earlier account is open again afterwards."""
+        """Account the time of the block to a phase; afterwards the earlier phase continues."""
         was = self.open(account)
         try:
             yield

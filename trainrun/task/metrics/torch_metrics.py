@@ -132,7 +132,10 @@ class TorchMetrics:
 
     @staticmethod
     def _updated(metric: Any, scores: Tensor, target: Tensor) -> None:
-        """Alone with these items. A binary metric gets the probabilities of the second of two classes."""
+        """Reset a metric and update it with these items alone.
+
+        A binary metric gets the probabilities of the second class.
+        """
         if scores.ndim == 2 and scores.shape[1] == 2 and target.ndim == 1 and name_in_bases(metric, "Binary"):
             scores = scores[:, 1]
         metric.reset()
