@@ -131,7 +131,9 @@ def changed_settings(run: RunDir) -> list[str]:
 
 
 def again_command(run: RunDir, changed: Sequence[str]) -> str:
-    """Return the command that trains this once more, in a new folder, ready to paste; empty of no command."""
+    """Return the command that repeats the training in a new folder; "" if the run was not started by a
+    command.
+    """
     return call_of(changed, objects_in(_text(run.overrides).splitlines())) if run.overrides.is_file() else ""
 
 

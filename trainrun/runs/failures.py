@@ -226,7 +226,10 @@ def give_up(run: RunDir, config: RunConfig, number: int, twice: bool, flag: Stop
 
 
 def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:
-    """End this process from any thread, whatever the others do; how an ended run stands is not touched."""
+    """Write the status and a message, and end this process from any thread.
+
+    The status of a run that has ended stays.
+    """
     with suppress(OSError):
         if is_there(run) and read_status(run).get("state") in (None, "running"):
             write_status(run, config.run_name, state=state, exit_code=exit_code, message=message)

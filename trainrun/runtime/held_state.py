@@ -141,7 +141,10 @@ def position_of(file: io.IOBase) -> str:
 
 
 def tensor_text(tensor: Tensor) -> str:
-    """Return a digest of a tensor's numbers, for which the host waits; empty for one of a graph or without memory."""
+    """Return the shape and a digest of a tensor's numbers; the host waits for the device.
+
+    Return "" for a tensor that belongs to a graph, has no memory, or is not strided.
+    """
     is_plain = type(tensor) in (Tensor, nn.Parameter) and not is_lazy(tensor) and tensor.grad_fn is None
     if not is_plain or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return ""

@@ -107,10 +107,11 @@ class ModelAndTask(nn.Module):
 
 
 class StepFunction:
-    """Forward and backward of one shape of batch, of flat tensors: parameters and buffers, share, batch.
+    """Forward and backward for one shape of batch, as a function of flat tensors: parameters and buffers,
+    share, batch.
 
-    Returns the loss, the task's sums (`names`) and the gradients (of `trained`); both are known after the first call.
-    A buffer that changes is changed in place.
+    Returns the loss, the task's sums (`names`) and the gradients of `trained`. `names` and `trained` are
+    known after the first call. Buffers are changed in place.
     """
 
     def __init__(self, run: Components, rebuild: Callable[[Flat], Any]) -> None:

@@ -66,7 +66,10 @@ class MultiLabel:
         return inputs_and_target(batch)[1].shape[0]
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """PluginError, DataError: outputs and targets do not fit each other, at the first batch."""
+        """Compute the step.
+
+        At the first batch raise PluginError or DataError if outputs and targets do not match.
+        """
         inputs, target = inputs_and_target(batch)
         if "target_weight" in batch_fields(batch):
             raise DataError(PADDED)

@@ -253,7 +253,7 @@ class Hooks:
         self._call("on_validation_end", run, state, metrics)
 
     def on_checkpoint(self, run: Any, state: Any) -> None:
-        """Just before everything is saved."""
+        """Call `on_checkpoint` of the hooks, just before everything is saved."""
         self._call("on_checkpoint", run, state)
 
     def end(self, run: Any, state: Any) -> bool:

@@ -180,7 +180,7 @@ class Tuner:
         self.speed = self.base.items_per_second
 
     def _start(self, overrides: Sequence[str], seconds: float) -> MeasuredRun:
-        """Start a run that may take so long for its start, and for each reply."""
+        """Start a run in a worker. seconds: the limit for the start, and for each reply of the worker."""
         config, limit = config_of(overrides), max(LEAST_LIMIT, seconds)
         usual = self._own.worker.start_seconds if self._start_seconds else limit
         worker = self._pool.start(config, limit)

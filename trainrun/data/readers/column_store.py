@@ -218,7 +218,7 @@ def open_or_build(
 
 
 def build_columns(folder: Path, source: str, build: Build) -> None:
-    """Write columns into a folder, and to the disk, the file that says what they are last."""
+    """Write columns into a folder, and last the file that describes them, with fsync."""
     writer = ColumnWriter(source, lambda name: (folder / f"{name}.npy").open("wb"))
     try:
         facts = build(writer)

@@ -385,7 +385,7 @@ class BufferCopies:
         return ""
 
     def _look_at_buffers(self, first: bool) -> None:
-        """Copy all buffers before the first window; after it, those that it wrote into."""
+        """Copy all buffers before the first window; after a window, copy the buffers that it changed."""
         buffers = dict(self.model.named_buffers())
         if first:
             self._never_finite = not_finite(self.model)

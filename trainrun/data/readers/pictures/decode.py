@@ -80,7 +80,10 @@ class Form:
         return pixels if self.dtype == "uint8" else pixels.to(torch.float32).div_(255)
 
     def _sized(self, opened: Image.Image, lies: bool) -> Image.Image:
-        """In the wanted mode and size, but not turned yet."""
+        """Return a picture in the wanted mode and size, before it is turned upright.
+
+        lies: the file has the picture turned by 90 degrees.
+        """
         if self.shape is None:
             return in_mode(opened, "RGB")
         channels, height, width = self.shape

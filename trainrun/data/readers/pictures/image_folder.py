@@ -252,7 +252,7 @@ def _below(root: Path, folders: Sequence[Path]) -> list[str]:
 
 
 def _groups_in_table(table: Path, groups: str, names: Sequence[str]) -> list[str]:
-    """The cells of a column for the files of these names."""
+    """Return the group of each named file, from the column `groups` of a table."""
     dialect = Dialect()
     columns = columns_in(table, dialect)
     named_columns(groups, columns, "data.train.groups")

@@ -34,9 +34,10 @@ def is_trained(tokenizer: Any) -> bool:
 def trained_file(
     spec: str, files: tuple[Path, ...], kind: str, max_bytes: int | None, held: float, cache: Path
 ) -> str:
-    """The path of the tokenizer, which is trained if it is not there yet. held: the share of the text that is not seen.
+    """Return the path of the tokenizer file; train the tokenizer if the file does not exist.
 
-    DataError: the spec says no size, the package is missing, or the cache cannot be written.
+    held: the share of the text that is held out. Raise DataError if the spec is wrong, the package is
+    missing, or the cache cannot be written.
     """
     found = SPEC.match(spec)
     if found is None or int(found[1]) < LEAST:
