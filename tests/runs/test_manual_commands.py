@@ -30,9 +30,9 @@ from test_sources import write_fashion
 
 from trainrun.cli.main import COMMANDS, main
 from trainrun.cli.manual_pages import FOLDER
+from trainrun.cli.train_command import SWEEP_WORD
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.errors import EXIT_USAGE
-from trainrun.sweep.options import split_options
 from trainrun.sweep.space import words_to_check
 
 pytestmark = pytest.mark.process
@@ -128,11 +128,12 @@ def project(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def composed(words: list[str]) -> None:
     """Compose the settings among the words; of a sweep those of every job."""
-    settings = [word for word in words if "=" in word and not word.startswith("-")]
+    settings = [word for word in words if "=" in word and not word.startswith(("-", "launch"))]
     if "--multirun" not in words:
         compose_run(settings)
         return
-    options, settings = split_options(settings)
+    options = [word for word in settings if SWEEP_WORD.match(word)]
+    settings = [word for word in settings if word not in options]
     jobs = words_to_check(
         [*prepare_command_line(["--multirun", *settings], Path.cwd())[0].overrides, *options]
     )

@@ -73,7 +73,7 @@ from trainrun.data.facts import describe_classes, facts_of_all
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
-from trainrun.folder.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.instantiate import bind_faults, build, named_nodes
 from trainrun.interfaces import (
     Batches,
@@ -289,16 +289,21 @@ def load_data_sets(config: RunConfig, context: RunContext, notes: Notes) -> Data
     if not context.trains:  # new samples to predict may be fewer than a batch of the training had
         splits["train"] = replace(splits["train"], may_shrink=True)
     check_same_inputs(config, sources, splits)
-    facts = with_trained_classes(facts_of_all(sources, splits["train"]), context.trained)
+    facts = with_trained_classes(facts_of_all(sources, splits["train"]), context)
     notes.advice.extend(describe_sources(config, sources, splits, context.is_new))
     return DataSets(sources, drawn, splits, facts)
 
 
-def with_trained_classes(facts: DataFacts, trained: TrainingNames | None) -> DataFacts:
-    """Return facts with the classes that a checkpoint names, where the data names none: it may have no targets."""
-    if trained is None or not trained.classes or facts.class_names:
+def with_trained_classes(facts: DataFacts, context: RunContext) -> DataFacts:
+    """Return facts with the classes, or the number of outputs, of the training where the data has no targets."""
+    trained = context.trained
+    if trained is None or facts.class_names:
         return facts
-    number = facts.num_classes or len(trained.classes)
+    number = (
+        facts.num_classes
+        or len(trained.classes)
+        or read_identity(context.run).get("data", {}).get("num_classes")
+    )
     return replace(facts, class_names=tuple(trained.classes), num_classes=number)
 
 
