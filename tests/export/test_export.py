@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 
 from trainrun import load_run
 from trainrun.cli.main import main
+from trainrun.data.scale import Scale
 from trainrun.errors import ConfigError
 from trainrun.export import export_command, formats
-from trainrun.export.served import output_tensors
+from trainrun.export.served import ModelCall, ServedModel, output_tensors
 
 SHORT = ["trainer.max_steps=2", "monitor=none", "output_dir=run"]
 NORMALIZE = "+data.augment.normalize={_target_: trainrun.data.augment.normalize.Normalize, mean: [0.5, 0.4, 0.3], std: [1, 2, 3]}"  # noqa: E501
@@ -364,6 +365,13 @@ def test_a_folder_of_others_is_not_followed(workdir: Path, capsys: pytest.Captur
     config.write_text(config.read_text().replace("trainrun.model.mlp.Mlp", "stranger.Net"))
     assert main(["export", "run", "--to", "onnx"]) == 2
     assert "--trust" in capsys.readouterr().err
+
+
+def test_bytes_are_scaled_as_in_the_run() -> None:
+    served = ServedModel(torch.nn.Identity(), ModelCall(), Scale(0.25, 0.5))
+    torch.testing.assert_close(
+        served(torch.tensor([0, 51, 255], dtype=torch.uint8)), torch.tensor([-0.5, -0.1, 1.5])
+    )
 
 
 def test_an_output_object_gives_its_logits() -> None:
