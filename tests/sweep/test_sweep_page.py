@@ -53,6 +53,15 @@ def test_one_number_is_a_line_on_a_logarithmic_axis(tmp_path: Path) -> None:
     assert [one["name"] for one in curves["series"]] == ["lr=0.01", "lr=0.1", "lr=0.0001"]  # the best first
 
 
+def test_points_that_were_searched_are_dots_without_lines(tmp_path: Path) -> None:
+    words = ["lr=interval(0.001,0.1)", "width=range(1,9)", "sweep=random", "sweep.trials=6"]
+    sweep = sweep_of(tmp_path / "s", words, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    for chart in charts_of(sweep)[:2]:
+        (dots,) = chart["series"]
+        assert dots["dots"]
+        assert sorted(dots["y"]) == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+
+
 def test_points_are_means_over_seeds_with_intervals_a_line_for_each_other_setting(tmp_path: Path) -> None:
     values = [0.9, 0.7, 0.5, 0.5, 0.8, 0.8, 0.4, 0.2]
     sweep = sweep_of(tmp_path / "s", ["lr=1,2", "model=mlp,cnn", "seed=1,2"], values)

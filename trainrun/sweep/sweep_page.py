@@ -24,7 +24,7 @@ from trainrun.sweep.results import Job
 from trainrun.sweep.table import job_table, point_table, repeated_keys
 
 PAGE = "sweep.html"
-MOST_LINES = 8  # of a chart of one setting; with more combinations of the others it has points alone
+MOST_LINES = 8  # of a chart of one setting; with more combinations of the others it has dots alone
 MOST_NAMED = 8  # jobs whose curves have colours and names; those of the others are faint
 MOST_POINTS = 12_000  # of all curves of a chart: a browser draws them in a tenth of a second
 LOG_RANGE = 10  # a decade crowds the small values of a linear axis
@@ -115,7 +115,10 @@ def setting_charts(sweep: Sweep) -> list[Chart]:
 
 
 def setting_chart(key: str, points: Sequence[SweepPoint]) -> Chart | None:
-    """Return the chart of one setting, a line for each combination of the others; None if it has one value."""
+    """Return the chart of one setting; None if it has one value.
+
+    Of a grid it has a line for each combination of the other settings, and of points that were searched dots alone.
+    """
     points = [point for point in points if key in point.settings]
     values = list(dict.fromkeys(point.settings[key] for point in points))
     if len(values) < 2:
@@ -129,7 +132,8 @@ def setting_chart(key: str, points: Sequence[SweepPoint]) -> Chart | None:
     for point in sorted(points, key=lambda point: places[point.settings[key]]):
         others = " ".join(f"{name}={value}" for name, value in point.settings.items() if name != key)
         lines.setdefault(others or "all jobs", []).append(point)
-    is_dots = len(lines) > MOST_LINES
+    is_grid = len(points) > len(lines) * len(values) / 2  # also where some jobs have failed
+    is_dots = len(lines) > MOST_LINES or not is_grid
     if is_dots:
         lines = {"all points": [point for line in lines.values() for point in line]}
         lines["all points"].sort(key=lambda point: places[point.settings[key]])
