@@ -11,10 +11,9 @@ import torch
 
 import trainrun
 from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.output import SPEEDS
 
-WALL_CLOCK = {
-    "time", "samples_per_second", "tokens_per_second", "step_seconds", "val/seconds", "facts", "summary",
-}  # fmt: skip
+WALL_CLOCK = {"time", *SPEEDS, "step_seconds", "val/seconds", "facts", "summary"}
 OF_ONE_SESSION = ("seconds", "last_metrics", "saved_step")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from trainrun.data.batch import is_integer
 from trainrun.data.facts import facts_of
 from trainrun.data.readers.pictures.decode import Form
 from trainrun.data.readers.pictures.image_folder import ImageFolder
@@ -49,7 +50,9 @@ class Samples:
         if self._length == 0:
             raise DataError(f"{key}: the data set is empty; there is nothing to convert")
         facts = facts_of(source, key)
-        self.class_names, self.num_classes = facts.class_names, facts.num_classes
+        target = None if self.columns is None else self.columns.target()
+        has_labels = target is None or is_integer(target)
+        self.class_names, self.num_classes = facts.class_names, facts.num_classes if has_labels else None
         count = min(num_probes, self._length)
         numbers = [i * (self._length - 1) // max(count - 1, 1) for i in range(count)]
         self.probes = self.read_single(numbers)
