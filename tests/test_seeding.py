@@ -145,6 +145,13 @@ def test_an_evaluation_keeps_the_modes_of_scripted_modules_and_of_modules_with_o
     assert calls == [False, True]
 
 
+def test_a_module_that_an_evaluation_makes_is_in_the_mode_of_the_model() -> None:
+    model = nn.Sequential(nn.Dropout())
+    with evaluating(model):
+        model.add_module("made", nn.Dropout().eval())
+    assert [module.training for module in model] == [True, True]
+
+
 def half_of_a_pair() -> None:
     """Draw the second number of a pair, for which neither generator makes new words."""
     random.gauss(0, 1)

@@ -211,8 +211,15 @@ def only_sets_modes(module: nn.Module) -> bool:
     kind, own = type(module), module.__dict__
     if "train" in own or "eval" in own or hasattr(kind, "training"):
         return False
-    methods = kind.train, kind.eval, kind.__setattr__
-    return methods == (nn.Module.train, nn.Module.eval, nn.Module.__setattr__)
+    methods = kind.train, kind.eval, kind.__setattr__, kind.children, kind.named_children
+    usual = (
+        nn.Module.train,
+        nn.Module.eval,
+        nn.Module.__setattr__,
+        nn.Module.children,
+        nn.Module.named_children,
+    )
+    return methods == usual
 
 
 @contextmanager
@@ -233,10 +240,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         with torch.no_grad(), kept_random_state():
             yield
     finally:
-        if not is_plain:
-            model.train(whole)  # which may do more than set modes
-        for module, training in zip(modules, modes, strict=True):
-            if is_plain:
+        if is_plain:
+            for module in model.modules():  # one that the evaluation has made is in the mode of the model
+                module.__dict__["training"] = whole
+            for module, training in zip(modules, modes, strict=True):
                 module.__dict__["training"] = training
-            elif module.training is not training:
-                module.training = training
+        else:
+            model.train(whole)  # which may do more than set modes
+            for module, training in zip(modules, modes, strict=True):
+                if module.training is not training:
+                    module.training = training
