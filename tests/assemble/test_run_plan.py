@@ -9,6 +9,7 @@ from approved import refused
 
 from trainrun.assemble.run_plan import (
     batch_facts,
+    build_watch,
     convert_to_steps,
     direction,
     with_accumulation,
@@ -118,6 +119,16 @@ def test_a_global_batch_that_other_ranks_cannot_keep_is_refused_with_the_nearest
     config = compose_run(["data.batch_size=8", "trainer.accumulate_grad_batches=4"]).config
     with refused(ConfigError, "data.batch_size"):
         with_earlier_batch(config, batch_facts(config, 2), 3, (), [])
+    whole = compose_run(["data.batch_size=32"]).config
+    with refused(ConfigError, "data.batch_size"):  # and with the batch of a rank that keeps it
+        with_earlier_batch(whole, batch_facts(whole, 1), 2, (), [])
+
+
+def test_a_least_length_that_the_run_never_reaches_is_refused() -> None:
+    words = ["trainer.early_stopping=true", "trainer.early_stopping.min_epochs=3", "trainer.max_epochs=3"]
+    with refused(ConfigError, "trainer.early_stopping.min_epochs"):
+        build_watch(compose_run(words).config, "val/acc")
+    assert build_watch(compose_run([*words[:2], "trainer.max_epochs=4"]).config, "val/acc").min_epochs == 3
 
 
 @pytest.mark.parametrize(

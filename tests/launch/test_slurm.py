@@ -44,6 +44,7 @@ def test_options_of_the_command_line() -> None:
         "launch.sbatch=qos",
         "launch.node=2",
         "launch.time=",
+        "launch.time=soon",
     ],
 )
 def test_a_wrong_option_is_refused(word: str) -> None:
@@ -64,6 +65,16 @@ def test_a_job_has_one_task_a_machine_with_a_rank_for_each_gpu(tmp_path: Path) -
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8",
             "#SBATCH --signal=USR2@300", "#SBATCH --qos='a b'"} <= set(lines)  # fmt: skip
     assert not any("--requeue" in line or "--time" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("time", "warning"),
+    [("0:02:00", 60), ("2", 60), ("1:30", 45), ("1:00:00", 300), ("1-00", 300), (None, 300)],
+)
+def test_a_job_is_warned_in_the_second_half_of_its_time_at_the_earliest(
+    time: str | None, warning: int, tmp_path: Path
+) -> None:
+    assert f"#SBATCH --signal=USR2@{warning}\n" in format_script(SlurmOptions(time=time), "n", tmp_path, [])
 
 
 @pytest.mark.parametrize(("code", "requeues"), [(75, True), (0, False), (1, False)])

@@ -86,10 +86,11 @@ def with_earlier_batch(
     batch, batch_of_ranks = earlier["global_batch"], config.data.batch_size * world_size
     if batch % batch_of_ranks:
         near = max(1, round(batch / batch_of_ranks))
+        way = "" if batch % world_size else f"data.batch_size={batch // world_size} keeps it; "
         raise ConfigError(
             f"data.batch_size={config.data.batch_size}: {counted(world_size, 'rank')} with this batch cannot keep the "
-            f"global batch of {batch} samples that {counted(earlier['ranks'], 'rank')} had; the nearest is "
-            f"{near * batch_of_ranks}, by {ACCUMULATION}={near}"
+            f"global batch of {batch} samples that {counted(earlier['ranks'], 'rank')} had; "
+            f"{way}the nearest is {near * batch_of_ranks}, by {ACCUMULATION}={near}"
         )
     accumulate = batch // batch_of_ranks
     if not is_same:
@@ -280,6 +281,12 @@ def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
         raise ConfigError(
             "trainer.early_stopping.enabled=true: there is no validation data to watch (data.val, "
             "trainer.limit_val_batches)"
+        )
+    epochs = config.trainer.max_epochs
+    if epochs is not None and wanted.min_epochs >= epochs:
+        raise ConfigError(
+            f"trainer.early_stopping.min_epochs={wanted.min_epochs}: the run has {counted(epochs, 'epoch')} "
+            "(trainer.max_epochs), so nothing could end it sooner; use less"
         )
     return MetricTracker(
         metric, direction("trainer.early_stopping", metric, wanted), wanted.patience, wanted.min_delta,

@@ -62,6 +62,10 @@ def read_options(words: Sequence[str]) -> SlurmOptions | None:
         else:
             fields = [f"launch.{field}" for field in SlurmOptions.__dataclass_fields__]
             faults.append(f"{word}: no such setting of a launch.{nearest(key, fields)}")
+    if "time" in values and limit_seconds(values["time"]) is None:
+        faults.append(
+            f"launch.time={values['time']}: must be as Slurm has it: 90 (minutes), 1:30:00 or 2-12:00:00"
+        )
     if kind not in ("local", "slurm"):
         faults.append(f"launch={kind}: must be local or slurm")
     elif kind == "local" and values:
@@ -71,8 +75,27 @@ def read_options(words: Sequence[str]) -> SlurmOptions | None:
     return SlurmOptions(**values) if kind == "slurm" else None
 
 
+def limit_seconds(text: str) -> int | None:
+    """Return the seconds of a time limit as Slurm reads it; None if it is none.
+
+    Minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds.
+    """
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, minutes, seconds = ([0, *numbers, 0] if len(numbers) == 1 else [0, *numbers])[-3:]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def format_script(options: SlurmOptions, name: str, folder: Path, words: Sequence[str]) -> str:
     """Return the job script. words: the settings of the run, with its folder."""
+    limit = limit_seconds(options.time or "")
+    warning = WARNING_SECONDS if limit is None else min(WARNING_SECONDS, limit // 2)  # a short job trains too
     flags = {
         "job-name": name,
         "chdir": Path.cwd(),
@@ -83,7 +106,7 @@ def format_script(options: SlurmOptions, name: str, folder: Path, words: Sequenc
         "gpus-per-node": options.gpus,
         "time": options.time,
         "partition": options.partition,
-        "signal": f"USR2@{WARNING_SECONDS}",
+        "signal": f"USR2@{warning}",
         "requeue": True,
     } | options.sbatch
     lines = [
