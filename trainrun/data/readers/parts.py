@@ -252,11 +252,8 @@ def files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
     root = Path(os.path.commonpath([path.parent for path in paths]))
     splits = [split_of_path(path.relative_to(root)) for path in paths]
     if None in splits:
-        siblings = [split_in_name(path) for path in paths]  # iris_train.csv, iris_test.csv; also iris.csv
-        names = [name_without_split(path) for path in paths]
-        named = {name for name, split in zip(names, siblings, strict=True) if split}
-        if named.issuperset(names):
-            splits = siblings
+        siblings = splits_of_siblings(paths)
+        splits = [split or sibling for split, sibling in zip(splits, siblings, strict=True)]
     known = set(splits) - {None}
     if not known & {"val", "test"} or (len(known) == 1 and None not in splits):
         return {"train": tuple(files), "val": (), "test": ()}
@@ -277,6 +274,21 @@ def split_of_path(path: Path) -> str | None:
     words = [word for word in words_of(path) if not SHARD_PART.fullmatch(word)]
     is_code = path.suffix.lower() in SOURCE_CODE
     return SPLIT_OF_WORD.get(words[0].rstrip("0123456789")) if len(words) == 1 and not is_code else None
+
+
+def splits_of_siblings(paths: Sequence[Path]) -> list[str | None]:
+    """Return the split that each file's name begins or ends with, where files of the same name differ in it.
+
+    So `iris_test.csv` is test data beside `iris.csv` or `iris_train.csv`, and `speed_test.csv` alone is not.
+    """
+    splits = [split_in_name(path) for path in paths]
+    names = [name_without_split(path) for path in paths]
+    splits_of_name: dict[Any, set[str | None]] = {}
+    for name, split in zip(names, splits, strict=True):
+        splits_of_name.setdefault(name, set()).add(split)
+    return [
+        split if len(splits_of_name[name]) > 1 else None for name, split in zip(names, splits, strict=True)
+    ]
 
 
 def split_in_name(path: Path) -> str | None:
