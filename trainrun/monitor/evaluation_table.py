@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainrun.interfaces import RunFacts
 from trainrun.output import fields_that_fit, quantity
@@ -33,6 +33,8 @@ class EvaluationTable:
         self._metrics: list[str] = []
         self._headed: list[str] = []  # the columns that the newest head names
         self._lines_since_head = 0
+        self._columns: list[str] = []  # of the newest line, and what they depend on
+        self._columns_of: tuple[Any, ...] = ()
         self._unit, self._has_epochs = usual_unit(facts), False
         self.monitored = ""
         self.rows: list[dict[str, str]] = []  # the cells of each line, by the name of their column
@@ -52,7 +54,10 @@ class EvaluationTable:
         self._has_epochs = self._has_epochs or "epoch" in cells
         self._metrics += [name for name in metrics if name not in self._metrics]
         self.rows.append(cells)
-        columns = self.columns(width)
+        seen = width, len(self._metrics), self._unit, self._has_epochs, self.monitored
+        if seen != self._columns_of:  # the same from line to line, as a rule
+            self._columns_of, self._columns = seen, self.columns(width)
+        columns = self._columns
         lines = []
         if columns != self._headed or self._lines_since_head >= HEAD_EVERY:
             self._headed, self._lines_since_head = columns, 0
