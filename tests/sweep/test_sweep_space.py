@@ -7,6 +7,7 @@ from approved import refused
 
 from trainrun.errors import ConfigError
 from trainrun.sweep.options import SweepOptions, read_options
+from trainrun.sweep.run_sweep import notes_on_points
 from trainrun.sweep.space import dimensions_of, draw_points, num_points, points_of, words_to_check
 
 SPACE = ["lr=tag(log, interval(1e-4, 1e-1))", "width=int(interval(16, 20))", "model=mlp,cnn", "fixed=1"]
@@ -96,6 +97,29 @@ def test_the_points_of_a_discrete_space_differ_until_all_are_drawn() -> None:
     few, all_of_them = draw_points(words, 7, 0), draw_points(words, 99, 0)
     assert all_of_them[:7] == few
     assert len({jobs[0] for jobs in all_of_them}) == len(all_of_them) == 12
+
+
+@pytest.mark.parametrize("values", ["1e-3,1e-3", "choice(1e-3,1e-3)", "1e-3,0.001,1e-3"])
+def test_equal_values_are_one_choice(values: str) -> None:
+    words = [f"lr={values}"]
+    assert num_points(dimensions_of(words)) == 1
+    assert draw(words, 5, 0) == [("lr=0.001",)]
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (["lr=interval(0.1, 0.100002)"], 3),  # points have six digits
+        (["lr=1,2", "lr=1,2"], 4),  # draws of one key are equal
+        (["width=int(tag(log, interval(1, 20)))", "depth=int(tag(log, interval(1, 20)))"], 400),
+    ],
+)
+def test_drawing_ends_where_no_draw_is_new(words: list[str], most: int) -> None:
+    points = draw(words, 500, 0)
+    assert len(points) == len(set(points)) == most
+    assert draw(words, most - 1, 0) == points[:-1]
+    (note,) = notes_on_points([[*words, "sweep=random", "sweep.trials=500"]])
+    assert f"{most} points" in note
 
 
 BRANCHES = ["model=mlp,cnn,none", "model=mlp: width=16,32", "model=cnn: width=8,9", "width=32: drop=0.1,0.2"]

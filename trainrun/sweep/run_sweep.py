@@ -36,7 +36,14 @@ from trainrun.sweep.points import best_job
 from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import Job
 from trainrun.sweep.search.study import SweepStudy
-from trainrun.sweep.space import branch_words, dimensions_of, num_points, split_branch, words_to_check
+from trainrun.sweep.space import (
+    branch_words,
+    dimensions_of,
+    num_points,
+    points_of,
+    split_branch,
+    words_to_check,
+)
 from trainrun.sweep.table import MEANS, jobs_csv, points_csv, print_tables, repeated_keys, sweep_json
 
 POINT_KEYS = ("sweep", "sweep.seed", "sweep.sampler", "sweep.objective")
@@ -202,7 +209,10 @@ def notes_on_points(calls: list[list[str]]) -> list[str]:
     notes = []
     for words in calls:
         own, job_words = split_options(words)
-        trials, total = read_options(own).trials, num_points(dimensions_of(job_words))
+        options = read_options(own)
+        trials, total = options.trials, num_points(dimensions_of(job_words))
+        if options.kind == "random" and total is None:
+            total = len(points_of(words))  # of an interval with few numbers
         if trials is not None and total is not None and trials > total:
             notes.append(
                 f"sweep.trials={trials}: the space has {counted(total, 'point')}, and no other is trained"

@@ -39,6 +39,7 @@ FORMS = {  # of values of a sweep: what each takes
 }
 QUOTES = "\"'"
 MOST_COUNTED = 100_000  # points of a space; one with more is taken as endless
+MOST_REPEATED = 1000  # draws one after the other that bring no new point
 
 
 class Interval(NamedTuple):
@@ -183,15 +184,22 @@ def rows_of(dimensions: Sequence[Dimension], row: tuple[str, ...] = ()) -> Itera
 
 def num_points(dimensions: Sequence[Dimension]) -> int | None:
     """Return how many points a space has; None if they cannot be counted. Seeds and folds make no points."""
+    points = all_points(tuple(dimensions))
+    return None if points is None else len(points)
+
+
+@lru_cache(maxsize=16)
+def all_points(dimensions: tuple[Dimension, ...]) -> list[tuple[str, ...]] | None:
+    """Return all points of a space, with seeds and folds as they were typed; None if they cannot be counted."""
     counted: list[Dimension] = []
     most = 1
     for dimension in dimensions:
-        choices = dimension.choices[:1] if dimension.key in REPEATED else dimension.all_choices
+        choices = (dimension.word,) if dimension.key in REPEATED else dimension.all_choices
         most *= MOST_COUNTED if choices is None else len(choices)
         if choices is None or most >= MOST_COUNTED:
             return None
         counted.append(Dimension(dimension.word, choices, None, dimension.condition))
-    return sum(1 for _ in rows_of(counted))
+    return list(dict.fromkeys(rows_of(counted)))
 
 
 def words_to_check(words: list[str]) -> list[tuple[str, ...]]:
@@ -229,21 +237,26 @@ def draw_points(words: Sequence[str], count: int, seed: int) -> list[list[tuple[
     """Return the jobs of so many different random points of a space; all points if it has fewer.
 
     Draw n depends on (seed, n) alone, for each word by itself: more points, or another word, change no other value.
+    Where the draws bring nothing new any more, the points that were not drawn follow in the order of a grid.
     A seed or a fold with several values is no part of the space: each point is trained with all of them.
     """
     dimensions = dimensions_of(words)
-    total = num_points(dimensions)
-    wanted = count if total is None else min(count, total)
+    every = all_points(tuple(dimensions))
+    wanted = count if every is None else min(count, len(every))
     points: dict[tuple[str, ...], None] = {}
+    repeated = 0
     for number in itertools.count():
-        if len(points) == wanted:
+        if len(points) == wanted or repeated == MOST_REPEATED:
             break
 
         def pick(dimension: Dimension, number: int = number) -> str:
             return dimension.word if dimension.key in REPEATED else draw_value(dimension, seed, number)
 
-        points[point_of(dimensions, pick)] = None
-    return [jobs_of_point(dimensions, point) for point in points]
+        point = point_of(dimensions, pick)
+        repeated = repeated + 1 if point in points else 0
+        points[point] = None
+    points.update(dict.fromkeys(every or ()))
+    return [jobs_of_point(dimensions, point) for point in itertools.islice(points, wanted)]
 
 
 def draw_value(dimension: Dimension, seed: int, number: int) -> str:
@@ -297,7 +310,7 @@ def choices_of_word(word: str) -> list[str]:
             f"{key}=***: values of a secret would stand in the names of folders and in tables; put them into the "
             f"environment, as '{key}=${{oc.env:FIRST}},${{oc.env:SECOND}}'"
         )
-    return values
+    return list(dict.fromkeys(values))  # equal ones make one job
 
 
 def names_of_glob(word: str, override: Override) -> list[str]:
