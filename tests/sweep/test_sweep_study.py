@@ -222,3 +222,40 @@ def test_resume_goes_on_with_every_call(
     assert len(open_sweep([["lr=1,2"]], tmp_path).jobs) == 8
     with refused(ConfigError, "sweep.seed"):
         resume_sweep(tmp_path, False, ["sweep.seed=9"])
+
+
+@pytest.mark.process
+def test_a_search_ends_once_its_space_has_no_other_point(
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["lr=1,2", "do=train,fail", "sweep=optuna", "sweep.max_time=100s"]
+    assert run_sweep([words], tmp_path / "a", command) == 1  # two jobs fail
+    assert len((tmp_path / "a" / "ran.txt").read_text().split()) == 4  # each once
+    out = capsys.readouterr().out
+    assert "sweep: 4 jobs in" in out
+    assert "sweep=optuna: all 4 points of the space are made" in out
+    monkeypatch.setattr("trainrun.sweep.jobs.MOST_REPEATED", 5)
+    monkeypatch.setattr(SweepStudy, "_point", lambda self, trial: ("lr=1",))
+    assert run_sweep([["lr=int(interval(1,9))", *words[2:]]], tmp_path / "b", command) == 0
+    assert (tmp_path / "b" / "ran.txt").read_text().split() == ["0-lr=1"]
+    assert "sweep=optuna: no other point in 5 asks" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_a_search_that_asks_for_known_points_alone_ends_in_time(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainrun.sweep.jobs.MOST_REPEATED", 10**9)
+    monkeypatch.setattr(SweepStudy, "_point", lambda self, trial: ("lr=1",))
+    assert (
+        run_sweep([["lr=int(interval(1,9))", "sweep=optuna", "sweep.max_time=1s"]], tmp_path, command) == 75
+    )
+
+
+def test_equal_values_of_a_search_are_one_point(tmp_path: Path) -> None:
+    search = Search(tmp_path, ["sweep=optuna", "sweep.trials=3", "lr=0.1,0.1", "depth=1", "seed=1,2"])
+    assert search.sweep.num_jobs == 2
+    for num in search.study.ask():
+        search.finish(num)
+    assert search.study.has_all_points
+    assert search.sweep.num_jobs == 2

@@ -144,11 +144,12 @@ class JobQueue:
                 return bool(self._waiting)
             if not self._has_place():
                 return True
-            running = {one.job.num for one in self._running}
+            known = set(self._sweep.wanted)
             for num in study.ask():  # a point that was made before has its jobs already
-                if num not in running and not self._keep(self._sweep.jobs[num]):
+                if num not in known and not self._keep(self._sweep.jobs[num]):
                     self._waiting.append(num)
                 study.tell(num)
+            self._check_time()
         return False
 
     def _has_place(self) -> bool:

@@ -18,7 +18,7 @@ from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import cannot_write, read_json, write_json
 from trainrun.folder.seal import check_files, digest_part, make_key
 from trainrun.folder.status import BEST, SWEEP_FILE
-from trainrun.output import masked_words
+from trainrun.output import counted, masked_words
 from trainrun.sweep.options import read_options, split_options
 from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_points
 from trainrun.sweep.results import Job, Result, short_numbers
@@ -27,12 +27,14 @@ from trainrun.sweep.space import (
     dimensions_of,
     jobs_of_point,
     key_of,
+    num_points,
     point_of,
     points_of,
     varied_keys,
 )
 
 SEAL = "seal"  # in the file of a sweep: shows that this user wrote the words
+MOST_REPEATED = 100  # points that a search asks for one after the other, and that it had before
 NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still readable
 
 
@@ -113,9 +115,34 @@ class Sweep:
     @property
     def num_jobs(self) -> int:
         """The jobs of this call, with those that a search has not made yet."""
-        options, dimensions = read_options(split_options(self.search)[0]), self.dimensions()
+        dimensions = self.dimensions()
         repeats = len(jobs_of_point(dimensions, [one.word for one in dimensions if one.key in REPEATED]))
-        return len(self.wanted) + max((options.trials or 0) - len(self.trials), 0) * repeats
+        return len(self.wanted) + (self.points_to_come or 0) * repeats
+
+    @property
+    def points_to_come(self) -> int | None:
+        """How many points a search is to make; None where nothing but the time ends it."""
+        if not self.search or self.is_stuck:
+            return 0
+        trials, total = read_options(split_options(self.search)[0]).trials, num_points(self.dimensions())
+        left = [] if trials is None else [trials - len(self.trials)]
+        left += [] if total is None else [total - len(set(map(tuple, self.trials)))]
+        return max(min(left), 0) if left else None
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a search asked for no other point for long."""
+        earlier = set(map(tuple, self.trials[:-MOST_REPEATED]))
+        return bool(earlier) and earlier.issuperset(map(tuple, self.trials))
+
+    def why_search_ended(self) -> str:
+        """Return why a search has ended before its number of points or its time; empty if it has not."""
+        trials, total = read_options(split_options(self.search)[0]).trials, num_points(self.dimensions())
+        if self.points_to_come != 0 or not self.search or len(self.trials) == trials:
+            return ""
+        if total is not None and len(set(map(tuple, self.trials))) >= total:
+            return f"all {counted(total, 'point')} of the space are made"
+        return f"no other point in {counted(MOST_REPEATED, 'ask')}" if self.is_stuck else ""
 
     def dimensions(self) -> list[Dimension]:
         """Return the space of a search."""

@@ -179,6 +179,8 @@ def run_jobs(calls: list[list[str]], folder: Path | None, command: Command) -> t
             queue.run()
         finally:
             progress.close()
+            if why := sweep.why_search_ended():
+                say(f"sweep=optuna: {why}", flush=True)
             all_refused = is_new and bool(sweep.wanted) and queue.refused == set(sweep.wanted)
             if not all_refused and has_begun(sweep):
                 conclude(sweep)

@@ -78,8 +78,7 @@ class SweepStudy:
 
     @property
     def has_all_points(self) -> bool:
-        count = self._options.trials
-        return not self._sweep.search or (count is not None and len(self._sweep.trials) >= count)
+        return self._sweep.points_to_come == 0
 
     def ask(self) -> list[int]:
         """Make the next point, and return the numbers of its jobs."""
