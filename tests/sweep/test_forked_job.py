@@ -54,6 +54,17 @@ def test_a_fork_ends_by_its_signals_and_by_errors(tmp_path: Path, monkeypatch: p
     assert "division by zero" in (tmp_path / "out").read_text()
 
 
+@pytest.mark.parametrize(
+    ("code", "exit_code", "printed"), [("bye", 1, "bye\n"), (None, 0, ""), (3, 3, ""), (2.5, 1, "2.5\n")]
+)
+def test_a_fork_ends_by_sys_exit_as_python_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: object, exit_code: int, printed: str
+) -> None:
+    monkeypatch.setattr("trainrun.cli.main.main", lambda: sys.exit(code))  # type: ignore[arg-type]
+    assert end_of([], tmp_path / "out") == exit_code
+    assert (tmp_path / "out").read_text() == printed
+
+
 def test_modules_of_users_are_imported_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = ModuleType("my_network")
     mine.__file__ = str(tmp_path / "my_network.py")

@@ -152,6 +152,13 @@ def test_a_job_that_was_stopped_before_it_could_save_has_not_failed(tmp_path: Pa
         assert read_result(tmp_path, exit_code).state == state
 
 
+def test_a_note_is_not_why_a_job_failed(tmp_path: Path):
+    (tmp_path / "run.out").write_text("no memory\nnote: the CPU is used\n")
+    assert read_result(tmp_path, 1).error == "no memory"
+    (tmp_path / "run.out").write_text("note: the CPU is used\n")
+    assert read_result(tmp_path, 1).error == "ended with exit code 1 and no result"
+
+
 def test_a_new_sweep_of_which_every_job_is_refused_leaves_no_folder(tmp_path: Path, command: Command):
     with refused(ConfigError, "lr=9"):
         run_sweep([["do=refuse", "seed=1,2"]], tmp_path / "new", command)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainrun.errors import EXIT_FAILED
+from trainrun.output import say
 
 PACKAGE = Path(__file__).parents[1]
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -119,7 +120,10 @@ def exit_code_of_command() -> int:
     try:
         runpy.run_path(str(PACKAGE / "__main__.py"), run_name="__main__")
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        say(error.code, file=sys.stderr)  # as Python does
+        return EXIT_FAILED
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_FAILED

@@ -21,6 +21,7 @@ from trainrun.task.metrics.directions import direction_of_name
 
 LONG_NUMBER = re.compile(r"(?<![\w.])\d+\.\d{6,}(e[-+]?\d+)?(?![\w.])")
 OUTPUT = "run.out"  # what a job prints
+NOTE = "note: "  # begins a line that is not why a job failed
 STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
 
 
@@ -176,7 +177,7 @@ class EvaluationRows:
 
 def explain(folder: Path, status: dict[str, Any], exit_code: int) -> str:
     """Return in one line why a job failed: its message, the signal that killed it, or the last line that it
-    printed.
+    printed and that is no note.
     """
     if status.get("state") == "failed" and status.get("message"):
         return str(status["message"])
@@ -187,7 +188,7 @@ def explain(folder: Path, status: dict[str, Any], exit_code: int) -> str:
     lines: list[str] = []
     with contextlib.suppress(OSError):
         text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(NOTE)]
     faults = [line.removeprefix("trainrun: ") for line in lines if line.startswith("trainrun: ")]
     if faults:
         return "; ".join(faults)
