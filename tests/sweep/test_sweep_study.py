@@ -233,7 +233,7 @@ def test_a_search_ends_once_its_space_has_no_other_point(
     assert len((tmp_path / "a" / "ran.txt").read_text().split()) == 4  # each once
     out = capsys.readouterr().out
     assert "sweep: 4 jobs in" in out
-    assert "sweep=optuna: all 4 points of the space are made" in out
+    assert "sweep=optuna: the space has 4 points, and no other is trained" in out
     monkeypatch.setattr("trainrun.sweep.jobs.MOST_REPEATED", 5)
     monkeypatch.setattr(SweepStudy, "_point", lambda self, trial: ("lr=1",))
     assert run_sweep([["lr=int(interval(1,9))", *words[2:]]], tmp_path / "b", command) == 0
@@ -259,3 +259,8 @@ def test_equal_values_of_a_search_are_one_point(tmp_path: Path) -> None:
         search.finish(num)
     assert search.study.has_all_points
     assert search.sweep.num_jobs == 2
+
+
+def test_a_search_that_its_number_of_points_ends_says_no_more(tmp_path: Path) -> None:
+    Search(tmp_path, [*SPACE, "sweep.trials=2"]).run(2)
+    assert Search(tmp_path, [*SPACE, "sweep.trials=1"]).sweep.why_search_ended() == ""

@@ -138,11 +138,11 @@ class Sweep:
     def why_search_ended(self) -> str:
         """Return why a search has ended before its number of points or its time; empty if it has not."""
         trials, total = read_options(split_options(self.search)[0]).trials, num_points(self.dimensions())
-        if self.points_to_come != 0 or not self.search or len(self.trials) == trials:
+        if not self.search or self.points_to_come != 0 or (trials and len(self.trials) >= trials):
             return ""
-        if total is not None and len(set(map(tuple, self.trials))) >= total:
-            return f"all {counted(total, 'point')} of the space are made"
-        return f"no other point in {counted(MOST_REPEATED, 'ask')}" if self.is_stuck else ""
+        if self.is_stuck:
+            return f"no other point in {counted(MOST_REPEATED, 'ask')}"
+        return f"the space has {counted(total or 0, 'point')}, and no other is trained"
 
     def dimensions(self) -> list[Dimension]:
         """Return the space of a search."""

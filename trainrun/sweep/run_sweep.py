@@ -162,7 +162,8 @@ def run_jobs(calls: list[list[str]], folder: Path | None, command: Command) -> t
         places, about = find_places(options, num_jobs, devices_of is not None and uses_gpus(sweep))
         study = SweepStudy(sweep, options) if sweep.search or options.pruner != "none" else None
         sweep.revive(options.revive)
-        for note in notes_on_points(calls):
+        notes = notes_on_points(calls)
+        for note in notes:
             say(f"note: {note}", file=sys.stderr)
         jobs = counted(num_jobs, "job") if num_jobs else "jobs"
         say(f"sweep: {jobs} in {sweep.folder}{about and f', {about}'}", flush=True)
@@ -179,7 +180,7 @@ def run_jobs(calls: list[list[str]], folder: Path | None, command: Command) -> t
             queue.run()
         finally:
             progress.close()
-            if why := sweep.why_search_ended():
+            if (why := sweep.why_search_ended()) and why not in " ".join(notes):
                 say(f"sweep=optuna: {why}", flush=True)
             all_refused = is_new and bool(sweep.wanted) and queue.refused == set(sweep.wanted)
             if not all_refused and has_begun(sweep):
