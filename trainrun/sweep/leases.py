@@ -114,9 +114,12 @@ class Leases:
         return files
 
 
-def find_places(options: SweepOptions, num_jobs: int, uses_gpus: bool) -> tuple[list[DevicePlace], str]:
-    """Return the places for jobs side by side, and why these. uses_gpus: whether the jobs may.
+def find_places(
+    options: SweepOptions, num_jobs: int | None, uses_gpus: bool
+) -> tuple[list[DevicePlace], str]:
+    """Return the places for jobs side by side, and why these.
 
+    num_jobs: None where nothing but the time ends them. uses_gpus: whether the jobs may.
     No places for one job after the other, which has the whole machine.
     """
     if options.jobs == 1 and options.per_device == 1:
@@ -131,7 +134,8 @@ def find_places(options: SweepOptions, num_jobs: int, uses_gpus: bool) -> tuple[
             f"sweep.per_device={options.per_device}: no GPU is used here; set sweep.jobs instead"
         )
     cores = core_numbers()
-    most = min(len(cores), max(host_memory().free // JOB_BYTES, 1), num_jobs)
+    most = min(len(cores), max(host_memory().free // JOB_BYTES, 1))
+    most = most if num_jobs is None else min(most, num_jobs)
     count = options.jobs or most
     each = max(len(cores) // count, 1)
     about = counted(each, "core") + (" each" if count > 1 else "")

@@ -159,7 +159,8 @@ def run_jobs(calls: list[list[str]], folder: Path | None, command: Command) -> t
     with locked_sweep(calls, folder) as sweep, catch_stops(relay.handle):
         devices_of = devices_by_words() if (options.jobs, options.per_device) != (1, 1) else None
         num_jobs = sweep.num_jobs
-        places, about = find_places(options, num_jobs, devices_of is not None and uses_gpus(sweep))
+        most_jobs = None if sweep.points_to_come is None else num_jobs
+        places, about = find_places(options, most_jobs, devices_of is not None and uses_gpus(sweep))
         study = SweepStudy(sweep, options) if sweep.search or options.pruner != "none" else None
         sweep.revive(options.revive)
         notes = notes_on_points(calls)
