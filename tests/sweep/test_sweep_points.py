@@ -60,6 +60,12 @@ def test_differences_are_paired_by_seed() -> None:
     assert [(row[0], row[-1]) for row in rows] == [("lr=1", ""), ("lr=3", CLOSE), ("lr=2", "")]
 
 
+def test_the_table_shows_short_numbers_and_the_file_whole_ones() -> None:
+    points = sweep_of(["lr=0.012345678901234567,2", "seed=1,2"], [0.2, 0.2, 0.1, 0.1]).points()
+    assert point_table(points)[1][0][0] == "lr=0.0123457"
+    assert points_csv(points).splitlines()[1].startswith("0.012345678901234567,")
+
+
 def test_a_sweep_without_values_has_no_best() -> None:
     assert best_job(sweep_of(["lr=1,2"], [None, None]).points()) is None
     assert best_job(Sweep(Path("sweep")).points()) is None

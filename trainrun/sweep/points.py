@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-from trainrun.sweep.results import Job
+from trainrun.sweep.results import Job, short_numbers
 from trainrun.timing.paired import half_interval
 
 REPEATED = ("data.fold", "seed")  # settings that make no other way to train
@@ -40,7 +40,7 @@ class SweepPoint:
 
     @property
     def label(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "all jobs"
+        return " ".join(f"{key}={short_numbers(value)}" for key, value in self.settings.items()) or "all jobs"
 
     def difference_from(self, other: SweepPoint) -> tuple[float, float] | None:
         """Return the mean difference of values with equal seed and fold, and half of its 95 % interval.
