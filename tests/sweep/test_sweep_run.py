@@ -152,6 +152,21 @@ def test_a_job_that_was_stopped_before_it_could_save_has_not_failed(tmp_path: Pa
         assert read_result(tmp_path, exit_code).state == state
 
 
+def test_seconds_count_a_try_whose_sweep_was_killed(tmp_path: Path, command: Command):
+    """Such a try is known by the status of its job alone."""
+    run_sweep([["lr=1"]], tmp_path, command)
+    folder, path = tmp_path / "0-lr=1", tmp_path / "sweep.json"
+    (folder / "checkpoints" / "step-7").mkdir(parents=True)
+    for state in ("stopped", "done"):  # it goes on; it is kept
+        saved = json.loads(path.read_text())
+        saved["jobs"][0]["result"] = {"state": "not run", "seconds": 20.0}
+        path.write_text(json.dumps(saved))
+        status = {"state": state, "value": 1.0, "monitor": "val/acc", "mode": "max", "seconds": 5000.0}
+        (folder / "status.json").write_text(json.dumps(status))
+        run_sweep([["lr=1"]], tmp_path, command)
+        assert 5000 <= float(table(tmp_path)[0]["seconds"]) < 5000 + DEADLINE_SECONDS
+
+
 def test_a_note_is_not_why_a_job_failed(tmp_path: Path):
     (tmp_path / "run.out").write_text("no memory\nnote: the CPU is used\n")
     assert read_result(tmp_path, 1).error == "no memory"

@@ -23,7 +23,15 @@ from trainrun.sweep.forked_job import ForkedJob, end_with_sweep
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.leases import Lease, Leases
 from trainrun.sweep.progress import SweepProgress
-from trainrun.sweep.results import OUTPUT, Job, has_checkpoint, mark_pruned, read_result, with_objective
+from trainrun.sweep.results import (
+    OUTPUT,
+    Job,
+    finite,
+    has_checkpoint,
+    mark_pruned,
+    read_result,
+    with_objective,
+)
 from trainrun.sweep.search.study import SweepStudy
 
 Process = subprocess.Popen[bytes] | ForkedJob
@@ -79,6 +87,15 @@ def job_words(words: list[str], folder: Path) -> list[str]:
         return ["resume", str(folder), *code]
     plots = [] if any("monitor.plots=" in word for word in words) else ["monitor.plots=false"]
     return [*words, *plots, f"hydra.run.dir={folder}"]
+
+
+def longer(noted: float | None, said: object) -> float:
+    """Return the seconds of a job's earlier tries.
+
+    noted: by the sweep, with start and end; not of a try during which the sweep was killed. said: by the job's own
+    status, of all its tries.
+    """
+    return max(noted or 0.0, finite(said) or 0.0)
 
 
 @dataclass
@@ -182,8 +199,8 @@ class JobQueue:
             mark_pruned(folder)
         else:
             result = read_result(folder)
-            if job.result.seconds is not None:  # of all its tries, with start and end
-                result = replace(result, seconds=job.result.seconds)
+            if job.result.seconds is not None:
+                result = replace(result, seconds=longer(job.result.seconds, result.seconds))
             self._sweep.note(job.num, with_objective(result, folder, self._objective))
         self._progress.keep(self._sweep.jobs[job.num])
         return True
@@ -241,7 +258,7 @@ class JobQueue:
         result = read_result(self._sweep.folder / job.folder, code, running.earlier)
         if code == EXIT_USAGE and not running.goes_on:
             self.refused.add(job.num)
-        before = (job.result.seconds or 0.0) if running.goes_on else 0.0
+        before = longer(job.result.seconds, running.earlier.get("seconds")) if running.goes_on else 0.0
         result = replace(result, seconds=before + time.monotonic() - running.began)
         is_done = result.state == "done"
         result = with_objective(result, self._sweep.folder / job.folder, self._objective)
