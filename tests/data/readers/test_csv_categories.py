@@ -131,6 +131,21 @@ def test_formatted_numbers_are_no_categories(tmp_path: Path, cells: str) -> None
         load(str(tmp_path / "t.csv"), target="y", val_fraction=0.0)["train"]
 
 
+@pytest.mark.parametrize(
+    ("cell", "num_rows", "says"),
+    [("{},5", 300, "'0,5'"), ("{},5", 30, "'0,5'"), ("${}00", 300, "'$000'"), ("w{}", 300, "No input")],
+)
+def test_where_no_column_can_be_used_no_empty_list_is_proposed(
+    tmp_path: Path, cell: str, num_rows: int, says: str
+) -> None:
+    rows = [f"{cell.format(i)};{cell.format(i)};{i % 2}\n" for i in range(num_rows)]
+    (tmp_path / "t.csv").write_text("a;b;y\n" + "".join(rows))
+    for inputs in (None, ["a", "b"]):
+        with refused(DataError, "t.csv", says) as caught:
+            load(str(tmp_path / "t.csv"), inputs, "y", val_fraction=0.0)["train"]
+        assert "Add these settings" not in str(caught.value)
+
+
 def test_gaps_that_training_does_not_have_are_refused(table: str, tmp_path: Path) -> None:
     other = write(tmp_path / "other.csv", [("", "red", "s1", 0)])
     with refused(DataError, "other.csv", "'a'"):

@@ -16,6 +16,7 @@ MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
 MOST_CATEGORIES, MOST_SHOWN, MOST_WORDS = 100, 20, 4
 CATEGORIES = "data.train.categories"
 FORMATTED_NUMBER = re.compile(r"[-+]?[$€£]?\s*\d[\d.,' ]*[$€£%]?")
+DECIMAL_COMMA = re.compile(r"[-+]?\d+,(\d{1,2}|\d{4,})")  # 1,200 may be grouped digits
 
 
 def is_missing(text: str) -> bool:
@@ -80,7 +81,9 @@ class ColumnProblems:
     @property
     def has_formatted_numbers(self) -> bool:
         """Whether most words are numbers with signs of a currency, percent or grouped digits, as '1.200,50 $'."""
-        return 2 * sum(map(bool, map(FORMATTED_NUMBER.fullmatch, self.words))) > len(self.words)
+        return self.categories is None and 2 * sum(
+            map(bool, map(FORMATTED_NUMBER.fullmatch, self.words))
+        ) > len(self.words)
 
     @property
     def first_word(self) -> str:
@@ -140,11 +143,14 @@ class InputFault(DataError):
     def training_settings(self) -> str:
         """Return the settings with which the table can be used for training, ready to paste."""
         settings = []
-        unusable = [problem.name for problem in self.problems if len(problem.words) > MOST_CATEGORIES]
+        words = [problem for problem in self.problems if not problem.has_formatted_numbers]
+        unusable = [problem.name for problem in words if len(problem.words) > MOST_CATEGORIES]
+        left = [name for name in self.inputs if name not in unusable]
+        if unusable and not left:
+            return ""  # nothing helps
         if unusable:
-            left = [name for name in self.inputs if name not in unusable]
             settings.append(f"data.train.inputs=[{','.join(left)}]")
-        of_words = [problem.name for problem in self.problems if problem.can_be_categories]
+        of_words = [problem.name for problem in words if problem.can_be_categories]
         if of_words:
             settings.append(f"{CATEGORIES}=[{','.join([*self.category_columns, *of_words])}]")
         if any(problem.num_missing for problem in self.problems) and self.fill is None:
@@ -161,9 +167,36 @@ class InputFault(DataError):
                 "Correct the unknown words, or add rows with them to the training data. "
                 "With data.train.fill=0 an empty cell is none of the words."
             )
-        if any(problem.categories is None and problem.num_words and not problem.can_be_categories
-               for problem in self.problems):  # fmt: skip
+        formatted = [
+            problem for problem in self.problems
+            if problem.has_formatted_numbers and problem.num_words > problem.num_numbers
+            and numbers_in([problem.first_word]) is None
+        ]  # fmt: skip
+        if formatted:
+            yield describe_formatted(formatted)
+        others = [problem for problem in self.problems if problem.num_words and problem not in formatted]
+        if len(others) == len(self.inputs) and all(len(one.words) > MOST_CATEGORIES for one in others):
+            yield (
+                f"No input is left: every column holds more than {MOST_CATEGORIES} different words. "
+                "Add columns of numbers, or of fewer words."
+            )
+        elif any(
+            problem.categories is None and (not problem.can_be_categories or problem.has_formatted_numbers)
+            for problem in others
+        ):
             yield "Correct the cells that are not numbers, or leave their columns out (data.train.inputs)."
+
+
+def describe_formatted(problems: Sequence[ColumnProblems]) -> str:
+    """Return how to write the numbers of columns whose numbers have signs that no number has here."""
+    names = listed([problem.name for problem in problems], MOST_WORDS)
+    words = [word for one in problems for word in one.words if FORMATTED_NUMBER.fullmatch(word)]
+    comma = next((word for word in words if DECIMAL_COMMA.fullmatch(word)), None)
+    if comma is not None:
+        what = f"decimal commas, as {comma!r}; write points, as {comma.replace(',', '.')}"
+    else:
+        what = f"other signs, as {words[0]!r}; write digits and a point, as 1200.5"
+    return f"The numbers of {names} have {what}."
 
 
 def adapt_choice(choice: TableChoice, fault: InputFault) -> TableChoice:
