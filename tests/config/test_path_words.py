@@ -10,7 +10,7 @@ import pytest
 from approved import refused
 
 from trainrun.cli.main import main
-from trainrun.config.argv import is_path, quote_path
+from trainrun.config.argv import conf_dir, is_path, quote_path
 from trainrun.config.compose import compose_run, format_config, prepare_command_line
 from trainrun.config.saved_config import load_config
 from trainrun.data.readers.path_contents import data_options
@@ -269,20 +269,51 @@ def test_a_path_of_the_environment_leads_from_where_a_run_began(
     assert data.train["path"] == str(tmp_path / "table.csv")
 
 
+FRACTIONS = [i * 1.5 for i in range(40)]
+
+
 @pytest.mark.parametrize(
     ("cells", "words", "task"),
     [
-        ([i * 1.5 for i in range(40)], [], "regression"),
-        ([i * 37 for i in range(40)], [], "regression"),
+        (FRACTIONS, [], "regression"),
+        ([*range(9000), *FRACTIONS], [], "regression"),
+        (FRACTIONS, ["model.num_classes=1"], "regression"),
+        ([i * 37 for i in range(40)], [], "classification"),
+        ([f"{i}.0" for i in range(40)], [], "classification"),
+        ([*FRACTIONS, "many"], [], "classification"),
         ([i % 5 / 2 for i in range(40)], [], "classification"),
-        ([i % 3 for i in range(40)], [], "classification"),
         (["ab"[i % 2] for i in range(40)], [], "classification"),
-        ([i * 1.5 for i in range(40)], ["task=classification"], "classification"),
-        ([i * 37 for i in range(40)], ["data.train.target_dtype=class"], "classification"),
+        (FRACTIONS, ["task=classification"], "classification"),
+        (FRACTIONS, ["task.label_smoothing=0.1"], "classification"),
+        (FRACTIONS, ["experiment=tabular"], "classification"),
+        (FRACTIONS, ["preset=fast"], "classification"),
+        (FRACTIONS, ["model.num_classes=40"], "classification"),
+        (FRACTIONS, ["data.num_classes=40"], "classification"),
+        (FRACTIONS, ["data.sampling=balanced"], "classification"),
+        (FRACTIONS, ["data.stratified=true", "data.folds=2", "data.fold=0"], "classification"),
+        (FRACTIONS, ["class_weight=balanced"], "classification"),
+        (FRACTIONS, ["checkpoint.monitor=val/acc"], "classification"),
+        (FRACTIONS, ["data.train.target_dtype=class"], "classification"),
     ],
 )
 def test_the_task_of_a_table_is_chosen_by_its_target(cells: list[object], words: list[str], task: str):
     Path("t.csv").write_text("x,price\n" + "".join(f"1,{cell}\n" for cell in cells))
     composition = compose_run(["data.path=t.csv", "data.train.target=price", "model=mlp", *words])
     assert composition.choices["task"] == task
-    assert any("task=regression" in note for note in composition.notes) == (task == "regression")
+    assert any("price holds" in note for note in composition.notes) == (task == "regression")
+
+
+@pytest.mark.parametrize("file", ["trainrun.yaml", "task/classification.yaml", "data/mine.yaml"])
+def test_a_task_of_the_users_own_files_stays(file: str) -> None:
+    Path("t.csv").write_text("x,price\n" + "".join(f"1,{cell}\n" for cell in FRACTIONS))
+    text = (
+        "# @package _global_\ndefaults: [csv@data]\ntask: {label_smoothing: 0.1}\n"
+        if file == "data/mine.yaml"
+        else (conf_dir() / file).read_text()
+    )
+    Path("conf/model").mkdir(parents=True)
+    (Path("conf") / file).parent.mkdir(exist_ok=True)
+    (Path("conf") / file).write_text(text)
+    words = ["data=mine" if file == "data/mine.yaml" else "data=csv", "data.path=t.csv"]
+    composition = compose_run([*words, "data.train.target=price"])
+    assert composition.choices["task"] == "classification"

@@ -307,13 +307,14 @@ def test_a_network_with_an_expanded_buffer_gets_the_weights_back(workdir: Path) 
     assert not torch.equal(model.weight, before)
 
 
-def test_real_numbers_as_targets_choose_the_task() -> None:
+def test_real_numbers_as_targets_choose_the_task(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.arange(40).unsqueeze(1) / 40
-    words = api.settings_of_objects({"data": (x, x[:, 0].sqrt())}, [])
-    assert "task=regression" in words
-    for targets, typed in (
-        ((x[:, 0] > 0.5).float(), []),
-        (x[:, 0], ["task=multilabel"]),
-        (x.expand(40, 3), []),
-    ):
-        assert "task=regression" not in api.settings_of_objects({"data": (x, targets)}, typed)
+    assert api.describe_quantities((x, x.sqrt()))
+    for targets in ((x[:, 0] > 0.5).float(), (40 * x[:, 0]).round(), torch.arange(40), x.expand(40, 3)):
+        assert not api.describe_quantities((x, targets))
+    task = "trainrun.task.regression.Regression"
+    run = trainrun.train("trainer.max_steps=1", data=(x, x[:, 0]))
+    assert run.config.task["_target_"] == task
+    assert "40 different real numbers" in capsys.readouterr().err
+    with pytest.raises(trainrun.TrainrunError, match="real numbers"):
+        trainrun.train("trainer.max_steps=1", "model.num_classes=40", data=(x, x[:, 0]))

@@ -53,7 +53,7 @@ class CommandLine:
 
     notes: one line for each name that was translated. twice: one for each key with two values; the last
     one wins, which a program that adds to its own words may want, and a person may not have seen. typed: what was
-    typed, by what it was translated to.
+    typed, by what it was translated to. quantities: what is known of targets from Python, if they are amounts.
     """
 
     flags: list[str] = field(default_factory=list)
@@ -63,6 +63,7 @@ class CommandLine:
     notes: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
     typed: dict[str, str] = field(default_factory=dict)
+    quantities: str = ""
 
     def as_typed(self, fault: str) -> str:
         """Return a line on a setting, which names the word and the value that were typed."""

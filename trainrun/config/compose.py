@@ -45,6 +45,10 @@ MODELS_OF_DATA = {  # beside the option that a path chooses
     "text": ("model=gpt", "task=language_modeling"),
     "image_folder": ("model=cnn",),
 }
+FILES_OF_TASK = ("trainrun.yaml", "task/classification.yaml")  # in a folder of the user's, which say the task
+SAYS_TASK = re.compile(
+    r"(task|experiment|preset)\b.*|.*\bnum_classes=0*([2-9]|1\d)\d*|.*monitor=\S*/acc", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,14 @@ def settings_for_path(path: str) -> list[list[str]]:
     return list(ways.values())
 
 
-def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition:
-    """Return the config of a command line. Raise ConfigError with every fault of it."""
+def compose_run(argv: list[str], working_dir: Path | None = None, quantities: str = "") -> Composition:
+    """Return the config of a command line. Raise ConfigError with every fault of it.
+
+    quantities: what is known of targets that are given from Python, if they are amounts.
+    """
     directory = working_dir or Path.cwd()
     words, folders = prepare_command_line(argv, directory)
+    words.quantities = quantities
     return compose_prepared(words, folders, directory)
 
 
@@ -174,9 +182,9 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
         data = _named(config.data.name, config.data.train)
         model = _named(choices.get("model", "model"), config.model)
         config = replace(config, run_name=f"{data}-{model}")
-    if task := task_for_targets(config, words.overrides):
-        words.notes.append(f"the target holds many different numbers, so {task} is added")
-        words.overrides.insert(0, task)
+    if is_task_open(config, words.overrides, folders) and (reason := reason_for_regression(config, words)):
+        words.notes.append(reason)
+        words.overrides.insert(0, "task=regression")
         return _composition(words, folders, working_dir)
     if beside := [path for path in sorted(working_dir.glob("conf/*.y*ml")) if path.stem != "trainrun"]:
         words.notes += unread_files(beside)
@@ -185,18 +193,33 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
     return Composition(config, choices, overrides, words.own, words.notes)
 
 
-def task_for_targets(config: RunConfig, overrides: list[str]) -> str:
-    """Return the setting of the task for a table whose target is an amount; "" if the task is typed, or fits."""
-    node = config.data.train or {}
-    is_typed = any(word.lstrip("+~").startswith(("task", "experiment", "preset")) for word in overrides)
-    is_classifier = (config.task or {}).get("_target_") == "trainrun.task.classification.Classification"
-    if is_typed or not is_classifier or node.get("_target_") != "trainrun.data.readers.tables.csv_files.load":
-        return ""
-    from trainrun.data.readers.tables.csv_files import has_quantities  # a run without a table needs none
+def is_task_open(config: RunConfig, overrides: list[str], folders: list[Path]) -> bool:
+    """Return whether the task is trainrun's own default, and nothing that the user set speaks of classes.
 
-    with suppress(DataError):  # which the run reports
-        return "task=regression" if has_quantities(node) else ""
-    return ""
+    folders: of configs, the user's first.
+    """
+    usual = yaml.safe_load((folders[-1] / "task/classification.yaml").read_text(encoding="utf-8"))
+    has_own = any((folder / name).is_file() for folder in folders[:-1] for name in FILES_OF_TASK)
+    if has_own or config.task != usual:
+        return False
+    if any(SAYS_TASK.fullmatch(word.lstrip("+~")) for word in overrides):
+        return False
+    counts = (config.data.num_classes, (config.model or {}).get("num_classes"))
+    has_classes = any(isinstance(count, int) and count > 1 for count in counts)
+    return not (has_classes or config.data.sampling == "balanced" or config.data.stratified)
+
+
+def reason_for_regression(config: RunConfig, words: CommandLine) -> str:
+    """Return a note on targets that are amounts, and the way to classes; "" if they are no amounts."""
+    node = config.data.train or {}
+    what, way = words.quantities, "integers as targets"
+    if not what and node.get("_target_") == "trainrun.data.readers.tables.csv_files.load":
+        from trainrun.data.readers.tables.csv_files import describe_quantities  # others need none
+
+        way = "task=classification data.train.target_dtype=class"
+        with suppress(DataError):  # which the run reports
+            what = describe_quantities(node)
+    return what and f"{what}, so task=regression is added ({way} for classes)"
 
 
 def with_runs_of_sweeps(config: RunConfig, notes: list[str]) -> RunConfig:

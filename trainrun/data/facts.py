@@ -179,12 +179,13 @@ def check_targets_are_classes(source: Any, key: str, is_table: bool) -> None:
     )
 
 
-def are_quantities(targets: np.ndarray[Any, Any]) -> bool:
-    """Return whether the targets (N,) of a table are amounts rather than classes: many different numbers."""
-    num_values = len(np.unique(targets))
-    if targets.dtype.kind == "f":
-        return num_values >= LEAST_QUANTITIES
-    return len(targets) >= LEAST_IDS and num_values > MOST_UNIQUE * len(targets)
+def count_quantities(targets: np.ndarray[Any, Any]) -> int:
+    """Return how many different numbers the targets (N,) are; 0 if they may be classes or ids, which are whole."""
+    if targets.dtype.kind != "f":
+        return 0
+    values = np.unique(targets[np.isfinite(targets)])
+    has_fractions = bool((values % 1).any())
+    return len(values) if has_fractions and len(values) >= LEAST_QUANTITIES else 0
 
 
 def describe_unique_labels(source: Any, key: str, is_table: bool) -> str:
@@ -200,9 +201,10 @@ def describe_unique_labels(source: Any, key: str, is_table: bool) -> str:
     if num_values <= MOST_UNIQUE * len(labels):
         return ""
     way = f"{key}.target=COLUMN" if is_table else "other targets"
+    outputs = "" if is_table else " model.num_classes=1"  # whole numbers of a table become float32
     return (
         f"{key}: {len(labels):,} samples have {num_values:,} different labels, too many for classes; if these "
-        f"are ids, choose {way}; if they are quantities, task=regression"
+        f"are ids, choose {way}; if they are quantities, task=regression{outputs}"
     )
 
 

@@ -21,7 +21,7 @@ from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint
 from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
-from trainrun.data.facts import are_quantities
+from trainrun.data.facts import count_quantities
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, typed_settings
 from trainrun.folder.status import read_status
@@ -197,7 +197,11 @@ def train(
         named |= {"val": None, **{f"val.{name}": part for name, part in val.items()}}
     objects = {name: value for name, value in named.items() if value is not None}
     all_words = [*settings_of_objects(objects, list(words)), *words]
-    composition = compose_run(all_words)
+    quantities = describe_quantities(objects.get("data"))
+    composition = compose_run(all_words, quantities=quantities)
+    for note in composition.notes:
+        if quantities and note.startswith(quantities):
+            say(f"note: {note}", file=sys.stderr)
     if objects and composition.config.parallel.mode != "single":
         raise ConfigError(
             f"trainrun.train({next(iter(objects))}=...): an object is in this process alone, ranks are processes of "
@@ -319,22 +323,22 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
         out += [f"+{place}.{key}={value}" for key, value in node.items()]
     if "model" in objects and "run_name" not in typed_keys:
         out.append(f"run_name={type(objects['model']).__name__}")
-    if not any(key.startswith("task") for key in (*typed_keys, *objects)) and gives_quantities(
-        objects.get("data")
-    ):
-        out.append("task=regression")
     return [*(f"{group}=custom" for group in ("model", "task", "data") if group in objects), *out]
 
 
-def gives_quantities(data: Any) -> bool:
-    """Return whether the last of several tensors or arrays holds one amount for each sample."""
+def describe_quantities(data: Any) -> str:
+    """Return how many different real numbers the last of several tensors or arrays holds, one for each sample.
+
+    "" if it holds others.
+    """
     import numpy as np
 
     target = data[-1] if isinstance(data, tuple | list) and len(data) > 1 else None
     if not hasattr(target, "dtype") or not hasattr(target, "shape"):
-        return False
+        return ""
     values = np.asarray(target)
-    return values.dtype.kind == "f" and values.size == len(values) and are_quantities(values)
+    count = count_quantities(values.reshape(-1)) if values.size == len(values) else 0
+    return f"the targets hold {count:,} different real numbers" if count else ""
 
 
 def quoted(text: str) -> str:

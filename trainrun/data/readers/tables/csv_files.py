@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from trainrun.data.facts import are_quantities
+from trainrun.data.facts import count_quantities
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
 from trainrun.data.readers.free_space import check_memory, unpacked_bytes
 from trainrun.data.readers.mapped_rows import rows_of_columns
@@ -126,17 +126,31 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     return splits_of_files(found, read)
 
 
-def has_quantities(node: Mapping[str, Any]) -> bool:
-    """Return whether the target of a table, of which a first block is read, is an amount. node: `data.train`."""
+def describe_quantities(node: Mapping[str, Any]) -> str:
+    """Return how many different real numbers the target of a table holds; "" if it holds classes or ids.
+
+    The first `CELLS_AT_ONCE` cells of the training data are read. node: `data.train`.
+    """
     files = SplitRequest(node["path"], node.get("val_path"), node.get("test_path")).find_files(ENDINGS["csv"])
-    training = files.files["train"][:1]
+    training = files.files["train"]
     dialect = Dialect(node.get("delimiter") or usual_delimiter(training[0]), node.get("header", True))
-    goal = chosen_target(node.get("target"), columns_in(training[0], dialect))
+    columns = columns_in(training[0], dialect)
+    goal = chosen_target(node.get("target"), columns)
     if len(goal) != 1 or node.get("target_dtype", "auto") != "auto":
-        return False
-    block = next(blocks_of(training, TableChoice((), (), dialect=dialect), goal), None)
-    targets = None if block is None else numbers_in(block.words[goal[0]])
-    return targets is not None and are_quantities(targets)
+        return ""
+    parts: list[np.ndarray[Any, Any]] = []
+    num_rows, most_rows = 0, max(1, CELLS_AT_ONCE // len(columns))
+    for block in blocks_of(training, TableChoice((), (), dialect=dialect), goal):
+        numbers = numbers_in(block.words[goal[0]])
+        if numbers is None:
+            return ""
+        parts.append(numbers)
+        num_rows += len(numbers)
+        if num_rows >= most_rows:
+            break
+    count = count_quantities(np.concatenate(parts)) if parts else 0
+    place = f" in its first {num_rows:,} rows" if num_rows >= most_rows else ""
+    return f"{goal[0]} holds {count:,} different real numbers{place}" if count else ""
 
 
 def without_words(
