@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from approved import approve
+from approved import approve, refused
 
 from trainrun.config.aliases import BY_NAMES, CASES, KEYS, aliases, answers
 from trainrun.config.argv import conf_dir, groups
@@ -175,3 +175,9 @@ def test_a_number_of_devices_chooses_ranks_only_where_nothing_else_does() -> Non
         for note in compose_run(["parallel.devices=3"]).notes
     )
     assert compose_run(["parallel.mode=ddp", "parallel.devices=3"]).notes == []
+
+
+def test_no_setting_is_answered_with_itself() -> None:
+    for words in (["data=datasets", "data.train.target=y"], ["data.train.target=y"]):
+        with refused(ConfigError, "data.train.target=y"):
+            compose_run(words)

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from approved import refused
 
 from trainrun.assemble.data_pipeline import check_labels_fit, describe_sources
 from trainrun.config.compose import compose_run
-from trainrun.data.facts import describe_classes, facts_of
+from trainrun.data.facts import describe_classes, describe_unique_labels, facts_of
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.readers.pictures import image_folder
@@ -142,6 +143,14 @@ def test_real_numbers_as_labels_name_the_settings_that_help(tmp_path: Path) -> N
     assert lines_on(tmp_path, floats, target_dtype="class") == ["2: 0.0 (18), 1.0 (18)"]
     assert lines_on(tmp_path, floats, "task=regression") == []
     assert lines_on(tmp_path, floats, "task=multilabel", "model.num_classes=1") == []
+
+
+def test_whole_numbers_from_python_name_both_ways() -> None:
+    line = describe_unique_labels(
+        torch.utils.data.TensorDataset(torch.rand(N, 2), torch.arange(N)), "data.train", False
+    )
+    assert "other targets" in line
+    assert "task=regression model.num_classes=1" in line
 
 
 @pytest.mark.parametrize("labels", [range(7, N + 7), [f"id_{i}" for i in range(N)]])

@@ -57,7 +57,13 @@ def build_model(
     for name, value in from_data.items():
         if name in node and node[name] is None:
             if value is None:
-                raise DataError(f"model.{name}: cannot be told from the data; say it, as {EXAMPLES[name]}")
+                way = f"say it, as {EXAMPLES[name]}"
+                if name == "in_shape" and "columns" in (config.data.train or {}):  # rows of data=datasets
+                    way = (
+                        "name input and target, as data.train.columns=[x,y], where x holds pictures or lists of one "
+                        "length; single numbers are read from CSV or Parquet"
+                    )
+                raise DataError(f"model.{name}: cannot be told from the data; {way}")
             node[name] = value
 
     def new_model() -> nn.Module:

@@ -191,7 +191,13 @@ def unknown_key(key: str, word: str, above: str, names: list[str], learning_rate
         name for name, setting in settings().items() if not setting.section and name.endswith(f".{last}")
     ]
     if last in answers():
-        return f"{word}: {kind}; {answer_to(last, word.partition('=')[2], learning_rate)}"
+        value = word.partition("=")[2]
+        answer = answer_to(last, value, learning_rate)
+        if not above.startswith("data.") or f"write {key}=" not in answer:
+            return f"{word}: {kind}; {answer}"
+        if last == "target" and "columns" in names:
+            return f"{word}: {kind}; write {head}columns=[x,{value}], where the last one is the target"
+        return f"{word}: {kind} of this data.{_listed(names, above)}"
     if last in CASES:
         return f"{word}: must be {' or '.join(f'{last}={case}' for case in CASES[last])}, or be left out"
     if meant := aliases().get(key, aliases().get(last)):

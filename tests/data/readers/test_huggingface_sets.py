@@ -187,6 +187,13 @@ def test_damaged_files_are_named(tmp_path, name, content):
         whole(tmp_path / name)
 
 
+@pytest.mark.parametrize("content", ["[[0.5, 1], [2, 3]]", "[1, 2]"])
+def test_an_array_of_numbers_is_told_what_rows_are(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    with refused(DataError, "a.json", "data.train.columns=[x,y]"):
+        whole(tmp_path / "a.json")
+
+
 def test_mistakes(tmp_path, monkeypatch):
     rows_of(3).save_to_disk(tmp_path / "set")
     with refused(DataError):

@@ -155,7 +155,13 @@ def blocks_of_lines(file: IO[bytes]) -> Iterator[bytes]:
     """Yield whole JSON lines of a file, many at a time. An array of objects becomes lines."""
     if file.read(64).lstrip()[:1] == b"[":
         file.seek(0)
-        yield b"\n".join(json.dumps(row).encode() for row in json.load(file))
+        rows = json.load(file)
+        if not all(isinstance(row, dict) for row in rows):
+            raise DataError(
+                f"{file.name}: an array of numbers or lists; data=datasets takes objects, as "
+                '[{"x": [0.5, 1], "y": 0}, ...] with data.train.columns=[x,y]; write it so, or as .npz or CSV'
+            )
+        yield b"\n".join(json.dumps(row).encode() for row in rows)
         return
     file.seek(0)
     while block := file.read(JSON_BLOCK_BYTES):
