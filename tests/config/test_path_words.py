@@ -14,6 +14,7 @@ from trainrun.config.argv import conf_dir, is_path, quote_path
 from trainrun.config.compose import compose_run, format_config, prepare_command_line
 from trainrun.config.saved_config import load_config
 from trainrun.data.readers.path_contents import data_options
+from trainrun.data.readers.tables import csv_files
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, named_folder
 from trainrun.runs.run import new_run
@@ -301,6 +302,13 @@ def test_the_task_of_a_table_is_chosen_by_its_target(cells: list[object], words:
     composition = compose_run(["data.path=t.csv", "data.train.target=price", "model=mlp", *words])
     assert composition.choices["task"] == task
     assert any("price holds" in note for note in composition.notes) == (task == "regression")
+
+
+def test_the_note_says_how_much_of_a_large_table_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csv_files, "CELLS_FOR_TASK", 4000)
+    Path("t.csv").write_text("x,price\n" + "".join(f"1,{i / 4}\n" for i in range(9000)))
+    notes = compose_run(["data.path=t.csv", "data.train.target=price"]).notes
+    assert any("8,192 different real numbers in its first 8,192 rows" in note for note in notes)
 
 
 @pytest.mark.parametrize("file", ["trainrun.yaml", "task/classification.yaml", "data/mine.yaml"])

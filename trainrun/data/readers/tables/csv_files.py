@@ -60,6 +60,7 @@ from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, HeldOutBy, NumberType, TargetType
 
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
+CELLS_FOR_TASK = 2**18  # that are read before a run begins: half a second
 MAX_LINE_CHARACTERS = 2**26
 WORD_BYTES = 64  # that each takes in memory, about
 FEWER = "name fewer columns by data.train.inputs, or write the table as Parquet"
@@ -129,7 +130,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
 def describe_quantities(node: Mapping[str, Any]) -> str:
     """Return how many different real numbers the target of a table holds; "" if it holds classes or ids.
 
-    The first `CELLS_AT_ONCE` cells of the training data are read. node: `data.train`.
+    The first `CELLS_FOR_TASK` cells, and at least a block, of the training data are read. node: `data.train`.
     """
     files = SplitRequest(node["path"], node.get("val_path"), node.get("test_path")).find_files(ENDINGS["csv"])
     training = files.files["train"]
@@ -139,7 +140,7 @@ def describe_quantities(node: Mapping[str, Any]) -> str:
     if len(goal) != 1 or node.get("target_dtype", "auto") != "auto":
         return ""
     parts: list[np.ndarray[Any, Any]] = []
-    num_rows, most_rows = 0, max(1, CELLS_AT_ONCE // len(columns))
+    num_rows, most_rows = 0, max(1, CELLS_FOR_TASK // len(columns))
     for block in blocks_of(training, TableChoice((), (), dialect=dialect), goal):
         numbers = numbers_in(block.words[goal[0]])
         if numbers is None:
