@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -198,6 +200,11 @@ LEAST_SECONDS = 5.0  # NVML averages over up to a second: a shorter training say
 OUTSIDE = ("start-up", "plots", "measuring")  # before and after the training
 
 
+def may_have_nvidia_driver() -> bool:
+    """Return False where Linux has no device of NVIDIA's driver, and none by which WSL reaches that of Windows."""
+    return sys.platform != "linux" or os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")
+
+
 class Gpus:
     """Reads `gpu0_percent`, `gpu1_watts`, ... in the numbers of nvidia-smi, and the same of the run's own as `gpu_*`.
 
@@ -208,6 +215,8 @@ class Gpus:
         self._device, self._nvml, self.advice = device, nvml, ""
         self._deaf: set[str] = set()  # what a GPU does not tell is asked once
         self._handles: list[Any] = []
+        if nvml is None and not may_have_nvidia_driver():
+            return  # importing `pynvml` takes 20 ms
         try:
             if nvml is None:
                 import pynvml
