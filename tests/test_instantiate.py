@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,6 +98,20 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for name in [name for name in sys.modules if name.startswith("plug_")]:
         del sys.modules[name]
+
+
+def test_a_hidden_module_is_found_in_the_folder_of_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after another one of that name was imported in another folder."""
+    for folder in ("plug_elsewhere", "plug_first", "plug_second"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "plug_hidden.py").write_text(f"class Thing:\n    folder = '{folder}'\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "plug_elsewhere"))
+    for folder in ("plug_first", "plug_second"):
+        monkeypatch.chdir(tmp_path / folder)
+        monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / folder)])
+        assert locate("plug_hidden.Thing", "model").folder == folder
 
 
 def test_a_module_younger_than_the_listing_of_its_folder_is_imported(tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[
     ):  # its file may be younger than the listing of its folder that Python keeps
         importlib.invalidate_caches()
     prefix = HERE if is_hidden(names[0]) else ""
+    if prefix:
+        enter_working_directory()
     for length in range(len(names) - 1, 0, -1):
         path = ".".join(names[:length])
         try:
@@ -110,6 +112,16 @@ def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[
             if not is_absent(error, prefix + path):
                 raise PluginError(f"{fault} importing {path} failed: {place(error)}") from error
     raise PluginError(f"{fault} {absent(names[0])}")
+
+
+def enter_working_directory() -> None:
+    """Have `trainrun.here` stand for the working directory of now, which a process may have changed."""
+    here = importlib.import_module(HERE.rstrip("."))
+    folder = str(Path.cwd())
+    if list(here.__path__) != [folder]:
+        here.__path__[:] = [folder]
+        for name in [name for name in sys.modules if name.startswith(HERE)]:
+            del sys.modules[name]
 
 
 def is_hidden(name: str) -> bool:
