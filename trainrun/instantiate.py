@@ -96,10 +96,8 @@ def attribute(found: Any, path: str, name: str, fault: str) -> Any:
 
 def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[str]]:
     """Import the module at the start of a dotted path. Return it, its name, and the rest of the path."""
-    if (
-        names[0] not in sys.modules
-    ):  # its file may be younger than the listing of its folder that Python keeps
-        importlib.invalidate_caches()
+    if names[0] not in sys.modules:
+        importlib.invalidate_caches()  # its file may be younger than Python's listing of the folder
     prefix = HERE if is_hidden(names[0]) else ""
     if prefix:
         enter_working_directory()

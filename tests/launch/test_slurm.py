@@ -33,6 +33,7 @@ def test_options_of_the_command_line() -> None:
         2, 8, "1-00:00:00", "main", flags
     )
     assert read_options(["launch=local"]) is None
+    assert read_options(["launch=slurm", "launch.time=UNLIMITED"]) == SlurmOptions(time="UNLIMITED")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,16 @@ def test_a_job_has_one_task_a_machine_with_a_rank_for_each_gpu(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("time", "warning"),
-    [("0:02:00", 60), ("2", 60), ("1:30", 45), ("1:00:00", 300), ("1-00", 300), (None, 300)],
+    [
+        ("0:02:00", 60),
+        ("2", 60),
+        ("1:30", 45),
+        ("1:00:00", 300),
+        ("1-00", 300),
+        (None, 300),
+        ("0", 300),
+        ("UNLIMITED", 300),
+    ],
 )
 def test_a_job_is_warned_in_the_second_half_of_its_time_at_the_earliest(
     time: str | None, warning: int, tmp_path: Path

@@ -28,6 +28,9 @@ WARNING_SECONDS = 300  # from the signal to the time limit
 SCRIPT, LOG = "slurm.sh", "slurm.log"
 
 
+NO_LIMIT = ("0", "unlimited", "infinite")
+
+
 @dataclass(frozen=True)
 class SlurmOptions:
     """nodes: machines. gpus: on each machine, one rank each. sbatch: further flags by their long names."""
@@ -62,10 +65,9 @@ def read_options(words: Sequence[str]) -> SlurmOptions | None:
         else:
             fields = [f"launch.{field}" for field in SlurmOptions.__dataclass_fields__]
             faults.append(f"{word}: no such setting of a launch.{nearest(key, fields)}")
-    if "time" in values and limit_seconds(values["time"]) is None:
-        faults.append(
-            f"launch.time={values['time']}: must be as Slurm has it: 90 (minutes), 1:30:00 or 2-12:00:00"
-        )
+    time = values.get("time", "0")
+    if time.lower() not in NO_LIMIT and limit_seconds(time) is None:
+        faults.append(f"launch.time={time}: must be as Slurm has it: 90 (minutes), 1:30:00 or 2-12:00:00")
     if kind not in ("local", "slurm"):
         faults.append(f"launch={kind}: must be local or slurm")
     elif kind == "local" and values:
@@ -95,7 +97,7 @@ def limit_seconds(text: str) -> int | None:
 def format_script(options: SlurmOptions, name: str, folder: Path, words: Sequence[str]) -> str:
     """Return the job script. words: the settings of the run, with its folder."""
     limit = limit_seconds(options.time or "")
-    warning = WARNING_SECONDS if limit is None else min(WARNING_SECONDS, limit // 2)  # a short job trains too
+    warning = min(WARNING_SECONDS, limit // 2) if limit else WARNING_SECONDS  # a short job trains too
     flags = {
         "job-name": name,
         "chdir": Path.cwd(),
