@@ -87,6 +87,11 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
     print_plain(shown, file, end, flush)
 
 
+def say_note(text: str) -> None:
+    """Print a note to standard error."""
+    say(f"note: {text}", file=sys.stderr, flush=True)
+
+
 def wrapped(line: str, width: int | None) -> str:
     """Return a line with a hanging indent, at most `width` wide. A command, a path and code stay whole.
 

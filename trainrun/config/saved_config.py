@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainrun.config.aliases import say_once
 from trainrun.config.argv import CommandLine, conf_dir, groups, split_command_line, translate
 from trainrun.config.compose import idle_settings, rename_old_values, untold
-from trainrun.config.messages import explain_reference
+from trainrun.config.messages import explain_reference, first_line_of_error
 from trainrun.config.overrides import (
     add_trackers,
     in_tracker,
@@ -150,7 +150,7 @@ def plain_config(path: Path) -> dict[str, Any]:
     try:
         container = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: not a config of a run ({_first_line(error)})") from error
+        raise ConfigError(f"{path}: not a config of a run ({first_line_of_error(error)})") from error
     except AssertionError:  # OmegaConf's answer to a single number
         container = None
     if not isinstance(container, dict) or not container.get("model"):
@@ -192,7 +192,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
         cfg = OmegaConf.merge(schema_node(), saved)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
-        raise ConfigError(f"{path}: not a config of a run ({key}: {_first_line(error)})") from error
+        raise ConfigError(f"{path}: not a config of a run ({key}: {first_line_of_error(error)})") from error
     assert isinstance(cfg, DictConfig)
     words = translated(overrides)
     faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
@@ -248,10 +248,6 @@ def keep_referenced_values(cfg: DictConfig, section: str) -> None:
         reference = REFERENCE.fullmatch(text) if isinstance(text, str) else None
         if reference is not None and reference[1].startswith(f"{section}."):
             OmegaConf.update(cfg, key, OmegaConf.select(cfg, key))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 NO_SWEEP = "several values, where a saved run has one (a list is [1,2])"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from trainrun.data.engines.stream import ReadBy
 from trainrun.data.order.sampler import Plan, StreamPlan, batch_too_large
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
-from trainrun.output import say
+from trainrun.output import say_note
 
 if TYPE_CHECKING:
     from trainrun.data.augment.augmented import NamedAugmentation
@@ -39,15 +38,11 @@ Collate = Callable[[list[Any]], Any]
 Report = Callable[[str], None]
 
 
-def to_stderr(text: str) -> None:
-    say(f"note: {text}", file=sys.stderr, flush=True)
-
-
 def report_to(listeners: Sequence[Report]) -> Report:
     """Return a function that sends a line to all listeners; to stderr if there are none, as on most ranks."""
 
     def report(text: str) -> None:
-        for listener in listeners or (to_stderr,):
+        for listener in listeners or (say_note,):
             listener(text)
 
     return report
@@ -163,7 +158,7 @@ class StreamOptions:
     augment: tuple[NamedAugmentation, ...] = ()
     on_error: str = "raise"
     max_skipped_fraction: float = 0.01
-    report: Report = to_stderr
+    report: Report = say_note
     truncate: str = "right"
     padding: str = "longest"
     max_tokens: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir, read_identity, typed_settings
 from trainrun.instantiate import BUILT, is_node
-from trainrun.output import say
+from trainrun.output import say_note
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.resume import check_modules, tell, trusted_config
+from trainrun.runs.resume import check_modules, trusted_config
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.train_state import TrainState
@@ -80,7 +79,7 @@ def load_parts(
     loaded = read_checkpoint(folder)
     if names_samples(config, typed, measured):
         if is_held_out and is_training_data(config, device, loaded):
-            tell(
+            say_note(
                 f"data.path={config.data.path} has as many samples as the run was trained on, so the part that was "
                 f"held out is read; data.train.{measured}_path={config.data.path} reads all of it"
             )
@@ -172,7 +171,7 @@ def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.d
         for lost in (
             lost_name for lost_name in task_state.get("anew", ()) if lost_name.startswith("model: ")
         ):
-            tell(
+            say_note(
                 f"{loaded.folder.name} does not hold what changed in {lost}: it is as the model makes it at first"
             )
         load_task_state(loaded.folder.name, task, task_state, device)
@@ -187,5 +186,5 @@ def checkpoint_of(run: RunDir, which: str | None) -> str:
     """Return what `--which` says; without it the best, or the last where no metric chose a best one."""
     chosen = choose_checkpoint(run.checkpoints, which)
     if which is None and chosen == "last" and committed_steps(run.checkpoints):
-        say("note: no metric chose a best checkpoint of this run; the last one is used", file=sys.stderr)
+        say_note("no metric chose a best checkpoint of this run; the last one is used")
     return chosen

@@ -41,7 +41,7 @@ from trainrun.folder.seal import check_files, check_sealed
 from trainrun.folder.status import read_status
 from trainrun.instantiate import TARGET
 from trainrun.monitor.metric_rows import valid_rows
-from trainrun.output import say
+from trainrun.output import say_note
 
 MAX_WORDS_BYTES = 2**22
 SHOWN = 8
@@ -290,11 +290,7 @@ def finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
     )
 
 
-def tell(text: str) -> None:
-    say(f"note: {text}", file=sys.stderr, flush=True)
-
-
-def repair(run: RunDir, note: Callable[[str], None] = tell) -> None:
+def repair(run: RunDir, note: Callable[[str], None] = say_note) -> None:
     """Make the folder of a run fit to go on with. Only the process that holds its lock may call it.
 
     Raises ConfigError if nothing can be written.
