@@ -19,7 +19,8 @@ from typing import Any
 from trainrun.output import encodable, print_plain, printable, say
 
 NARROW_COLUMN = 24  # of the second column where the window is narrow
-COMMAND_STARTS = ("trainrun ", "python ", "torchrun ", "pip ")
+COMMAND_STARTS = ("trainrun ", "python ", "torchrun ", "pip ", "srun ", "bash ")
+COMMENT = re.compile(r"(?:^|(?<=\s))# *(?=\S)")
 UNQUOTED_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 WIDEST_PROSE = 100  # columns; longer lines of prose are hard to read
 COLUMNS = re.compile(r"( *)(\S.*?)(?: {2,}(\S.*))?$")
@@ -54,7 +55,7 @@ def second_column(line: str) -> int:
 
 
 def wrapped_line(line: str, width: int, too_wide: set[int]) -> list[str]:
-    """Return one line as several. Words that are longer than the window stay whole.
+    """Return one line as several of at most `width` columns, with a hanging indent.
 
     too_wide: the second columns of lists with a line that does not fit; the whole list gets a narrower first column.
     """
@@ -77,27 +78,49 @@ def wrapped_line(line: str, width: int, too_wide: set[int]) -> list[str]:
 
 
 def fill_lines(text: str, first: str, others: str, width: int) -> list[str]:
+    """Return a text as lines of at most `width` columns, broken between words where a word is not wider than that."""
     return textwrap.wrap(
-        text, max(width, len(others) + 10), initial_indent=first, subsequent_indent=others,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        text,
+        max(width, len(others) + 10),
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
+    )
 
 
-def wrap_command(line: str, width: int) -> list[str]:
-    """Return a command as lines that a shell joins again, with a backslash at each end; other code as it is."""
-    if len(line) <= width or not line.startswith(COMMAND_STARTS):
+def wrap_code(line: str, width: int) -> list[str]:
+    """Return a line of code, a command or an output as lines of at most `width` columns.
+
+    A comment moves above its line. A command stays one command for a shell, and Python stays valid if it is broken
+    inside brackets.
+    """
+    if len(line) <= width:
         return [line]
-    command, separator, comment = line.partition(" # ")
-    if separator:
-        return [f"# {comment.strip()}", *wrap_command(command.rstrip(), width)]
-    words = UNQUOTED_WORD.findall(line)
-    lines = [words[0]]
-    for word in words[1:]:
+    indent = " " * (len(line) - len(line.lstrip()))
+    if match := COMMENT.search(line):
+        code = line[: match.start()].rstrip()
+        comment = fill_lines(line[match.end() :], f"{indent}# ", f"{indent}# ", width)
+        return [*comment, *(wrap_code(code, width) if code else [])]
+    if line.startswith(COMMAND_STARTS):
+        return wrap_command(line, width)
+    return fill_lines(line.strip(), indent, indent + "    ", width)
+
+
+def wrap_command(command: str, width: int) -> list[str]:
+    """Return a command as lines that a shell joins again, with a backslash at each end."""
+    first, *words = UNQUOTED_WORD.findall(command)
+    lines = [first]
+    for word in words:
         if len(f"{lines[-1]} {word} \\") <= width:
             lines[-1] += f" {word}"
-        else:
-            lines.append(f"  {word}")
-    return [f"{part} \\" for part in lines[:-1]] + lines[-1:]
+            continue
+        lines[-1] += " \\"
+        rest = f"  {word}"
+        while len(rest) > width - 2:  # without an indent behind it, a backslash breaks inside a word
+            lines.append(rest[: width - 1] + "\\")
+            rest = rest[width - 1 :]
+        lines.append(rest)
+    return lines
 
 
 def render_markdown(markdown: str, width: int) -> str:
@@ -107,8 +130,8 @@ def render_markdown(markdown: str, width: int) -> str:
     from rich.text import Text
     from rich.theme import Theme
 
-    class WholeLines(MarkdownElement):
-        """A block of code: a command can be copied, and other lines are not broken."""
+    class CodeBlock(MarkdownElement):
+        """A block of code: indented, not filled as prose is."""
 
         new_line = True
 
@@ -118,12 +141,12 @@ def render_markdown(markdown: str, width: int) -> str:
         def __rich_console__(self, console: Any, options: Any) -> Any:
             indent = "    "
             code = self.text.rstrip().splitlines()
-            lines = [part for line in code for part in wrap_command(line, options.max_width - len(indent))]
+            lines = [part for line in code for part in wrap_code(line, width - len(indent))]
             text = "\n".join(indent + line for line in lines)
             yield Text(text, no_wrap=True, overflow="ignore")
 
     class Page(Markdown):
-        elements = {**Markdown.elements, "fence": WholeLines, "code_block": WholeLines}
+        elements = {**Markdown.elements, "fence": CodeBlock, "code_block": CodeBlock}
 
     theme = Theme({"markdown.code": "bold", "markdown.h1": "bold", "markdown.h2": "bold underline"})
     console = Console(
