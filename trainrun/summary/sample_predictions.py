@@ -19,6 +19,7 @@ from trainrun.checkpoint.weights import evaluated_weights
 from trainrun.data.split_batch import tensors_in
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Predicts
+from trainrun.runtime.machine import host_memory
 from trainrun.task.batches import join_batches
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
@@ -28,7 +29,6 @@ MAX_CLASSES = 100
 NUM_SHOWN = 9  # worst samples, and as many random ones
 MAX_POINTS = 1000  # of a regression, per rank
 MAX_OUTPUTS = 4  # numbers that a regression predicts for a sample
-MAX_WEIGHT_BYTES = 2**30  # larger weights are not read again for pictures
 Columns = dict[str, Tensor]
 Result = TypeVar("Result")
 
@@ -46,8 +46,8 @@ def prediction_rows(run: Components, state: TrainState, run_dir: RunDir) -> list
     """Return the row of the confusion matrix or of a regression; rank 0 writes sample pictures. All ranks call it."""
     if run.val is None or not isinstance(run.task, Predicts):
         return []
-    step = _try(run, lambda: _best_step(run, state))
-    predictions = None if step is None else _try(run, lambda: _predictions_at(run, state, run_dir, step))
+    step = _best_step(run, state)
+    predictions = _try(run, lambda: _predictions_at(run, state, run_dir, step))
     pairs = (
         None
         if predictions is None
@@ -73,10 +73,15 @@ def _try(run: Components, call: Callable[[], Result]) -> Result | None:
 
 
 def _best_step(run: Components, state: TrainState) -> int:
-    """Return the step of the best checkpoint; the last step if none is better, or if it is large to read again."""
+    """Return the step of the best checkpoint; the last step without one, or without memory to read it.
+
+    Each rank holds the weights of the checkpoint and a copy of its own in host memory. All ranks call it together.
+    """
     best = run.checkpoints.best
-    size = sum(value.numel() * value.element_size() for value in run.model.state_dict().values())
-    return state.step if best is None or size > MAX_WEIGHT_BYTES else best[0]
+    weights = [*run.model.parameters(), *run.model.buffers()]
+    needed = 2 * sum(value.numel() * value.element_size() for value in weights)
+    fits = needed < host_memory().free / run.parallel.local_world_size
+    return best[0] if all(run.parallel.gather(fits)) and best is not None else state.step
 
 
 def _predictions_at(
