@@ -413,6 +413,10 @@ class Parallel(Protocol):
     def local_world_size(self) -> int:
         """Ranks on this machine: they share its cores and memory."""
 
+    @property
+    def forward_is_collective(self) -> bool:
+        """Return whether the ranks exchange weights in a forward, so that every forward is made by all of them."""
+
     def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Build the model with its tensors on the device of this backend."""
 
@@ -458,6 +462,11 @@ class Parallel(Protocol):
     def barrier(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def makes_single_forwards(parallel: Parallel) -> bool:
+    """Return whether this rank makes the forwards whose results rank 0 alone uses, as those of pictures."""
+    return parallel.rank == 0 or parallel.forward_is_collective
 
 
 class Gradients(NamedTuple):

@@ -85,6 +85,7 @@ from trainrun.interfaces import (
     Precision,
     RunFacts,
     counts_before,
+    makes_single_forwards,
 )
 from trainrun.model.choices import WORDS
 from trainrun.monitor.metric_logger import MetricLogger
@@ -499,7 +500,8 @@ def build_task_calls(config: RunConfig, context: RunContext, task: Any, model: n
     """Build what calls the methods of the task. Rank 0 writes its pictures."""
     parallel = context.parallel
     place = Place(config.seed or 0, parallel.rank, parallel.device)
-    return TaskCalls(task, model, place, None if parallel.rank else context.run.pictures)
+    file = None if parallel.rank else context.run.pictures
+    return TaskCalls(task, model, place, file, makes_single_forwards(parallel))
 
 
 def build_hooks(config: RunConfig, context: RunContext, unfreeze: Unfreeze | None) -> Hooks:

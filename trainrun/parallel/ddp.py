@@ -43,6 +43,8 @@ FEW_NAMES = 5
 class Ddp:
     """Fills `Parallel`; the arguments are those of the config's section `parallel`."""
 
+    forward_is_collective = False
+
     def __init__(
         self,
         group: Group,

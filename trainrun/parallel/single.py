@@ -23,6 +23,7 @@ class Single:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    forward_is_collective: bool = False
 
     def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
         return build().to(self.device)

@@ -2,7 +2,8 @@
 
 When: a training whose loss says little to people. When not: models that take a second for a token.
 How: beginnings of the same validation samples each time, continued by the model that is validated, with numbers drawn
-aside: no bit of the training is another. Rank 0 alone writes them; the others wait at the next step.
+aside: no bit of the training is another. Rank 0 alone writes them; the others wait at the next step, or make the same
+forwards where these are collective.
 Of a VAE whose model has `write(code, length)`, as `trainrun.model.sequence_vae`: samples, and what their codes become.
 """
 
@@ -16,6 +17,7 @@ import torch
 from trainrun.data.readers.text.tokenizer import Tokens
 from trainrun.errors import PluginError, TrainingError
 from trainrun.instantiate import locate
+from trainrun.interfaces import makes_single_forwards
 from trainrun.limits import EPOCH, parse_rounds
 from trainrun.sampling.next_tokens import Draw, next_tokens
 from trainrun.sampling.run_tokens import (
@@ -52,7 +54,7 @@ class EpochSamples:
         self._prompts: list[list[int]] = []
 
     def on_step_end(self, run: Components, state: TrainState) -> None:
-        if self._every is None or run.parallel.rank:
+        if self._every is None or not makes_single_forwards(run.parallel):
             return
         number, by_epoch = int(self._every.amount), self._every.unit == EPOCH
         if (state.epoch if by_epoch else state.step) % number or (by_epoch and state.batches):
@@ -69,7 +71,9 @@ class EpochSamples:
         return "".join(pieces(self._tokens, tokens))
 
     def _written(self, run: Components, model: Any) -> Iterator[dict[str, str]]:
-        self._prompts = self._prompts or self._beginnings(run)
+        if not self._prompts:
+            prompts = self._beginnings(run)
+            self._prompts = run.parallel.gather(prompts)[0] if run.parallel.forward_is_collective else prompts
         for number, prompt in enumerate(self._prompts):
             written = pieces(self._tokens, self._continued(run, model, prompt, number))
             text = "".join(first_line(written) if writes_lines(run.config) else written)

@@ -6,8 +6,10 @@ Classes: the confusion matrix, and pictures of the worst and of random samples. 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,11 +20,12 @@ from trainrun.checkpoint.load import load_together
 from trainrun.checkpoint.weights import evaluated_weights
 from trainrun.data.split_batch import tensors_in
 from trainrun.folder.run_folder import RunDir
-from trainrun.interfaces import Predicts
+from trainrun.interfaces import Batches, Predicts
 from trainrun.runtime.machine import host_memory
 from trainrun.task.batches import join_batches
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
+from trainrun.training.evaluate import even_batches
 
 MAX_SAMPLES = 10_000  # per rank: the pictures are for the eye
 MAX_CLASSES = 100
@@ -121,25 +124,33 @@ def _predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
     worst: Columns = {}
     random: Columns = {}
     generator = torch.Generator().manual_seed(0)
-    seen = 0
-    for batch in run.val.epoch(0):
+    for batch in islice(even_batches(run.parallel, run.val), _most_batches(run, run.val)):
         with run.precision.autocast():
             columns = {name: column.cpu() for name, column in run.task.predict(model, batch.data).items()}
         pair = _target_and_prediction(columns)
         if pair is None:
             return ()
+        if not batch.real:
+            continue
         collected.append(pair)
         if pair[0].ndim == 1 and (images := _images(batch.data)) is not None:
             worst = _merge_highest(worst, images, columns, _error_scores(columns))
             random = _merge_highest(random, images, columns, torch.rand(len(images), generator=generator))
-        seen += len(pair[0])
-        if seen >= MAX_SAMPLES:
-            break
+    if not collected:
+        return ()
     target, prediction = (join_batches([pair[i] for pair in collected]) for i in (0, 1))
     if target.ndim > 1:
         shown = torch.randperm(len(target), generator=generator)[:MAX_POINTS]
         target, prediction = target[shown], prediction[shown]
     return Predictions(target, prediction, worst, random)
+
+
+def _most_batches(run: Components, stream: Batches) -> int:
+    """Return how many batches hold about MAX_SAMPLES samples of each rank; the same number on every rank."""
+    size: float = run.config.data.val_batch_size or run.config.data.batch_size
+    if stream.num_samples and stream.num_batches:
+        size = stream.num_samples / stream.num_batches / run.parallel.world_size
+    return math.ceil(MAX_SAMPLES / size)
 
 
 def _target_and_prediction(columns: Columns) -> tuple[Tensor, Tensor] | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import chain
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from trainrun.data.batch import map_leaves
 from trainrun.errors import PluginError
-from trainrun.interfaces import MicroBatch
+from trainrun.interfaces import Batches, MicroBatch, Parallel
 from trainrun.sums import LOSS, add_flat_sums, check_names, flat_sums, metrics_of, over_ranks, rows_over_ranks
 from trainrun.timing.phases import LOGGING
 from trainrun.train_state import TrainState
@@ -40,44 +43,88 @@ def validate(run: Components, state: TrainState) -> None:
 def evaluate(run: Components, split: str) -> dict[str, float]:
     """Loss and metrics of the averaged model over one split, each sample counted once over all ranks.
 
-    Empty, on all ranks, where a signal asked one of them to stop before its last batch.
+    Empty, on all ranks, where a signal asked one of them to stop before the last batch.
     """
     batches = run.splits()[split]
     task = run.task
     sums: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
-    items, started, stopped, problem = 0, perf_counter(), False, ""
+    items, started, problem = 0, perf_counter(), ""
     with run.evaluating() as model:
         run.task_calls.evaluation_starts(model, split)
-        for number, batch in enumerate(batches.epoch(0), start=1):
-            run.monitors.on_validation_batch(number, batches.num_batches)
-            if stopped := run.triggers.interrupted():
-                break
-            problem = problem or batch.whole
-            run.task_calls.evaluation_sees(model, batch.data)
-            for found, kept, late in run.retry.compute_in_pieces(
-                batch, lambda piece: sums_of(run, model, piece)
+        try:
+            for number, batch in enumerate(
+                even_batches(run.parallel, batches, run.triggers.interrupted), start=1
             ):
-                add_flat_sums(sums, found, task)
-                for name, values in kept.items():
-                    rows.setdefault(name, []).append(values)
-                items = items + late
-            items = items + batch.counted_by(task)
-        else:
-            run.task_calls.evaluation_ends(model)
-    answers = run.parallel.gather((list(rows), stopped, problem))
-    if len({problem for *_, problem in answers}) > 1:
+                run.monitors.on_validation_batch(number, batches.num_batches)
+                problem = problem or batch.whole
+                run.task_calls.evaluation_sees(model, batch.data)
+                for found, kept, late in run.retry.compute_in_pieces(
+                    batch, lambda piece: sums_of(run, model, piece)
+                ):
+                    add_flat_sums(sums, found, task, counts=batch.real)
+                    for name, values in kept.items() if batch.real else ():
+                        rows.setdefault(name, []).append(values)
+                    items = items + late * batch.real
+                items = items + batch.counted_by(task)
+        except EvaluationStopped:
+            return {}
+        run.task_calls.evaluation_ends(model)
+    answers = run.parallel.gather((list(rows), problem))
+    if len({problem for _, problem in answers}) > 1:
         from trainrun.data.same_samples import check_same
 
-        check_same([problem for *_, problem in answers], f"data.{split.replace('/', '.')}")
-    if any(stopped for _, stopped, _ in answers):
-        return {}
+        check_same([problem for _, problem in answers], f"data.{split.replace('/', '.')}")
     totals, (count,) = over_ranks(run.parallel, sums, [float(items)])  # waits for the device
-    joined = rows_over_ranks(
-        run.parallel, rows, list(dict.fromkeys(chain(*(names for names, *_ in answers))))
-    )
+    joined = rows_over_ranks(run.parallel, rows, list(dict.fromkeys(chain(*(names for names, _ in answers)))))
     metrics = {f"{split}/{name}": value for name, value in metrics_of(totals, count, task, joined).items()}
     return metrics | {f"{split}/seconds": perf_counter() - started}
+
+
+class EvaluationStopped(Exception):
+    """A signal asked a rank to stop in an evaluation."""
+
+
+def even_batches(
+    parallel: Parallel, stream: Batches, is_stopped: Callable[[], bool] | None = None
+) -> Iterator[MicroBatch]:
+    """Yield the batches of an evaluation. Where forwards are collective every rank gets as many.
+
+    A rank without a batch left then gets a filler (`real=False`). The ranks agree before each batch whether one of them
+    has another one, and whether one of them is stopped. Raise EvaluationStopped on all ranks at the same batch.
+    Without `is_stopped`, ranks agree only where forwards are collective.
+    """
+    batches = stream.epoch(0)
+    if is_stopped is None and not parallel.forward_is_collective:
+        yield from batches
+        return
+    filler: MicroBatch | None = None
+    while True:
+        batch = next(batches, None)
+        stopped = is_stopped is not None and is_stopped()
+        agreed = parallel.agree(int(batch is not None), int(stopped), 0)
+        if agreed.stop:
+            raise EvaluationStopped
+        if not agreed.items:
+            return
+        if parallel.forward_is_collective:
+            if filler is None:
+                filler = batch if agreed.items == 1 else first_of_ranks(parallel, batch)
+            batch = filler._replace(real=False) if batch is None and filler is not None else batch
+        if batch is not None:
+            yield batch
+
+
+def first_of_ranks(parallel: Parallel, batch: MicroBatch | None) -> MicroBatch:
+    """Return the batch of the first rank that has one, on the device of this rank. All ranks call it together."""
+    on_host = batch and batch._replace(data=to_device(batch.data, "cpu"))
+    batches: list[MicroBatch | None] = parallel.gather(on_host)
+    first = next(each for each in batches if each is not None)
+    return first._replace(data=to_device(first.data, parallel.device))
+
+
+def to_device(data: Any, device: torch.device | str) -> Any:
+    return map_leaves(data, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
 
 def sums_of(

@@ -68,11 +68,16 @@ class Informed:
 class TaskCalls:
     """model: the bare one. pictures: the file for a task's pictures; None on ranks that write none.
 
+    makes_pictures: whether this rank makes the forwards for them.
+
     Raises PluginError for a task whose methods do not fit together.
     """
 
-    def __init__(self, task: Any, model: nn.Module, place: Place, pictures: Path | None) -> None:
+    def __init__(
+        self, task: Any, model: nn.Module, place: Place, pictures: Path | None, makes_pictures: bool = False
+    ) -> None:
         self._task, self._model, self.place, self._pictures = task, model, place, pictures
+        self._makes_pictures = makes_pictures
         self._name = type(task).__name__
         self._hooks = {name: getattr(task, name) for name in HOOKS if callable(getattr(task, name, None))}
         self._unsaved: UnsavedState | None = None
@@ -122,9 +127,11 @@ class TaskCalls:
 
     def evaluation_sees(self, model: nn.Module, batch: Any) -> None:
         """Each batch of it; the task makes pictures of the first."""
-        if self._unseen and self._pictures is not None:
+        if self._unseen and self._makes_pictures:
             self._unseen = False
-            save_pictures(self._pictures, self._hooks["pictures"](model, batch), self._name)
+            pictures = self._hooks["pictures"](model, batch)
+            if self._pictures is not None:
+                save_pictures(self._pictures, pictures, self._name)
 
     def evaluation_ends(self, model: nn.Module) -> None:
         """Not after one that was cut short."""

@@ -43,6 +43,7 @@ PREFIX = re.compile(r"\[enforce fail at [^\]]*\] [^.]*\. ")  # the line of torch
 READ_EVERY = 64  # windows
 ONE_SAMPLE = "one sample at a time does not fit either"
 RANKS = "with several ranks the others exchange the gradients of this step already"
+FORWARDS = "the other ranks exchange weights in this forward already"
 COUPLED = 0.02  # of the loss: far above rounding, also of bfloat16
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -169,7 +170,11 @@ class OomRetry:
                     raise
             # the error is gone now, and what its frames held
             free_memory(self.parallel.device)
-            if reason := self._why_not_cut([batch], self._val_pieces):
+            if self.parallel.forward_is_collective:
+                reason = FORWARDS
+            else:
+                reason = self._why_not_cut([batch], self._val_pieces)
+            if reason:
                 raise torch.OutOfMemoryError(f"{fault}; a batch of the validation is not cut: {reason}")
             self._val_pieces *= 2
             self.note(
@@ -206,7 +211,7 @@ class OomRetry:
         return [piece for batch in window for piece in cut(batch, self.pieces)]
 
     def _parts_of(self, batch: MicroBatch) -> list[MicroBatch]:
-        if self._val_pieces == 1:
+        if self._val_pieces == 1 or self.parallel.forward_is_collective:
             return [batch]
         try:
             return cut(batch, self._val_pieces)
