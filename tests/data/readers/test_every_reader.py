@@ -22,6 +22,7 @@ from PIL import Image
 from trainrun.data.cache.cached import cached
 from trainrun.data.map_style import thread_safe
 from trainrun.data.pipeline import open_batches
+from trainrun.data.readers import column_store
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.mapped_files import open_mapped
 from trainrun.data.readers.mapped_rows import MappedRows
@@ -129,7 +130,7 @@ def plain(sample):
 @pytest.fixture(params=MADE)
 def make(request, tmp_path, monkeypatch):
     """Two equal sources: one to be read alone, one whose first reads are those of the threads."""
-    monkeypatch.setattr("trainrun.data.readers.records.shards.MAX_OPEN_FILES", 2)
+    monkeypatch.setattr("trainrun.data.readers.records.record_files.MAX_OPEN_FILES", 2)
     return lambda number: MADE[request.param](_fresh(tmp_path / str(number)))
 
 
@@ -262,3 +263,33 @@ def test_what_a_run_learns_of_a_source(make):
     assert source.describe(0) != source.describe(1)
     with pytest.raises(IndexError):
         source[len(source)]
+
+
+# --- references ----------------------------------------------------------------------------------
+
+
+def lmdb_of_names(folder):
+    with (
+        lmdb.open(str(folder / "a"), map_size=2**24, lock=False) as environment,
+        environment.begin(write=True) as end,
+    ):
+        for i, content in enumerate(ENCODED):
+            end.put(b"name-" + b"x" * (i % 3) + b"%03d" % i, content)
+    return lmdb_file.load(str(folder / "a"), val_fraction=0.0)["train"]
+
+
+@pytest.mark.parametrize("write", [tfrecord_files, tar_files, lmdb_of_names])
+def test_references_to_records_are_stored_once(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    source = write(_fresh(tmp_path / "data"))
+    samples, places = [plain(sample) for sample in source], [source.describe(i) for i in range(N)]
+    monkeypatch.setattr(column_store, "STORED_FROM", 0)
+    load = {tfrecord_files: tfrecord, tar_files: webdataset, lmdb_of_names: lmdb_file}[write].load
+    path = tmp_path / "data" / "a" if write is lmdb_of_names else tmp_path / "data"
+    for _ in range(2):
+        stored = load(str(path), val_fraction=0.0)["train"]
+        assert [plain(sample) for sample in stored] == samples
+        assert [stored.describe(i) for i in range(N)] == places
+        assert len(pickle.dumps(stored)) < 4000  # without the references, which are mapped again
+        assert [plain(sample) for sample in pickle.loads(pickle.dumps(stored))] == samples
+        monkeypatch.setattr(column_store, "build_columns", None)  # from here on nothing is built

@@ -13,7 +13,7 @@ from PIL import Image
 
 from trainrun.data.readers.paths import expanded
 from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
-from trainrun.data.readers.records.webdataset import load, members
+from trainrun.data.readers.records.webdataset import iterate_members, load
 from trainrun.errors import DataError
 
 
@@ -51,7 +51,7 @@ def whole(path, **options):
 
 def found_in(tmp_path, content: bytes, begin: int = 0):
     (tmp_path / "x.tar").write_bytes(content)
-    return list(members(tmp_path / "x.tar", begin))
+    return list(iterate_members(tmp_path / "x.tar", begin))
 
 
 # --- headers -------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 what: a source that has to be parsed (text tables, Parquet) is read once, block by block. Each column becomes
     `<name>.npy`. A ragged column becomes the values of all rows, `<name>.values.npy`, and where each row ends in them,
-    `<name>.ends.npy`. The folder is named by a fingerprint of its source and renamed when it is whole: one process
-    builds it, others wait. Later starts map the arrays.
+    `<name>.ends.npy`. Of records that stay in their files, a column holds references (file, first byte, size). The
+    folder is named by a fingerprint of its source and renamed when it is whole: one process builds it, others wait.
+    Later starts map the arrays.
 when not: a small source is parsed at each start, into the same columns in memory. So is one whose columns cannot be
     stored, as on a full disk; a line says so.
 The caches of decoded samples (`data.cache`) and the tokens of texts lie in such folders too, or in files in memory.
@@ -141,13 +142,19 @@ def report_on_stderr(line: str) -> None:
     say(line, file=sys.stderr)
 
 
-def load_columns(key: str, source: str, num_bytes: int, build: Build) -> StoredColumns:
+def load_columns(
+    key: str, source: str, num_bytes: int, build: Build, source_bytes: int | None = None
+) -> StoredColumns:  # fmt: skip
     """Return the columns of a source: in memory if it is small, else from the store, where they are built once.
 
-    key: a fingerprint of all that the columns depend on. source: names it in messages. num_bytes: of the source, and
-    about as much as its columns take. build: writes the columns and returns the facts; it may be called twice.
+    Args:
+        key: a fingerprint of all that the columns depend on.
+        source: names it in messages.
+        num_bytes: about how much the columns take.
+        build: writes the columns and returns the facts; it may be called twice.
+        source_bytes: the size of the source, if its columns take much less. Building them goes through all of it.
     """
-    if num_bytes >= STORED_FROM:
+    if (num_bytes if source_bytes is None else source_bytes) >= STORED_FROM:
         try:
             return open_or_build(cache_home() / "columns", key, source, num_bytes, build)
         except OSError as error:

@@ -13,21 +13,27 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from trainrun.data.readers.column_store import ColumnWriter
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import plain_file, version_of
 from trainrun.data.readers.pictures.decode import Form, form_of_picture
-from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
+from trainrun.data.readers.reader_protocol import ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
+from trainrun.data.readers.records.record_files import RecordReader, StoredIndex, load_references
 from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value, picture
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
 
 DATA_FILE = "data.mdb"  # in an environment that is a folder
+KEYS_AT_ONCE = 2**16
 
 
 def load(path: str | None, val_path: str | None = None, test_path: str | None = None,
@@ -42,73 +48,93 @@ def load(path: str | None, val_path: str | None = None, test_path: str | None = 
         raise DataError("data.path: name an LMDB environment, as data.path=train.lmdb (a folder or a file)")
     found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_folder(ending=".lmdb")
     form = form_of_picture(shape, fit, dtype, draft)
-    return splits_of_files(
-        found, lambda files: ReadFiles(LmdbReader(_data_file(files[0], found.setting_of(files)), form))
-    )
+
+    def read(files: tuple[Path, ...]) -> ReadFiles:
+        records = LmdbRecords(_data_file(files[0], found.setting_of(files)))
+        return ReadFiles(RecordReader(records, form, records.facts))
+
+    return splits_of_files(found, read)
 
 
 def key_of(number: int) -> bytes:
-    """The key of a sample."""
+    """Return the key of a sample."""
     return f"{number:08d}".encode()
 
 
-class LmdbReader:
-    """The values in the order of their keys."""
+class LmdbRecords:
+    """The values of an environment, in the order of their keys. facts: those of its entry `__meta__`.
 
-    def __init__(self, file: Path, form: Form) -> None:
-        self._file, self._name, self._form = file, str(file), form
-        self._keys: list[bytes] | None = None
+    Keys that are no numbers of samples are a ragged column of the store. A value is looked up by its key, which takes
+    about as long as reading bytes at a reference.
+    """
+
+    settings = ()
+
+    def __init__(self, file: Path) -> None:
+        self.files: tuple[Path, ...] = (file,)
+        self._name = str(file)
         with _ENVIRONMENTS.opened(self._name).begin() as transaction:
             meta = transaction.get(META_KEY)
-            try:
-                facts = Facts() if meta is None else decode_facts(meta)
-            except ValueError as error:
-                raise DataError(f"{file}: its entry {META_KEY.decode()} is damaged ({error})") from error
             self._length = int(transaction.stat()["entries"]) - (meta is not None)
-            if facts.length is None:
-                self._keys = [key for key in transaction.cursor().iternext(values=False) if key != META_KEY]
-            elif facts.length != self._length:
-                says = f"holds {self._length} records, but its entry __meta__ says {facts.length}"
-                raise DataError(f"{file}: {says}")
-        self.info = Info(
-            (file,), form, None, facts.class_names, facts.num_classes, self._where, thread_safe=True,
-            form=form, read_files=self.read_files,
-        )  # fmt: skip
+        try:
+            self.facts = Facts() if meta is None else decode_facts(meta)
+        except ValueError as error:
+            raise DataError(f"{file}: its entry {META_KEY.decode()} is damaged ({error})") from error
+        self._keys = None if self.facts.length is not None else self._load_keys()
+        if self.facts.length not in (None, self._length):
+            says = f"holds {self._length} records, but its entry __meta__ says {self.facts.length}"
+            raise DataError(f"{file}: {says}")
 
     def __len__(self) -> int:
         return self._length
 
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        return self._read(indices, self._form)
-
-    def read_files(self, indices: Sequence[int]) -> list[Any]:
-        return self._read(indices, None)
-
-    def _read(self, indices: Sequence[int], form: Form | None) -> list[Any]:
+    def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
         with _ENVIRONMENTS[self._name].begin() as transaction:
-            return [self._decoded(transaction.get(self._key(number)), form) for number in indices]
+            return [decode_entry(transaction.get(self._key(number)), form) for number in numbers]
 
-    def _decoded(self, content: bytes | None, form: Form | None) -> Any:
-        if content is None:
-            raise ValueError("there is no such record")
-        if is_sample(content):
-            sample = decode_sample(content)
-            is_picture = isinstance(sample, tuple) and isinstance(sample[0], bytes)
-            if is_picture and sample[0].startswith(PICTURE_MAGICS):
-                return (picture(sample[0], form), *sample[1:])
-            return sample
-        if content.startswith((*PICTURE_MAGICS, NPY_MAGIC)):
-            return guessed_value(content, form)
-        raise ValueError(
-            "neither a sample written by `trainrun convert` nor a picture nor a .npy array (pickled objects "
-            "are not read: they could run anything); write the data again with trainrun convert"
-        )
-
-    def _where(self, number: int) -> str:
-        return f"{self._file}, key {self._key(number)!r}"
+    def describe(self, number: int) -> str:
+        return f"{self.files[0]}, key {self._key(number)!r}"
 
     def _key(self, number: int) -> bytes:
-        return key_of(number) if self._keys is None else self._keys[number]
+        if self._keys is None:
+            return key_of(number)
+        values, ends = self._keys.views
+        begin = int(ends[number - 1]) if number else 0
+        return values[begin : int(ends[number])].tobytes()
+
+    def _load_keys(self) -> StoredIndex:
+        stored = load_references(self.files, "lmdb", self._write_keys)
+        return StoredIndex([stored.arrays["keys.values"], stored.arrays["keys.ends"]])
+
+    def _write_keys(self, writer: ColumnWriter) -> dict[str, Any]:
+        """Write the ragged column `keys`."""
+        with _ENVIRONMENTS[self._name].begin() as transaction:
+            keys = (key for key in transaction.cursor().iternext(values=False) if key != META_KEY)
+            block = list(islice(keys, KEYS_AT_ONCE))
+            while True:
+                lengths = np.fromiter(map(len, block), np.int64, len(block))
+                writer.add_ragged("keys", np.frombuffer(b"".join(block), np.uint8), lengths)
+                block = list(islice(keys, KEYS_AT_ONCE))
+                if not block:
+                    return {}
+
+
+def decode_entry(content: bytes | None, form: Form | None) -> Any:
+    """Return the sample of a value. ValueError: there is none, or it is neither a sample nor a picture nor an array."""
+    if content is None:
+        raise ValueError("there is no such record")
+    if is_sample(content):
+        sample = decode_sample(content)
+        is_picture = isinstance(sample, tuple) and isinstance(sample[0], bytes)
+        if is_picture and sample[0].startswith(PICTURE_MAGICS):
+            return (picture(sample[0], form), *sample[1:])
+        return sample
+    if content.startswith((*PICTURE_MAGICS, NPY_MAGIC)):
+        return guessed_value(content, form)
+    raise ValueError(
+        "neither a sample written by `trainrun convert` nor a picture nor a .npy array (pickled objects "
+        "are not read: they could run anything); write the data again with trainrun convert"
+    )
 
 
 class _Environments:

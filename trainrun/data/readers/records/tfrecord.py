@@ -1,7 +1,7 @@
 """`data=tfrecord`: TFRecord files (https://www.tensorflow.org/tutorials/load_data/tfrecord), no TensorFlow.
 
 A record is its length (8 bytes), a checksum of that (4), the content, a checksum of the content (4).
-Where records lie is read by going once from length to length.
+Where records lie is learnt by going once from length to length.
 The content is a tf.train.Example, a map from names to bytes, floats or integers in protobuf: with the one feature
 `sample` as `record` encodes it (`trainrun convert` writes this), or with features of any names.
 """
@@ -9,20 +9,28 @@ The content is a tf.train.Example, a map from names to bytes, floats or integers
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trainrun.data.readers.column_store import ColumnWriter
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.pictures.decode import Form, form_of_picture
-from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
+from trainrun.data.readers.reader_protocol import ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import decode_sample, is_sample
-from trainrun.data.readers.records.shards import Shards, facts_beside
+from trainrun.data.readers.records.record_files import (
+    RecordFiles,
+    RecordReader,
+    StoredIndex,
+    facts_beside,
+    load_references,
+)
 from trainrun.data.readers.records.values import guessed_value
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
@@ -30,8 +38,8 @@ from trainrun.limits import BelowOne, Count, Fit, PixelType
 
 SAMPLE = "sample"  # the feature that holds a whole sample
 HEADER, FOOTER = 12, 4
+RECORDS_AT_ONCE = 2**16
 MASK_DELTA = 0xA282EAD8
-Places = np.ndarray[Any, np.dtype[np.int64]]
 Feature = list[bytes] | np.ndarray[Any, Any]
 PACKAGE = "trainrun"
 # Name, repeated, type of each field. The map is declared as what it is on the wire, a list of entries: that
@@ -61,9 +69,12 @@ def load(path: str | None, columns: Sequence[str] | None = None,
     found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS["tfrecord"])
     form = form_of_picture(shape, fit, dtype, draft)
     names = None if columns is None else tuple(columns)
-    return splits_of_files(
-        found, lambda files: ReadFiles(TfrecordReader(files, names, frozenset(sequences), form))
-    )
+
+    def read(files: tuple[Path, ...]) -> ReadFiles:
+        records = ExampleRecords(files, names, frozenset(sequences))
+        return ReadFiles(RecordReader(records, form, facts_beside(files)))
+
+    return splits_of_files(found, read)
 
 
 def framed(content: bytes) -> bytes:
@@ -78,32 +89,37 @@ def masked_crc32c(content: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF)
 
 
-class TfrecordReader:
-    """The records of all files, one file after the other."""
+class ExampleRecords:
+    """The records of TFRecord files, one file after the other.
 
-    def __init__(self, files: Sequence[Path], columns: tuple[str, ...] | None, sequences: frozenset[str],
-                 form: Form) -> None:  # fmt: skip
-        self._columns, self._sequences, self._form = columns, sequences, form
-        self._shards = Shards(files)
-        self._places = [_places(self._shards, number) for number in range(len(files))]
-        self._ends = np.cumsum([len(places) for places in self._places], dtype=np.int64)
-        facts, settings = facts_beside(files), (columns, sorted(sequences), form)
-        self.info = Info(
-            tuple(files), settings, None, facts.class_names, facts.num_classes, self._where, thread_safe=True,
-            form=form, read_files=self.read_files,
-        )  # fmt: skip
+    columns: the features of a sample, in this order; None: all of them. sequences: features that stay 1-D.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], columns: tuple[str, ...] | None, sequences: frozenset[str]
+    ) -> None:
+        self.files, self.settings = tuple(files), (columns, sorted(sequences))
+        self._columns, self._sequences = columns, sequences
+        self._record_files = RecordFiles(files)
+        stored = load_references(files, "tfrecord", partial(write_references, self._record_files))
+        self._index = StoredIndex([stored.arrays["records"]])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._index.views[0])
 
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        return [self._one(number, self._form) for number in indices]
+    def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
+        self._index.check_files()
+        references = self._index.views[0][np.asarray(numbers, np.int64)].tolist()
+        return [self._sample(self._content(*reference), form) for reference in references]
 
-    def read_files(self, indices: Sequence[int]) -> list[Any]:
-        return [self._one(number, None) for number in indices]
+    def describe(self, number: int) -> str:
+        references = self._index.views[0]
+        file, begin, _ = references[number].tolist()
+        first = int(np.searchsorted(references[:, 0], file))
+        return f"{self.files[file]}, record {number - first} at byte {begin}"
 
-    def _one(self, number: int, form: Form | None) -> Any:
-        features = parse_example(self._content(number))
+    def _sample(self, content: bytes, form: Form | None) -> Any:
+        features = parse_example(content)
         if self._columns is None and list(features) == [SAMPLE]:
             whole = features[SAMPLE]
             if isinstance(whole, list) and len(whole) == 1 and is_sample(whole[0]):
@@ -125,49 +141,53 @@ class TfrecordReader:
             )
         return guessed_value(feature[0], form)
 
-    def _content(self, number: int) -> bytes:
-        file, record = self._at(number)
-        begin, size = self._places[file][record].tolist()
-        content = self._shards.read(file, begin, HEADER + size + FOOTER)
-        if int.from_bytes(content[:8], "little") != size:
+    def _content(self, file: int, begin: int, size: int) -> bytes:
+        """Return the content of a record. ValueError: it is damaged."""
+        record = self._record_files.read(file, begin, HEADER + size + FOOTER)
+        if int.from_bytes(record[:8], "little") != size:
             raise ValueError("its length is not what it was when the data was opened: the record is damaged")
-        inner = content[HEADER : HEADER + size]
-        if masked_crc32c(inner) != content[HEADER + size :]:
+        content = record[HEADER : HEADER + size]
+        if masked_crc32c(content) != record[HEADER + size :]:
             raise ValueError("damaged: its checksum is wrong")
-        return inner
-
-    def _where(self, number: int) -> str:
-        file, record = self._at(number)
-        return f"{self._shards.files[file]}, record {record} at byte {self._places[file][record][0]}"
-
-    def _at(self, number: int) -> tuple[int, int]:
-        """Number of the file, and of the record in it."""
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        return file, number - (int(self._ends[file - 1]) if file else 0)
+        return content
 
 
-def _places(shards: Shards, number: int) -> Places:
-    """(N, 2): where each record of a file begins, and the size of its content."""
-    file = shards.files[number]
-    size, place = file.stat().st_size, 0
-    found: list[tuple[int, int]] = []
-    while place < size:
-        where = f"{file}, record {len(found)} at byte {place}"
-        if size - place < HEADER + FOOTER:
-            raise DataError(f"{where}: cut short: {size - place} bytes are left, a record has 16 or more")
-        header = shards.read(number, place, HEADER)
-        length = int.from_bytes(header[:8], "little")
+def write_references(record_files: RecordFiles, writer: ColumnWriter) -> dict[str, Any]:
+    """Write the column `records` (N, 3) int64: of each record its file, its first byte, the size of its content."""
+    num_records = 0
+    for number in range(len(record_files.files)):
+        references = iterate_references(record_files, number)
+        while block := list(islice(references, RECORDS_AT_ONCE)):
+            writer.add("records", np.array(block, np.int64))
+            num_records += len(block)
+            writer.report_progress(num_records)
+    if num_records == 0:
+        writer.add("records", np.empty((0, 3), np.int64))
+    return {}
+
+
+def iterate_references(record_files: RecordFiles, number: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the references of one file. DataError: it is no TFRecord file, damaged or cut short."""
+    file = record_files.files[number]
+    file_size, begin, record = file.stat().st_size, 0, 0
+    while begin < file_size:
+        where = f"{file}, record {record} at byte {begin}"
+        if file_size - begin < HEADER + FOOTER:
+            raise DataError(
+                f"{where}: cut short: {file_size - begin} bytes are left, a record has 16 or more"
+            )
+        header = record_files.read(number, begin, HEADER)
+        size = int.from_bytes(header[:8], "little")
         if masked_crc32c(header[:8]) != header[8:]:
             raise DataError(
                 f"{where}: not a TFRecord file, damaged, or compressed (unpack it first, as with gunzip): the "
                 "checksum of its length is wrong"
             )
-        end = place + HEADER + length + FOOTER
-        if end > size:
-            raise DataError(f"{where}: cut short: it ends at byte {end}, the file at {size}")
-        found.append((place, length))
-        place = end
-    return np.array(found, dtype=np.int64).reshape(-1, 2)
+        end = begin + HEADER + size + FOOTER
+        if end > file_size:
+            raise DataError(f"{where}: cut short: it ends at byte {end}, the file at {file_size}")
+        yield number, begin, size
+        begin, record = end, record + 1
 
 
 def protobuf(module: str) -> Any:

@@ -12,17 +12,25 @@ from __future__ import annotations
 import tarfile
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trainrun.data.readers.column_store import ColumnWriter
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.pictures.decode import Form, form_of_picture
-from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
+from trainrun.data.readers.reader_protocol import ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import decode_sample
-from trainrun.data.readers.records.shards import Shards, facts_beside
+from trainrun.data.readers.records.record_files import (
+    RecordFiles,
+    RecordReader,
+    StoredIndex,
+    facts_beside,
+    load_references,
+)
 from trainrun.data.readers.records.values import NUMBERS, PICTURES, decode_value
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
@@ -53,48 +61,54 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
     """
     found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS["webdataset"])
     form = form_of_picture(shape, fit, dtype, draft)
-    return splits_of_files(found, lambda files: ReadFiles(TarReader(files, columns, form)))
+
+    def read(files: tuple[Path, ...]) -> ReadFiles:
+        return ReadFiles(RecordReader(TarRecords(files, columns), form, facts_beside(files)))
+
+    return splits_of_files(found, read)
 
 
-class TarReader:
-    """The samples of all shards, one shard after the other."""
+class TarRecords:
+    """The samples of tar shards, one shard after the other. columns: what a sample consists of, see `load`."""
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str] | None, form: Form) -> None:
-        facts, self._form, self._shards = facts_beside(files), form, Shards(files)
-        self._extensions, self._members, self._starts = indexed(files)
-        self._tuple = columns is not None
+    def __init__(self, files: Sequence[Path], columns: Sequence[str] | None) -> None:
+        self.files, self._record_files = tuple(files), RecordFiles(files)
+        stored = load_references(files, "webdataset", partial(write_references, self.files))
+        self._extensions: list[str] = stored.facts["extensions"]
+        self._index = StoredIndex([stored.arrays[name] for name in ("starts", "kinds", "members", "headers")])
+        self._is_tuple = columns is not None
         if columns is None and len(self):
-            columns, self._tuple = self._usual(self._extensions_of(0))
+            columns, self._is_tuple = choose_columns(list(self._members_of(0)))
         self._columns = tuple(tuple(column.lower().split(";")) for column in columns or ())
+        self.settings = self._columns, self._is_tuple
         self._check_columns()
-        settings = (self._columns, self._tuple, form)
-        self.info = Info(
-            tuple(files), settings, None, facts.class_names, facts.num_classes, self._where, thread_safe=True,
-            form=form, read_files=self.read_files,
-        )  # fmt: skip
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._index.views[0]) - 1
 
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        return [self._one(number, self._form) for number in indices]
+    def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
+        self._index.check_files()
+        return [self._sample(number, form) for number in numbers]
 
-    def read_files(self, indices: Sequence[int]) -> list[Any]:
-        return [self._one(number, None) for number in indices]
+    def describe(self, number: int) -> str:
+        """Format file and name for messages; the name is read again from the header."""
+        starts, _, members, headers = self._index.views
+        first = int(starts[number])
+        file = self.files[int(members[first, 0])]
+        return f"{file}, sample {split_name(next(iterate_members(file, int(headers[first]))).name)[0]!r}"
 
-    def _one(self, number: int, form: Form | None) -> Any:
-        there = self._extensions_of(number)
+    def _sample(self, number: int, form: Form | None) -> Any:
+        members = self._members_of(number)
         values = {}
         for column in self._columns:
-            extension = next(name for name in column if name in there)
-            values[extension] = self._decoded(extension, there[extension], form)
-        if not self._tuple:
+            extension = next(name for name in column if name in members)
+            values[extension] = self._value(extension, members[extension], form)
+        if not self._is_tuple:
             return values
         return tuple(values.values()) if len(values) > 1 else next(iter(values.values()))
 
-    def _decoded(self, extension: str, member: int, form: Form | None) -> Any:
-        _, _, place, size, file = self._members[member].tolist()
-        content = self._shards.read(file, place, size)
+    def _value(self, extension: str, member: int, form: Form | None) -> Any:
+        content = self._record_files.read(*self._index.views[2][member].tolist())
         try:
             if extension == WHOLE:
                 return decode_sample(content)
@@ -102,72 +116,80 @@ class TarReader:
         except ValueError as error:
             raise ValueError(f"its {extension}: {error}") from error
 
-    def _where(self, number: int) -> str:
-        """File and name; the name is read again from the header."""
-        _, begin, _, _, shard = self._members[self._starts[number]].tolist()
-        file = self._shards.files[shard]
-        return f"{file}, sample {_key_of(next(members(file, begin)).name)[0]!r}"
-
-    def _extensions_of(self, number: int) -> dict[str, int]:
-        """The sample's members by extension."""
-        first, end = self._starts[number : number + 2].tolist()
+    def _members_of(self, number: int) -> dict[str, int]:
+        """Return the number of each member of a sample, by extension."""
+        starts, kinds, _, _ = self._index.views
+        first, end = starts[number : number + 2].tolist()
         return {
-            self._extensions[kind]: first + i for i, kind in enumerate(self._members[first:end, 0].tolist())
+            self._extensions[kind]: member for member, kind in enumerate(kinds[first:end].tolist(), first)
         }
 
-    def _usual(self, there: dict[str, int]) -> tuple[tuple[str, ...], bool]:
-        """The columns where none are named, and whether they form a tuple."""
-        if WHOLE in there:
-            return (WHOLE,), True
-        pictures, numbers = ([name for name in there if name in known] for known in (PICTURES, NUMBERS))
-        if len(pictures) == 1 and len(numbers) == 1:
-            return (";".join(PICTURES), numbers[0]), True
-        return tuple(there), False
-
     def _check_columns(self) -> None:
-        """Every sample must have every column; said before the training rather than in it."""
-        owner = np.repeat(np.arange(len(self)), np.diff(self._starts))
+        """Raise DataError if a sample lacks a column: before the training rather than in it."""
+        starts, kinds, _, _ = self._index.views
+        sample_of = np.repeat(np.arange(len(self)), np.diff(starts))  # of each member
         for column in self._columns:
-            kinds = [number for number, name in enumerate(self._extensions) if name in column]
+            allowed = [kind for kind, name in enumerate(self._extensions) if name in column]
             lacks = np.ones(len(self), dtype=bool)
-            lacks[owner[np.isin(self._members[:, 0], kinds)]] = False
+            lacks[sample_of[np.isin(kinds, allowed)]] = False
             if lacks.any():
                 first = int(lacks.argmax())
                 raise DataError(
-                    f"{self._where(first)}: has no {' or '.join(column)}, only "
-                    f"{', '.join(self._extensions_of(first))}; {int(lacks.sum())} of {len(self)} samples lack "
+                    f"{self.describe(first)}: has no {' or '.join(column)}, only "
+                    f"{', '.join(self._members_of(first))}; {int(lacks.sum())} of {len(self)} samples lack "
                     "it (see data.train.columns)"
                 )
 
 
-def indexed(files: Sequence[Path]) -> tuple[list[str], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Read the headers of all shards. DataError: damaged, compressed, or two members with one name.
+def choose_columns(extensions: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    """Return the columns where none are named, and whether they form a tuple. extensions: of a sample's members."""
+    if WHOLE in extensions:
+        return (WHOLE,), True
+    pictures = [name for name in extensions if name in PICTURES]
+    numbers = [name for name in extensions if name in NUMBERS]
+    if len(pictures) == 1 and len(numbers) == 1:
+        return (";".join(PICTURES), numbers[0]), True
+    return tuple(extensions), False
 
-    The extensions; (M, 5) int64, of each member the number of its extension, the places of its header and of its
-    content, its size and the number of its file; (N + 1,) int64, the first member of each sample.
+
+def write_references(files: Sequence[Path], writer: ColumnWriter) -> dict[str, Any]:
+    """Read the headers of all shards. DataError: one is damaged, compressed, or has two members with one name.
+
+    Columns: `members` (M, 3) int64 references to contents, `headers` (M,) int64 where their headers begin, `kinds`
+    (M,) int64 the number of each extension, and `starts` (N + 1,) int64, the first member of each sample. Facts:
+    extensions, the names of the kinds.
     """
     extensions: dict[str, int] = {}
-    table, starts = array("q"), array("q")
+    num_members, num_samples = 0, 0
     for number, file in enumerate(files):
-        key, seen = None, set[str]()
-        for member in members(file):
-            name, extension = _key_of(member.name)
+        table, starts = array("q"), array("q")
+        sample, seen = None, set[str]()
+        for member in iterate_members(file):
+            name, extension = split_name(member.name)
             if not extension:
                 continue
-            if name != key:
-                key, seen = name, set()
-                starts.append(len(table) // 5)
+            if name != sample:
+                sample, seen = name, set()
+                starts.append(num_members)
             if extension in seen:
-                raise DataError(f"{file}: sample {key!r} has two members {extension}")
+                raise DataError(f"{file}: sample {sample!r} has two members {extension}")
             seen.add(extension)
             kind = extensions.setdefault(extension, len(extensions))
-            table.extend((kind, member.offset, member.offset_data, member.size, number))
-    starts.append(len(table) // 5)
-    return list(extensions), np.array(table, np.int64).reshape(-1, 5), np.array(starts, np.int64)
+            table.extend((number, member.offset_data, member.size, member.offset, kind))
+            num_members += 1
+        rows = np.array(table, np.int64).reshape(-1, 5)
+        writer.add("members", rows[:, :3])
+        writer.add("headers", rows[:, 3])
+        writer.add("kinds", rows[:, 4])
+        writer.add("starts", np.array(starts, np.int64))
+        num_samples += len(starts)
+        writer.report_progress(num_samples)
+    writer.add("starts", np.array([num_members]))
+    return {"extensions": list(extensions)}
 
 
-def members(file: Path, begin: int = 0) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a tar file from byte `begin` on; a name is only ever a name.
+def iterate_members(file: Path, begin: int = 0) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files of a tar file from byte `begin` on; a name is only ever a name.
 
     DataError: damaged, cut short or compressed. tarfile stops without a word at a damaged header and in front of a
     missing end; here both are faults.
@@ -199,8 +221,8 @@ def members(file: Path, begin: int = 0) -> Iterator[tarfile.TarInfo]:
         ) from error
 
 
-def _key_of(path: str) -> tuple[str, str]:
-    """The name up to the first dot of its last part, and what follows, in small letters; "" for none."""
+def split_name(path: str) -> tuple[str, str]:
+    """Return the name up to the first dot of its last part, and the extension in small letters; "" for none."""
     folder, slash, name = path.rpartition("/")
     stem, _, extension = name.partition(".")
     return (folder + slash + stem, extension.lower()) if stem else (path, "")
