@@ -20,6 +20,7 @@ SATELLITES = {
     "export",
     "launch",
     "plots",
+    "race",
     "sampling",
     "smaller",
     "summary",

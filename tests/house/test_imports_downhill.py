@@ -19,7 +19,7 @@ PACKAGE = ROOT / "trainrun"
 # The files of one room may import each other.
 FLOORS = {
     12: ["smaller/"],
-    11: ["sampling/sample_command", "export/", "embedding/", "watch/watch_command", "watch/ls_command",
+    11: ["race/", "sampling/sample_command", "export/", "embedding/", "watch/watch_command", "watch/ls_command",
          "convert/convert_command", "benchmark/diagnose_command", "benchmark/autotune_command",
          "verify/verify_command"],
     10.5: ["starter/"],

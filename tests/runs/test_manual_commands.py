@@ -33,6 +33,8 @@ from trainrun.cli.manual_pages import FOLDER
 from trainrun.cli.train_command import SWEEP_WORD
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.errors import EXIT_USAGE
+from trainrun.race.race_command import race_parser
+from trainrun.race.racers import read_racers
 from trainrun.sweep.space import words_to_check
 
 pytestmark = pytest.mark.process
@@ -53,7 +55,7 @@ SHORT = [
     "trainer.limit_train_batches=2", "trainer.limit_val_batches=1",
     "monitor.plots=false", "trainer.num_threads=1",
 ]  # fmt: skip
-LONG = ("diagnose", "verify", "autotune")
+LONG = ("diagnose", "verify", "autotune", "race")
 ELSEWHERE = (
     "on a cluster",
     "on a GPU",
@@ -127,7 +129,11 @@ def project(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def composed(words: list[str]) -> None:
-    """Compose the settings among the words; of a sweep those of every job."""
+    """Compose the settings among the words; of a sweep those of every job, of a race those of every racer."""
+    if words[1] == "race":
+        typed = race_parser().parse_args(words[2:])
+        read_racers(typed.racers, [word for several in typed.common for word in several])
+        return
     settings = [word for word in words if "=" in word and not word.startswith(("-", "launch"))]
     if "--multirun" not in words:
         compose_run(settings)

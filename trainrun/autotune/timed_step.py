@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainrun.timing.paired import Turn
 
 FEW_BATCHES = 500  # a shorter run is not worth the first looks, which take about 25 steps
+MEASURED_LOOPS = ("trainrun.benchmark.", "trainrun.race.")  # they make the usual steps
 ROUNDS = 3  # of turns, or there is no time to measure
 MOST_ROUNDS = 12
 SURE = 0.75  # confidence of the interval that must be above 1, for what displaces the usual choice
@@ -140,7 +141,7 @@ def other_step(config: RunConfig) -> str:
     """Return why a timed step is not the step of the run; "" if it is."""
     if config.step:
         return "step is your own, so what it does is not known"
-    if config.loop and not str(config.loop.get("_target_")).startswith("trainrun.benchmark."):
+    if config.loop and not str(config.loop.get("_target_")).startswith(MEASURED_LOOPS):
         return "loop is your own, so the step is not known"
     return ""
 

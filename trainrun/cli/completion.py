@@ -27,6 +27,7 @@ NO_RUN = (
     "help",
     "init",
     "autotune",
+    "race",
     "verify",
 )  # other commands take a folder
 

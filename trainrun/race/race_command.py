@@ -1,0 +1,158 @@
+"""`trainrun race A.yaml B.yaml --until val/acc=0.91`: which settings arrive first, and whether they end as well."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+
+from trainrun.cli.main import add_import_paths
+from trainrun.cli.run_arguments import Parser
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
+from trainrun.folder.lock import only_writer
+from trainrun.folder.run_folder import RunDir, format_json, is_there, named_folder
+from trainrun.output import counted, path_to_paste, say
+from trainrun.race.race_report import PAGE, print_report, report_as_json, write_report
+from trainrun.race.racers import Racer, Variation, read_racers, variations
+from trainrun.race.turns import Race, RaceGoal, names_of, new_folder
+from trainrun.runtime.signals import catch_stops
+from trainrun.sweep.job_queue import StopRelay
+from trainrun.task.metrics.directions import direction_of_name
+
+ABOUT = (
+    "Trains each racer with the same seeds, in turns, each run in a fresh process. A judge evaluates all of the "
+    "validation data every so many samples, whatever the settings of validation are, and its time is not counted. "
+    "Compares the time until the metric is reached, from the start of the process and without the start, as a ratio of "
+    "geometric means with an interval; and tests whether the ends of the trainings are equivalent."
+)
+GOAL = re.compile(r"(?P<metric>[^\s=<>]+/[^\s=<>]+)\s*(?:(?P<sign><=|>=|=)\s*(?P<value>\S+))?")
+
+
+def main(argv: list[str]) -> int:
+    words = race_parser().parse_args(argv)
+    if words.seeds < 1:
+        raise ConfigError(f"--seeds {words.seeds}: must be 1 or more")
+    if words.every is not None and words.every < 1:
+        raise ConfigError(f"--every {words.every}: must be 1 or more samples")
+    if words.margin is not None and not words.margin > 0:
+        raise ConfigError(f"--margin {words.margin:g}: must be above 0, in units of the metric")
+    goal = read_goal(words.until, words.mode)
+    common = [word for several in words.common for word in several]
+    add_import_paths([])
+    racers = read_racers(words.racers, common)
+    changes = differences_to_race(racers) if words.table else []
+    varied = [racer for change in changes for racer in (change.alone, change.left_out) if racer is not None]
+    folder = new_folder() if words.out is None else named_folder(words.out)
+    if is_there(RunDir(folder)):
+        raise ConfigError(f"--out {folder}: holds a run; name another folder for the race")
+    race = Race(folder, [*racers, *varied], goal, words.seeds, words.every, words.margin)
+    again = [
+        "trainrun race",
+        *map(shlex.quote, argv),
+        *([] if words.out else ["--out", path_to_paste(folder)]),
+    ]
+    return run_race(race, changes, " ".join(again), words.json)
+
+
+def race_parser() -> Parser:
+    parser = Parser(
+        prog="trainrun race", description=ABOUT, allow_abbrev=False,
+        usage="trainrun race RACER RACER ... [--with key=value ...] [--until METRIC=VALUE] [--seeds N] "
+        "[--every SAMPLES] [--margin X] [--table] [--out FOLDER] [--json]",
+    )  # fmt: skip
+    parser.add_argument("racers", metavar="RACER", nargs="*", default=[],
+                        help='settings: a YAML file, or quoted words as "preset=fast lr=0.01"')  # fmt: skip
+    parser.add_argument("--with", dest="common", metavar="key=value", nargs="+", action="append", default=[],
+                        help="settings of all racers")  # fmt: skip
+    parser.add_argument("--until", metavar="METRIC=VALUE", default="val/loss",
+                        help="the target, as val/acc=0.91. Without a number a run of the first racer with another seed "
+                        "fixes it before the race (val/loss)")  # fmt: skip
+    parser.add_argument(
+        "--mode", choices=("min", "max"), help="which values are better (by the metric's name)"
+    )
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs of each racer (5)")
+    parser.add_argument("--every", type=int, metavar="SAMPLES",
+                        help="training samples between two evaluations (a twentieth of A's training)")  # fmt: skip
+    parser.add_argument("--margin", type=float, metavar="X",
+                        help="ends that differ by less are equal, as 0.01 (1 %% of A's end)")  # fmt: skip
+    parser.add_argument("--table", action="store_true",
+                        help="also each difference between A and B, alone on A and left out of B")  # fmt: skip
+    parser.add_argument("--out", metavar="FOLDER",
+                        help="of the race; runs that are there are not run again (races/DATE/TIME)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the results for programs")
+    return parser
+
+
+def read_goal(text: str, mode: str | None) -> RaceGoal:
+    """Return the target of `val/acc=0.91`, `val/error<=0.1` or `val/acc`. Raise ConfigError."""
+    match = GOAL.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"--until {text}: is no target; write one as val/acc=0.91, or val/loss to have it fixed by A"
+        )
+    metric, sign, value = match["metric"], match["sign"], match["value"]
+    if not metric.startswith("val"):
+        raise ConfigError(f"--until {text}: racers are judged by validation; name a metric as val/acc")
+    by_sign = {">=": "max", "<=": "min"}.get(sign or "")
+    direction = mode or by_sign or direction_of_name(metric)
+    if direction is None:
+        raise ConfigError(
+            f"--until {text}: whether more is better is not known; add --mode max or --mode min"
+        )
+    if value is None:
+        return RaceGoal(metric, direction)
+    try:
+        number = parse_float(value)
+    except ValueError as error:
+        raise ConfigError(f"--until {text}: {value} is no number") from error
+    return RaceGoal(metric, direction, number)
+
+
+def parse_float(text: str) -> float:
+    """Return a finite number. Raise ValueError."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+def differences_to_race(racers: Sequence[Racer]) -> list[Variation]:
+    """Return the differences between two racers. Raise ConfigError if there are not two, or none."""
+    if len(racers) != 2:
+        raise ConfigError(f"--table: takes two racers apart, and there are {len(racers)}")
+    changes = variations(*racers)
+    if not changes:
+        raise ConfigError("--table: A and B have the same settings")
+    return changes if len(changes) > 1 else []  # a single difference is the race itself
+
+
+def run_race(race: Race, changes: Sequence[Variation], again: str, as_json: bool) -> int:
+    """Run what is missing, report what is there, and return the exit code."""
+    relay = StopRelay()
+    with contextlib.ExitStack() as closing:
+        output = sys.stdout
+        if as_json:
+            closing.enter_context(contextlib.redirect_stdout(sys.stderr))
+        race.open()
+        closing.enter_context(only_writer(RunDir(race.folder)))
+        runs = counted(len(race.racers) * race.num_seeds, "run")
+        differences = f", {counted(len(changes), 'difference')}" if changes else ""
+        say(f"race: {names_of(race.racers)}{differences}; {runs} in {race.folder}", flush=True)
+        with catch_stops(relay.handle):
+            race.run_all(relay)
+        if race.seeds_of(race.racers[0].name):
+            write_report(race, changes)
+            print_report(race, changes)
+            say(f"page: {race.folder / PAGE}", flush=True)
+        if not race.is_done:
+            say(f"what is not done: {again}", flush=True)
+        if as_json:
+            say(format_json(report_as_json(race, changes)), file=output, end="", flush=True)
+    if relay.number:
+        return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
+    failed = any(run.error for racer in race.racers for run in race.seeds_of(racer.name))
+    return EXIT_FAILED if failed else EXIT_DONE

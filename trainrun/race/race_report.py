@@ -1,0 +1,192 @@
+"""The table of a race on the screen, as CSV, and as a page on the project's chart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from trainrun.config.tuned_settings import machine
+from trainrun.folder.run_folder import write_text
+from trainrun.output import figure, say
+from trainrun.plots import page
+from trainrun.plots.chart import Chart, Curve, charts_html
+from trainrun.race.racers import Variation
+from trainrun.race.standings import Equivalence, RaceResults, RaceRun, Standing
+from trainrun.race.turns import Race
+from trainrun.sweep.points import half_of_mean
+from trainrun.sweep.table import csv_text, print_table
+from trainrun.timing.paired import Ratio
+
+Table = tuple[list[str], list[list[str]]]
+CSV, PAGE = "race.csv", "race.html"
+COLUMNS = (
+    "racer",
+    "seed",
+    "arrived",
+    "start_seconds",
+    "training_seconds",
+    "end",
+    "end_seconds",
+    "peak_bytes",
+    "error",
+)
+
+
+def race_table(race: Race, results: RaceResults) -> Table:
+    """Return a head and a line for each racer of the command line, compared with the first."""
+    metric = race.goal.metric
+    times = ["seconds", "times as fast", "without start", "times as fast"]
+    head = ["racer", "arrived", *times, f"end {metric}", "end", "memory"]
+    first = race.racers[0].name
+    rows = []
+    for racer in race.racers:
+        if len(racer.name) == 1 and results.runs[racer.name]:
+            rows.append([f"{racer.name} {racer.about}", *standing_cells(results.standing(racer.name, first))])
+    return head, rows
+
+
+def standing_cells(standing: Standing) -> list[str]:
+    arrived = f"{len(standing.runs) - standing.late} of {len(standing.runs)}"
+    ratios = [ratio_text(ratio, standing.bound) for ratio in (standing.ratio, standing.training_ratio)]
+    return [
+        arrived, f"{standing.seconds:.3g}", ratios[0], f"{standing.training_seconds:.3g}", ratios[1],
+        mean_text(standing.ends), equivalence_text(standing.equivalence), memory_text(standing.peak_bytes),
+    ]  # fmt: skip
+
+
+def ratio_text(ratio: Ratio | None, bound: str) -> str:
+    """Return `2.02x (1.90 to 2.14)`, or `at most 2.02x (...)` where runs that did not arrive bound it."""
+    return "" if ratio is None else f"{bound} {ratio}".strip()
+
+
+def mean_text(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    half = half_of_mean(values)
+    return figure(fmean(values)) if half is None else f"{figure(fmean(values))} ± {half:.2g}"
+
+
+def equivalence_text(equivalence: Equivalence | None) -> str:
+    """Return `equal within 0.009`, or the verdict with the interval of the difference."""
+    if equivalence is None:
+        return ""
+    if equivalence.verdict == "equal":
+        return f"equal within {equivalence.margin:.2g}"
+    return f"{equivalence.verdict} ({equivalence.low:+.2g} to {equivalence.high:+.2g})"
+
+
+def memory_text(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes else ""
+
+
+def variation_table(results: RaceResults, first: str, second: str, changes: Sequence[Variation]) -> Table:
+    """Return a head and a line for each difference: A with it beside A, and B beside B without it."""
+    head = ["difference", "alone", "end", "memory", "in B", "end", "memory without"]
+    rows = []
+    for change in changes:
+        cells = []
+        for name, beside, is_alone in ((change.alone, first, True), (change.left_out, second, False)):
+            if name is None or not results.runs.get(name.name) or not results.runs.get(beside):
+                cells += ["refused" if name is None else "not run", "", ""]
+                continue
+            pair = (name.name, beside) if is_alone else (beside, name.name)
+            standing = results.standing(*pair)
+            memory = memory_text(results.standing(name.name, name.name).peak_bytes)
+            cells += [
+                ratio_text(standing.ratio, standing.bound),
+                equivalence_text(standing.equivalence),
+                memory,
+            ]
+        rows.append([change.about, *cells])
+    return head, rows
+
+
+def notes_of(race: Race, results: RaceResults) -> list[str]:
+    """Return what the numbers mean."""
+    every = "" if race.every is None else f" every {race.every:,} samples"
+    lines = [
+        f"to {race.goal}, judged on all of {race.goal.metric.rpartition('/')[0]}{every}; the clock stops meanwhile",
+        "seconds are geometric means from the start of the process, or from the first step; intervals of 95 %",
+    ]
+    runs = [run for several in results.runs.values() for run in several]
+    if any(map(results.is_late, runs)):
+        lines.append(
+            f"a run that did not arrive counts with {results.limits[True]:.3g} s, three times the median of A; "
+            "its ratio is a bound"
+        )
+    return lines
+
+
+def print_report(race: Race, changes: Sequence[Variation]) -> None:
+    results = race.results()
+    print_table(*race_table(race, results))
+    if changes:
+        print_table(*variation_table(results, race.racers[0].name, race.racers[1].name, changes))
+    for line in notes_of(race, results):
+        say(line)
+
+
+def write_report(race: Race, changes: Sequence[Variation]) -> None:
+    """Write `race.csv` and `race.html`."""
+    results = race.results()
+    rows: list[list[Any]] = [list(COLUMNS)]
+    for racer in race.racers:
+        for run in results.runs[racer.name]:
+            rows.append([racer.name, run.seed, not results.is_late(run), run.start, run.arrived, run.end, run.seconds,
+                         run.peak_bytes, run.error])  # fmt: skip
+    write_text(race.folder / CSV, csv_text(rows))
+    title = f"Race to {race.goal}"
+    parts = [page.heading(title, level=1), page.table(*race_table(race, results))]
+    if changes:
+        names = race.racers[0].name, race.racers[1].name
+        parts += [page.heading("Differences"), page.table(*variation_table(results, *names, changes))]
+    parts += [page.paragraph(line) for line in [*notes_of(race, results), machine()]]
+    parts.append(charts_html([curves_chart(race, results)]))
+    write_text(race.folder / PAGE, page.page(title, parts))
+
+
+def curves_chart(race: Race, results: RaceResults) -> Chart:
+    """Return the metric of each run of the command line's racers over time and samples."""
+    curves = [curve_of_run(f"{racer.name}, seed {run.seed}", run)
+              for racer in race.racers if len(racer.name) == 1
+              for run in results.runs[racer.name] if run.curve]  # fmt: skip
+    return Chart(race.goal.metric, curves)
+
+
+def curve_of_run(name: str, run: RaceRun) -> Curve:
+    samples, seconds, values = np.asarray(run.curve, dtype=np.float64).T
+    return Curve(name, {"time": seconds + run.start, "samples": samples}, values)
+
+
+def report_as_json(race: Race, changes: Sequence[Variation]) -> dict[str, Any]:
+    """Return the results for programs."""
+    results = race.results()
+    first = race.racers[0].name
+    racers = []
+    for racer in race.racers:
+        if results.runs[racer.name]:
+            standing = results.standing(racer.name, first)
+            racers.append({"name": racer.name, "about": racer.about, **standing_facts(standing)})
+    return {
+        "folder": str(race.folder), "metric": race.goal.metric, "mode": race.goal.mode, "target": race.goal.value,
+        "every": race.every, "limit_seconds": results.limits[True], "racers": racers,
+        "differences": [change.about for change in changes],
+    }  # fmt: skip
+
+
+def standing_facts(standing: Standing) -> dict[str, Any]:
+    def facts_of(ratio: Ratio | None) -> dict[str, float] | None:
+        return None if ratio is None else {"value": ratio.value, "low": ratio.low, "high": ratio.high}
+
+    equal = standing.equivalence
+    return {
+        "arrived": len(standing.runs) - standing.late, "runs": len(standing.runs), "seconds": standing.seconds,
+        "training_seconds": standing.training_seconds, "ratio": facts_of(standing.ratio),
+        "training_ratio": facts_of(standing.training_ratio), "bound": standing.bound, "ends": standing.ends,
+        "peak_bytes": standing.peak_bytes,
+        "equivalence": equal and {"verdict": equal.verdict, "low": equal.low, "high": equal.high,
+                                  "margin": equal.margin},
+    }  # fmt: skip

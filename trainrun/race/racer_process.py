@@ -1,0 +1,43 @@
+"""`python -m trainrun.race.racer_process FOLDER`: one run of a race, as `request.json` in its folder asks for it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from trainrun.cli.main import add_import_paths, report_crash, report_fault
+from trainrun.config.compose import Composition, compose_run
+from trainrun.config.schema import with_values
+from trainrun.errors import TrainrunError
+from trainrun.folder.run_folder import LaunchSpec, read_json, typed_settings
+from trainrun.runs.run import execute, new_run
+
+REQUEST, JUDGED = "request.json", "judged.jsonl"
+LOOP = "trainrun.race.judged_loop.JudgedLoop"
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code of the run."""
+    folder = Path(argv[0])
+    request = read_json(folder / REQUEST)
+    words = list(request["words"])
+    folders = [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
+    paths = add_import_paths([str(Path(name).resolve().parent) for name in folders])
+    try:
+        composition = compose_run(words)
+        config = with_values(composition.config, {"seed": request["seed"], "monitor.plots": False})
+        judge = {"_target_": LOOP, "file": str(folder / JUDGED), **request["judge"]}
+        config = replace(config, loop=judge)
+        place = {"hydra.run.dir": str(folder)}
+        run = new_run(Composition(config, {}, composition.overrides, place), words)
+        typed = typed_settings(composition.overrides)
+        return execute(run, config, LaunchSpec(resume=False, paths=paths, typed=typed))
+    except TrainrunError as error:
+        return report_fault(error)
+    except Exception as error:
+        return report_crash(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,186 @@
+"""The racers: settings from files or quoted words, and the differences between two of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainrun.benchmark.run_overrides import override_key, plain_overrides, replace_overrides
+from trainrun.config.compose import Composition, compose_run, prepare_command_line
+from trainrun.config.schema import validation_nodes
+from trainrun.errors import ConfigError
+from trainrun.runs.resume import ABSENT, differences, word
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# Keys of the config that are one difference with all that is below them.
+NO_DIFFERENCE = ("run_name", "seed")
+TOGETHER = ("monitor", "checkpoint", "scheduler", "optimizer", "model", "task", "precision", "data.augment")
+NOT_RACED = {
+    "seed": "the race sets it, see --seeds",
+    "hydra.run.dir": "the race has a folder for each run, see --out",
+    "loop": "a loop of your own cannot be judged; leave it out",
+    "ckpt_path": "each run begins anew; use init_from for first weights",
+}
+
+
+@dataclass(frozen=True)
+class Racer:
+    """A way to train. name: a letter, with the difference from another racer behind it. about: as it was typed."""
+
+    name: str
+    about: str
+    words: tuple[str, ...]
+
+
+def read_racers(texts: Sequence[str], common: Sequence[str]) -> list[Racer]:
+    """Return the racers A, B, ... of a command line. common: words of all. Raise ConfigError with all mistakes."""
+    if len(texts) < 2:
+        raise ConfigError(
+            "race: needs two racers, each a file or quoted words: trainrun race A.yaml B.yaml, or "
+            'trainrun race "preset=none" "preset=fast"'
+        )
+    if len(texts) > len(LETTERS):
+        raise ConfigError(f"race: takes {len(LETTERS)} racers at most, and there are {len(texts)}")
+    racers, faults = [], []
+    for letter, text in zip(LETTERS, texts, strict=False):
+        try:
+            words = racer_words([*common], words_of(text))
+            racers.append(Racer(letter, text, tuple(words)))
+            compose_racer(words)
+        except ConfigError as error:
+            faults += [f"racer {letter} ({text}): {fault}" for fault in error.faults]
+    if faults:
+        raise ConfigError(*faults)
+    return racers
+
+
+def racer_words(common: list[str], own: list[str]) -> list[str]:
+    """Return the words of a racer, its own before those of all. Raise ConfigError for a folder among them."""
+    for words in (common, own):
+        if (folder := prepare_command_line(list(words), Path.cwd())[0].own.get("hydra.run.dir")) is not None:
+            raise ConfigError(f"output_dir={folder}: {NOT_RACED['hydra.run.dir']}")
+    return replace_overrides(plain_overrides(common), plain_overrides(own))
+
+
+def words_of(text: str) -> list[str]:
+    """Return the settings that a word of the command line stands for: those of a YAML file, or its own."""
+    if text.endswith((".yaml", ".yml")) and "=" not in text:
+        return words_of_file(Path(text).expanduser())
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f'{error}; a racer is quoted once: "optimizer=sgd lr=0.1"') from error
+
+
+def words_of_file(path: Path) -> list[str]:
+    """Return the settings of a file, whose keys are nested or dotted, and its options under `defaults`."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise ConfigError(f"cannot be read ({reason})") from error
+    if not isinstance(values, dict):
+        raise ConfigError("holds no settings; write one a line, as `data.batch_size: 64`")
+    options = [option for entry in values.pop("defaults", None) or [] for option in words_of_default(entry)]
+    return [*options, *(f"{key}={word(value)}" for key, value in leaves(values))]
+
+
+def words_of_default(entry: Any) -> Iterator[str]:
+    """Yield `precision=auto` of an entry such as `override /precision: auto` or `/precision/auto`."""
+    pairs = entry.items() if isinstance(entry, dict) else [str(entry).strip("/").rpartition("/")[::2]]
+    for group, option in pairs:
+        if group:
+            yield f"{group.removeprefix('override ').strip('/')}={option}"
+
+
+def leaves(values: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def compose_racer(words: Sequence[str]) -> Composition:
+    """Compose the config of a racer. Raise ConfigError for what cannot be raced."""
+    for override in words:
+        key = override_key(override)
+        if (reason := NOT_RACED.get(key) or NOT_RACED.get(key.partition(".")[0])) is not None:
+            raise ConfigError(f"{override}: {reason}")
+    composition = compose_run(list(words))
+    data = composition.config.data
+    if not validation_nodes(data) and data.folds is None:
+        raise ConfigError("data.val: there is none, and racers are judged by validation; set it")
+    return composition
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One difference between two racers. about: as it is typed. alone, left_out: A with it, and B without it."""
+
+    about: str
+    alone: Racer | None
+    left_out: Racer | None
+
+
+def variations(first: Racer, second: Racer) -> list[Variation]:
+    """Return each difference between two racers, alone on the first and left out of the second.
+
+    None in place of a racer whose settings are refused, such as a warm-up without its schedule.
+    """
+    back = grouped_changes(second, first)
+    return [
+        Variation(
+            (about := describe(key, settings)),
+            varied(first, f"+ {about}", settings),
+            varied(second, f"without {about}", back[key]),
+        )
+        for key, settings in grouped_changes(first, second).items()
+    ]
+
+
+def grouped_changes(before: Racer, after: Racer) -> dict[str, list[str]]:
+    """Return the settings that turn one racer into another, by what is changed together.
+
+    Another option of a group is named, with what differs from that option.
+    """
+    here, there = compose_racer(before.words), compose_racer(after.words)
+    groups = dict.fromkeys(group_of(change.key) for change in differences(here.config, there.config))
+    groups = {group: None for group in groups if group not in NO_DIFFERENCE}
+    changes: dict[str, list[str]] = {}
+    for group in groups:
+        option, base = there.choices.get(group), here
+        words = [f"{group}={option}"] if option and option != here.choices.get(group) else []
+        if words:
+            base = compose_run(replace_overrides(before.words, words))
+        rest = differences(base.config, there.config)
+        words += [
+            f"{change.key}={word(change.here)}"
+            for change in rest
+            if group_of(change.key) == group and change.here is not ABSENT
+        ]
+        changes[group] = words
+    return changes
+
+
+def group_of(key: str) -> str:
+    """Return the section that is changed as a whole, or the key itself."""
+    return next((name for name in TOGETHER if key == name or key.startswith(f"{name}.")), key)
+
+
+def describe(key: str, settings: Sequence[str]) -> str:
+    return " ".join(settings) or f"{key} left out"
+
+
+def varied(racer: Racer, how: str, settings: Sequence[str]) -> Racer | None:
+    words = replace_overrides(racer.words, settings)
+    try:
+        compose_racer(words)
+    except ConfigError:
+        return None
+    return Racer(f"{racer.name} {how}", f"{racer.about} {how}", tuple(words))
