@@ -148,9 +148,16 @@ class ResidentBatches:
 
     def _one_by_one(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
         """Make the batches of these shares, each in one copy."""
-        for (indices, real, last), rows in self._with_rows(shares):
-            check_lengths(self._mappings)
-            yield MicroBatch(self._pack([gather(rows) for gather in self._gathers]), real, last, indices)
+        gathers, pack, mappings = self._gathers, self._pack, self._mappings
+        if self._row_numbers is None:
+            with_rows: Iterator[tuple[Share, Tensor]] = (
+                (share, self._rows(share.indices)) for share in shares
+            )
+        else:
+            with_rows = self._look_up_rows(shares)
+        for (indices, real, last), rows in with_rows:
+            check_lengths(mappings)
+            yield MicroBatch(pack([gather(rows) for gather in gathers]), real, last, indices)
 
     def _several_at_once(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
         """Make the batches of these shares. The rows of `together` of them are gathered in one call."""
@@ -166,11 +173,8 @@ class ResidentBatches:
                 ):
                     yield MicroBatch(pack(values), real, last, indices)
 
-    def _with_rows(self, shares: Iterator[Share]) -> Iterator[tuple[Share, Tensor]]:
+    def _look_up_rows(self, shares: Iterator[Share]) -> Iterator[tuple[Share, Tensor]]:
         """Yield each share with its rows of the columns."""
-        if self._row_numbers is None:
-            yield from ((share, self._rows(share.indices)) for share in shares)
-            return
         for block, rows in self._blocks(shares):
             parts = torch.split(rows, [share.indices.numel() for share in block])
             yield from zip(block, parts, strict=True)

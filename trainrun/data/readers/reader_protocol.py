@@ -51,7 +51,7 @@ class Info:
     read_cut: Callable[[int, Callable[[str, Any], Any]], Any] | None = None
     form: Form | None = None
     read_files: Callable[[Sequence[int]], list[Any]] | None = None
-    read_ragged: Callable[[Sequence[int]], RaggedBatch | None] | None = None
+    read_ragged: Callable[[Rows], RaggedBatch | None] | None = None
 
 
 class Reader(Protocol):
@@ -114,7 +114,7 @@ class ReaderDataset:
     def read_ragged(self) -> Callable[[Sequence[int]], RaggedBatch | None] | None:
         """Reads the fields of samples before their sequences are padded; None if the reader cannot."""
         of_reader = self._info.read_ragged
-        return None if of_reader is None else lambda indices: of_reader(self._numbers(indices))
+        return None if of_reader is None else lambda indices: of_reader(self._rows_at(indices))
 
     @property
     def read_cut(self) -> Callable[[int, Callable[[str, Any], Any]], Any] | None:
@@ -172,11 +172,16 @@ class ReaderDataset:
             raise IndexError(index)
         return int(index) if self.rows is None else int(self.rows[index])
 
-    def _numbers(self, indices: Sequence[int]) -> list[int]:
-        places = np.asarray(indices, dtype=np.int64)
-        if len(places) and not 0 <= places.min() <= places.max() < len(self):
+    def _rows_at(self, indices: Sequence[int]) -> Rows:
+        """Return the numbers of samples in the reader. IndexError: there is no such sample."""
+        positions = np.asarray(indices, dtype=np.int64)
+        if len(positions) and not 0 <= positions.min() <= positions.max() < len(self):
             raise IndexError(indices)
-        numbers: list[int] = (places if self.rows is None else self.rows[places]).tolist()
+        rows: Rows = positions if self.rows is None else self.rows[positions]
+        return rows
+
+    def _numbers(self, indices: Sequence[int]) -> list[int]:
+        numbers: list[int] = self._rows_at(indices).tolist()
         return numbers
 
     def _read(

@@ -167,9 +167,8 @@ class StoredSamples:
         self._check_files()
         return [self._sample(index) for index in indices]
 
-    def read_ragged(self, indices: Sequence[int]) -> RaggedBatch | None:
+    def read_ragged(self, numbers: Array) -> RaggedBatch | None:
         self._check_files()
-        numbers = np.asarray(indices, np.int64)
         fields: dict[str, Tensor | RaggedRows] = {}
         for one, name in zip(self._fields, self._names, strict=True):
             rows = one.rows(numbers)
