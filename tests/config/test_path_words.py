@@ -6,8 +6,12 @@ import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from approved import refused
+from pyarrow import csv
 
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir, is_path, quote_path
@@ -302,6 +306,16 @@ def test_the_task_of_a_table_is_chosen_by_its_target(cells: list[object], words:
     composition = compose_run(["data.path=t.csv", "data.train.target=price", "model=mlp", *words])
     assert composition.choices["task"] == task
     assert any("price holds" in note for note in composition.notes) == (task == "regression")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_the_target_of_every_table_chooses_the_task(suffix: str, dtype: str) -> None:
+    numbers = np.arange(40, dtype=dtype) / (1 if dtype == "int64" else 3)
+    table = pa.table({"x": np.ones(40), "price": numbers.astype(dtype)})
+    csv.write_csv(table, "t.csv") if suffix == "csv" else pq.write_table(table, "t.parquet")
+    composition = compose_run([f"data.path=t.{suffix}", "data.train.target=price", "model=mlp"])
+    assert composition.choices["task"] == ("classification" if dtype == "int64" else "regression")
 
 
 def test_the_note_says_how_much_of_a_large_table_was_read(monkeypatch: pytest.MonkeyPatch) -> None:

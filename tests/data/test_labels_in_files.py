@@ -12,7 +12,7 @@ from approved import refused
 
 from trainrun.assemble.data_pipeline import check_labels_fit, describe_sources
 from trainrun.config.compose import compose_run
-from trainrun.data.facts import describe_classes, describe_unique_labels, facts_of
+from trainrun.data.facts import describe_classes, describe_many_labels, facts_of
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.readers.pictures import image_folder
@@ -146,7 +146,7 @@ def test_real_numbers_as_labels_name_the_settings_that_help(tmp_path: Path) -> N
 
 
 def test_whole_numbers_from_python_name_both_ways() -> None:
-    line = describe_unique_labels(
+    line = describe_many_labels(
         torch.utils.data.TensorDataset(torch.rand(N, 2), torch.arange(N)), "data.train", False
     )
     assert "other targets" in line
@@ -158,3 +158,19 @@ def test_ids_as_labels_are_told(tmp_path: Path, labels: Any) -> None:
     *_, line = lines_on(tmp_path, list(labels))
     assert "data.train.target=" in line
     assert len(lines_on(tmp_path, [i % 5 for i in range(N)])) == 1  # the classes alone
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "is_said"),
+    [
+        ([18 + i % 25 for i in range(3 * N)], [], True),  # ages
+        ([18 + i % 25 for i in range(3 * N)], ["task=regression"], False),
+        ([18 + i % 19 for i in range(3 * N)], [], False),
+        ([f"breed {i % 25}" for i in range(3 * N)], [], False),
+    ],
+)
+def test_many_whole_numbers_as_labels_are_said_to_be_classes(
+    tmp_path: Path, labels: list[Any], options: list[str], is_said: bool
+) -> None:  # fmt: skip
+    lines = lines_on(tmp_path, labels, *options)
+    assert any("add task=regression" in line for line in lines) == is_said

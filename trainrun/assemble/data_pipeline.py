@@ -16,7 +16,7 @@ from trainrun.data.facts import (
     check_labels,
     check_targets_are_classes,
     class_names_of,
-    describe_unique_labels,
+    describe_many_labels,
     labels_in,
 )
 from trainrun.data.overlap.shared_rows import describe_shared_rows
@@ -98,7 +98,7 @@ def describe_sources(
         return []
     lines = describe_shared_rows(sources, splits)
     if is_classifier(config):
-        lines.insert(0, describe_unique_labels(sources["train"], "data.train", is_table(config)))
+        lines.insert(0, describe_many_labels(sources["train"], "data.train", is_table(config)))
     return [line for line in lines if line]
 
 

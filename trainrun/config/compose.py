@@ -213,8 +213,8 @@ def reason_for_regression(config: RunConfig, words: CommandLine) -> str:
     """Return a note on targets that are amounts, and the way to classes; "" if they are no amounts."""
     node = config.data.train or {}
     what, way = words.quantities, "integers as targets"
-    if not what and node.get("_target_") == "trainrun.data.readers.tables.csv_files.load":
-        from trainrun.data.readers.tables.csv_files import describe_quantities  # others need none
+    if not what and str(node.get("_target_")).startswith("trainrun.data.readers.tables."):
+        from trainrun.data.readers.tables.table_choice import describe_quantities  # others need none
 
         way = "task=classification data.train.target_dtype=class"
         with suppress(DataError):  # which the run reports

@@ -188,24 +188,29 @@ def count_quantities(targets: np.ndarray[Any, Any]) -> int:
     return len(values) if has_fractions and len(values) >= LEAST_QUANTITIES else 0
 
 
-def describe_unique_labels(source: Any, key: str, is_table: bool) -> str:
-    """Return a line if most labels belong to a single sample, as ids do; "" if classes have several samples.
+def describe_many_labels(source: Any, key: str, is_table: bool) -> str:
+    """Return a line if labels may be ids or amounts: most belong to one sample, or a table has many whole numbers.
 
-    is_table: whether the source has the setting `target`.
+    "" if they are classes. is_table: whether the source has the setting `target`.
     """
     target = labels_in(source, key)
     if target is None or target.ndim != 1 or len(target) < LEAST_IDS:
         return ""
     labels = as_tensor(target[:LABELS_AT_ONCE]).cpu().long()
     num_values = count_different(labels)
-    if num_values <= MOST_UNIQUE * len(labels):
-        return ""
-    way = f"{key}.target=COLUMN" if is_table else "other targets"
-    outputs = "" if is_table else " model.num_classes=1"  # whole numbers of a table become float32
-    return (
-        f"{key}: {len(labels):,} samples have {num_values:,} different labels, too many for classes; if these "
-        f"are ids, choose {way}; if they are quantities, task=regression{outputs}"
-    )
+    if num_values > MOST_UNIQUE * len(labels):
+        way = f"{key}.target=COLUMN" if is_table else "other targets"
+        outputs = "" if is_table else " model.num_classes=1"  # whole numbers of a table become float32
+        return (
+            f"{key}: {len(labels):,} samples have {num_values:,} different labels, too many for classes; if these "
+            f"are ids, choose {way}; if they are quantities, task=regression{outputs}"
+        )
+    if is_table and num_values >= LEAST_QUANTITIES and not class_names_of(source):
+        return (
+            f"{key}: the targets are {num_values:,} different whole numbers, each of them a class; if they are "
+            "quantities, as ages, add task=regression"
+        )
+    return ""
 
 
 def check_labels(source: Any, key: str, allowed: Labels) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from approved import approve
+from approved import approve, refused
 
-from trainrun.data.readers.tables import csv_files
+from trainrun.data.readers.tables import csv_files, parquet
 from trainrun.data.readers.tables.csv_files import load
 from trainrun.errors import DataError
 
@@ -244,3 +246,30 @@ def test_the_delimiter_of_the_first_line_is_found(tmp_path, character):
         tmp_path, character.join("aby") + "\n" + character.join("120") + "\n" + character.join("341")
     )
     assert load(path, val_fraction=0.0)["train"].tensors[0].tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("cells", "is_refused"),
+    [
+        (["1,5", "2,25", "3"], True),
+        (["-1,5", "NA", "4"], True),
+        (["1,5", "2", "many"], False),
+        (["1,200", "2,300", "4,500"], False),  # perhaps grouped digits
+        (["a,b", "b", "c"], False),
+    ],
+)
+def test_a_target_with_decimal_commas_is_refused(tmp_path, suffix, cells, is_refused):
+    path = str(tmp_path / f"t.{suffix}")
+    if suffix == "csv":
+        Path(path).write_text("x;y\n" + "".join(f"1;{cell}\n" for cell in cells))
+    else:
+        pq.write_table(pa.table({"x": [1.0] * 3, "y": cells}), path)
+    module = csv_files if suffix == "csv" else parquet
+    options = {"target": "y", "val_fraction": 0.0}
+    assert module.load(path, **options, target_dtype="class")["train"].num_classes == 3
+    if is_refused:
+        with refused(DataError, "target_dtype=class"):
+            module.load(path, **options)["train"]
+    else:
+        assert module.load(path, **options)["train"].num_classes == 3

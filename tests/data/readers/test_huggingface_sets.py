@@ -187,7 +187,7 @@ def test_damaged_files_are_named(tmp_path, name, content):
         whole(tmp_path / name)
 
 
-@pytest.mark.parametrize("content", ["[[0.5, 1], [2, 3]]", "[1, 2]"])
+@pytest.mark.parametrize("content", ["[[0.5, 1], [2, 3]]", "[1, 2]", "[0.5, 1]\n[2, 3]\n", '"a"\n"b"\n'])
 def test_an_array_of_numbers_is_told_what_rows_are(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
     with refused(DataError, "a.json", "data.train.columns=[x,y]"):

@@ -24,6 +24,8 @@ NO_TARGET = "none"
 ROW_NUMBERS = re.compile(
     r"|Unnamed: 0|__index_level_\d+__"
 )  # as pandas calls them; a sorted table's tell the class
+MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
+DECIMAL_COMMA = re.compile(r"[-+]?\d+,(\d{1,2}|\d{4,})")  # 1,200 may be grouped digits
 Cells = Any  # a NumPy array of numbers (N,), or a sequence of N str
 
 
@@ -67,14 +69,24 @@ class Coding:
         return torch.tensor(numbers, dtype=torch.int64)
 
 
-def coding_of(cells: Cells, dtype: str, names: Sequence[str] = ()) -> Coding:
-    """The coding for the cells of the training data.
+def coding_of(
+    cells: Cells, dtype: str, names: Sequence[str] = (), where: Callable[[int], str] | None = None
+) -> Coding:  # fmt: skip
+    """Return the coding for the cells of the training data.
 
-    dtype: data.train.target_dtype: `auto` takes whole numbers as they are, other numbers as float32, and
-        words as classes. names: of the classes 0, 1, ..., where the file tells them.
+    Args:
+        dtype: data.train.target_dtype: `auto` takes whole numbers as they are, other numbers as float32, and words as
+            classes.
+        names: of the classes 0, 1, ..., where the file tells them.
+        where: names a cell of a table in messages, by its index; None: the data is no table.
+
+    Raises:
+        DataError: `auto`, and the cells are numbers with decimal commas, which would be as many classes.
     """
     if dtype == "auto":
         values = numbers_in(cells)
+        if values is None and where is not None:
+            check_decimal_commas(cells, where)
         dtype = "class" if values is None else "float32" if values.dtype.kind == "f" else "int64"
     if dtype == "class":
         values = numbers_in(cells)
@@ -89,6 +101,27 @@ def coding_of(cells: Cells, dtype: str, names: Sequence[str] = ()) -> Coding:
         largest = int(values.max()) if values is not None and whole else -1
         return Coding("int64", tuple(names), len(names) or (largest + 1 if largest >= 0 else None))
     return Coding(dtype)
+
+
+def is_missing(text: str) -> bool:
+    """Return whether a cell of a text table stands for a missing value."""
+    return text.strip().lower() in MISSING
+
+
+def check_decimal_commas(cells: Cells, where: Callable[[int], str]) -> None:
+    """Raise DataError if the cells are numbers, some of them with a decimal comma."""
+    first = None
+    for index, cell in enumerate(words_in(cells)):
+        if DECIMAL_COMMA.fullmatch(cell):
+            first = (index, cell) if first is None else first
+        elif not is_missing(cell) and numbers_in([cell]) is None:
+            return
+    if first is not None:
+        index, cell = first
+        raise DataError(
+            f"{where(index)} is {cell!r}, a number with a decimal comma; write points, as {cell.replace(',', '.')} "
+            "(or data.train.target_dtype=class, if such words are classes)"
+        )
 
 
 def numbers_in(cells: Cells) -> np.ndarray[Any, Any] | None:

@@ -25,6 +25,10 @@ from trainrun.errors import DataError
 ROWS_AT_ONCE, CELLS_AT_ONCE = 2**16, 2**22
 LEAST_BYTES = 8  # of a cell: a number, or where a word or list begins
 JSON_BLOCK_BYTES = 2**24
+JSON_ROWS = (
+    'write an object a row, as {"x": [0.5, 1], "y": 0}, one in each line or all in one array, and name their parts by '
+    "data.train.columns=[x,y]; or save arrays as .npz or CSV"
+)
 
 
 class TableFile(Protocol):
@@ -152,22 +156,34 @@ class JsonFile:
 
 
 def blocks_of_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield whole JSON lines of a file, many at a time. An array of objects becomes lines."""
-    if file.read(64).lstrip()[:1] == b"[":
-        file.seek(0)
-        rows = json.load(file)
-        if not all(isinstance(row, dict) for row in rows):
-            raise DataError(
-                f"{file.name}: an array of numbers or lists; data=datasets takes objects, as "
-                '[{"x": [0.5, 1], "y": 0}, ...] with data.train.columns=[x,y]; write it so, or as .npz or CSV'
-            )
-        yield b"\n".join(json.dumps(row).encode() for row in rows)
-        return
+    """Yield whole JSON lines of a file, many at a time. An array of objects becomes lines.
+
+    DataError: the rows are something else than objects.
+    """
+    first = file.read(64).lstrip()[:1]
     file.seek(0)
+    if first == b"[":
+        yield b"\n".join(json.dumps(row).encode() for row in objects_in(file))
+        return
+    if first not in (b"{", b""):
+        raise DataError(f"{file.name}: its rows are no objects; {JSON_ROWS}")
     while block := file.read(JSON_BLOCK_BYTES):
         block += file.readline()
         if block.strip():
             yield block
+
+
+def objects_in(file: IO[bytes]) -> list[Any]:
+    """Return the objects of a file that is one array. DataError: its rows are arrays or numbers."""
+    try:
+        rows: list[Any] = json.load(file)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        rows = [None]  # an array in each line
+    if not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{file.name}: its rows are arrays or numbers, not objects; {JSON_ROWS}")
+    return rows
 
 
 def prefixes(parts: Sequence[str]) -> list[str]:

@@ -8,19 +8,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trainrun.data.readers.tables.table_choice import TableChoice
-from trainrun.data.readers.targets import listed, numbers_in
+from trainrun.data.readers.targets import DECIMAL_COMMA, is_missing, listed, numbers_in
 from trainrun.errors import DataError
 from trainrun.plugin_faults import did_you_mean
 
-MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
 MOST_CATEGORIES, MOST_SHOWN, MOST_WORDS = 100, 20, 4
 CATEGORIES = "data.train.categories"
 FORMATTED_NUMBER = re.compile(r"[-+]?[$€£]?\s*\d[\d.,' ]*[$€£%]?")
-DECIMAL_COMMA = re.compile(r"[-+]?\d+,(\d{1,2}|\d{4,})")  # 1,200 may be grouped digits
-
-
-def is_missing(text: str) -> bool:
-    return text.strip().lower() in MISSING
 
 
 class CellPosition(NamedTuple):

@@ -23,7 +23,6 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from trainrun.data.facts import count_quantities
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
 from trainrun.data.readers.free_space import check_memory, unpacked_bytes
 from trainrun.data.readers.mapped_rows import rows_of_columns
@@ -36,10 +35,11 @@ from trainrun.data.readers.tables.column_problems import (
     ColumnProblems,
     InputFault,
     adapt_choice,
-    is_missing,
 )
 from trainrun.data.readers.tables.table_choice import (
+    CELLS_FOR_TASK,
     Categories,
+    FirstTargets,
     TableChoice,
     coding_in,
     facts_of_coding,
@@ -50,6 +50,7 @@ from trainrun.data.readers.targets import (
     chosen_inputs,
     chosen_target,
     coding_of,
+    is_missing,
     listed,
     named_columns,
     narrowed,
@@ -60,7 +61,6 @@ from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, HeldOutBy, NumberType, TargetType
 
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
-CELLS_FOR_TASK = 2**18  # that are read before a run begins: half a second
 MAX_LINE_CHARACTERS = 2**26
 WORD_BYTES = 64  # that each takes in memory, about
 FEWER = "name fewer columns by data.train.inputs, or write the table as Parquet"
@@ -127,31 +127,29 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     return splits_of_files(found, read)
 
 
-def describe_quantities(node: Mapping[str, Any]) -> str:
-    """Return how many different real numbers the target of a table holds; "" if it holds classes or ids.
+def first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
+    """Return the first targets of the training data; None if several columns are the target, or one holds words.
 
-    The first `CELLS_FOR_TASK` cells, and at least a block, of the training data are read. node: `data.train`.
+    node: `data.train`.
     """
     files = SplitRequest(node["path"], node.get("val_path"), node.get("test_path")).find_files(ENDINGS["csv"])
     training = files.files["train"]
     dialect = Dialect(node.get("delimiter") or usual_delimiter(training[0]), node.get("header", True))
     columns = columns_in(training[0], dialect)
     goal = chosen_target(node.get("target"), columns)
-    if len(goal) != 1 or node.get("target_dtype", "auto") != "auto":
-        return ""
+    if len(goal) != 1:
+        return None
     parts: list[np.ndarray[Any, Any]] = []
     num_rows, most_rows = 0, max(1, CELLS_FOR_TASK // len(columns))
     for block in blocks_of(training, TableChoice((), (), dialect=dialect), goal):
         numbers = numbers_in(block.words[goal[0]])
         if numbers is None:
-            return ""
+            return None
         parts.append(numbers)
         num_rows += len(numbers)
         if num_rows >= most_rows:
             break
-    count = count_quantities(np.concatenate(parts)) if parts else 0
-    place = f" in its first {num_rows:,} rows" if num_rows >= most_rows else ""
-    return f"{goal[0]} holds {count:,} different real numbers{place}" if count else ""
+    return FirstTargets(goal[0], np.concatenate(parts), num_rows < most_rows) if parts else None
 
 
 def without_words(
@@ -270,10 +268,14 @@ def write_chosen(
     def name_cell(column: str, row: int) -> str:
         return f"{line_in(files, file_ends, row, lines[row])}: column {column!r}"
 
+    def name_word(column: str, word: int) -> str:
+        return name_cell(column, texts[column].first_row(word))
+
     for name, column in texts.items():
         column.check_complete(partial(name_cell, name))
     if coding is None and len(choice.targets) == 1:
-        coding = coding_of(texts[choice.targets[0]].words, choice.target_dtype)
+        name = choice.targets[0]
+        coding = coding_of(texts[name].words, choice.target_dtype, where=partial(name_word, name))
     if coding is None:
         coding = choice.usual_coding
     targets = [texts[name].encode(coding, partial(name_cell, name)) for name in choice.targets]

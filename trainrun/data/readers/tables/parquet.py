@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +29,13 @@ from trainrun.data.readers.tables.arrow_columns import (
 )
 from trainrun.data.readers.tables.arrow_files import ArrowTable, ParquetFile, table_of
 from trainrun.data.readers.tables.stored_samples import DecodePicture, SampleField, StoredSamples, tensor_of
-from trainrun.data.readers.tables.table_choice import TableChoice, coding_in, facts_of_coding, load_table
+from trainrun.data.readers.tables.table_choice import (
+    FirstTargets,
+    TableChoice,
+    coding_in,
+    facts_of_coding,
+    load_table,
+)
 from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
 from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
@@ -81,6 +87,22 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         return samples_of(table, own_choice, input_form, read_table(table, own_choice, coding))
 
     return splits_of_files(found, read)
+
+
+def first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
+    """Return the first targets of the training data; None if several columns are the target, or one holds no numbers.
+
+    node: `data.train`.
+    """
+    request = SplitRequest(node["path"], node.get("val_path"), node.get("test_path"))
+    table = table_of(request.find_files(ENDINGS["parquet"]).files["train"], ParquetFile)
+    goal = chosen_target(node.get("target"), table.columns)
+    if len(goal) != 1 or table.kinds[goal[0]].name != "number":
+        return None
+    for _, block in table.blocks(goal):
+        numbers = words_of(table.kinds[goal[0]], block[goal[0]], partial(table.cell_name, goal[0], 0))
+        return FirstTargets(goal[0], numbers, len(numbers) == len(table))
+    return None
 
 
 class InputForm(NamedTuple):
@@ -221,7 +243,7 @@ def coding_of_table(table: ArrowTable, choice: TableChoice, cells: Any, coding: 
     """Return how the target is coded. coding: of the training data, if the table holds other data."""
     names = class_names_in(table.schema, choice.targets[0])
     if coding is None:
-        return coding_of(cells, choice.target_dtype, names)
+        return coding_of(cells, choice.target_dtype, names, partial(table.where, choice.targets[0]))
     if coding.kind == "int64" and names:  # mapped to the names of the training data by the run
         return replace(coding, names=names, num_classes=len(names))
     return coding

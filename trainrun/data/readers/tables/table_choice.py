@@ -1,16 +1,20 @@
-"""What is read of a table, and its columns in the column store."""
+"""What is read of a table, its columns in the column store, and what its target is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainrun.data.readers.column_store import Build, StoredColumns, load_columns
+from trainrun.data.facts import count_quantities
+from trainrun.data.readers.column_store import Array, Build, StoredColumns, load_columns
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.targets import Coding
 
 VERSION = 5  # of the columns of tables in the store
+CELLS_FOR_TASK = 2**18  # that are read before a run begins: half a second of a text table
+FORMATS = ("csv_files", "parquet")  # modules of this folder whose tables have a column that is the target
 Categories = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -79,3 +83,28 @@ def coding_in(stored: StoredColumns) -> Coding:
     """Return the coding of the target of stored columns."""
     kind, names, num_classes = stored.facts["coding"]
     return Coding(kind, tuple(names), num_classes)
+
+
+class FirstTargets(NamedTuple):
+    """The first targets of a table. column: its name. numbers: (N,). is_whole: whether they are all."""
+
+    column: str
+    numbers: Array
+    is_whole: bool
+
+
+def describe_quantities(node: Mapping[str, Any]) -> str:
+    """Return how many different real numbers the target of a table holds; "" if it holds classes or ids.
+
+    node: `data.train` of any format. DataError: the table cannot be read.
+    """
+    names = {f"{__package__}.{name}.load": f"{__package__}.{name}" for name in FORMATS}
+    module = names.get(str(node.get("_target_")))
+    if module is None or node.get("target_dtype", "auto") != "auto":
+        return ""
+    first: FirstTargets | None = import_module(module).first_targets(node)
+    count = 0 if first is None else count_quantities(first.numbers)
+    if first is None or not count:
+        return ""
+    rows = "" if first.is_whole else f" in its first {len(first.numbers):,} rows"
+    return f"{first.column} holds {count:,} different real numbers{rows}"
