@@ -35,7 +35,11 @@ def test_presets_do_what_their_names_say() -> None:
     lean = compose_run(["preset=memory-limited"]).config
     debug = compose_run(["preset=debug"]).config
     most = compose_run(["preset=max-perf"]).config
-    assert (fast.precision.mode, fast.trainer.channels_last, fast.data.batch_size) == ("auto", True, 128)
+    assert (fast.precision.mode, fast.trainer.channels_last) == ("auto", True)
+    assert (fast.data.batch_size, fast.scheduler) == (
+        32,
+        compose_run([]).config.scheduler,
+    )  # the same training
     assert lean.data.batch_size * lean.trainer.accumulate_grad_batches == 32
     assert lean.precision.mode == "auto"  # no type that the machine emulates
     assert (lean.data.num_workers, lean.data.max_sequence_length, lean.checkpoint.keep_last) == (0, None, 1)
@@ -43,6 +47,25 @@ def test_presets_do_what_their_names_say() -> None:
         True, 1, 10,
     )  # fmt: skip
     assert (most.trainer.compile.scope, most.precision.matmul, most.data.batch_size) == ("auto", "high", 256)
+
+
+@pytest.mark.parametrize(
+    ("words", "base"),
+    [
+        ([], 32),
+        (["data=fashion_mnist", "model=cnn"], 128),
+        (["experiment=tabular"], 64),
+        (["data.batch_size=8"], 32),
+    ],
+)
+def test_a_larger_batch_scales_the_rate_from_the_batch_that_the_data_has(words: list[str], base: int) -> None:
+    """The factor would be twice too large for Fashion-MNIST, whose usual batch is 128, if 32 stood in the preset."""
+    config = compose_run(["preset=max-perf", *words]).config
+    assert config.scheduler is not None
+    assert (config.scheduler["lr_scaling"], config.scheduler["base_batch_size"]) == ("sqrt", base)
+    typed = compose_run(["preset=max-perf", *words, "scheduler.base_batch_size=16"]).config
+    assert typed.scheduler is not None
+    assert typed.scheduler["base_batch_size"] == 16
 
 
 @pytest.mark.parametrize(
