@@ -31,8 +31,7 @@ def some_units_done(to: str, dest: str) -> bool:
     if to == "lmdb":
         return Path(dest, ".train.lmdb.tmp").is_file()
     if to == "npy":
-        part = Path(dest, ".x_train.npy.tmp")
-        return part.is_file() and part.stat().st_size >= 128 + 30 * 32  # the header and 30 of 108 samples
+        return Path(dest, ".x_train.npy.tmp").is_file()
     return len(list(Path(dest).glob("train/train-*"))) >= 3
 
 
@@ -62,7 +61,7 @@ def test_stopped_and_run_again_gives_the_same_bytes(
     assert '"complete": false' in Path("out/convert.json").read_text()
     before = {path: path.stat().st_ino for path in Path("out").rglob("train-*") if path.is_file()}
     assert convert(*words) == 0
-    assert ("of them were there already" in capsys.readouterr().out) == (to != "lmdb")
+    assert ("of them were there already" in capsys.readouterr().out) == (to == "parquet")
     assert before.items() <= {path: path.stat().st_ino for path in Path("out").rglob("train-*")}.items()
     assert convert("custom", "whole", *words[2:]) == 0
     assert contents("out") == contents("whole")

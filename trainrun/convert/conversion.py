@@ -87,7 +87,7 @@ def write_split(
     started = time.monotonic()
     shards = plan_shards(dest, name, samples, output, shard_size)
     missing = [shard for shard in shards if not all(path.exists() for path in shard.paths)]
-    ranges = [range(shard.begin + num_written(output, shard), shard.end) for shard in missing]
+    ranges = [range(shard.begin, shard.end) for shard in missing]
     num_missing = sum(map(len, ranges))
     as_files = output.as_files and samples.has_files
     items = iterate_encoded(samples, output.encode, as_files, ranges)
@@ -134,20 +134,14 @@ def plan_shards(
     ]
 
 
-def num_written(output: Format, shard: Shard) -> int:
-    """Return the samples of a file that was begun and can be continued."""
-    return output.num_written(shard.temporary) if isinstance(output, Npy) else 0
-
-
 def write_files(shard: Shard, output: Format, items: Iterator[Any]) -> None:
-    """Write the files of a shard under temporary names, then give them their names. Drop what cannot be continued."""
+    """Write the files of a shard under temporary names, then give them their names."""
+    num_items = shard.end - shard.begin
     try:
-        num_items = shard.end - shard.begin - num_written(output, shard)
-        output.write(shard.temporary, islice(items, num_items), shard.end - shard.begin)
-    except BaseException as error:
-        if not isinstance(output, Npy) or isinstance(error, OSError):
-            for path in shard.temporary:
-                path.unlink(missing_ok=True)
+        output.write(shard.temporary, islice(items, num_items), num_items)
+    except BaseException:
+        for path in shard.temporary:
+            path.unlink(missing_ok=True)
         raise
     for temporary, path in zip(shard.temporary, shard.paths, strict=True):
         publish(temporary, path)

@@ -22,6 +22,7 @@ import numpy as np
 from trainrun.convert.folder import DISK_FULL
 from trainrun.convert.sample_fields import OTHER_FORMATS, Field, check_values, fields_of
 from trainrun.convert.split_samples import Samples, array_of
+from trainrun.data.readers.column_store import GrowingFile
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.records.lmdb_file import key_of
 from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
@@ -59,7 +60,7 @@ class Format(Protocol):
 
 
 class Npy:
-    """One .npy file an array; rows are appended, so a file that was begun is continued."""
+    """One .npy file an array."""
 
     ending, is_sharded, has_facts, as_files = ".npy", False, False, False
 
@@ -67,49 +68,23 @@ class Npy:
         self._samples, self.fields = samples, fixed_fields(samples, "npy")
         self.names = ("x", "y")[: len(self.fields)]
 
-    def encode(self, number: int, sample: Any) -> list[bytes]:
-        values = check_values(self._samples, number, sample, self.fields)
-        return [value.tobytes() for value in values]
+    def encode(self, number: int, sample: Any) -> list[Any]:
+        return check_values(self._samples, number, sample, self.fields)
 
     def write(self, paths: Sequence[Path], items: Iterator[Any], count: int) -> None:
-        """Append items to files that hold as many rows as `num_written` says."""
-        num_written = self.num_written(paths)
-        files = [path.open("ab") for path in paths]
+        files: list[GrowingFile] = []
         try:
-            for file, field in zip(files, self.fields, strict=True):
-                header = self._header(field)
-                row_bytes = field.dtype.itemsize * int(np.prod(field.shape))
-                if file.tell() < len(header):
-                    file.truncate(0)
-                    file.write(header)
-                else:
-                    file.truncate(len(header) + num_written * row_bytes)
+            for path, field in zip(paths, self.fields, strict=True):
+                files.append(GrowingFile(path.open("wb"), np.empty((0, *field.shape), field.dtype)))
             while rows := list(islice(items, BATCH_SAMPLES)):
                 for file, values in zip(files, zip(*rows, strict=True), strict=True):
-                    file.write(b"".join(values))
-                    file.flush()
+                    file.append(np.stack(values))
         finally:
             for file in files:
                 file.close()
 
-    def num_written(self, paths: Sequence[Path]) -> int:
-        """Return the number of rows that all of the files have."""
-        counts = []
-        for path, field in zip(paths, self.fields, strict=True):
-            row_bytes = max(1, field.dtype.itemsize * int(np.prod(field.shape)))
-            size = path.stat().st_size if path.exists() else 0
-            counts.append(max(0, size - len(self._header(field))) // row_bytes)
-        return min(*counts, len(self._samples))
-
     def settings(self) -> list[str]:
         return settings_without_classes(self.fields, self._samples)
-
-    def _header(self, field: Field) -> bytes:
-        header = io.BytesIO()
-        shape = (len(self._samples), *field.shape)
-        descr = np.lib.format.dtype_to_descr(field.dtype)
-        np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
-        return header.getvalue()
 
 
 class Hdf5:
@@ -141,10 +116,7 @@ class Hdf5:
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(paths[0])) from error
 
     def settings(self) -> list[str]:
-        target = self.fields[-1]
-        is_wide = target.is_target and target.is_number and target.dtype == "float64"
-        wide = ["data.train.target_dtype=float64"] if is_wide else []
-        return wide + settings_without_classes(self.fields, self._samples)
+        return target_settings(self.fields) + settings_without_classes(self.fields, self._samples)
 
 
 class Lmdb:
@@ -254,8 +226,7 @@ class Parquet:
     ending, is_sharded, has_facts, as_files = ".parquet", True, False, True
 
     def __init__(self, samples: Samples) -> None:
-        self._arrow, self._parquet = pyarrow(), pyarrow("pyarrow.parquet")
-        self._samples = samples
+        self._parquet, self._samples = pyarrow("pyarrow.parquet"), samples
         self.fields = fields_of(samples, "parquet", samples.has_files, may_be_ragged=True)
         self._is_dict = any(isinstance(part, dict) for part in as_parts(samples.probes[0]))
         check_columns(samples, self.fields, self._is_dict)
@@ -278,60 +249,55 @@ class Parquet:
         with self._parquet.ParquetWriter(paths[0], schema, **options) as writer:
             while rows := list(islice(items, self._rows)):
                 cells = zip(self.fields, zip(*rows, strict=True), strict=True)
-                table = self._arrow.table([self._column(*pair) for pair in cells], schema=schema)
+                table = pyarrow().table([column_of(*pair) for pair in cells], schema=schema)
                 writer.write_table(table, row_group_size=self._rows)
 
     def settings(self) -> list[str]:
-        samples, inputs = self._samples, [field for field in self.fields if not field.is_target]
-        settings = picture_settings(samples)
-        if not samples.has_files:
-            dtype = input_dtype(self.fields)
-            settings += [f"data.train.dtype={dtype}"] if dtype != "float32" else []
-            is_deep = not self._is_dict and len(inputs[0].shape) > 1
-            settings += [f"data.shape={format_list(inputs[0].shape)}"] if is_deep else []
-        target = self._target
-        if target is None:
+        settings = picture_settings(self._samples)
+        if not self._samples.has_files:
+            settings += array_settings(self.fields, self._is_dict)
+        if self._target is None:
             settings.append("data.train.target=none")
         elif sum(field.name.lower() in TARGET_KEYS for field in self.fields) != 1:
-            settings.append(f"data.train.target={target.name}")
-        if target is not None and target.is_number and target.dtype == "float64":
-            settings.append("data.train.target_dtype=float64")
-        return settings if self._class_names else settings + class_settings(samples)
+            settings.append(f"data.train.target={self._target.name}")
+        settings += target_settings(self.fields)
+        return settings if self._class_names else settings + class_settings(self._samples)
 
     def _schema(self) -> Any:
         features: dict[str, Any] = {field.name: {"_type": "Image"} for field in self.fields if field.is_file}
         if self._class_names and self._target is not None:
             features[self._target.name] = {"names": list(self._class_names), "_type": "ClassLabel"}
         metadata = json.dumps({"info": {"features": features}}).encode()
-        columns = [self._arrow.field(field.name, self._type(field), nullable=False) for field in self.fields]
-        return self._arrow.schema(columns, metadata={b"huggingface": metadata})
-
-    def _type(self, field: Field) -> Any:
-        arrow = self._arrow
-        if field.is_file:
-            return arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
-        dtype = np.dtype(np.float32) if field.dtype == np.float16 else field.dtype
-        number = arrow.from_numpy_dtype(dtype)
-        if field.is_ragged:
-            return arrow.large_list(number)
-        return number if field.is_number else arrow.list_(number, int(np.prod(field.shape)))
-
-    def _column(self, field: Field, cells: tuple[Any, ...]) -> Any:
-        if field.is_file:
-            return self._arrow.array(cells, self._type(field))
-        values = np.concatenate([np.ravel(cell) for cell in cells])
-        flat = self._arrow.array(values.astype(np.float32) if field.dtype == np.float16 else values)
-        if field.is_ragged:
-            ends = np.cumsum([0, *map(len, cells)])
-            return self._arrow.LargeListArray.from_arrays(self._arrow.array(ends, self._arrow.int64()), flat)
-        if field.is_number:
-            return flat
-        return self._arrow.FixedSizeListArray.from_arrays(flat, int(np.prod(field.shape)))
+        columns = [pyarrow().field(field.name, column_type(field), nullable=False) for field in self.fields]
+        return pyarrow().schema(columns, metadata={b"huggingface": metadata})
 
 
 FORMATS: dict[str, type[Any]] = {
     "npy": Npy, "parquet": Parquet, "lmdb": Lmdb, "tfrecord": TFRecord, "hdf5": Hdf5, "webdataset": WebDataset,
 }  # fmt: skip
+
+
+def column_dtype(field: Field) -> np.dtype[Any]:
+    """Return the type of the numbers of a field in Parquet, which has no float16."""
+    return np.dtype(np.float32) if field.dtype == np.float16 else field.dtype
+
+
+def column_type(field: Field) -> Any:
+    """Return Arrow's type of a field."""
+    arrow = pyarrow()
+    if field.is_file:
+        return arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
+    number = arrow.from_numpy_dtype(column_dtype(field))
+    if field.is_ragged:
+        return arrow.large_list(number)
+    return number if field.is_number else arrow.list_(number, int(np.prod(field.shape)))
+
+
+def column_of(field: Field, cells: Sequence[Any]) -> Any:
+    """Return the values of a field in several samples as an Arrow array."""
+    if not field.is_file:
+        cells = [np.ravel(cell).astype(column_dtype(field), copy=False) for cell in cells]
+    return pyarrow().array(np.concatenate(cells) if field.is_number else cells, column_type(field))
 
 
 def fixed_fields(samples: Samples, to: str) -> tuple[Field, ...]:
@@ -359,6 +325,22 @@ def check_columns(samples: Samples, fields: Sequence[Field], is_dict: bool) -> N
         fault = "a dict of one array, or of numbers alone, would not come back as one"
     if fault:
         raise DataError(f"{samples.key}: {fault}; {OTHER_FORMATS}")
+
+
+def target_settings(fields: Sequence[Field]) -> list[str]:
+    """Return the setting with which a target of float64 keeps its type."""
+    target = fields[-1]
+    is_wide = target.is_target and target.is_number and target.dtype == "float64"
+    return ["data.train.target_dtype=float64"] if is_wide else []
+
+
+def array_settings(fields: Sequence[Field], is_dict: bool) -> list[str]:
+    """Return the settings with which columns of arrays keep their type and shape."""
+    inputs = [field for field in fields if not field.is_target]
+    dtype = input_dtype(fields)
+    settings = [f"data.train.dtype={dtype}"] if dtype != "float32" else []
+    is_deep = not is_dict and len(inputs[0].shape) > 1
+    return settings + ([f"data.shape={format_list(inputs[0].shape)}"] if is_deep else [])
 
 
 def input_dtype(fields: Sequence[Field]) -> str:
