@@ -31,7 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT / "tests"), str(ROOT)]  # in place of this folder
 
-from faults import cold, controls, corpora, power  # noqa: E402
+from faults import cold, controls, corpora, power, shared_sweep  # noqa: E402
 from faults.judges import Tally, judge  # noqa: E402
 from faults.plan import parse_case  # noqa: E402
 from faults.referee import Referee  # noqa: E402
@@ -41,6 +41,7 @@ from faults.suites import SUITES, Make, soak  # noqa: E402
 PORTION = 100  # faults of a soak between two lines of progress
 OWN = {  # not made of cases that are played
     "F6": (cold.what, cold.run), "F10": (power.what, power.run), "F21": (cold.what_starts, cold.starts),
+    "F28": (shared_sweep.what, shared_sweep.run),
     **{name: (corpora.CORPORA[name][0], partial(corpora.run, name)) for name in corpora.CORPORA},
 }  # fmt: skip
 ELSEWHERE = """\

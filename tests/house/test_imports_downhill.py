@@ -24,6 +24,7 @@ FLOORS = {
          "verify/verify_command"],
     10.5: ["starter/"],
     10: ["cli/", "runs/api"],
+    9.5: ["sweep/run_sweep", "sweep/places/thread_trial"],
     9: ["benchmark/", "verify/", "convert/", "watch/", "launch/"],
     8: ["runs/", "sweep/"],
     7: ["summary/"],

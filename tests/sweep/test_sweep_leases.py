@@ -6,29 +6,67 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from trainrun.errors import ConfigError
-from trainrun.sweep import leases, run_sweep
-from trainrun.sweep.leases import DevicePlace, Lease, Leases, core_places, find_places, gpu_places
+from trainrun.sweep import job_queue, run_sweep
+from trainrun.sweep.job_queue import JobQueue, StopRelay
+from trainrun.sweep.jobs import open_sweep
 from trainrun.sweep.options import SweepOptions
+from trainrun.sweep.places import leases
+from trainrun.sweep.places.leases import DevicePlace, Lease, Leases, core_places, find_places, gpu_places
+from trainrun.sweep.progress import SweepProgress
 
 Command = Callable[[list[str], Path], list[str]]
 
 
-def test_no_place_is_used_twice_and_none_is_idle(tmp_path: Path) -> None:
-    """100 jobs of two sweeps on eight pretended GPUs, each of which ends at a random time."""
-    sweeps = [Leases(gpu_places([str(gpu) for gpu in range(8)], 1), tmp_path) for _ in range(2)]
-    generator, waiting, running = random.Random(0), 100, list[Lease]()
-    while waiting or running:
-        while waiting and (lease := generator.choice(sweeps).take(1)):
-            running.append(lease)
-            waiting -= 1
-        used = [place.gpu for lease in running for place in lease.places]
-        assert len(used) == len(set(used))
-        assert len(running) == 8 or not waiting
-        running.pop(generator.randrange(len(running))).release()
+class FakeProcess:
+    """A job that ends after some looks at it. used: the GPUs of those that run."""
+
+    pid = 0
+    used: ClassVar[list[str]] = []
+    generator: ClassVar[random.Random] = random.Random(0)
+
+    def __init__(self, command: list[str], env: dict[str, str], **about: object) -> None:
+        self._folder, self._gpu = Path(command[0]), env["CUDA_VISIBLE_DEVICES"]
+        assert self._gpu not in self.used
+        self.used.append(self._gpu)
+        self._looks = self.generator.randrange(1, 5)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        self._looks -= 1
+        if self._looks == 0:
+            (self._folder / "status.json").write_text('{"state": "done", "value": 1.0, "monitor": "val/acc"}')
+            self.used.remove(self._gpu)
+            self.returncode = 0
+        return self.returncode
+
+
+def test_no_place_is_used_twice_and_none_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 jobs on eight pretended GPUs, each of which ends at another time."""
+    monkeypatch.setattr(job_queue, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: None))
+    monkeypatch.setattr(job_queue.subprocess, "Popen", FakeProcess)
+    sweep = open_sweep([["lr=range(100)"]], tmp_path / "sweep")
+    places = Leases(gpu_places([str(gpu) for gpu in range(8)], 1), tmp_path / "leases")
+    queue = JobQueue(sweep, lambda words, folder: [str(folder)], StopRelay(), SweepProgress(sweep, 8), places)
+    fill_places = queue._fill_places
+
+    def fill_and_check() -> bool:
+        goes_on = fill_places()
+        assert len(FakeProcess.used) == 8 or not queue._waiting
+        return goes_on
+
+    monkeypatch.setattr(queue, "_fill_places", fill_and_check)
+    queue.run()
+    assert [job.result.state for job in sweep.jobs.values()] == ["done"] * 100
+    assert FakeProcess.used == []
+    lease = places.take(8)
+    assert lease is not None  # none is held any more
+    lease.release()
 
 
 def test_a_job_of_several_devices_takes_all_or_none(tmp_path: Path) -> None:
@@ -81,6 +119,21 @@ def test_auto_takes_the_gpus_or_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
     assert find_places(SweepOptions(), 10, uses_gpus=True)[0] == []
     with pytest.raises(ConfigError, match="no GPU is used here"):
         find_places(SweepOptions(per_device=2), 10, uses_gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("gain", "places"),
+    [(1.4, [(0,), (1,), (2,), (3,)]), (0.7, [(0, 1), (2, 3)]), (None, [(0,), (1,), (2,), (3,)])],
+)
+def test_auto_measures_whether_one_thread_a_job_is_faster(
+    gain: float | None, places: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "core_numbers", lambda: [0, 1, 2, 3])
+    chosen, about = find_places(SweepOptions(jobs=None), 10, uses_gpus=False, measure_gain=lambda cores: gain)
+    assert [place.cores for place in chosen] == places
+    assert (str(gain) in about) == (gain is not None)
+    three = find_places(SweepOptions(jobs=3), 10, uses_gpus=False, measure_gain=lambda cores: 1 / 0)[0]
+    assert len(three) == 3
 
 
 @pytest.mark.process

@@ -304,6 +304,22 @@ def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path: Path):
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+def test_a_worker_that_is_killed_leaves_its_job_to_another(tmp_path: Path, command: Command):
+    words = ["lr=0.1,0.9", "do=curve"]  # the first waits for a signal, once
+    driver = Driver(tmp_path, words)
+    wait_for(tmp_path / "0-lr=0.1" / "metrics.jsonl")
+
+    def kill_other(words: list[str], folder: Path) -> list[str]:
+        driver.process.kill()
+        return command(words, folder)
+
+    assert run_sweep([words], tmp_path, kill_other) == 0
+    driver.end()
+    assert ran(tmp_path) == ["0-lr=0.1", "1-lr=0.9", "0-lr=0.1"]
+    assert [row["state"] for row in table(tmp_path)] == ["done", "done"]
+
+
 def test_a_sweep_imports_no_torch():
     code = "import sys, trainrun.sweep.run_sweep, trainrun.sweep.sweep_page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

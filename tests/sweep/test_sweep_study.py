@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,8 @@ from trainrun.sweep.run_sweep import resume_sweep, run_sweep
 from trainrun.sweep.table import job_table, jobs_csv
 
 optuna = pytest.importorskip("optuna")
-from trainrun.sweep.search.study import JOURNAL, SweepStudy, read_study  # noqa: E402
+from trainrun.sweep.search.study import SweepStudy  # noqa: E402
+from trainrun.sweep.search.study_file import JOURNAL, StudyFile  # noqa: E402
 
 Command = Callable[[list[str], Path], list[str]]
 SPACE = [
@@ -43,6 +45,8 @@ class Search:
 
     def __init__(self, folder: Path, words: Sequence[str]) -> None:
         self.sweep = open_sweep([list(words)], folder)
+        with self.sweep.work():  # alone, as each call of these tests
+            pass
         self.study = SweepStudy(self.sweep, read_options(split_options(words)[0]))
         self.study.open()
 
@@ -87,7 +91,7 @@ def test_a_search_that_was_killed_asks_the_same_points(tmp_path: Path, sampler: 
     search.finish(num)
     search.run(4)
     assert points(search.sweep) == points(whole.sweep)
-    opened = read_study(journal)
+    opened = StudyFile(search.sweep, "").read()
     assert opened is not None
     study = opened[0]
     assert [trial.number for trial in study.trials] == list(range(18))
@@ -95,6 +99,82 @@ def test_a_search_that_was_killed_asks_the_same_points(tmp_path: Path, sampler: 
     another = Search(tmp_path / "other", [*words, "sweep.seed=1"])
     another.run(2)
     assert points(another.sweep) != points(whole.sweep)[:2]
+
+
+def test_workers_of_a_search_ask_for_each_point_once(tmp_path: Path) -> None:
+    """Also where one was killed before the sweep had its point, or before the study had its result."""
+    words = [*SPACE, "sweep.trials=12"]
+    whole = Search(tmp_path / "whole", words)
+    whole.run(12)
+    workers = [Search(tmp_path / "shared", words) for _ in range(3)]
+    for number in range(9):
+        workers[number % 3].run(1)
+    workers[0].study._ask(workers[0].study._study, 9)
+    workers[1].run(1)
+    (num,) = workers[1].study.ask()
+    result = Result("done", value_of(workers[1].sweep.jobs[num]), "val/acc", "max")
+    workers[1].sweep.note(num, result)
+    workers[2].run(1)
+    assert [worker.study.ask() for worker in workers] == [[], [], []]
+    assert points(workers[0].sweep) == points(whole.sweep)
+    for worker in workers:
+        assert [trial.number for trial in worker.study._study.trials] == list(range(12))
+        assert [trial.value for trial in worker.study._study.trials[:11]] == [
+            -value_of(worker.sweep.jobs[num]) for num in range(11)
+        ]
+
+
+def test_a_job_that_failed_is_tried_again_once_all_workers_have_ended(tmp_path: Path) -> None:
+    words = [["lr=1,2"]]
+    first = open_sweep(words, tmp_path)
+    with first.work():
+        first.note(0, Result("failed", error="no memory"))
+        second = open_sweep(words, tmp_path)
+        with second.work():
+            assert second.has_ended(second.jobs[0])
+            claim = first.locks.claim(1)
+            assert claim is not None
+            assert second.locks.claim(1) is None
+            os.close(claim)
+            second.note(1, Result("done", 0.5))
+        first.refresh()
+        assert first.has_ended(first.jobs[1])
+    third = open_sweep(words, tmp_path)
+    with third.work():
+        assert not third.has_ended(third.jobs[0])
+        assert third.has_ended(third.jobs[1])
+
+
+def test_a_worker_with_another_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_sweep([["lr=1,2"]], tmp_path).work():
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+        joining = open_sweep([["lr=1,2"]], tmp_path)
+        with refused(ConfigError, "output_dir"), joining.work():
+            pass
+    with open_sweep([["lr=1,2"]], tmp_path).work():  # alone
+        pass
+
+
+def test_a_study_lies_in_a_database(tmp_path: Path) -> None:
+    address = f"sqlite:///{tmp_path}/studies.db"
+    words = ["lr=interval(0,1)", "depth=1", "sweep=optuna", "sweep.trials=3", f"sweep.storage={address}"]
+    search = Search(tmp_path / "a", words)
+    search.run(1)
+    optuna.delete_study(study_name=search.sweep.name, storage=search.study._storage)
+    search.run(1)
+    again = Search(tmp_path / "a", words)
+    again.run(1)
+    assert [trial.value for trial in search.study._study.trials] == [
+        -value_of(job) for job in again.sweep.jobs.values()
+    ]
+    assert not (tmp_path / "a" / JOURNAL).exists()
+
+
+@pytest.mark.parametrize("address", ["sqlite:////nowhere/of.db", "nodatabase://x", "oracle://me:secret@x/y"])
+def test_a_storage_that_cannot_be_reached_is_one_message(tmp_path: Path, address: str) -> None:
+    with refused(ConfigError, "sweep.storage") as caught:
+        Search(tmp_path, [*SPACE, "sweep.trials=2", f"sweep.storage={address}"])
+    assert "secret" not in str(caught.value)
 
 
 def test_a_journal_damaged_anywhere_is_made_anew(tmp_path: Path) -> None:
@@ -150,6 +230,7 @@ def test_a_search_shares_its_folder_with_no_other_words(tmp_path: Path) -> None:
 def test_secrets_of_a_search_are_in_no_file(tmp_path: Path) -> None:
     words = [*SPACE, "sweep.trials=2", "model.api_key=typed-1"]
     Search(tmp_path, words).run(2)
+    open_sweep([[*words, "sweep.storage=postgresql://me:typed-1@host/name"]], tmp_path)
     assert "typed-1" not in (tmp_path / "sweep.json").read_text() + (tmp_path / JOURNAL).read_text()
     assert all("model.api_key=typed-1" in job.words for job in Search(tmp_path, words).sweep.jobs.values())
 

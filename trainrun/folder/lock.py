@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from trainrun.errors import EXIT_AGAIN, ConfigError, TrainrunError
 from trainrun.folder.run_folder import RunDir
@@ -65,6 +66,36 @@ def only_writer(
             _held.discard(descriptor)
             _release(descriptor)
     finally:
+        os.close(descriptor)
+
+
+def open_locked(path: Path, operation: int, note: Callable[[str], None] = lambda text: None) -> int | None:
+    """Return the descriptor of a file that is open and locked; None if another process holds the lock.
+
+    operation: of `fcntl.flock`. On a file system without locks the file is only opened, and `note` says so.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            note(f"{path.parent}: this file system has no locks; see to it that no other process works there")
+            return descriptor
+        os.close(descriptor)
+        if error.errno in BUSY:
+            return None
+        raise
+    return descriptor
+
+
+@contextmanager
+def close_in_forks(descriptor: int) -> Iterator[None]:
+    """Close an open file after the block, and in children that are forked inside it."""
+    _keep_from_forks(descriptor)
+    try:
+        yield
+    finally:
+        _held.discard(descriptor)
         os.close(descriptor)
 
 

@@ -21,7 +21,7 @@ from trainrun.folder.status import read_status
 from trainrun.parallel.launch import module_command
 from trainrun.sweep.forked_job import ForkedJob, end_with_sweep
 from trainrun.sweep.jobs import Sweep
-from trainrun.sweep.leases import Lease, Leases
+from trainrun.sweep.places.leases import Lease, Leases
 from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import (
     OUTPUT,
@@ -40,6 +40,7 @@ STOPPING = b"\nstopping: the jobs that run save first; Ctrl-C again ends them wi
 KILL_AFTER = 3  # the first Ctrl-C lets jobs save, the second ends them, the third kills them
 POLL_SECONDS = 0.02
 JUDGE_SECONDS = 0.2  # between two looks at the validations of the jobs
+LOOK_ROUNDS = 25  # of the loop between two looks at what other workers did
 
 
 class StopRelay:
@@ -104,11 +105,12 @@ class RunningJob:
 
     job: Job
     process: Process
-    lease: Lease | None
+    lease: Lease
     output: BinaryIO
     earlier: dict[str, Any]
     goes_on: bool
     began: float
+    is_stopping: bool = False
 
 
 class JobQueue:
@@ -130,22 +132,25 @@ class JobQueue:
         self._objective, self._study = objective, study
         self._running: list[RunningJob] = []
         self._waiting: list[int] = []
+        self._num_taken = 0  # of the jobs that the sweep wants
+        self._elsewhere: set[int] = set()  # those of them that other workers run
         self._judged = 0.0  # when the jobs were last compared
+        self._rounds = 0  # of the loop
         self.refused: set[int] = set()  # jobs that ended by a mistake, before their first step
         self.out_of_time = False
         self.fault = ""  # for which the sweep ends
 
     def run(self) -> None:
-        """Return once no job runs and none is to be started."""
-        self._waiting = [num for num in self._sweep.wanted if not self._keep(self._sweep.jobs[num])]
+        """Return once no job runs and none is to be started, here or by another worker."""
+        self._take_new_jobs()
         if self._study is not None:
             self._study.open()
         while self._fill_places() or self._running:
             for running in [one for one in self._running if one.process.poll() is not None]:
                 self._end(running)
             self._check_time()
-            if self._study is not None:
-                self._prune_jobs(self._study)
+            self._prune_jobs()
+            self._look_at_other_workers()
             self._progress.draw()
             time.sleep(POLL_SECONDS)
 
@@ -155,19 +160,38 @@ class JobQueue:
         Return whether others are to be started later.
         """
         while not self._is_stopping():
-            self._waiting = [num for num in self._waiting if not self._start(self._sweep.jobs[num])]
+            self._take_new_jobs()
+            for num in [num for num in self._waiting if num not in self._elsewhere]:
+                self._start(num)
             study = self._study
-            if self._waiting or study is None or study.has_all_points:
+            if self._elsewhere != set(self._waiting) or study is None or study.has_all_points:
                 return bool(self._waiting)
             if not self._has_place():
                 return True
-            known = set(self._sweep.wanted)
             for num in study.ask():  # a point that was made before has its jobs already
-                if num not in known and not self._keep(self._sweep.jobs[num]):
-                    self._waiting.append(num)
                 study.tell(num)
             self._check_time()
         return False
+
+    def _take_new_jobs(self) -> None:
+        """Wait for the jobs that this worker, or another one, has asked for since."""
+        for num in self._sweep.wanted[self._num_taken :]:
+            if not self._keep(num, "before"):
+                self._waiting.append(num)
+        self._num_taken = len(self._sweep.wanted)
+
+    def _look_at_other_workers(self) -> None:
+        """Drop the jobs that they have ended, stop those that they prune, and try again to run those that they run."""
+        self._rounds += 1
+        if self._rounds % LOOK_ROUNDS:
+            return
+        self._sweep.refresh()
+        self._elsewhere = set()
+        for num in list(self._waiting):
+            if self._sweep.has_ended(self._sweep.jobs[num]):
+                self._waiting.remove(num)
+                self._progress.keep(self._sweep.jobs[num], "by another worker")
+        self._stop_pruned_jobs()
 
     def _has_place(self) -> bool:
         if self._leases is None:
@@ -189,30 +213,48 @@ class JobQueue:
         for running in self._running:
             self._relay.pass_on(running.process, signal.SIGTERM)
 
-    def _keep(self, job: Job) -> bool:
-        """Return whether an earlier call has done this job."""
+    def _keep(self, num: int, by_whom: str) -> bool:
+        """Return whether an earlier call, or another worker, has done this job."""
+        job = self._sweep.jobs[num]
         folder = self._sweep.folder / job.folder
-        is_pruned = job.result.state == "pruned"
-        if read_status(RunDir(folder)).get("state") != "done" and not is_pruned:
-            return False
-        if is_pruned:
+        if job.result.state == "pruned":
             mark_pruned(folder)
-        else:
+        elif read_status(RunDir(folder)).get("state") == "done":
             result = read_result(folder)
             if job.result.seconds is not None:
                 result = replace(result, seconds=longer(job.result.seconds, result.seconds))
-            self._sweep.note(job.num, with_objective(result, folder, self._objective))
-        self._progress.keep(self._sweep.jobs[job.num])
+            result = with_objective(result, folder, self._objective)
+            if result != job.result:
+                self._sweep.note(num, result)
+        elif not self._sweep.has_ended(job):
+            return False
+        self._progress.keep(self._sweep.jobs[num], by_whom)
         return True
 
-    def _start(self, job: Job) -> bool:
-        """Start a job if there is a place for it. Return whether it was started."""
-        lease = None
-        if self._leases is None:
-            if self._running:
-                return False
-        elif (lease := self._leases.take(self._devices_of(job))) is None:
-            return False
+    def _start(self, num: int) -> None:
+        """Start a job that waits, if there is a place for it and no other worker runs it."""
+        lease = self._take_place(self._sweep.jobs[num])
+        if lease is None:
+            return
+        claim = self._sweep.locks.claim(num)
+        if claim is None:
+            self._elsewhere.add(num)
+            lease.release()
+            return
+        lease.files.append(claim)
+        self._sweep.refresh()
+        self._waiting.remove(num)
+        if self._keep(num, "by another worker"):
+            lease.release()
+            return
+        self._start_process(self._sweep.jobs[num], lease)
+
+    def _take_place(self, job: Job) -> Lease | None:
+        if self._leases is not None:
+            return self._leases.take(self._devices_of(job))
+        return None if self._running else Lease([], [])
+
+    def _start_process(self, job: Job, lease: Lease) -> None:
         folder = self._sweep.folder / job.folder
         folder.mkdir(exist_ok=True)
         with only_writer(RunDir(folder), patient=True):  # the job of a sweep that was killed saves and ends
@@ -222,29 +264,29 @@ class JobQueue:
                 folder.mkdir()
         self._progress.start(job, goes_on)
         words = list(job.words)
-        if lease is not None and not goes_on:  # else its config has the number of threads
+        if not goes_on:  # else its config has the number of threads
             words += lease.settings(words)
         earlier, began = read_status(RunDir(folder)), time.monotonic()
-        cores = lease.cores if lease else []
         output = (folder / OUTPUT).open("wb")
-        environment = lease.environment() if lease else {}
+        environment = lease.environment()
         process: Process
         if self._command is None:
-            process = ForkedJob(job_words(words, folder), output, cores, environment, self._open_files())
+            process = ForkedJob(
+                job_words(words, folder), output, lease.cores, environment, self._open_files()
+            )
         else:
             process = subprocess.Popen(
                 self._command(words, folder),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, pass_fds=lease.files if lease else (), env={**os.environ, **environment},
-                preexec_fn=lambda: end_with_sweep(cores),  # a sweep that is killed leaves no job behind
+                start_new_session=True, pass_fds=lease.files, env={**os.environ, **environment},
+                preexec_fn=lambda: end_with_sweep(lease.cores),  # a sweep that is killed leaves no job behind
             )  # fmt: skip
         self._relay.add(process)
         self._running.append(RunningJob(job, process, lease, output, earlier, goes_on, began))
-        return True
 
     def _open_files(self) -> list[int]:
         """Return the open files of the jobs that run, which are none of the next job's."""
-        leases = [descriptor for one in self._running if one.lease for descriptor in one.lease.files]
+        leases = [descriptor for one in self._running for descriptor in one.lease.files]
         return [*leases, *(one.output.fileno() for one in self._running)]
 
     def _end(self, running: RunningJob) -> None:
@@ -252,8 +294,6 @@ class JobQueue:
         self._running.remove(running)
         self._relay.processes.remove(running.process)
         running.output.close()
-        if running.lease is not None:
-            running.lease.release()
         code, job = int(running.process.returncode or 0), self._sweep.jobs[running.job.num]
         result = read_result(self._sweep.folder / job.folder, code, running.earlier)
         if code == EXIT_USAGE and not running.goes_on:
@@ -266,29 +306,37 @@ class JobQueue:
             result = replace(result, state="pruned", error="")
             mark_pruned(self._sweep.folder / job.folder)
         self._sweep.note(job.num, result)
+        running.lease.release()  # now: another worker sees the result
         self._progress.end(job, result)
         if self._study is not None:
             self._study.tell(job.num)
         if is_done and result.state != "done" and not self._is_stopping():
             self._refuse_objective(result.error)
 
-    def _prune_jobs(self, study: SweepStudy) -> None:
-        """Stop the jobs of points that are worse than others at the same resource. They save first."""
+    def _prune_jobs(self) -> None:
+        """Prune the points that are worse than others at the same resource."""
+        if self._study is None or self._is_stopping():
+            return
         now = time.monotonic()
-        if now - self._judged < JUDGE_SECONDS or self._is_stopping():
+        if now - self._judged < JUDGE_SECONDS:
             return
         self._judged = now
-        for running in list(self._running):
-            for num in study.jobs_to_prune(running.job.num):
+        for running in self._running:
+            for num in self._study.jobs_to_prune(running.job.num):
                 job = self._sweep.jobs[num]
                 if job.result.state not in ("done", "failed"):
                     self._sweep.note(num, replace(job.result, state="pruned"))
                 if num in self._waiting:
                     self._waiting.remove(num)
-                    study.tell(num)
-                for other in self._running:
-                    if other.job.num == num:
-                        self._relay.pass_on(other.process, signal.SIGTERM)
+                    self._study.tell(num)
+        self._stop_pruned_jobs()
+
+    def _stop_pruned_jobs(self) -> None:
+        """Stop the jobs that this worker or another one prunes. They save first."""
+        for running in self._running:
+            if self._sweep.jobs[running.job.num].result.state == "pruned" and not running.is_stopping:
+                running.is_stopping = True
+                self._relay.pass_on(running.process, signal.SIGTERM)
 
     def _refuse_objective(self, error: str) -> None:
         """End the sweep if no job reports the objective."""

@@ -5,21 +5,24 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
 import secrets
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import cannot_write, read_json, write_json
-from trainrun.folder.seal import check_files, digest_part, make_key
+from trainrun.folder.seal import check_files, digest_part, key_path, make_key
 from trainrun.folder.status import BEST, SWEEP_FILE
 from trainrun.output import counted, masked_words
-from trainrun.sweep.options import read_options, split_options
+from trainrun.sweep.options import hide_password, read_options, split_options
+from trainrun.sweep.places.sweep_locks import SweepLocks
 from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_points
 from trainrun.sweep.results import Job, Result, short_numbers
 from trainrun.sweep.space import (
@@ -44,7 +47,8 @@ class Sweep:
 
     trials: the numbers of the jobs of each point, in the order in which the points were made.
     search: the words of sweep=optuna, which ask for points one after the other. working_dir: where the first call was
-    typed, to which paths in its words may refer.
+    typed, to which paths in its words may refer. name: of its study. session: how often its first worker began.
+    Other workers may write the file meanwhile: what changes the sweep is inside `exclusive`.
     """
 
     folder: Path
@@ -54,12 +58,73 @@ class Sweep:
     trials: list[list[int]] = field(default_factory=list)
     search: list[str] = field(default_factory=list)
     working_dir: Path = field(default_factory=Path.cwd)
+    name: str = ""
+    session: int = 0
+    typed: dict[str, str] = field(default_factory=dict)  # words with secrets, which the file has not
+    seal: str = ""  # of the file, when it was read
+    has_other_key: bool = False  # whether it was written with the key of another user or machine
+    is_locked: bool = False
+    version: tuple[int, ...] = ()  # of the file, when it was read or written
+
+    @property
+    def locks(self) -> SweepLocks:
+        return SweepLocks(self.folder)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Have what other workers wrote, and keep them from writing inside the block."""
+        if self.is_locked:
+            yield
+            return
+        with self.locks.file():
+            self.refresh()
+            self.is_locked = True
+            try:
+                yield
+            finally:
+                self.is_locked = False
+
+    def refresh(self) -> None:
+        """Read the file if another worker wrote it since."""
+        if file_version(self.folder / SWEEP_FILE) == self.version:
+            return
+        saved = read_sweep(self.folder) if self.version else load_sweep(self.folder)
+        if not self.version:
+            self.has_other_key = saved.seal != seal_of_words(saved.calls)
+        self.calls, self.trials, self.working_dir = saved.calls, saved.trials, saved.working_dir
+        self.name, self.session = saved.name, saved.session
+        self.version = saved.version
+        for job in saved.jobs.values():
+            known = self.jobs.get(job.num)
+            words = known.words if known else tuple(self.typed.get(word, word) for word in job.words)
+            self.jobs[job.num] = replace(job, words=words)
+        self._want_points_of_search()
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Be a worker of the sweep inside the block. Jobs that failed before its first worker began are tried again."""
+        with ExitStack() as closing:
+            with self.exclusive():
+                if closing.enter_context(self.locks.worker()):
+                    self.session += 1
+                    self.save()
+                elif self.has_other_key:
+                    raise ConfigError(
+                        f"output_dir={self.folder}: its workers have another key than you, so none can continue the "
+                        f"jobs of the others; copy the key of the first machine to {key_path()} here"
+                    )
+            yield
+
+    def has_ended(self, job: Job) -> bool:
+        """Return whether no worker is to start a job."""
+        failed_now = job.result.state == "failed" and job.session == self.session
+        return job.result.state in ("done", "pruned") or failed_now
 
     def add_call(self, words: list[str]) -> None:
         """Add the jobs of these settings. Jobs that the sweep has already are not added twice. Raise ConfigError."""
         options, job_words = read_options(split_options(words)[0]), split_options(words)[1]
         dimensions = dimensions_of(job_words)
-        call = masked_words(words)
+        call = [hide_password(word) for word in masked_words(words)]
         others = [other for other in self.calls if identity_of(other) != identity_of(call)]
         searches = [other for other in [*others, call] if identity_of(other)[0] == "optuna"]
         if others and searches:
@@ -70,11 +135,8 @@ class Sweep:
         self.calls = [*others, call]
         if options.kind == "optuna":
             self.search = words
-            typed = dict(zip(masked_words(job_words), job_words, strict=True))
-            for num in itertools.chain.from_iterable(self.trials):
-                job = self.jobs[num]  # its secrets are not in the file
-                self.jobs[num] = replace(job, words=tuple(typed.get(word, word) for word in job.words))
-                self._want(num)
+            self.typed = dict(zip(masked_words(job_words), job_words, strict=True))
+            self._want_points_of_search()
         for point in points_of(words):
             self.add_point(dimensions, point)
 
@@ -99,14 +161,21 @@ class Sweep:
 
     def revive(self, count: int) -> None:
         """Have the best of the pruned points go on, so many in all calls."""
-        points = [point for point in self.points() if any(job.revived for job in point.jobs)]
-        pruned = [point for point in self.points() if point.jobs[0].result.state == "pruned"]
-        for point in pruned[: max(count - len(points), 0)]:
-            for job in point.jobs:
-                if job.result.state == "pruned":
-                    stopped = replace(job.result, state="stopped")
-                    self.jobs[job.num] = replace(job, result=stopped, revived=True)
-        self.save()
+        with self.exclusive():
+            points = [point for point in self.points() if any(job.revived for job in point.jobs)]
+            pruned = [point for point in self.points() if point.jobs[0].result.state == "pruned"]
+            for point in pruned[: max(count - len(points), 0)]:
+                for job in point.jobs:
+                    if job.result.state == "pruned":
+                        stopped = replace(job.result, state="stopped")
+                        self.jobs[job.num] = replace(job, result=stopped, revived=True)
+            self.save()
+
+    def _want_points_of_search(self) -> None:
+        for num in itertools.chain.from_iterable(self.trials if self.search else ()):
+            job = self.jobs[num]
+            self.jobs[num] = replace(job, words=tuple(self.typed.get(word, word) for word in job.words))
+            self._want(num)
 
     def _want(self, num: int) -> None:
         if num not in self.wanted:
@@ -156,16 +225,22 @@ class Sweep:
 
     def note(self, num: int, result: Result) -> None:
         """Keep the result of a job, on the disk too."""
-        self.jobs[num] = replace(self.jobs[num], result=result)
-        self.save()
+        with self.exclusive():
+            self.jobs[num] = replace(self.jobs[num], result=result, session=self.session)
+            self.save()
 
     def save(self) -> None:
-        jobs = [{**asdict(job), "words": masked_words(job.words)} for job in self.jobs.values()]
+        jobs = [
+            {**vars(job), "words": masked_words(job.words), "result": vars(job.result)}
+            for job in self.jobs.values()
+        ]
         best = best_job(self.points())
         write_json(self.folder / SWEEP_FILE, {
             "calls": self.calls, "working_dir": str(self.working_dir), SEAL: seal_of_words(self.calls),
             BEST: "" if best is None else best.folder, "jobs": jobs, "trials": self.trials,
+            "name": self.name, "session": self.session,
         })  # fmt: skip
+        self.version = file_version(self.folder / SWEEP_FILE)
 
     def swept_keys(self) -> list[str]:
         """Return the keys whose value differs between jobs, in the order in which they were written."""
@@ -182,12 +257,13 @@ def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
     if folder is None:
         folder = new_folder(varied_keys(dimensions_of(split_options(calls[0])[1])))
     folder = folder.expanduser().absolute()
-    sweep = load_sweep(folder)
-    for words in calls:
-        sweep.add_call(words)
+    sweep = Sweep(folder, name=f"{folder.name}-{secrets.token_hex(4)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        sweep.save()
+        with sweep.exclusive():
+            for words in calls:
+                sweep.add_call(words)
+            sweep.save()
     except OSError as error:
         raise cannot_write(folder, error) from error
     return sweep
@@ -195,8 +271,16 @@ def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
 
 def load_sweep(folder: Path) -> Sweep:
     """Return what earlier calls left in the folder; an empty sweep if there is none. Raise ConfigError."""
+    if (folder / SWEEP_FILE).exists():
+        check_files(folder, trust=False)
+    return read_sweep(folder)
+
+
+def read_sweep(folder: Path) -> Sweep:
+    """`load_sweep` of a folder whose files are known to be plain ones."""
     path = folder / SWEEP_FILE
-    if not path.exists():
+    version = file_version(path)
+    if not version:
         return Sweep(folder)
     try:
         saved: dict[str, Any] = read_json(path)
@@ -207,10 +291,10 @@ def load_sweep(folder: Path) -> Sweep:
                 job["folder"],
                 Result(**job["result"]),
                 job.get("revived", False),
+                job.get("session", 0),
             )
             for job in saved["jobs"]
         ]
-        check_files(folder, trust=False)
         for job in jobs:  # they are written to, and deleted where nothing was saved
             if not re.fullmatch(rf"{int(job.num)}-[A-Za-z0-9_.=+-]+", job.folder, re.ASCII):
                 raise ValueError(f"{job.folder[:80]!r} is no folder of a job")
@@ -219,11 +303,28 @@ def load_sweep(folder: Path) -> Sweep:
         known = {job.num: job for job in jobs}
         if not known.keys() >= set(itertools.chain.from_iterable(trials)):
             raise ValueError("a point has a job that is not there")
-        return Sweep(folder, saved["calls"], known, trials=trials, working_dir=working_dir)
+        name, session = str(saved.get("name", folder.name)), int(saved.get("session", 0))
+        return Sweep(
+            folder, saved["calls"], known, trials=trials, working_dir=working_dir, name=name, session=session,
+            seal=str(saved.get(SEAL, "")), version=version,
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"output_dir={folder}: its {SWEEP_FILE} cannot be read ({error}); name another folder"
         ) from error
+
+
+def file_version(path: Path) -> tuple[int, ...]:
+    """Return what differs between two writings of a file; empty without one.
+
+    A file that is opened is looked up anew by network file systems, which remember names and times for seconds.
+    """
+    try:
+        with path.open("rb") as file:
+            about = os.fstat(file.fileno())
+    except FileNotFoundError:
+        return ()
+    return about.st_ino, about.st_mtime_ns, about.st_size
 
 
 def identity_of(words: list[str]) -> tuple[Any, ...]:
@@ -241,7 +342,7 @@ def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
     """
     sweep = load_sweep(folder)
     calls = sweep.calls
-    if not trust and seal_of_words(calls) != read_json(folder / SWEEP_FILE).get(SEAL, ""):
+    if not trust and seal_of_words(calls) != sweep.seal:
         raise ConfigError(
             f"{folder}: may be from somebody else: you did not write its {SWEEP_FILE}. Its words can name any code; "
             "if you trust them, add --trust"

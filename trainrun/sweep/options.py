@@ -37,7 +37,8 @@ class SweepOptions:
     pruner: stops jobs that are worse than others at the same resource. revive: the best pruned points, which go on.
     sampler: of Optuna. objective: metrics; one with a minus is better when smaller. Empty: what the jobs monitor.
     jobs: side by side; None is as many as the GPUs, or the cores, can take. per_device: jobs that share a GPU.
-    max_seconds: after which the jobs save and the sweep ends.
+    max_seconds: after which the jobs save and the sweep ends. storage: the address of Optuna's storage; empty for a
+    journal in the folder of the sweep.
     """
 
     kind: str = "grid"
@@ -51,6 +52,12 @@ class SweepOptions:
     jobs: int | None = 1
     per_device: int = 1
     max_seconds: float | None = None
+    storage: str = ""
+
+
+def hide_password(word: str) -> str:
+    """Return a word without the user and the password of the storage that it names."""
+    return re.sub("//[^/@]*@", "//***@", word) if word.startswith("sweep.storage=") else word
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -133,6 +140,8 @@ def faults_together(options: SweepOptions, given: Collection[str]) -> list[str]:
         faults.append(
             f"sweep.pruner={options.pruner}: sweep.objective={options.objective[0]} is no metric of the validation"
         )
+    if options.storage and options.kind != "optuna" and options.pruner == "none":
+        faults.append("sweep.storage: is of sweep=optuna and of pruners; leave it out")
     if len(options.objective) > 1 and options.sampler == "cmaes":
         faults.append("sweep.sampler=cmaes: takes one objective; use nsga2 or tpe for several")
     return faults
@@ -143,6 +152,12 @@ def objective_of(text: str) -> tuple[str, ...]:
     if not all(re.fullmatch(r"-?[\w./@-]+", name) for name in names) or len(set(names)) < len(names):
         raise ValueError(text)
     return names
+
+
+def storage_of(text: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9+]*://.*", text):
+        raise ValueError(text)
+    return text
 
 
 def revive_of(text: str) -> int:
@@ -197,5 +212,6 @@ READERS: Final[dict[str, tuple[str, str, Callable[[str], Any]]]] = {
     "sweep.revive": ("revive", "best:3, for the three best pruned points", revive_of),
     "sweep.jobs": ("jobs", "auto, or a whole number, 1 or more", jobs_of),
     "sweep.per_device": ("per_device", "a whole number, 1 or more", whole_number(1)),
+    "sweep.storage": ("storage", "an address, as grpc://host:13000 or postgresql://host/name", storage_of),
     "sweep.max_time": ("max_seconds", "a time, as 90s, 10min or 2h", seconds_of),
 }

@@ -41,9 +41,9 @@ class SweepProgress:
         self._running[job.num] = self._clock()
         self._say(job, "goes on" if goes_on else "starts")
 
-    def keep(self, job: Job) -> None:
-        """Report a job that was done before."""
-        self._say(job, f"{job.result.state} before, {shown_value(job.result)}")
+    def keep(self, job: Job, by_whom: str) -> None:
+        """Report a job that was done by an earlier call or another worker."""
+        self._say(job, f"{job.result.state} {by_whom}, {shown_value(job.result)}")
 
     def end(self, job: Job, result: Result) -> None:
         """Report the end of a job, once the sweep holds its result."""

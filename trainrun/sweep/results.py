@@ -58,7 +58,7 @@ class Result:
 class Job:
     """One run of a sweep. words: all that its command line gets; folder: its name inside the sweep's.
 
-    revived: it was pruned, and goes on all the same.
+    revived: it was pruned, and goes on all the same. session: of the sweep, in which the result came.
     """
 
     num: int
@@ -66,6 +66,7 @@ class Job:
     folder: str
     result: Result = field(default_factory=Result)
     revived: bool = False
+    session: int = 0
 
     @property
     def settings(self) -> dict[str, str]:

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from trainrun.config.argv import OWN_KEYS, CommandLine
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import validation_nodes
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
-from trainrun.folder.lock import only_writer
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TrainrunError
 from trainrun.folder.run_folder import RunDir, is_there, named_folder, write_text
 from trainrun.output import counted, path_to_paste, say
 from trainrun.parallel.devices import num_devices
@@ -30,8 +28,8 @@ from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.forked_job import import_what_jobs_need
 from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
 from trainrun.sweep.jobs import Sweep, calls_to_resume, open_sweep
-from trainrun.sweep.leases import Leases, find_places, gpu_names
-from trainrun.sweep.options import SweepOptions, from_hydra, read_options, split_options
+from trainrun.sweep.options import AUTO, SweepOptions, from_hydra, read_options, split_options
+from trainrun.sweep.places.leases import DevicePlace, Leases, core_numbers, find_places, gpu_names
 from trainrun.sweep.points import best_job
 from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import Job
@@ -156,11 +154,12 @@ def run_jobs(calls: list[list[str]], folder: Path | None, command: Command) -> t
     relay = StopRelay()
     folder = None if folder is None else named_folder(str(folder))
     is_new = folder is None or not folder.exists()
-    with locked_sweep(calls, folder) as sweep, catch_stops(relay.handle):
-        devices_of = devices_by_words() if (options.jobs, options.per_device) != (1, 1) else None
-        num_jobs = sweep.num_jobs
-        most_jobs = None if sweep.points_to_come is None else num_jobs
-        places, about = find_places(options, most_jobs, devices_of is not None and uses_gpus(sweep))
+    with joined_sweep(calls, folder) as sweep, catch_stops(relay.handle):
+        forks = command is job_command and can_fork(sweep, options)
+        if forks:
+            import_what_jobs_need()
+        num_jobs, devices_of = sweep.num_jobs, devices_by_words()
+        places, about = places_of_jobs(sweep, options, devices_of, forks)
         study = SweepStudy(sweep, options) if sweep.search or options.pruner != "none" else None
         sweep.revive(options.revive)
         notes = notes_on_points(calls)
@@ -168,14 +167,11 @@ def run_jobs(calls: list[list[str]], folder: Path | None, command: Command) -> t
             say(f"note: {note}", file=sys.stderr)
         jobs = counted(num_jobs, "job") if num_jobs else "jobs"
         say(f"sweep: {jobs} in {sweep.folder}{about and f', {about}'}", flush=True)
-        forks = command is job_command and can_fork(sweep, options)
-        if forks:
-            import_what_jobs_need()
         progress = SweepProgress(sweep, max(len(places), 1))
         until = None if options.max_seconds is None else time.monotonic() + options.max_seconds
         queue = JobQueue(
             sweep, None if forks else command, relay, progress, Leases(places) if places else None,
-            devices_of or (lambda job: 1), until, options.objective, study,
+            devices_of, until, options.objective, study,
         )  # fmt: skip
         try:
             queue.run()
@@ -186,8 +182,8 @@ def run_jobs(calls: list[list[str]], folder: Path | None, command: Command) -> t
             all_refused = is_new and bool(sweep.wanted) and queue.refused == set(sweep.wanted)
             if not all_refused and has_begun(sweep):
                 conclude(sweep)
-        if all_refused:
-            remove_refused(sweep)
+    if all_refused:
+        remove_refused(sweep)
     if queue.fault:
         raise ConfigError(queue.fault)
     if queue.out_of_time:
@@ -254,7 +250,9 @@ def has_begun(sweep: Sweep) -> bool:
 
 def remove_refused(sweep: Sweep) -> None:
     """Remove the folder of a sweep of which no job could begin. Raise ConfigError with their mistakes."""
-    remove_folder(sweep)
+    with sweep.locks.worker() as is_alone:
+        if is_alone:
+            remove_folder(sweep)
     raise ConfigError(*dict.fromkeys(sweep.jobs[num].result.error for num in sweep.wanted))
 
 
@@ -277,6 +275,35 @@ def devices_by_words() -> Callable[[Job], int]:
     return lambda job: devices(tuple(word for word in job.words if word.startswith(PARALLEL_WORDS)))
 
 
+def places_of_jobs(
+    sweep: Sweep, options: SweepOptions, devices_of: Callable[[Job], int], forks: bool
+) -> tuple[list[DevicePlace], str]:
+    """`find_places` for the jobs of a sweep. forks: whether they are forks of this process."""
+    if (options.jobs, options.per_device) == (1, 1):
+        return [], ""
+    words = sweep.first_words()
+    most_jobs = None if sweep.points_to_come is None else sweep.num_jobs
+    measure = None
+    if forks:
+        num_threads, cores = compose_run(list(words)).config.trainer.num_threads, core_numbers()
+        if num_threads != AUTO:
+            most_jobs = min(most_jobs or len(cores), max(len(cores) // num_threads, 1))
+        elif devices_of(Job(0, words, "")) == 1:
+            measure = partial(gain_of_single_threads, words)
+    return find_places(options, most_jobs, uses_gpus(sweep), measure)
+
+
+def gain_of_single_threads(words: Sequence[str], cores: Sequence[int]) -> float | None:
+    """Return how much two jobs of one thread train together, over one of two threads; None if a note says why not."""
+    from trainrun.sweep.places.thread_trial import measure_gain
+
+    try:
+        return measure_gain(words, cores)
+    except TrainrunError as error:
+        say(f"note: sweep.jobs=auto: jobs of one and two threads are not compared ({error})", file=sys.stderr)
+        return None
+
+
 def uses_gpus(sweep: Sweep) -> bool:
     """Return whether the first job may compute on a GPU."""
     words = [word for word in sweep.first_words() if word.startswith(PARALLEL_WORDS)]
@@ -291,22 +318,13 @@ def can_fork(sweep: Sweep, options: SweepOptions) -> bool:
 
 
 @contextlib.contextmanager
-def locked_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
-    """`open_sweep`; no other process runs jobs in its folder inside. A new one that is refused leaves no folder."""
+def joined_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
+    """`open_sweep`; inside, this process is one of its workers. A new one that is refused leaves no folder."""
     is_new = folder is None or not folder.exists()
-    with contextlib.ExitStack() as closing:
-        if folder is not None:
-            if is_there(RunDir(folder)):
-                raise ConfigError(
-                    f"output_dir={folder}: holds a run already; name another folder for the sweep"
-                )
-            with contextlib.suppress(OSError):  # `open_sweep` says it
-                folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                closing.enter_context(only_writer(RunDir(folder)))
-        sweep = open_sweep(calls, folder)
-        if folder is None:
-            closing.enter_context(only_writer(RunDir(sweep.folder)))
+    if folder is not None and is_there(RunDir(folder)):
+        raise ConfigError(f"output_dir={folder}: holds a run already; name another folder for the sweep")
+    sweep = open_sweep(calls, folder)
+    with sweep.work():
         try:
             yield sweep
         except ConfigError:

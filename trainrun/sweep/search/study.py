@@ -9,12 +9,10 @@ both. All values are written so that a smaller one is better.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,35 +22,18 @@ from trainrun.sweep.options import SweepOptions
 from trainrun.sweep.points import REPEATED
 from trainrun.sweep.results import Job
 from trainrun.sweep.search.pruning import Curves, build_pruner
+from trainrun.sweep.search.study_file import StudyFile
 from trainrun.sweep.space import Dimension, jobs_of_point, plain_word, point_of
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.samplers import BaseSampler
-    from optuna.storages import BaseStorage, JournalStorage
+    from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial
 
-JOURNAL = "study.log"  # in the folder of a sweep
-NAME = "sweep"  # of the study in it
 RUNNING = "RUNNING"
 HAS_STATE: Final = ("qmc", "nsga2", "cmaes")  # samplers that note in the study which point they were at
 WHERE_TO_GET = "pip install 'trainrun[optuna]'"
-
-
-class FileLock:
-    """A lock of the journal that ends with its process, which Optuna's own does not."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = -1
-
-    def acquire(self) -> bool:
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        return True
-
-    def release(self) -> None:
-        os.close(self._descriptor)
 
 
 class SweepStudy:
@@ -61,53 +42,76 @@ class SweepStudy:
     def __init__(self, sweep: Sweep, options: SweepOptions) -> None:
         self._sweep, self._options = sweep, options
         self._dimensions = sweep.dimensions()
-        self._path = sweep.folder / JOURNAL
         word = "sweep=optuna" if sweep.search else f"sweep.pruner={options.pruner}"
         check_packages(word, options.sampler if sweep.search else "")
+        self._file = StudyFile(sweep, options.storage)
         self._study: Study
-        self._storage: JournalStorage
+        self._storage: BaseStorage
+        self._version: object = None  # of the file of the study, when it was opened
         self._curves = Curves(sweep, options)
-        self._failed: set[int] = set()  # jobs that failed in this call; others that failed are tried again
 
     def open(self) -> None:
-        """Read the journal, or make it anew from the jobs. Call it once the results of earlier calls are known."""
-        opened = read_study(self._path)
-        if opened is None or not self._agrees(opened[0]):
-            opened = self._rebuilt()
-        self._study, self._storage = opened
+        """Read the study, or make it anew from the jobs. Call it once the results of earlier calls are known."""
+        with self._sweep.exclusive():
+            opened = self._file.read()
+            if opened is None or not self._agrees(opened[0]):
+                opened = self._rebuilt()
+            self._study, self._storage = opened
+            self._version = self._file.version()
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
+        """Have the study as other workers left it, and keep them from writing inside the block.
+
+        One that was killed may have left half a line, a point that the sweep does not have, or a result that the
+        study does not have.
+        """
+        with self._sweep.exclusive():
+            is_whole = self._file.version() == self._version and self._file.is_whole()
+            if not is_whole or len(self._study.get_trials(deepcopy=False)) != len(self._sweep.trials):
+                self.open()
+            yield
 
     @property
     def has_all_points(self) -> bool:
         return self._sweep.points_to_come == 0
 
     def ask(self) -> list[int]:
-        """Make the next point, and return the numbers of its jobs."""
-        number = len(self._sweep.trials)
-        trial = self._ask(self._study, number)
-        point = self._point(trial)
-        jobs = self._sweep.add_point(self._dimensions, jobs_of_point(self._dimensions, point))
-        self._sweep.save()
-        return jobs
+        """Make the next point, and return the numbers of its jobs; none if another worker made the last one."""
+        with self._shared():
+            if self.has_all_points:
+                return []
+            self._tell_points(range(len(self._sweep.trials)))
+            trial = self._ask(self._study, len(self._sweep.trials))
+            point = self._point(trial)
+            jobs = self._sweep.add_point(self._dimensions, jobs_of_point(self._dimensions, point))
+            self._sweep.save()
+            return jobs
 
     def tell(self, num: int) -> None:
         """Report the points of a job, which has ended, once all their jobs have."""
-        if self._sweep.jobs[num].result.state == "failed":
-            self._failed.add(num)
         self.jobs_to_prune(num)  # reports the validations since the last look; it has ended
-        for number, jobs in enumerate(self._sweep.trials):
-            state, values = self._outcome(number) if num in jobs else (RUNNING, [])
-            if state != RUNNING:
-                tell(self._study, number, state, values)
+        with self._shared():
+            self._tell_points(number for number, jobs in enumerate(self._sweep.trials) if num in jobs)
+
+    def _tell_points(self, numbers: Iterable[int]) -> None:
+        trials = self._study.get_trials(deepcopy=False)
+        for number in numbers:
+            if not trials[number].state.is_finished():
+                state, values = self._outcome(number)
+                if state != RUNNING:
+                    tell(self._study, number, state, values)
 
     def jobs_to_prune(self, num: int) -> list[int]:
         """Report the new validations of a job, and return the jobs of its points if they are to be stopped."""
         values, to_prune = self._curves.new_values(num), list[int]()
-        for number, jobs in enumerate(self._sweep.trials):
-            if num not in jobs or self._sweep.jobs[num].revived:
-                continue
-            for step, value in values:
-                if self._report(self._study, self._storage, number, step, value):
-                    to_prune = jobs
+        if not values or self._sweep.jobs[num].revived:
+            return []
+        with self._shared():
+            for number, jobs in enumerate(self._sweep.trials):
+                for step, value in values if num in jobs else ():
+                    if self._report(self._study, self._storage, number, step, value):
+                        to_prune = jobs
         return to_prune
 
     def _report(self, study: Study, storage: BaseStorage, number: int, step: int, value: float) -> bool:
@@ -116,7 +120,7 @@ class SweepStudy:
         if step in trial.intermediate_values or trial.state.is_finished():
             return False
         trial_id = storage.get_trial_id_from_study_id_trial_number(
-            storage.get_study_id_from_name(NAME), number
+            storage.get_study_id_from_name(self._file.name), number
         )
         storage.set_trial_intermediate_value(trial_id, step, value)
         trial = study.get_trials(deepcopy=False)[number]
@@ -136,12 +140,9 @@ class SweepStudy:
     def _outcome(self, number: int) -> tuple[str, list[float]]:
         """Return the state of a trial by its jobs, and the means of its values. One failed job fails it."""
         jobs = self._jobs(number)
-        states = {
-            RUNNING if job.result.state == "failed" and job.num not in self._failed else job.result.state
-            for job in jobs
-        }
-        if not states <= {"done", "failed", "pruned"}:
+        if not all(map(self._sweep.has_ended, jobs)):
             return RUNNING, []
+        states = {job.result.state for job in jobs}
         if states != {"done"}:
             return "FAIL" if "failed" in states else "PRUNED", []
         scores = [job.result.scores for job in jobs]
@@ -166,14 +167,14 @@ class SweepStudy:
     def _num_objectives(self) -> int:
         return max(len(self._options.objective), 1)
 
-    def _rebuilt(self) -> tuple[Study, JournalStorage]:
-        """Ask and report all points once more, in their order, and write that as the journal."""
+    def _rebuilt(self) -> tuple[Study, BaseStorage]:
+        """Ask and report all points once more, in their order, and write that as the study."""
         import optuna
         from optuna.study import StudyDirection
 
         directions = [StudyDirection.MINIMIZE] * self._num_objectives
-        storage = optuna.storages.InMemoryStorage()
-        study = optuna.create_study(study_name=NAME, storage=storage, directions=directions)
+        storage, name = optuna.storages.InMemoryStorage(), self._file.name
+        study = optuna.create_study(study_name=name, storage=storage, directions=directions)
         curves = Curves(self._sweep, self._options)
         for number in range(len(self._sweep.trials)):
             jobs = self._jobs(number)
@@ -189,11 +190,8 @@ class SweepStudy:
             state, values = self._outcome(number)
             if state != RUNNING:
                 tell(study, number, state, values)
-        temporary = self._path.with_name(f"{JOURNAL}.new")
-        temporary.unlink(missing_ok=True)
-        optuna.copy_study(from_study_name=NAME, from_storage=storage, to_storage=journal_storage(temporary))
-        temporary.replace(self._path)
-        rebuilt = read_study(self._path)
+        self._file.write(storage)
+        rebuilt = self._file.read()
         assert rebuilt is not None
         return rebuilt
 
@@ -273,28 +271,6 @@ def sampler_of(name: str, seed: int, own_seed: int) -> BaseSampler:
         "nsga2": samplers.NSGAIISampler,
     }  # fmt: skip
     return kinds[name](seed=own_seed)
-
-
-def journal_storage(path: Path) -> JournalStorage:
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    lock: Any = FileLock(path.with_name(f"{JOURNAL}.lock"))  # as Optuna's own, which are of a private class
-    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
-
-
-def read_study(path: Path) -> tuple[Study, JournalStorage] | None:
-    """Return the study of a journal, and the journal; None if it cannot be read, or ends in the middle of a line."""
-    import optuna
-
-    try:
-        with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            is_whole = file.read(1) == b"\n"
-        storage = journal_storage(path)
-        return (optuna.load_study(study_name=NAME, storage=storage), storage) if is_whole else None
-    except Exception:  # of a damaged file Optuna raises what the damage happens to make
-        return None
 
 
 def check_packages(word: str, sampler: str) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from trainrun.errors import ConfigError
-from trainrun.folder.lock import BUSY
+from trainrun.folder.lock import open_locked
 from trainrun.folder.seal import key_path
 from trainrun.output import counted
 from trainrun.parallel.devices import count_gpus
@@ -65,7 +66,7 @@ class Leases:
 
     def __init__(self, places: list[DevicePlace], folder: Path | None = None) -> None:
         self.places = places
-        self._folder = folder or key_path().with_name("leases")
+        self._folder = folder or key_path().with_name("leases") / platform.node()  # homes may be shared
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, count: int) -> Lease | None:
@@ -101,25 +102,25 @@ class Leases:
         """Return the open files of all locks of a place; none if one of them is taken."""
         files: list[int] = []
         for name in place.locks:
-            descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = open_locked(self._folder / name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if descriptor is None:
+                while files:
+                    os.close(files.pop())
+                return []
             files.append(descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                for other in files:
-                    os.close(other)
-                if error.errno in BUSY:
-                    return []
-                raise
         return files
 
 
 def find_places(
-    options: SweepOptions, num_jobs: int | None, uses_gpus: bool
+    options: SweepOptions,
+    num_jobs: int | None,
+    uses_gpus: bool,
+    measure_gain: Callable[[Sequence[int]], float | None] | None = None,
 ) -> tuple[list[DevicePlace], str]:
     """Return the places for jobs side by side, and why these.
 
-    num_jobs: None where nothing but the time ends them. uses_gpus: whether the jobs may.
+    num_jobs: None where nothing but the time ends them. uses_gpus: whether the jobs may. measure_gain: of two jobs of
+    one thread over one of two, on two cores; None if the jobs have their number of threads.
     No places for one job after the other, which has the whole machine.
     """
     if options.jobs == 1 and options.per_device == 1:
@@ -134,12 +135,18 @@ def find_places(
             f"sweep.per_device={options.per_device}: no GPU is used here; set sweep.jobs instead"
         )
     cores = core_numbers()
-    most = min(len(cores), max(host_memory().free // JOB_BYTES, 1))
-    most = most if num_jobs is None else min(most, num_jobs)
-    count = options.jobs or most
+    count, reason = options.jobs or 0, ""
+    if options.jobs is None:
+        count = min(len(cores), max(host_memory().free // JOB_BYTES, 1))
+        count = count if num_jobs is None else min(count, num_jobs)
+        if measure_gain is not None and count > 1:
+            gain = measure_gain(cores[:2])
+            if gain is not None:
+                count = min(count, len(cores) // 2) if gain < 1 else count
+                reason = f" (two jobs of one thread train {gain:.2g}x as much as one of two)"
     each = max(len(cores) // count, 1)
     about = counted(each, "core") + (" each" if count > 1 else "")
-    return core_places(cores, count), f"{counted(count, 'job')} side by side, {about}"
+    return core_places(cores, count), f"{counted(count, 'job')} side by side, {about}{reason}"
 
 
 def gpu_names() -> list[str]:

@@ -1,0 +1,56 @@
+"""Locks in the folder of a sweep, by which several processes share its jobs, also on several machines.
+
+Each worker is the same command with the same folder. A lock (flock) ends with the process that holds it, however that
+ends, so no worker waits for one that was killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainrun.errors import ConfigError
+from trainrun.folder.lock import close_in_forks, open_locked, print_note
+
+LOCKS = ".locks"  # in the folder of a sweep
+
+
+class SweepLocks:
+    """The lock of the sweep's file, that of its workers together, and one for each job."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / LOCKS
+
+    @contextmanager
+    def file(self) -> Iterator[None]:
+        """Hold the lock of the sweep's file inside the block; wait for another worker that has it."""
+        descriptor = self._open("file", fcntl.LOCK_EX)
+        assert descriptor is not None  # it waits
+        with close_in_forks(descriptor):
+            yield
+
+    @contextmanager
+    def worker(self) -> Iterator[bool]:
+        """Be a worker inside the block. The value says whether there was none."""
+        descriptor = self._open("workers", fcntl.LOCK_EX | fcntl.LOCK_NB, print_note)
+        is_first = descriptor is not None
+        if descriptor is None:
+            descriptor = self._open("workers", fcntl.LOCK_SH)
+        assert descriptor is not None
+        with close_in_forks(descriptor):
+            with suppress(OSError):  # no locks here
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield is_first
+
+    def claim(self, num: int) -> int | None:
+        """Return the open lock of a job, which its process inherits; None if the job runs already."""
+        return self._open(f"job-{num}", fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _open(self, name: str, operation: int, note: Callable[[str], None] = lambda text: None) -> int | None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return open_locked(self._folder / name, operation, note)
+        except OSError as error:
+            raise ConfigError(f"{self._folder}: cannot write there ({error.strerror})") from error

@@ -1,0 +1,56 @@
+"""Whether two jobs of one thread train more than one job of two threads, measured for `sweep.jobs=auto` on a CPU.
+
+Runs of the first job's settings, in a folder that is thrown away, train for a moment: two at once with a core each,
+then one with both cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from statistics import median
+
+from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
+from trainrun.config.compose import compose_run
+from trainrun.config.schema import with_values
+
+ROUNDS = 3
+TURN_SECONDS = 0.25
+MANY_STEPS = 100_000  # the time ends a turn
+
+
+def measure_gain(words: Sequence[str], cores: Sequence[int]) -> float:
+    """Return how much two jobs with a core each train together, in parts of what one job with both cores trains.
+
+    words: of a job. cores: two of them. Raise TrainrunError if the job cannot be measured.
+    """
+    config = compose_run(list(words)).config
+    with WorkerPool() as pool:
+        workers = []
+        for own_cores in ([cores[0]], [cores[1]], list(cores)):
+            with on_cores(own_cores):
+                workers.append(pool.start(with_values(config, {"trainer.num_threads": len(own_cores)})))
+        *single, double = workers
+        gains = []
+        with ThreadPoolExecutor(len(single)) as threads:
+            for _ in range(ROUNDS):
+                together = sum(threads.map(items_per_second, single))
+                gains.append(together / items_per_second(double))
+        return median(gains)
+
+
+def items_per_second(worker: WorkerProcess) -> float:
+    return worker.train(MANY_STEPS, most_seconds=TURN_SECONDS).items_per_second
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Have processes that start inside the block use these cores alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

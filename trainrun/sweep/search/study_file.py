@@ -1,0 +1,129 @@
+"""Where the study of a sweep is kept: a journal in its folder, or a storage of Optuna that `sweep.storage` names."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from trainrun.errors import ConfigError
+from trainrun.folder.lock import open_locked
+from trainrun.sweep.jobs import Sweep, file_version
+from trainrun.sweep.options import hide_password
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.storages import BaseStorage
+
+JOURNAL = "study.log"  # in the folder of a sweep
+NAME_IN_JOURNAL = "sweep"
+GRPC = "grpc"  # scheme of the address of Optuna's proxy
+GRPC_PORT = 13000
+
+
+class FileLock:
+    """A lock of the journal that ends with its process, which Optuna's own does not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+
+    def acquire(self) -> bool:
+        descriptor = open_locked(self._path, fcntl.LOCK_EX)
+        assert descriptor is not None  # it waits
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+
+class StudyFile:
+    """The study of a sweep on the disk. url: of a storage of Optuna; empty for the journal. name: of the study there.
+
+    Raise ConfigError for a storage that cannot be reached.
+    """
+
+    def __init__(self, sweep: Sweep, url: str) -> None:
+        self._path, self._url = sweep.folder / JOURNAL, url
+        self._shared = shared_storage(url) if url else None
+        self.name = sweep.name if url else NAME_IN_JOURNAL
+
+    def version(self) -> object:
+        """Return what changes once another worker has written the study anew."""
+        if self._shared is None:
+            return file_version(self._path)[:1]
+        try:
+            return self._shared.get_study_id_from_name(self.name)
+        except KeyError:
+            return None
+
+    def is_whole(self) -> bool:
+        """Return whether the journal ends with a line; a worker that was killed may have left a part of one."""
+        if self._shared is not None:
+            return True
+        try:
+            with self._path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                return file.read(1) == b"\n"
+        except OSError:
+            return False
+
+    def read(self) -> tuple[Study, BaseStorage] | None:
+        """Return the study and its storage; None if it is not there, or cannot be read."""
+        import optuna
+
+        if not self.is_whole():
+            return None
+        try:
+            storage = self._shared or journal_storage(self._path)
+            return optuna.load_study(study_name=self.name, storage=storage), storage
+        except Exception:  # of a damaged file Optuna raises what the damage happens to make
+            return None
+
+    def write(self, source: BaseStorage) -> None:
+        """Write the study of another storage in place of this one."""
+        import optuna
+
+        if self._shared is not None:
+            if self.version() is not None:
+                optuna.delete_study(study_name=self.name, storage=self._shared)
+            optuna.copy_study(from_study_name=self.name, from_storage=source, to_storage=self._shared)
+            return
+        temporary = self._path.with_name(f"{JOURNAL}.new")
+        temporary.unlink(missing_ok=True)
+        optuna.copy_study(
+            from_study_name=self.name, from_storage=source, to_storage=journal_storage(temporary)
+        )
+        temporary.replace(self._path)
+
+
+def journal_storage(path: Path) -> BaseStorage:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    lock: Any = FileLock(path.with_name(f"{JOURNAL}.lock"))  # as Optuna's own, which are of a private class
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+def shared_storage(url: str) -> BaseStorage:
+    """Return Optuna's proxy at `grpc://host:port`, or its storage in a database. Raise ConfigError."""
+    import optuna
+
+    address = urlsplit(url)
+    shown = hide_password(f"sweep.storage={url}")
+    try:
+        if address.scheme != GRPC:
+            return optuna.storages.RDBStorage(url)
+        storage = optuna.storages.GrpcStorageProxy(
+            host=address.hostname or "localhost", port=address.port or GRPC_PORT
+        )
+        storage.wait_server_ready(timeout=10)
+        return storage
+    except ImportError as error:
+        raise ConfigError(f"{shown}: needs a package that is not installed ({error})") from error
+    except Exception as error:  # of each database its own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{shown}: cannot be reached ({reason})") from error
