@@ -17,7 +17,7 @@ from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import read_json, write_json
 from trainrun.race import race_command, racer_process
 from trainrun.race.race_report import print_report, write_report
-from trainrun.race.racers import read_racers, variations
+from trainrun.race.racers import judge_reads, read_racers, variations
 from trainrun.race.turns import PILOT, PILOT_SEED, Race, RaceGoal
 from trainrun.sweep.job_queue import StopRelay
 
@@ -241,3 +241,21 @@ def test_a_metric_that_is_not_there(workdir: Path, metric: str, capsys: pytest.C
     write_json(folder / "request.json", request)
     assert racer_process.main([str(folder)]) == 2
     assert f"--until {metric}" in capsys.readouterr().err
+
+
+TEXT = ["data=text", "data.path=book.txt", "data.train.kind=lines", "model=lstm", "model.width=8", "model.layers=1",
+        "task=language_modeling", "data.batch_size=2", "trainer.max_steps=2", "trainer.num_threads=1",
+        "data.num_workers=0", "trainer.check_task=false"]  # fmt: skip
+
+
+def test_the_judge_reads_the_validation_data_as_the_first_racer_does(workdir: Path):
+    """A racer that cuts its sequences is judged on whole ones: with no step in between all losses are equal."""
+    (workdir / "book.txt").write_text("\n".join("word " * (number % 7 + 1) for number in range(40)))
+    words = [*TEXT, "optimizer.lr=0"]
+    whole = judge(workdir / "whole", words, metric="val/loss", mode="min", every=4)[-1]["value"]
+    short = [*words, "data.max_sequence_length=4"]
+    reads = judge_reads(read_racers(["lr=0", "lr=0.1"], TEXT)[0])
+    judged = judge(workdir / "short", short, metric="val/loss", mode="min", every=4, reads=reads)[-1]["value"]
+    own = judge(workdir / "own", short, metric="val/loss", mode="min", every=4)[-1]["value"]
+    assert judged == pytest.approx(whole, rel=1e-6)
+    assert own != pytest.approx(whole, rel=1e-6)

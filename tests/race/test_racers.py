@@ -102,6 +102,7 @@ def test_a_difference_that_is_refused_alone():
         ["lr=0.1", "lr=0.1", "--table"],
         ["lr=0.1", "lr=0.2", "lr=0.3", "--table"],
         ["lr=0.1", "data=synthetic data.val=null"],
+        ["lr=0.1", "data.train.val_fraction=0.3"],
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,19 +38,21 @@ class JudgedLoop:
 
     file: to which rank 0 adds a row for each evaluation. metric: as `val/acc`. every: samples between two evaluations;
     None for a twentieth of the training. target, mode: the run has arrived where the metric is as good. most_seconds:
-    of training, after which a run that has not arrived is stopped.
+    of training, after which a run that has not arrived is stopped. reads: settings of `data` with which the judge reads
+    the validation data, those of the first racer.
     """
 
     def __init__(
         self, file: str, metric: str, mode: str, every: int | None = None, target: float | None = None,
-        most_seconds: float | None = None,
+        most_seconds: float | None = None, reads: Mapping[str, Any] = {},
     ) -> None:  # fmt: skip
         self._file, self._metric, self._mode = Path(file), metric, mode
-        self._every, self._target = every, target
+        self._every, self._target, self._reads = every, target, dict(reads)
         self._most_seconds = math.inf if most_seconds is None else most_seconds
 
     def __call__(self, run: Components, state: TrainState) -> TrainState:
-        judge = Judge(run, self._file, self._metric, self._every or samples_between(run))
+        every = self._every or samples_between(run)
+        judge = Judge(run, self._file, self._metric, every, whole_validation(run.config, self._reads))
         if self._target is not None:
             judge.wait_for(self._target, self._mode, self._most_seconds)
         try:
@@ -82,9 +85,12 @@ class JudgedTriggers:
 
 
 class Judge:
-    """Evaluates a run on all of its validation data, and notes the seconds of training until then."""
+    """Evaluates a run on all of its validation data, and notes the seconds of training until then.
 
-    def __init__(self, run: Components, file: Path, metric: str, every: int) -> None:
+    config: of the run, with what says how the validation data is read.
+    """
+
+    def __init__(self, run: Components, file: Path, metric: str, every: int, config: RunConfig) -> None:
         self._run, self._file, self._metric, self._every = run, file, metric, every
         self._leads = run.parallel.rank == 0
         self._began, self._away = time.perf_counter(), 0.0
@@ -96,7 +102,7 @@ class Judge:
         self._write({"began": time.time(), "every": every})
         self._own: Batches | None = None
         self._split = metric.rpartition("/")[0]
-        validation = self._open_validation()
+        validation = self._open_validation(config)
         self._components = replace(run, validation=validation, test=None)
         self._away = time.perf_counter() - self._began
 
@@ -105,14 +111,12 @@ class Judge:
         self._sign = 1 if mode == "max" else -1
         self._better, self._limit, self._has_arrived = self._sign * target, most_seconds, False
 
-    def _open_validation(self) -> dict[str, Batches]:
-        """Return the whole set that the metric is of; opened anew where the run reads a part of it."""
+    def _open_validation(self, config: RunConfig) -> dict[str, Batches]:
+        """Return the whole set that the metric is of; opened anew where the run reads it in another way."""
         run, split = self._run, self._split
-        limit = run.config.trainer.limit_val_batches
         stream = run.validation.get(split)
-        if stream is not None and limit == 1.0 and isinstance(limit, float):
+        if stream is not None and config == run.config:
             return {split: stream}
-        config = whole_validation(run.config)
         source = stream.source if isinstance(stream, OpenedStream) else None
         if source is None and stream is None:
             source = build_sources(config, [])[0].get(split)
@@ -162,8 +166,11 @@ class Judge:
             self._own.close()
 
 
-def whole_validation(config: RunConfig) -> RunConfig:
-    return with_values(config, {"trainer.limit_val_batches": 1.0})
+def whole_validation(config: RunConfig, reads: Mapping[str, Any]) -> RunConfig:
+    """Return the config with all validation data, read as the first racer reads it."""
+    limit = config.trainer.limit_val_batches
+    whole = limit if isinstance(limit, float) and limit == 1.0 else 1.0
+    return with_values(config, {"trainer.limit_val_batches": whole, **reads})
 
 
 def samples_at(run: Components, state: TrainState) -> float:

@@ -12,12 +12,14 @@ import yaml
 
 from trainrun.benchmark.run_overrides import override_key, plain_overrides, replace_overrides
 from trainrun.config.compose import Composition, compose_run, prepare_command_line
-from trainrun.config.schema import validation_nodes
+from trainrun.config.schema import DataConfig, validation_nodes
 from trainrun.errors import ConfigError
 from trainrun.runs.resume import ABSENT, differences, word
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # Keys of the config that are one difference with all that is below them.
+# How validation data is read: the judge reads it with the values of the first racer.
+READS = ("max_sequence_length", "truncate", "padding", "max_tokens", "pad_multiple")
 NO_DIFFERENCE = ("run_name", "seed")
 TOGETHER = ("monitor", "checkpoint", "scheduler", "optimizer", "model", "task", "precision", "data.augment")
 NOT_RACED = {
@@ -56,7 +58,33 @@ def read_racers(texts: Sequence[str], common: Sequence[str]) -> list[Racer]:
             faults += [f"racer {letter} ({text}): {fault}" for fault in error.faults]
     if faults:
         raise ConfigError(*faults)
+    check_same_validation(racers)
     return racers
+
+
+def check_same_validation(racers: Sequence[Racer]) -> None:
+    """Raise ConfigError if racers have other validation data than the first."""
+    sets = [validation_sets(compose_racer(racer.words).config.data) for racer in racers]
+    for racer, own in zip(racers, sets, strict=True):
+        if own != sets[0]:
+            raise ConfigError(
+                f"racer {racer.name} ({racer.about}): data.val is not that of A, so no judge can compare them; "
+                "give all racers the same data, as --with data=..."
+            )
+
+
+def validation_sets(data: DataConfig) -> object:
+    """Return what says which samples are validated."""
+    folds = (
+        None if data.folds is None else (data.train, data.folds, data.fold, data.stratified, data.fold_groups)
+    )
+    return validation_nodes(data), folds, data.val_transform
+
+
+def judge_reads(racer: Racer) -> dict[str, Any]:
+    """Return the settings of `data` with which a racer reads its validation data, by their keys."""
+    data = compose_racer(racer.words).config.data
+    return {f"data.{name}": getattr(data, name) for name in READS}
 
 
 def racer_words(common: list[str], own: list[str]) -> list[str]:

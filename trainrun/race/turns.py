@@ -19,7 +19,7 @@ from trainrun.folder.run_folder import cannot_write, read_json, write_json
 from trainrun.output import figure, masked_words, say
 from trainrun.parallel.launch import module_command
 from trainrun.race.racer_process import JUDGED, REQUEST
-from trainrun.race.racers import Racer
+from trainrun.race.racers import Racer, judge_reads
 from trainrun.race.standings import LATE_FACTOR, RaceResults, RaceRun
 from trainrun.sweep.forked_job import end_with_sweep
 from trainrun.sweep.job_queue import StopRelay
@@ -188,6 +188,7 @@ class Race:
         judge = {
             "metric": self.goal.metric, "mode": self.goal.mode, "every": self.every, "target": self.goal.value,
             "most_seconds": LATE_FACTOR * median(times) if times else None,
+            "reads": judge_reads(self.racers[0]),
         }  # fmt: skip
         write_json(folder / REQUEST, {"words": racer.words, "seed": seed, "judge": judge})
         with (folder / OUTPUT).open("wb") as output:
