@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from trainrun.config.schema import SAME, DataConfig, RunConfig, validation_nodes
@@ -195,12 +196,21 @@ def stream_options(
         rank=parallel.rank,
         world_size=parallel.world_size,
         local_world_size=parallel.local_world_size,
+        compute_threads=compute_threads(config, parallel),
         gather=parallel.gather,
         device=parallel.device,
         drawn=drawn if training else None,
         shuffle_buffer=data.shuffle_buffer if training else None,
         float_dtype=data_float_dtype(config.precision.mode),
     )
+
+
+def compute_threads(config: RunConfig, parallel: Parallel) -> int:
+    """Return the threads with which a rank computes on the host: one beside a GPU."""
+    if parallel.device.type != "cpu":
+        return 1
+    wanted = config.trainer.num_threads
+    return torch.get_num_threads() if wanted == "auto" else int(wanted)
 
 
 def augmentations_of(config: RunConfig) -> tuple[NamedAugmentation, ...]:

@@ -132,7 +132,8 @@ class StreamOptions:
         samples, or as many as so many batches of one rank hold.
     may_shrink: training samples are there to be described alone, so a batch_size above the data is lowered.
     may_grow: batch_size is a suggestion, and small inputs in memory come in larger batches, for evaluation.
-    max_sequence_length and float_dtype: see `Preparation`. drawn: as in `Plan`. shuffle_buffer and places: of
+    compute_threads: of the training on this rank; 0 for all cores. max_sequence_length and float_dtype: see
+    `Preparation`. drawn: as in `Plan`. shuffle_buffer and places: of
         an iterable source. accumulates: a step has several batches. look: at the samples of the source, if it was
         made. beside: who reads the training samples of the run, where this is another stream.
     """
@@ -170,6 +171,7 @@ class StreamOptions:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    compute_threads: int = 0
     gather: Callable[[Any], list[Any]] | None = None
     device: torch.device = CPU
     copying: Copying | None = None

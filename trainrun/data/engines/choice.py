@@ -31,6 +31,7 @@ MOSTLY_WAITS = (
     0.5  # share of the time in which the processor works: below it, reading waits for something else
 )
 READERS_THAT_WAIT = 4  # on fewer cores, too
+WORTH_A_WORKER = 2.0  # seconds of reading in an epoch: a worker starts in a tenth of a second
 
 
 class Choice(NamedTuple):
@@ -106,7 +107,16 @@ def _by_look(prepared: PreparedStream) -> Choice:
             )
         number = max(READERS_THAT_WAIT, by_cores.read_by.number)
         return Choice(ReadBy("workers", number), f"{describe_workers(number)} ({why})")
+    is_long = seconds * prepared.plan.num_batches >= WORTH_A_WORKER
+    if not by_cores.read_by.number and is_long and has_spare_core(options):
+        return Choice(ReadBy("workers", 1), f"{describe_workers(1)} (on a spare core; {takes})")
     return Choice(by_cores.read_by, f"{by_cores.reason[:-1]}; {takes})")
+
+
+def has_spare_core(options: StreamOptions) -> bool:
+    """Return whether the ranks leave a core for a reader of each. On a GPU a rank keeps one core busy."""
+    threads = options.compute_threads or usable_cores()
+    return usable_cores() // options.local_world_size > threads
 
 
 def numbers_up_to(largest: int) -> list[int]:
