@@ -18,6 +18,7 @@ from typing import IO, Any
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 COMMAND = "trainrun"
 INDENT = 13  # of the text behind the name of a line, in the first and last lines of a run
+RESULT: dict[str, Any] = {}  # of the running command, as `--json` prints it
 UNITS = ("tokens", "pixels", "samples", "items")  # what a task counts; items: something else
 SPEEDS = {f"{unit}_per_second": f"{unit}/s" for unit in UNITS}
 
@@ -85,6 +86,11 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
         width = shutil.get_terminal_size().columns
         shown = "\n".join(wrapped(line, width) for line in shown.split("\n"))
     print_plain(shown, file, end, flush)
+
+
+def report_result(**values: Any) -> None:
+    """Add values to the result of the running command, which `--json` prints."""
+    RESULT.update(values)
 
 
 def say_note(text: str) -> None:

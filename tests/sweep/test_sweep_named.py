@@ -126,7 +126,7 @@ def test_what_cannot_be_resumed_is_refused(
 
 def test_words_of_hydra_and_of_branches_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
-    monkeypatch.setattr(runner, "run_sweep", lambda words, folder, as_json: calls.extend(words) or 0)
+    monkeypatch.setattr(runner, "run_sweep", lambda words, folder: calls.extend(words) or 0)
     words = [
         "--multirun", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "hydra/launcher=joblib",
         "model=mlp,cnn", "precision=32,bf16", "model=mlp: dropout=0,0.1", "precision=bf16: lr=interval(0.1,1)",

@@ -18,6 +18,7 @@ from approved import refused
 from tests.plots.chart_pages import charts_in
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir
+from trainrun.output import RESULT
 from trainrun.parallel.launch import module_command
 from trainrun.sweep.job_queue import job_command
 from trainrun.sweep.results import read_result
@@ -191,12 +192,9 @@ def test_a_sweep_that_is_refused_before_its_first_job_leaves_no_folder(
     assert not (tmp_path / "new").exists()
 
 
-def test_the_tables_for_programs_stand_alone_on_standard_output(
-    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
-):
-    assert run_sweep([["lr=1,2", "do=train,fail", "seed=0"]], tmp_path, command, as_json=True) == 1
-    told = capsys.readouterr()
-    table = json.loads(told.out)
+def test_programs_get_the_tables_as_values(tmp_path: Path, command: Command):
+    assert run_sweep([["lr=1,2", "do=train,fail", "seed=0"]], tmp_path, command) == 1
+    table = RESULT
     assert table["best"] == 2
     assert [job["state"] for job in table["jobs"]] == ["done", "done", "failed", "failed"]
     assert table["jobs"][0]["settings"] == {"lr": "2", "do": "train", "seed": "0"}
@@ -206,7 +204,6 @@ def test_the_tables_for_programs_stand_alone_on_standard_output(
         "half": None,
         "jobs": [2],
     }
-    assert "0-lr=1-do=train: starts" in told.err
 
 
 def test_a_folder_below_the_home_folder_is_not_new(

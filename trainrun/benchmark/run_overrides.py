@@ -17,7 +17,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.config.tuned_settings import machine
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import named_folder, write_json
-from trainrun.output import duration, masked_words, redraw, say
+from trainrun.output import duration, masked_words, redraw, report_result, say
 
 LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")
 
@@ -60,9 +60,9 @@ def relative_path(path: Path) -> str:
 def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:
     """Write autotune.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder / "autotune.json", {"machine": machine(), "words_typed": masked_words(typed), **results}
-    )
+    content = {"machine": machine(), "words_typed": masked_words(typed), **results}
+    write_json(folder / "autotune.json", content)
+    report_result(file=folder / "autotune.json", **content)
 
 
 def override_key(override: str) -> str:

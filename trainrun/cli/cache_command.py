@@ -8,7 +8,7 @@ from pathlib import Path
 from trainrun.cli.run_arguments import Parser
 from trainrun.data.cache.room import LIMIT, DiskCache, caches_in, known_folders, limit_on, remove_unfinished
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.output import counted, quantity, say
+from trainrun.output import counted, quantity, report_result, say
 
 
 def main(argv: list[str]) -> int:
@@ -47,6 +47,11 @@ def show(caches: list[DiskCache]) -> None:
         )
         say(f"{quantity(cache.num_bytes):>7}B  {used:21}  {cache.path}  {cache.source}")
     total = sum(cache.num_bytes for cache in caches)
+    rows = [
+        {"path": cache.path, "source": cache.source, "bytes": cache.num_bytes, "used": cache.used}
+        for cache in caches
+    ]
+    report_result(caches=rows, bytes=total)
     summary = f"{counted(len(caches), 'cache')}, {quantity(total)}B"
     if caches:
         summary += f" of at most {quantity(limit_on(caches[0].path.parent))}B on a disk ({LIMIT})"
@@ -58,5 +63,6 @@ def clear(caches: list[DiskCache], folders: list[Path]) -> None:
     for folder in folders:
         remove_unfinished(folder)
     freed, left = sum(cache.num_bytes for cache in removed), len(caches) - len(removed)
+    report_result(removed=[cache.path for cache in removed], bytes=freed, num_in_use=left)
     in_use = f"; {counted(left, 'cache')} in use stay" if left else ""
     say(f"removed {counted(len(removed), 'cache')}, {quantity(freed)}B{in_use}")

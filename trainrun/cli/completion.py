@@ -19,7 +19,7 @@ from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.limits import choices_of
 from trainrun.output import say
 
-FLAGS = ("--help", "--version", "--multirun", "--cfg", "--config-dir", "--completion", "--summary")
+FLAGS = ("--help", "--version", "--multirun", "--cfg", "--config-dir", "--completion", "--summary", "--json")
 NO_RUN = (
     "cache",
     "convert",

@@ -12,6 +12,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from trainrun.cli.json_output import FLAG as JSON_FLAG
+from trainrun.cli.json_output import HELPS, report_error, run_as_json
 from trainrun.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -159,17 +161,28 @@ def add_import_paths(extra: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line; every fault of the user's is one short message and exit code 2."""
+    """Run one command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if JSON_FLAG not in words or not set(HELPS).isdisjoint(words):
+        return run_words(words)
+    words = translate_command([word for word in words if word != JSON_FLAG])
+    command = next(iter(words), "train")
+    return run_as_json(command if command in COMMANDS else "train", lambda: run_words(words))
+
+
+def run_words(words: list[str]) -> int:
+    """Run one command line; every fault of the user's is one short message and exit code 2."""
     try:
         check_surroundings(words)
         return command_of(words)()
     except TrainrunError as error:
         return report_fault(error)
     except KeyboardInterrupt as error:
+        report_error(error)
         say(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
+        report_error(error)
         return report_crash(error)
 
 
@@ -187,6 +200,7 @@ def check_surroundings(words: list[str]) -> None:
 
 
 def report_fault(error: TrainrunError) -> int:
+    report_error(error)
     if os.environ.get("TRAINRUN_FULL_ERROR") == "1":
         say("".join(traceback.format_exception(error)), file=sys.stderr, end="")
     for line in str(error).splitlines():

@@ -12,6 +12,7 @@ from trainrun.config.argv import conf_dir, groups, user_conf_dirs
 from trainrun.config.help_text import help_text
 from trainrun.config.validate import nearest
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.output import report_result
 
 MOST_SECTIONS, MOST_NAMES = 2, 8  # that are printed, or named
 FIRST = ("first_run", "from_lightning")  # pages that a newcomer reads first
@@ -27,7 +28,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "topic", metavar="TOPIC", nargs="*", help="a topic, a section, a command or a setting"
     )
-    show_text(manual_text(" ".join(parser.parse_args(argv).topic)))
+    text = manual_text(" ".join(parser.parse_args(argv).topic))
+    show_text(text)
+    report_result(text=text)
     return EXIT_DONE
 
 

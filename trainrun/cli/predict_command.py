@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainrun.cli.run_arguments import add_checkpoint, no_split, parse, run_parser
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.run_folder import RunDir, write_json
-from trainrun.output import counted, say
+from trainrun.output import counted, report_result, say
 from trainrun.runs.new_samples import SHOWN_CLASSES, predict_new
 from trainrun.runs.predictions import predict_batches
 from trainrun.runs.restore_config import checkpoint_of, load_parts
@@ -76,7 +76,9 @@ def main(argv: list[str]) -> int:
         write_table(out, columns)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write there ({error.strerror}); name another file") from error
-    say(f"{counted(len(next(iter(columns.values()))), 'prediction')} in {out}{replaced}")
+    number = len(next(iter(columns.values())))
+    say(f"{counted(number, 'prediction')} in {out}{replaced}")
+    report_result(file=out, num_predictions=number, columns=list(columns))
     return EXIT_DONE
 
 
@@ -187,6 +189,7 @@ def evaluate_command(argv: list[str]) -> int:
     of_samples = f"  ({counted(number, 'sample')})" if number else ""
     values = "  ".join(f"{name} {value:.5g}" for name, value in metrics.items())
     say(f"{folder.name} ({which}): {values}{of_samples}")
+    report_result(checkpoint=folder.name, metrics=metrics, num_samples=number or None)
     place = run_dir.root / f"evaluation-{words.split.replace('/', '-')}.json"
     try:
         write_json(place, {"checkpoint": folder.name, **metrics})

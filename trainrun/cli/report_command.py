@@ -16,7 +16,7 @@ from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.folder.seal import check_files, check_sealed
 from trainrun.folder.status import named_run
 from trainrun.monitor.metric_rows import read_rows
-from trainrun.output import counted, say
+from trainrun.output import counted, report_result, say
 from trainrun.plots.history import read_config
 from trainrun.plots.report import draw_report
 from trainrun.plots.run_curves import draw_run
@@ -63,9 +63,12 @@ def main(argv: list[str]) -> int:
     if words.out is not None and len(runs) == 1:
         raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
     with check_writable():
+        reports = []
         for run in runs:
             pictures = draw_run(run)
-            say(f"{draw_report(run)}  (pictures: {len(pictures)}, in {run.plots})")
+            reports.append(draw_report(run))
+            say(f"{reports[-1]}  (pictures: {len(pictures)}, in {run.plots})")
+        report_result(reports=reports)
         if len(runs) > 1:
             draw_together(runs, words.out)
     return EXIT_DONE
@@ -114,6 +117,7 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
     comparison = compared(runs, out or runs[0].root.parent)
     say(f"\n{comparison.table}\n\n{comparison.further}\n")
     say(comparison.file)
+    report_result(page=comparison.file, runs=comparison.columns)
 
 
 def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
@@ -126,10 +130,12 @@ def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
     rows = read_rows(run.metrics)
     facts = {"name": config.get("run_name") or run.root.name, "run_id": read_identity(run)["run_id"]}
     facts |= {"folder": str(run.root), "config": config}
+    sent = {}
     for name in names:
         with only_writer(run):
-            count = send_all(run, name, (tracker_options | nodes)[name], facts, rows)
-        say(f"{name}: {counted(count, 'row')} sent")
+            sent[name] = send_all(run, name, (tracker_options | nodes)[name], facts, rows)
+        say(f"{name}: {counted(sent[name], 'row')} sent")
+    report_result(sent=sent)
 
 
 def find_run(word: str) -> RunDir:

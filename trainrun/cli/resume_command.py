@@ -32,7 +32,6 @@ def main(argv: list[str]) -> int:
         "Goes on with a run in the same folder, bit for bit as if it had never stopped; or with what is not done of a "
         "sweep.",
     )
-    parser.add_argument("--json", action="store_true", help="of a sweep: print its tables as JSON")
     words = parse(parser, argv)
     code = run_ranks_of_node(lambda: load_config(open_run(words.run_dir).config, words.overrides))
     if code is not None:
@@ -47,9 +46,7 @@ def main(argv: list[str]) -> int:
         options, others = split_options(words.overrides)
         if others:
             raise ConfigError(f"{others[0]}: a sweep goes on with its own words; leave this out")
-        return resume_sweep(folder, words.trust, options, words.json)
-    if words.json:
-        raise ConfigError("--json: is of a sweep; read metrics.jsonl and status.json of a run")
+        return resume_sweep(folder, words.trust, options)
     run = open_run(words.run_dir)
     return print_resume_command(
         run.root, lambda: resume_run(run, words.overrides, add_import_paths(words.config_dir), words.trust)
@@ -63,7 +60,6 @@ def again(argv: list[str]) -> int:
         "Begins a new run, in a folder of its own, with the settings of another, its seed too: without other words it "
         "computes the same once more. seed=null draws a new one.",
     )
-    parser.add_argument("--json", action="store_true", help="of a sweep: print its tables as JSON")
     words = parse(parser, argv)
     code = run_ranks_of_node(lambda: load_config(open_run(words.run_dir).config, words.overrides))
     if code is not None:

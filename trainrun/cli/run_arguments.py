@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from trainrun.cli.json_output import FLAG as JSON_FLAG
 from trainrun.cli.main import add_import_paths
 from trainrun.config.argv import conf_dir, groups, setting_of_flag
 from trainrun.config.validate import nearest
@@ -21,6 +22,13 @@ FOLDER_FLAGS = ("--config-dir", "-cd")
 
 class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are one line, like all others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # taken from the command line before a parser sees it
+        self.add_argument(
+            JSON_FLAG, action="store_true", help="print the result as one JSON object, see help agents"
+        )
 
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix("the following arguments are required: ").split(", ")

@@ -18,7 +18,7 @@ from trainrun.config.schema import RunConfig, plain_values
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, typed_settings
 from trainrun.folder.status import read_status
-from trainrun.output import path_to_paste, say
+from trainrun.output import path_to_paste, report_result, say
 from trainrun.parallel.devices import external_ranks, is_one_task_a_node
 from trainrun.parallel.launch import launch_on_node, module_command
 from trainrun.runs.run import begun, folder_of, start, torchrun_ranks
@@ -41,8 +41,6 @@ def main(words: list[str]) -> int:
     if follows_others():
         return int(torchrun_ranks().follow_run())
     is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
-    as_json = is_sweep and "--json" in words
-    words = [word for word in words if not (as_json and word == "--json")]
     sweep_words = [word for word in words if (SWEEP_WORD if is_sweep else SWEEP_OPTION).match(word)]
     words = [word for word in words if word not in sweep_words]
     prepared, folders = prepare_command_line(words, Path.cwd())
@@ -51,7 +49,9 @@ def main(words: list[str]) -> int:
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
     if len(prepared.flags) > len(sweeps):  # --cfg job
         config = compose_prepared(prepared, folders, Path.cwd()).config
-        say(write_yaml(plain_values(public(config)[0])), end="")
+        values = plain_values(public(config)[0])
+        say(write_yaml(values), end="")
+        report_result(config=values)
         return EXIT_DONE
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
     if sweeps:
@@ -65,7 +65,7 @@ def main(words: list[str]) -> int:
             )
         from trainrun.sweep.run_sweep import sweep_command
 
-        return sweep_command(prepared, sweep_words, as_json)
+        return sweep_command(prepared, sweep_words)
     if sweep_words:
         raise ConfigError(f"{sweep_words[0]}: is a setting of a sweep; add --multirun")
     if "hydra.sweep.dir" in prepared.own:
@@ -150,6 +150,7 @@ def print_resume_command(folder: Path, work: Callable[[], int]) -> int:
         with contextlib.suppress(OSError):
             say(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
         code = EXIT_INTERRUPTED
+    report_result(folder=folder, **read_status(RunDir(folder)))
     unfinished = code not in (EXIT_DONE, EXIT_USAGE) and read_status(RunDir(folder)).get("state") != "done"
     if unfinished and (folder / "checkpoints").is_dir():
         with contextlib.suppress(OSError):  # the terminal may be gone, the code still counts

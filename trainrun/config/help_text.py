@@ -23,6 +23,7 @@ usage: trainrun [group=option ...] [key=value ...]     one run
        trainrun --help GROUP=OPTION                    the settings of one option, as --help model=gpt
        trainrun --cfg job [key=value ...]              the composed config, without running
        trainrun help [TOPIC]                           the manual, by topic
+       trainrun COMMAND ... --json                     the result as one JSON object; see trainrun help agents
        trainrun --completion bash                      a script for Tab; also zsh and fish
 
   trainrun                                             digits, a small network, 20 epochs

@@ -26,6 +26,7 @@ from trainrun.data.readers.records.record import META_NAME
 from trainrun.data.tensor_dataset import SplitBuilder
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import bind_faults
+from trainrun.output import report_result
 from trainrun.runtime.signals import StopFlag, catch_stops
 
 SPLITS = ("train", "val", "test")
@@ -76,6 +77,7 @@ def convert(
     total = sum(sizes.values()) / 1e6
     say(f"{dest}: wrote {len(sizes)} files ({total:,.1f} MB); checked {count} samples: identical")
     say(f"use it with: {shlex.join(filled(use, dest))}")
+    report_result(folder=dest, files=sizes, settings=filled(use, dest), test_settings=filled(use_test, dest))
     if use_test:
         say(f"with test data: {shlex.join(filled(use_test, dest))}")
 

@@ -34,7 +34,7 @@ from trainrun.export.served import (
     load_real_samples,
 )
 from trainrun.folder.run_folder import RunDir, read_identity
-from trainrun.output import say
+from trainrun.output import report_result, say
 from trainrun.parallel.single import Single
 from trainrun.precision.autocast import cast_inputs
 from trainrun.runs.restore_config import checkpoint_of
@@ -78,8 +78,7 @@ def main(argv: list[str]) -> int:
     tolerance = arguments.tolerance
     if tolerance is None:
         tolerance = TOLERANCE_OF_BYTES if has_rounded_inputs(model) else TOLERANCE
-    for name in names:
-        write_checked(name, request, out, tolerance)
+    report_result(formats=[write_checked(name, request, out, tolerance) for name in names])
     for key in outside:
         say(f"note: {key} is not in the exported network; samples must go through it before")
     return EXIT_DONE
@@ -113,8 +112,11 @@ def output_folder(text: str | None, run: RunDir) -> Path:
     return out
 
 
-def write_checked(name: str, request: ExportRequest, out: Path, tolerance: float) -> None:
-    """Write one format under a temporary name, check it, and rename it. Leave no file after an error."""
+def write_checked(name: str, request: ExportRequest, out: Path, tolerance: float) -> dict[str, Any]:
+    """Write one format under a temporary name, check it, and rename it; return what was written and checked.
+
+    Leave no file after an error.
+    """
     file, write = FORMATS[name]
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -132,6 +134,7 @@ def write_checked(name: str, request: ExportRequest, out: Path, tolerance: float
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--out {out}: cannot write there ({reason}); name another folder") from error
     say(f"{name}: {final} ({size}), {result}")
+    return {"format": name, "path": final, "checked": result}
 
 
 def parse_tolerance(text: str) -> float:

@@ -13,7 +13,7 @@ from threading import Timer
 from typing import Any
 
 from trainrun.errors import EXIT_DONE
-from trainrun.output import masked_word, say
+from trainrun.output import masked_word, report_result, say
 
 MOST_DIFF_BYTES = 2**20
 DIFF_SECONDS = 5.0
@@ -112,6 +112,7 @@ def uncommitted(working_dir: Path) -> str:
 def show_version(words: list[str]) -> int:
     """Print the versions of trainrun, torch and Python: `trainrun --version`."""
     say(version_line())
+    report_result(version=version_line())
     return EXIT_DONE
 
 

@@ -27,11 +27,15 @@ UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the trai
 
 @dataclass(frozen=True)
 class RunComparison:
-    """file: the page. table: results and settings in plain text; further: what else differs."""
+    """file: the page. table: results and settings in plain text; further: what else differs.
+
+    columns: the cells of the table, by the name of the run and of the column.
+    """
 
     file: Path
     table: str
     further: str
+    columns: dict[str, dict[str, str]]
 
 
 def compare(runs: list[RunDir], out: Path) -> RunComparison:
@@ -51,7 +55,8 @@ def compare(runs: list[RunDir], out: Path) -> RunComparison:
     out.mkdir(parents=True, exist_ok=True)
     write_text(file, page.page(title, parts))
     table = text_table(head, rows)
-    return RunComparison(file, table, "\n\n".join(filter(None, texts)))
+    columns = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+    return RunComparison(file, table, "\n\n".join(filter(None, texts)), columns)
 
 
 def environment_of(history: History) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
-from trainrun.output import say
+from trainrun.output import report_result, say
 from trainrun.parallel.devices import choose_device
 from trainrun.runs.restore_config import checkpoint_of, load_network
 from trainrun.runs.resume import trusted_config
@@ -45,15 +45,18 @@ def main(argv: list[str]) -> int:
     text = pieces(tokens, found)
     reader = os.fstat(1)
     say(given, end="", flush=True)
+    written = [given]
     try:
         for piece in first_line(text) if writes_lines(config) else text:
             say(piece, end="", flush=True)
+            written.append(piece)
             if not os.path.samestat(reader, os.fstat(1)):  # closed, see streams.py
                 break
     except TrainingError as error:
         raise TrainingError(f"{error}; take an earlier checkpoint (--which)") from error
     finally:
         say()
+    report_result(text="".join(written))
     return EXIT_DONE
 
 

@@ -35,7 +35,7 @@ from trainrun.folder.run_folder import (
     write_identity,
 )
 from trainrun.folder.status import write_status
-from trainrun.output import quantity, say
+from trainrun.output import quantity, report_result, say
 from trainrun.parallel.single import Single
 from trainrun.plots.compare import text_table
 from trainrun.runs.restore_config import checkpoint_of, give_task_state, load_parts, without_gpu
@@ -221,7 +221,11 @@ def compare_runs(source: SourceRun) -> int:
     again, _ = load_parts(new_run, checkpoint_of(new_run, None), UNCOMPILED, trust=True)
     # a loss that depends on the step is compared at the same one
     again.task_calls.start(parts.task_calls.place)
-    print_comparison(source.before, measure_run(again), parts)
+    after = measure_run(again)
+    print_comparison(source.before, after, parts)
+    sides = {"before": source.before, "after": after}
+    facts = {side: {"metrics": one.metrics, "weight_bytes": one.num_bytes} for side, one in sides.items()}
+    report_result(folder=new_run.root, **facts)
     close_streams(parts)
     close_streams(again)
     return EXIT_DONE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.output import say
+from trainrun.output import report_result, say
 from trainrun.starter.project_files import project_files
 from trainrun.starter.script_mapping import KINDS, map_script, mapping_page
 
@@ -47,6 +47,7 @@ def write_new_files(folder: Path, files: dict[str, str]) -> None:
         raise ConfigError(f"{folder}: is a file; name a folder")
     if taken := [name for name in files if (folder / name).exists()]:
         raise ConfigError(f"{folder}: has {', '.join(taken)} already; name another folder: trainrun init DIR")
+    report_result(files=[folder / name for name in files])
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,4 +71,5 @@ def write_mapping(folder: Path, kind: str, script: str) -> int:
     write_new_files(folder, {MAPPING: mapping_page(mapping, path.name)})
     say(f"{len(mapping.known)} lines have a counterpart, {len(mapping.unknown)} are not understood")
     say(f"next  {mapping.command}")
+    report_result(known=len(mapping.known), unknown=len(mapping.unknown), next=mapping.command)
     return EXIT_DONE

@@ -22,7 +22,7 @@ from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import validation_nodes
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TrainrunError
 from trainrun.folder.run_folder import RunDir, is_there, named_folder, write_text
-from trainrun.output import counted, path_to_paste, say
+from trainrun.output import counted, path_to_paste, report_result, say
 from trainrun.parallel.devices import num_devices
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.forked_job import import_what_jobs_need
@@ -42,14 +42,14 @@ from trainrun.sweep.space import (
     split_branch,
     words_to_check,
 )
-from trainrun.sweep.table import MEANS, jobs_csv, points_csv, print_tables, repeated_keys, sweep_json
+from trainrun.sweep.table import MEANS, jobs_csv, points_csv, print_tables, repeated_keys, sweep_facts
 
 POINT_KEYS = ("sweep", "sweep.seed", "sweep.sampler", "sweep.objective")
 ENDED = ("done", "pruned")  # states of jobs that are not started again
 PARALLEL_WORDS = ("parallel", "experiment", "preset", "--")  # that may say how many devices a job needs
 
 
-def sweep_command(prepared: CommandLine, sweep_words: list[str], as_json: bool = False) -> int:
+def sweep_command(prepared: CommandLine, sweep_words: list[str]) -> int:
     """Run the sweep of a command line. Raise ConfigError for mistakes of any job, before the first one starts.
 
     sweep_words: settings of the sweep itself, also by Hydra's names, and words that hold for one of its branches.
@@ -66,7 +66,7 @@ def sweep_command(prepared: CommandLine, sweep_words: list[str], as_json: bool =
             f"output_dir={named[0]} and hydra.sweep.dir={named[1]}: two folders for one sweep; leave one out"
         )
     check_words([words])
-    return run_sweep([words], Path(named[0]) if named else None, as_json=as_json)
+    return run_sweep([words], Path(named[0]) if named else None)
 
 
 def prepared_branch(word: str) -> list[str]:
@@ -78,7 +78,7 @@ def prepared_branch(word: str) -> list[str]:
     return [f"{condition}: {setting}" for setting in settings]
 
 
-def resume_sweep(folder: Path, trust: bool, options: list[str], as_json: bool = False) -> int:
+def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
     """Run what is not done of a sweep, by the words with which it was begun. Raise ConfigError.
 
     options: settings of the sweep itself that are others now, as sweep.jobs=2.
@@ -88,7 +88,7 @@ def resume_sweep(folder: Path, trust: bool, options: list[str], as_json: bool = 
     if set(kinds) == {"grid"}:
         read_options(options)  # raises for settings of points that a grid has not
     check_words(calls)
-    return run_sweep(calls, folder, as_json=as_json)
+    return run_sweep(calls, folder)
 
 
 def with_options(words: list[str], options: list[str]) -> list[str]:
@@ -127,25 +127,8 @@ def check_words(calls: list[list[str]]) -> None:
             check_validation(words_to_check(words)[0], options)
 
 
-def run_sweep(
-    calls: list[list[str]], folder: Path | None, command: Command = job_command, as_json: bool = False
-) -> int:
+def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = job_command) -> int:
     """Run every job that the command lines make, and return the exit code. Raise ConfigError before the first.
-
-    as_json: the tables are printed for programs, and all lines for people go to standard error.
-    """
-    with contextlib.ExitStack() as lines:
-        output = sys.stdout
-        if as_json:
-            lines.enter_context(contextlib.redirect_stdout(sys.stderr))
-        code, sweep = run_jobs(calls, folder, command)
-        if as_json:
-            say(sweep_json(sweep), file=output, flush=True)
-        return code
-
-
-def run_jobs(calls: list[list[str]], folder: Path | None, command: Command) -> tuple[int, Sweep]:
-    """Run the jobs of command lines; return the exit code and the sweep. Raise ConfigError before the first.
 
     folder: of the sweep; a new one under `sweeps/` where None. The tables and the page come at the end, however it
     ends. A new sweep of which each job was refused leaves no folder.
@@ -182,17 +165,18 @@ def run_jobs(calls: list[list[str]], folder: Path | None, command: Command) -> t
             all_refused = is_new and bool(sweep.wanted) and queue.refused == set(sweep.wanted)
             if not all_refused and has_begun(sweep):
                 conclude(sweep)
+            report_result(**sweep_facts(sweep))
     if all_refused:
         remove_refused(sweep)
     if queue.fault:
         raise ConfigError(queue.fault)
     if queue.out_of_time:
         say(f"sweep.max_time: the time of this call is over after {options.max_seconds:g} s", flush=True)
-        return EXIT_AGAIN, sweep
+        return EXIT_AGAIN
     if relay.number:
-        return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN, sweep
+        return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
     done = all(sweep.jobs[num].result.state in ENDED for num in sweep.wanted)
-    return EXIT_DONE if done else EXIT_FAILED, sweep
+    return EXIT_DONE if done else EXIT_FAILED
 
 
 def check_validation(words: Sequence[str], options: SweepOptions) -> None:

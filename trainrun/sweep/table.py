@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -123,8 +122,8 @@ def points_csv(points: Sequence[SweepPoint]) -> str:
     return csv_text(rows)
 
 
-def sweep_json(sweep: Sweep) -> str:
-    """Return the folder, the best job, all jobs and all points of a sweep as JSON, the best first."""
+def sweep_facts(sweep: Sweep) -> dict[str, Any]:
+    """Return the folder, the best job, all jobs and all points of a sweep for programs, the best first."""
     points = sweep.points()
     best = best_job(points)
     jobs = [
@@ -148,7 +147,7 @@ def sweep_json(sweep: Sweep) -> str:
         for point in points
     ]
     facts = {"folder": str(sweep.folder), "best": None if best is None else best.num}
-    return json.dumps({**facts, "jobs": jobs, "points": means}, indent=2)
+    return {**facts, "jobs": jobs, "points": means}
 
 
 def csv_text(rows: list[list[Any]]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from trainrun.config.compose import compose_run
 from trainrun.errors import EXIT_DONE, EXIT_FAILED
-from trainrun.output import redraw, say
+from trainrun.output import redraw, report_result, say
 
 USAGE = """usage: trainrun verify [group=option ...] [key=value ...]
 
@@ -37,9 +37,10 @@ def main(argv: list[str]) -> int:
         if terminal:
             redraw(f"  {about} ...")
 
-    failed = 0
+    failed, checks = 0, []
     for certificate in certificates(config, progress):
         failed += certificate.state == "FAIL"
+        checks.append(asdict(certificate))
         if terminal:
             redraw()
         say(
@@ -47,5 +48,6 @@ def main(argv: list[str]) -> int:
             flush=True,
         )
     seconds = time.monotonic() - began
+    report_result(checks=checks, num_failed=failed, seconds=seconds)
     say(f"{failed or 'none'} failed, in {seconds:.0f} s")
     return EXIT_FAILED if failed else EXIT_DONE

@@ -18,7 +18,7 @@ from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.run_folder import RunDir, named_folder, write_text
 from trainrun.folder.status import is_sweep, read_status
-from trainrun.output import counted, duration, figure, say
+from trainrun.output import counted, duration, figure, report_result, say
 from trainrun.plots import page
 from trainrun.plots.compare import differing_keys, text_table
 from trainrun.plots.history import flat, read_config
@@ -65,6 +65,14 @@ class Listed:
     @cached_property
     def config(self) -> dict[str, Any]:
         return flat(read_config(self.run))
+
+    def facts(self) -> dict[str, Any]:
+        """Return the row for programs."""
+        return {
+            "name": self.name, "folder": self.run.root, "state": self.state, "seconds": self.seconds,
+            "monitor": self.status.get("monitor"), "value": self.status.get("value"), "settings": self.settings,
+            "changed": self.changed,
+        }  # fmt: skip
 
     def value_of(self, key: str) -> Any:
         """Return the best value (`best`, or the metric that the run is judged by), a setting or the option of a group.
@@ -116,6 +124,7 @@ def main(argv: list[str]) -> int:
                 f"--filter {one.key}: no run here has it; a metric is known where runs are judged by it"
             )
     listed = in_order([row for row in found if all(one.passes(row) for one in filters)], words.sort)
+    report_result(runs=[one.facts() for one in listed])
     if not listed:
         say(f"no run is below {folder}" + (" that passes the filter" if filters else ""))
         return EXIT_DONE

@@ -11,7 +11,7 @@ from trainrun.folder.run_folder import RunDir, named_folder
 from trainrun.folder.seal import check_files
 from trainrun.folder.status import is_sweep
 from trainrun.limits import parse_seconds
-from trainrun.output import say
+from trainrun.output import report_result, say
 from trainrun.runs.run import open_run
 from trainrun.watch.screen import RunsView, RunView, SweepView
 
@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
                 break
             time.sleep(pause)
             view.read()
+    report_result(ended=view.ended)
     if view.ended == "dead":
         say(
             "dead: nobody trains there any more, and the run did not end; go on with: "

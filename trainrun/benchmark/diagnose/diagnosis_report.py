@@ -16,7 +16,7 @@ from trainrun.benchmark.remedies import Remedy
 from trainrun.benchmark.run_overrides import progress_line, relative_path
 from trainrun.errors import EXIT_DONE
 from trainrun.folder.run_folder import write_json
-from trainrun.output import duration, masked_words, quantity, say
+from trainrun.output import duration, masked_words, quantity, report_result, say
 
 TITLES = {"dispatch": "calls of a small batch", "threads": "other threads"}
 
@@ -28,6 +28,7 @@ def report_diagnosis(overrides: list[str], seconds: float, trace: bool, folder: 
         diagnosis = diagnose(overrides, budget, progress, trace)
     say("\n".join(lines_of(diagnosis)))
     write_diagnosis(diagnosis, overrides, folder)
+    report_result(file=folder / "diagnosis.json", **as_json(diagnosis, overrides))
     say(f"in {budget.spent:.0f} s; details: {relative_path(folder / 'diagnosis.json')}")
     return EXIT_DONE
 

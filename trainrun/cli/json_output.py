@@ -1,0 +1,85 @@
+"""`--json`: the result of a command as one JSON object on standard output; the lines for people go to standard error.
+
+    {"schema": 1, "command": "evaluate", "exit_code": 0, "error": null, "result": {...}}
+
+`error` is null or an object with `kind` (the class of the error) and `message`. `result` holds what the command passed
+to `report_result`. A number that JSON cannot hold is the text "nan", "inf" or "-inf".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from trainrun.folder.run_folder import format_json
+from trainrun.output import HIDDEN, RESULT, hides, masked
+
+FLAG = "--json"
+SCHEMA = 1
+HELPS = ("--help", "-h")  # a help text is for people, whatever else is asked for
+
+
+def run_as_json(command: str, run: Callable[[], int]) -> int:
+    """Run a command, print its result as JSON and return its exit code."""
+    RESULT.clear()
+    answer: dict[str, Any] = {"schema": SCHEMA, "command": command, "exit_code": EXIT_FAILED, "error": None}
+    output = sys.stdout
+    try:
+        with output_to_standard_error():
+            answer["exit_code"] = run()
+    except BaseException as error:  # a bug of ours, or a second Ctrl-C
+        if isinstance(error, KeyboardInterrupt):
+            answer["exit_code"] = EXIT_INTERRUPTED
+        report_error(error)
+        raise
+    finally:
+        answer["error"] = RESULT.pop("error", None)
+        answer["result"] = dict(RESULT)
+        if os.environ.get("RANK", "0") == "0":  # of several ranks of torchrun one answers
+            print(format_json(public_value(answer)), file=output, end="", flush=True)
+    return int(answer["exit_code"])
+
+
+def report_error(error: BaseException) -> None:
+    """Report why a command failed, for `--json`."""
+    RESULT["error"] = {"kind": type(error).__name__, "message": str(error)}
+
+
+@contextmanager
+def output_to_standard_error() -> Iterator[None]:
+    """Send what this process and those it starts print to standard error."""
+    with redirect_stdout(sys.stderr):
+        if not writes_to_descriptor(1):  # a notebook or a test has its own
+            yield
+            return
+        kept = os.dup(1)
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def writes_to_descriptor(number: int) -> bool:
+    """Return whether the standard output of Python is this file descriptor."""
+    try:
+        return sys.__stdout__ is not None and sys.__stdout__.fileno() == number
+    except (OSError, ValueError):
+        return False
+
+
+def public_value(value: Any, key: str = "") -> Any:
+    """Return a value as JSON holds it, without secrets. key: the name of the value."""
+    if isinstance(value, dict):
+        return {str(name): public_value(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [public_value(inner) for inner in value]
+    if isinstance(value, (str, Path)):
+        return HIDDEN if hides(key, str(value)) else masked(str(value))
+    return value
