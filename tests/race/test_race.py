@@ -164,6 +164,7 @@ def test_the_command_prints_json_and_how_to_go_on(
     words = ["lr=0.8", "lr=0.6", "--until", "val/acc=0.5", "--seeds", "1", "--json"]
     assert main(["race", *words, "--out", "here"]) == 0
     output = json.loads(capsys.readouterr().out)
+    output = output["result"]
     assert [racer["arrived"] for racer in output["racers"]] == [1, 1]
     assert output["target"] == 0.5
     stopped = StopRelay()

@@ -7,16 +7,15 @@ import math
 import re
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 
 from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.lock import only_writer
-from trainrun.folder.run_folder import RunDir, format_json, is_there, named_folder
-from trainrun.output import counted, path_to_paste, say
-from trainrun.race.race_report import PAGE, print_report, report_as_json, write_report
+from trainrun.folder.run_folder import RunDir, is_there, named_folder
+from trainrun.output import counted, path_to_paste, report_result, say
+from trainrun.race.race_report import PAGE, print_report, race_facts, write_report
 from trainrun.race.racers import Racer, Variation, read_racers, variations
 from trainrun.race.turns import Race, RaceGoal, names_of, new_folder
 from trainrun.runtime.signals import catch_stops
@@ -55,14 +54,14 @@ def main(argv: list[str]) -> int:
         *map(shlex.quote, argv),
         *([] if words.out else ["--out", path_to_paste(folder)]),
     ]
-    return run_race(race, changes, " ".join(again), words.json)
+    return run_race(race, changes, " ".join(again))
 
 
 def race_parser() -> Parser:
     parser = Parser(
         prog="trainrun race", description=ABOUT, allow_abbrev=False,
         usage="trainrun race RACER RACER ... [--with key=value ...] [--until METRIC=VALUE] [--seeds N] "
-        "[--every SAMPLES] [--margin X] [--table] [--out FOLDER] [--json]",
+        "[--every SAMPLES] [--margin X] [--table] [--out FOLDER]",
     )  # fmt: skip
     parser.add_argument("racers", metavar="RACER", nargs="*", default=[],
                         help='settings: a YAML file, or quoted words as "preset=fast lr=0.01"')  # fmt: skip
@@ -83,7 +82,6 @@ def race_parser() -> Parser:
                         help="also each difference between A and B, alone on A and left out of B")  # fmt: skip
     parser.add_argument("--out", metavar="FOLDER",
                         help="of the race; runs that are there are not run again (races/DATE/TIME)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the results for programs")
     return parser
 
 
@@ -130,13 +128,10 @@ def differences_to_race(racers: Sequence[Racer]) -> list[Variation]:
     return changes if len(changes) > 1 else []  # a single difference is the race itself
 
 
-def run_race(race: Race, changes: Sequence[Variation], again: str, as_json: bool) -> int:
+def run_race(race: Race, changes: Sequence[Variation], again: str) -> int:
     """Run what is missing, report what is there, and return the exit code."""
     relay = StopRelay()
     with contextlib.ExitStack() as closing:
-        output = sys.stdout
-        if as_json:
-            closing.enter_context(contextlib.redirect_stdout(sys.stderr))
         race.open()
         closing.enter_context(only_writer(RunDir(race.folder)))
         runs = counted(len(race.racers) * race.num_seeds, "run")
@@ -150,8 +145,7 @@ def run_race(race: Race, changes: Sequence[Variation], again: str, as_json: bool
             say(f"page: {race.folder / PAGE}", flush=True)
         if not race.is_done:
             say(f"what is not done: {again}", flush=True)
-        if as_json:
-            say(format_json(report_as_json(race, changes)), file=output, end="", flush=True)
+        report_result(**race_facts(race, changes))
     if relay.number:
         return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
     failed = any(run.error for racer in race.racers for run in race.seeds_of(racer.name))

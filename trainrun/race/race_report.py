@@ -161,7 +161,7 @@ def curve_of_run(name: str, run: RaceRun) -> Curve:
     return Curve(name, {"time": seconds + run.start, "samples": samples}, values)
 
 
-def report_as_json(race: Race, changes: Sequence[Variation]) -> dict[str, Any]:
+def race_facts(race: Race, changes: Sequence[Variation]) -> dict[str, Any]:
     """Return the results for programs."""
     results = race.results()
     first = race.racers[0].name
