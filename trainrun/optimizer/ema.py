@@ -14,8 +14,8 @@ Source: Polyak and Juditsky 1992; the correction is that of Adam (Kingma and Ba 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,59 @@ from trainrun.errors import CheckpointError
 from trainrun.runtime.foreach_copy import by_type, copy_
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class WeightSwap:
+    """The weights of a model, which others take the place of for a while; they come back bit for bit.
+
+    put_in: writes the others into the model. before_return: is called before the model's own weights come back.
+    """
+
+    def __init__(
+        self, model: nn.Module, put_in: Callable[[], None], before_return: Callable[[], None] | None = None
+    ) -> None:
+        self._model, self._put_in, self._before_return = model, put_in, before_return
+        self._weights: dict[nn.Parameter, Tensor] | None = (
+            None  # copies by parameter, while the model holds the others
+        )
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Put the others into the model inside the block; a block inside it changes nothing."""
+        if self._weights is not None:
+            yield
+            return
+        try:
+            self._enter()
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def out_of_model(self) -> Iterator[bool]:
+        """Put the model's own weights back inside the block. Yield whether it held the others."""
+        was_in_model = self._weights is not None
+        self._leave()
+        try:
+            yield was_in_model
+        finally:
+            if was_in_model:
+                self._enter()
+
+    @torch.no_grad()
+    def _enter(self) -> None:
+        weights = {param: param.detach().clone() for param in self._model.parameters()}
+        self._weights = weights  # from here on `_leave` has what it needs, whatever interrupts this
+        self._put_in()
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        if self._weights is None:
+            return
+        if self._before_return is not None:
+            self._before_return()
+        _copy_all(list(self._weights), list(self._weights.values()))
+        self._weights = None
 
 
 class Ema:
@@ -41,7 +94,7 @@ class Ema:
         self._count = 0  # calls of update
         self._averages: dict[str, Tensor] = {}  # by name, at least float32; empty before the first look
         self._parameters: list[Tensor] = []  # the parameters that they are of, in the same order
-        self._weights: list[Tensor] | None = None  # copies of the weights, while the model holds the average
+        self.swap = WeightSwap(model, self._put_into_model)
 
     def update(self) -> None:
         """Count an update of the weights. Add the weights to the average at every n-th one."""
@@ -57,37 +110,11 @@ class Ema:
         Enter it before `evaluating`: a model that merges weights in `eval()` then merges the average.
         """
         self._follow_model()
-        if not self._averages or self._weights is not None:
+        with self.swap.in_model() if self._averages else nullcontext():
             yield
-            return
-        try:
-            self._enter_model()
-            yield
-        finally:
-            self._leave_model()
 
-    @contextmanager
-    def out_of_model(self) -> Iterator[bool]:
-        """Put the model's own weights back inside the block, also during an evaluation. Yield whether one is
-        running.
-        """
-        inside = self._weights is not None
-        self._leave_model()
-        try:
-            yield inside
-        finally:
-            if inside:
-                self._enter_model()
-
-    def _enter_model(self) -> None:
-        weights = [parameter.detach().clone() for parameter in self._parameters]
-        self._weights = weights  # from here on `_leave_model` has what it needs, whatever interrupts this
+    def _put_into_model(self) -> None:
         _copy_all(self._parameters, list(self._averages.values()))
-
-    def _leave_model(self) -> None:
-        if self._weights is not None:
-            _copy_all(self._parameters, self._weights)
-            self._weights = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return `count` (of updates), `module` (the state of the model with averages in place of weights), and
@@ -166,7 +193,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, which keeps its memory."""
     for some_targets, some_sources in by_type(zip(targets, sources, strict=True)):
         copy_(some_targets, some_sources)
@@ -186,51 +213,22 @@ class OwnAverage:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         self._model, self._optimizers = model, optimizers
-        self._weights: dict[Tensor, Tensor] | None = None  # of the training, while the model holds others
+        self.swap = WeightSwap(model, self._switch_to_evaluation, self._switch_to_training)
 
     def update(self) -> None:
         """Do nothing: the optimizers update their averages themselves."""
 
-    @contextmanager
-    def in_model(self) -> Iterator[None]:
+    def in_model(self) -> AbstractContextManager[None]:
         """Put the weights for evaluation into the model inside the block; restore its own afterwards, bit for bit."""
-        if self._weights is not None:
-            yield
-            return
-        try:
-            self._enter_model()
-            yield
-        finally:
-            self._leave_model()
+        return self.swap.in_model()
 
-    @contextmanager
-    def out_of_model(self) -> Iterator[bool]:
-        """Put the model's own weights back inside the block, also during an evaluation. Yield whether one is
-        running.
-        """
-        inside = self._weights is not None
-        self._leave_model()
-        try:
-            yield inside
-        finally:
-            if inside:
-                self._enter_model()
+    def _switch_to_evaluation(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.eval()
 
-    def _enter_model(self) -> None:
-        self._weights = {param: param.detach().clone() for param in self._model.parameters()}
-        with torch.no_grad():
-            for optimizer in self._optimizers:
-                optimizer.eval()
-
-    def _leave_model(self) -> None:
-        if self._weights is None:
-            return
-        with torch.no_grad():
-            for optimizer in self._optimizers:
-                optimizer.train()
-            for param, weights in self._weights.items():
-                param.copy_(weights)
-        self._weights = None
+    def _switch_to_training(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.train()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state with the weights for evaluation, as `module`."""

@@ -156,7 +156,7 @@ class Components:
         if failure := self.precision.failure(wait=True):
             raise TrainingError(f"step {state.step}: {failure}")
         self.trained.check()
-        with nullcontext(False) if self.ema is None else self.ema.out_of_model() as in_evaluation:
+        with nullcontext(False) if self.ema is None else self.ema.swap.out_of_model() as in_evaluation:
             shared, rank_tree = self._trees(state)
             if in_evaluation:  # the model is about to hold the averages again
                 model = shared["model"].items()

@@ -13,6 +13,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,50 +70,52 @@ def format_names(names: Iterable[object]) -> str:
     return f"[{','.join(map(str, names))}]"
 
 
+@dataclass(frozen=True)
 class ClassMetrics:
     """Metrics of one class an item. names: checked; own: the others. per_class: also those of each class, as `f1/3`."""
 
-    def __init__(self, names: tuple[str, ...], own: TorchMetrics | None, per_class: bool) -> None:
-        self._names, self._own, self._per_class = names, own, per_class
+    names: tuple[str, ...]
+    own: TorchMetrics | None
+    per_class: bool
 
     def check(self, logits: Tensor, target: Tensor) -> None:
         """Raise ConfigError for a topK that is always right, or another metric that cannot read these."""
         num_classes = logits.shape[1]
-        if self._own is not None:
-            self._own.check(logits.detach().double().softmax(1), target)
-        for name in self._names:
+        if self.own is not None:
+            self.own.check(logits.detach().double().softmax(1), target)
+        for name in self.names:
             if name.startswith("top") and int(name[3:]) >= num_classes:
                 raise ConfigError(
-                    f"task.metrics={format_names(self._names)}: {name} of {num_classes} classes is always right; "
+                    f"task.metrics={format_names(self.names)}: {name} of {num_classes} classes is always right; "
                     "choose a smaller number"
                 )
 
     def measure(self, logits: Tensor, target: Tensor) -> Measured:
         """logits: (N, C); target: (N,) classes."""
         classes, sums, rows = logits.shape[1], {}, {}
-        for name in self._names:
+        for name in self.names:
             if name.startswith("top"):
                 sums[name] = num_in_top(logits, target, int(name[3:]))
-        if set(self._names) & {"f1", "precision", "recall", "balanced_accuracy", "iou"}:
+        if set(self.names) & {"f1", "precision", "recall", "balanced_accuracy", "iou"}:
             predicted = logits.argmax(1)
             right = target[predicted == target]
             counts = [torch.bincount(which, minlength=classes) for which in (right, predicted, target)]
             sums[PER_CLASS] = torch.stack(counts)
-        if set(self._names) & set(RANKED):
+        if set(self.names) & set(RANKED):
             wide = logits.cpu().double()
             # of two classes one number, which no softmax rounds
             rows = {
                 SCORES: wide[:, 1:] - wide[:, :1] if classes == 2 else wide.softmax(1),
                 LABELS: target.cpu(),
             }
-        if self._own is not None:
-            more_sums, more_rows = self._own.measure(logits.double().softmax(1), target)
+        if self.own is not None:
+            more_sums, more_rows = self.own.measure(logits.double().softmax(1), target)
             sums, rows = sums | more_sums, rows | more_rows
         return sums, rows
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
         """Empty for the sums of a training step."""
-        own_values = {} if self._own is None else self._own.summarize(sums)
+        own_values = {} if self.own is None else self.own.summarize(sums)
         each: dict[str, Tensor] = {}
         if PER_CLASS in sums:
             each = ratios(sums[PER_CLASS])
@@ -121,32 +124,34 @@ class ClassMetrics:
             if scores.shape[1] == 1:
                 scores = torch.cat([-scores, scores], 1)
             hot = labels[:, None] == torch.arange(scores.shape[1])
-            each |= ranking_scores(scores, hot, self._names)
-        each = {name: each[name] for name in self._names if name in each}
-        return means(each) | (by_class(each) if self._per_class else {}) | own_values
+            each |= ranking_scores(scores, hot, self.names)
+        each = {name: each[name] for name in self.names if name in each}
+        return means(each) | (by_class(each) if self.per_class else {}) | own_values
 
 
+@dataclass(frozen=True)
 class LabelMetrics:
     """Metrics of labels that are each there or not. names: checked; own: the others. per_class: also of each label."""
 
-    def __init__(self, names: tuple[str, ...], own: TorchMetrics | None, per_class: bool) -> None:
-        self._names, self._own, self._per_class = names, own, per_class
+    names: tuple[str, ...]
+    own: TorchMetrics | None
+    per_class: bool
 
     def check(self, logits: Tensor, labels: Tensor) -> None:
         """Raise ConfigError for a metric that cannot read these."""
-        if self._own is not None:
-            self._own.check(logits.detach().double().sigmoid(), labels.long())
+        if self.own is not None:
+            self.own.check(logits.detach().double().sigmoid(), labels.long())
 
     def measure(self, logits: Tensor, labels: Tensor) -> Measured:
         """logits: (B, C); labels: (B, C) bool."""
         predicted, sums, rows = logits > 0, {}, {}
-        if "exact_match" in self._names:
+        if "exact_match" in self.names:
             sums["exact_match"] = (predicted == labels).all(1).sum()
         sums[PER_CLASS] = torch.stack([(predicted & labels).sum(0), predicted.sum(0), labels.sum(0)])
-        if set(self._names) & set(RANKED):
+        if set(self.names) & set(RANKED):
             rows = {SCORES: logits.cpu().double(), LABELS: labels.cpu()}
-        if self._own is not None:
-            more_sums, more_rows = self._own.measure(logits.double().sigmoid(), labels.long())
+        if self.own is not None:
+            more_sums, more_rows = self.own.measure(logits.double().sigmoid(), labels.long())
             sums, rows = sums | more_sums, rows | more_rows
         return sums, rows
 
@@ -155,41 +160,42 @@ class LabelMetrics:
         if PER_CLASS not in sums:
             return {}
         micro = ratios(sums[PER_CLASS].sum(1, keepdim=True))
-        results: dict[str, float] = {name: float(micro[name]) for name in MICRO if name in self._names}
+        results: dict[str, float] = {name: float(micro[name]) for name in MICRO if name in self.names}
         parts = ratios(sums[PER_CLASS])
-        each = {name: parts[name.removesuffix("_macro")] for name in self._names if name.endswith("_macro")}
+        each = {name: parts[name.removesuffix("_macro")] for name in self.names if name.endswith("_macro")}
         if SCORES in sums:
-            each |= ranking_scores(sums[SCORES], sums[LABELS], self._names)
+            each |= ranking_scores(sums[SCORES], sums[LABELS], self.names)
         results |= means(each)
-        if self._per_class:
-            each |= {name: parts[name] for name in ("f1", "precision", "recall") if name in self._names}
+        if self.per_class:
+            each |= {name: parts[name] for name in ("f1", "precision", "recall") if name in self.names}
             results |= by_class({name.removesuffix("_macro"): values for name, values in each.items()})
-        return results if self._own is None else results | self._own.summarize(sums)
+        return results if self.own is None else results | self.own.summarize(sums)
 
 
+@dataclass(frozen=True)
 class NumberMetrics:
     """Metrics of real numbers. names: checked; own: the others."""
 
-    def __init__(self, names: tuple[str, ...], own: TorchMetrics | None) -> None:
-        self._names, self._own = names, own
+    names: tuple[str, ...]
+    own: TorchMetrics | None
 
     def check(self, output: Tensor, target: Tensor, padded: bool) -> None:
         """Raise ConfigError for a metric that cannot read these. padded: sequences of several lengths."""
-        if padded and ("r2" in self._names or self._own is not None):
+        if padded and ("r2" in self.names or self.own is not None):
             raise ConfigError(
-                f"task.metrics={format_names(self._names)}: r2 and metrics with _target_ are not defined for sequences "
+                f"task.metrics={format_names(self.names)}: r2 and metrics with _target_ are not defined for sequences "
                 "of several lengths; use rmse"
             )
-        if self._own is not None:
-            self._own.check(*flatten_output(output.detach(), target))
+        if self.own is not None:
+            self.own.check(*flatten_output(output.detach(), target))
 
     def measure(self, output: Tensor, target: Tensor, squares: Tensor | None = None) -> Measured:
         """Both (B, ...). squares: 0-d, the sum over samples of mean squared errors, for sequences with padding."""
         sums: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
-        if self._own is not None:
-            sums, rows = self._own.measure(*flatten_output(output, target))
-        if not {"mse", "rmse", "r2"} & set(self._names):
+        if self.own is not None:
+            sums, rows = self.own.measure(*flatten_output(output, target))
+        if not {"mse", "rmse", "r2"} & set(self.names):
             return sums, rows
         if squares is not None:
             return {ERRORS: torch.nn.functional.pad(squares.reshape(1, 1), (0, 0, 0, 2))}, rows
@@ -199,7 +205,7 @@ class NumberMetrics:
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
         """Empty for the sums of a training step. r2: the mean over the outputs of a sample."""
-        own_values = {} if self._own is None else self._own.summarize(sums)
+        own_values = {} if self.own is None else self.own.summarize(sums)
         if ERRORS not in sums:
             return own_values
         errors, total, squares = sums[ERRORS]
@@ -210,7 +216,7 @@ class NumberMetrics:
             varies = spread > CONSTANT * squares
             explained = 1 - errors / torch.where(varies, spread, 1.0)
             values["r2"] = float(torch.where(varies, explained, (errors == 0).double()).mean())
-        return {name: values[name] for name in self._names if name in values} | own_values
+        return {name: values[name] for name in self.names if name in values} | own_values
 
 
 def flatten_output(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
