@@ -397,6 +397,18 @@ class Agreed(NamedTuple):
 NOT_AGREED = Agreed(-1.0, 0, 0)  # of a step that asked nobody
 
 
+class TensorShard(NamedTuple):
+    """Rows of a larger tensor, in the tree of a checkpoint.
+
+    start: the first row. shape: of the whole tensor. is_written: False on ranks that hold the same rows as another.
+    """
+
+    tensor: Tensor
+    start: int
+    shape: tuple[int, ...]
+    is_written: bool = True
+
+
 class Parallel(Protocol):
     """Who else trains the same model, and how the ranks talk to each other."""
 
@@ -423,6 +435,10 @@ class Parallel(Protocol):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call in training, which averages gradients over the ranks."""
 
+    def held(self, model: nn.Module) -> nn.Module:
+        """Return the wrapped model as this rank holds it, for the optimizer: parameters are plain tensors, which may be
+        parts of the model's."""
+
     def adopt_trained(self, model: nn.Module) -> bool:
         """Average the gradients of the parameters that require one now; return whether these are others than before."""
 
@@ -433,19 +449,19 @@ class Parallel(Protocol):
         """Raise a flag (0-d, of this rank's gradients after their exchange) in place where any rank raised it."""
 
     def state_dict(self, tree: Any) -> Any:
-        """Return a tree of state as checkpoints hold it: every tensor whole. All ranks call it together."""
+        """Return a tree of state as checkpoints hold it: a `TensorShard` in place of a tensor that is a part of one."""
 
     def load_state_dict(self, tree: Any, like: Mapping[str, Tensor]) -> Any:
-        """The tree again as this rank holds it. like: the model's tensors by name; state below such a name belongs to
-        that tensor."""
+        """Return a tree of whole tensors as this rank holds it. like: the model's tensors by name; state below such a
+        name belongs to that tensor."""
 
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context for forward and backward of a micro-batch. Ranks exchange gradients in the last one
         only.
         """
 
-    def expect_backward(self, loss: Tensor) -> None:
-        """Announce the backward of a loss that no forward of the wrapped model belongs to."""
+    def zero_loss(self, model: nn.Module) -> Tensor:
+        """Return a 0-d zero, for a batch of which nothing is learned. The ranks exchange as much in its backward."""
 
     def exchange(self) -> None:
         """Average the gradients over the ranks. A second call changes nothing."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+WHOLE_SHAPE = "_whole_shape"  # the attribute of a parameter that is a part of a larger tensor
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -20,6 +21,11 @@ def segment_mask(segment_ids: Tensor, causal: bool = False) -> Tensor:
     ids = segment_ids.long()
     mask = ids[:, None, :, None] == ids[:, None, None, :]
     return mask.tril() if causal else mask
+
+
+def whole_shape(parameter: Tensor) -> list[int]:
+    """Return the shape of a parameter; of one that is a part of a larger tensor the shape of that."""
+    return list(getattr(parameter, WHOLE_SHAPE, parameter.shape))
 
 
 def zero_loss(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Tensor:

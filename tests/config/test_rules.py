@@ -18,6 +18,8 @@ GRAPHS = {"trainer.cuda_graphs": True}
 COMPILED = {"trainer.compile.scope": "model"}
 ROLLBACK = {"trainer.nan_policy": "rollback"}
 
+FSDP: dict[str, Any] = {"parallel.mode": "fsdp"}
+
 # In the order of the table: values that break each rule.
 BREAKS: tuple[dict[str, Any], ...] = (
     {"data.padding": "pack", "task": REGRESSION},
@@ -28,6 +30,11 @@ BREAKS: tuple[dict[str, Any], ...] = (
     {"data.test_transform": "same"},
     {"parallel.devices": [1, 1]},
     {"parallel.devices": 2},
+    {**FSDP, "trainer.channels_last": True},
+    {**FSDP, "checkpoint.adapter_only": True, "init_from": "a"},
+    {**FSDP, "monitor.histograms_every_n_steps": 5},
+    {**FSDP, "precision.fp8": True, "precision.mode": "bf16-mixed"},
+    {**FSDP, "parallel.offload": True, "parallel.accelerator": "cpu"},
     {"step": STEP, "parallel.static_graph": True},
     {"trainer.deterministic": True, "trainer.benchmark": True},
     {"trainer.detect_anomaly": True, "precision.mode": "16-mixed"},

@@ -120,7 +120,8 @@ class Recorder:
 
 @functools.cache
 def composed(words: tuple[str, ...]) -> RunConfig:
-    return compose_run([*WORDS, *words]).config
+    has_momentum = not {"optimizer=adamw", "optimizer=muon"} & {*words}
+    return compose_run([word for word in WORDS if has_momentum or "momentum" not in word] + [*words]).config
 
 
 def parts_of(words: tuple[str, ...], recorder: Recorder | None = None, parallel: Parallel | None = None,
@@ -152,14 +153,20 @@ def result(words: tuple[str, ...], parallel: Parallel | None = None, **data: Any
     run = parts_of(words, recorder, parallel, **data)
     state = fitted(run)
     with run.evaluating() as model:
-        averaged = [p.double().flatten().tolist() for p in model.parameters()]
+        averaged = whole_weights(model)
     return {
-        "weights": [p.double().flatten().tolist() for p in run.model.parameters()],
+        "weights": whole_weights(run.model),
         "averaged": averaged,
         "train": recorder.train,
         "eval": recorder.eval,
         "skipped": state.skipped_steps,
     }
+
+
+def whole_weights(model: nn.Module) -> list[list[float]]:
+    """Return the weights; of a model in shards the whole ones."""
+    params = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [param.double().flatten().tolist() for param in params]
 
 
 def work(parallel: Parallel, flag: StopFlag) -> int:

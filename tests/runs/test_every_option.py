@@ -29,7 +29,7 @@ EVERY_OPTION = [
     for option in options(group, [conf_dir()])
     if option != "custom"  # test_own_code.py
     and (group, option)
-    not in (("parallel", "ddp"), ("experiment", "lora"))  # test_main_job.py, test_experiments.py
+    not in (("parallel", "ddp"), ("parallel", "fsdp"), ("experiment", "lora"))  # in files of their own
 ]
 
 

@@ -220,9 +220,11 @@ class DataParts:
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """What changes the weights. wrapped: the model as the backend calls it. optimizers: several by name, else empty."""
+    """What changes the weights. wrapped: the model as the backend calls it. held: as this rank holds it. optimizers:
+    several by name, else empty."""
 
     wrapped: nn.Module
+    held: nn.Module
     optimizer: Optimizer
     schedule: Schedule | JoinedSchedules
     precision: Precision
@@ -249,7 +251,7 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
     retry = build_retry(config, context, task, model, monitors)
     triggers = build_triggers(config, context, data, task, update, rhythm, checkpoints, monitors, retry)
     calls = build_task_calls(config, context, task, model)
-    counting = build_counting(config, model, task, context.parallel, context.phases)
+    counting = build_counting(config, update.held, task, context.parallel, context.phases)
     compile_log = build_log(config, monitors, context.phases)
     step, own_step = build_step(config, task, calls, context.parallel.device, compile_log)
     step = add_layer_table(config, step)
@@ -257,13 +259,14 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
     hooks = build_hooks(config, context, unfreeze)
     check_nodes_are_read(context.typed, config, data_sets.sources)
     run = Components(
-        config=config, model=model, wrapped=update.wrapped, task=task, task_calls=calls, optimizer=update.optimizer,
-        schedule=update.schedule, precision=update.precision, parallel=context.parallel, ema=update.average,
+        config=config, model=model, wrapped=update.wrapped, held=update.held, task=task, task_calls=calls,
+        optimizer=update.optimizer, schedule=update.schedule, precision=update.precision,
+        parallel=context.parallel, ema=update.average,
         retry=retry, train=data.train, validation=data.validation, test=data.test, triggers=triggers,
         checkpoints=checkpoints, monitors=monitors, data_facts=data_sets.facts, phases=context.phases, step=step,
         accumulate=build_accumulate(retry, counting), compile_log=compile_log, counting=counting, hooks=hooks,
         positions=data.tokens.planned, optimizers=update.optimizers, own_step=own_step,
-        trained=TrainedParameters(model, update.optimizer), places=data.places,
+        trained=TrainedParameters(model, update.held, update.optimizer), places=data.places,
         order=order_facts(config, context.parallel.world_size, data_sets.drawn), base=base,
     )  # fmt: skip
     calls.after_user_code = run.after_user_code
@@ -381,11 +384,12 @@ def build_update(
     guarded, lines = build_precision(options, model, parallel.device, context.phases, parallel)
     notes.choices.extend(lines)
     wrapped = parallel.wrap(model)
+    held = parallel.held(model)
     if not named_nodes(config.optimizer):
-        optimizer = build_optimizer_of(config, model, parallel.world_size, notes.choices)
+        optimizer = build_optimizer_of(config, held, parallel.world_size, notes.choices)
         schedule = build_schedule_of(config, optimizer, rhythm)
-        average = build_average(config, model, optimizer)
-        return UpdateParts(wrapped, optimizer, schedule, guarded, {}, average)
+        average = build_average(config, held, optimizer)
+        return UpdateParts(wrapped, held, optimizer, schedule, guarded, {}, average)
 
     def build_guard(params: nn.Module) -> Update:
         return build_precision(options, params, parallel.device, context.phases)[0]
@@ -395,7 +399,9 @@ def build_update(
     joined = JoinedOptimizers(named)
     precision = guarded if step_together else JoinedPrecision(named, guarded)
     average = build_average(config, model, joined)
-    return UpdateParts(wrapped, joined, JoinedSchedules(named, step_together), precision, named, average)
+    return UpdateParts(
+        wrapped, held, joined, JoinedSchedules(named, step_together), precision, named, average
+    )
 
 
 def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Ema | OwnAverage | None:

@@ -14,9 +14,10 @@ import os
 import stat
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,6 +41,9 @@ from trainrun.checkpoint.save import (
     MANIFEST,
     MAX_DEPTH,
     MAX_STATE_BYTES,
+    SAVED_OFFSETS,
+    SHARDING_INFO,
+    SHARED,
     Keys,
     Manifest,
     Metric,
@@ -116,6 +120,49 @@ def loads(data: bytes, where: str) -> Any:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not valid JSON ({error})") from error
+
+
+def read_first_rows(path: Path) -> dict[str, int] | None:
+    """Return where the tensors of a safetensors file begin in larger ones; None if all of them are whole."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(SHARDING_INFO)
+        if text is None:
+            return None
+        return {name: int((*entry[SAVED_OFFSETS], 0)[0]) for name, entry in json.loads(text).items()}
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ) as error:
+        raise CheckpointError(f"{path}: no layout of shards ({_one_line(error)})") from error
+
+
+def join_shards(paths: Sequence[Path]) -> dict[str, Tensor]:
+    """Return the shared tensors of the files of all ranks, whole. Raise CheckpointError if rows are missing."""
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    for path in paths:
+        first_rows = read_first_rows(path) or {}
+        for name, tensor in read_tensors(path).items():
+            if name.startswith(f"{SHARED}/"):
+                parts.setdefault(name, []).append((first_rows.get(name, 0), tensor))
+    whole: dict[str, Tensor] = {}
+    for name in list(parts):
+        rows = sorted(parts.pop(name), key=itemgetter(0))
+        if len(rows) == 1 and rows[0][0] == 0:
+            whole[name] = rows[0][1]
+            continue
+        end = 0
+        for start, tensor in rows:
+            if start != end or not tensor.dim() or tensor.shape[1:] != rows[0][1].shape[1:]:
+                raise CheckpointError(f"{paths[0].parent}: the rows of {name[:200]} do not fit together")
+            end += len(tensor)
+        whole[name] = torch.cat([tensor for _, tensor in rows])
+    return whole
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -336,7 +383,15 @@ def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
         _check_file(path, manifest.files[path.name])
     with open_regular(text_path) as file:
         text = file.read(MAX_STATE_BYTES)
-    tree = unflatten(loads(text, str(text_path)), read_tensors(tensors_path), str(text_path))
+    tensors = read_tensors(tensors_path)
+    if read_first_rows(tensors_path) is not None:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{SHARED}/")}
+        if rank == 0:
+            paths = [folder / rank_files(other)[1] for other in range(manifest.world_size)]
+            for path in paths[1:]:
+                _check_file(path, manifest.files[path.name])
+            tensors |= join_shards(paths)
+    tree = unflatten(loads(text, str(text_path)), tensors, str(text_path))
     if not isinstance(tree, dict) or tree.keys() != ({"shared", "rank"} if rank == 0 else {"rank"}):
         raise CheckpointError(f"{text_path}: not the state of rank {rank}")
     return tree

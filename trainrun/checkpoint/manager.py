@@ -353,7 +353,7 @@ class CheckpointManager:
             self._ranking.add(Entry(state.step, metric.value))
         if in_background:
             copy = self._copies.take(part.tensors)
-            save.part = StatePart(part.text, copy.tensors, copy.events, is_copy=True)
+            save.part = StatePart(part.text, copy.tensors, part.first_rows, copy.events, is_copy=True)
         self._in_progress, state.saved_step = save, state.step
         self._last_save = self._clock()
         if not save.is_held:

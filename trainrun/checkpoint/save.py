@@ -5,6 +5,9 @@
         state.json, shared.safetensors              what all ranks share, and the state of rank 0
         rank-00001.json, rank-00001.safetensors     the state of rank 1, and so on
 
+If the ranks hold shards (`parallel=fsdp`), the file of each rank also has its rows of every shared tensor, under the
+name of the whole tensor. The header says where they begin.
+
 The steps of a save: make a temporary folder beside the target. Every rank writes and syncs its two files. Rank 0 writes
 and syncs the manifest and the folder. The rename of the folder is the commit. The manifest has the size and the SHA-256
 of every file, and its last line is the SHA-256 of the text before it.
@@ -42,7 +45,7 @@ from torch import Tensor, nn
 
 from trainrun.checkpoint.files import FileLayer, Written, file_faults, folder_name, set_aside
 from trainrun.errors import CheckpointError, SaveError
-from trainrun.interfaces import Parallel
+from trainrun.interfaces import Parallel, TensorShard
 from trainrun.runtime.foreach_copy import copy_
 
 FORMAT = 2
@@ -61,6 +64,9 @@ DTYPES: dict[torch.dtype, str] = {
 }  # fmt: skip
 
 AS_THEY_ARE = (bool, str)  # values that JSON has
+SHARED = "shared"  # the state of all ranks, as tensor names begin
+# Where torch.distributed.checkpoint keeps the layout of tensors in a safetensors file.
+SHARDING_INFO, SHARDING_VERSION, SAVED_OFFSETS = "DCP_SHARDING_INFO", "DCP_VERSION", "saved_offsets"
 
 Keys = tuple[str, ...]
 
@@ -102,6 +108,7 @@ class _TreeEncoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.shards: dict[str, TensorShard] = {}  # by the same names
         self._names: dict[tuple[Any, ...], str] = {}  # by view of the memory
 
     def encode(self, value: Any, path: Keys) -> Any:
@@ -123,6 +130,10 @@ class _TreeEncoder:
             return self._encode_dict(value, path)
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path)
+        if kind is TensorShard:
+            form = self._encode_tensor(value.tensor, path)
+            self.shards[form["$tensor"][0]] = value
+            return form
         if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, numpy.generic) and type(value.item()) is not kind:
@@ -190,14 +201,29 @@ def fills_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def stream(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+def stream(
+    tensors: dict[str, Tensor], first_rows: Mapping[str, int] | None = None
+) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file. A tensor on a device is copied to the host when its turn comes.
 
+    first_rows: of the tensors that are rows of larger ones. The header then says where each tensor begins, as
+    torch.distributed.checkpoint writes and reads it.
     The writer of the package `safetensors` opens the file itself, so neither the hash nor the tests of disk faults
     would see its writes.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    about = {"format": "pt"}
+    if first_rows is not None:
+        offsets = {
+            name: {
+                SAVED_OFFSETS: [first_rows.get(name, 0), *[0] * (tensors[name].dim() - 1)][
+                    : tensors[name].dim()
+                ]
+            }
+            for name in names
+        }
+        about |= {SHARDING_INFO: dumps(offsets).decode(), SHARDING_VERSION: "1.0"}
+    entries: dict[str, Any] = {"__metadata__": about}
     stop = 0
     for name in names:
         tensor, start = tensors[name], stop
@@ -221,10 +247,12 @@ class StatePart:
     """The JSON text and the tensors that one rank writes.
 
     events: CUDA events to wait for before the tensors are read. is_copy: only this object refers to the tensors.
+    first_rows: of tensors that are rows of larger ones; None if every tensor is whole.
     """
 
     text: bytes
     tensors: dict[str, Tensor]
+    first_rows: Mapping[str, int] | None = None
     events: list[Any] = field(default_factory=list)
     is_copy: bool = False
 
@@ -235,15 +263,24 @@ class StatePart:
 
 
 def build_part(rank: int, shared_tree: Any, rank_tree: Any) -> StatePart:
-    """Return what a rank writes; only rank 0 writes `shared_tree`. Raise TypeError, see `flatten`."""
-    tree = {"shared": shared_tree, "rank": rank_tree} if rank == 0 else {"rank": rank_tree}
-    json_tree, tensors = flatten(tree)
+    """Return what a rank writes. Rank 0 writes `shared_tree`, other ranks only their shards of it.
+
+    Raise TypeError, see `flatten`.
+    """
+    shared = _TreeEncoder()
+    json_shared = shared.encode({SHARED: shared_tree}, ())
+    json_tree, tensors = flatten({"rank": rank_tree})
+    if rank == 0:
+        json_tree, tensors = json_shared | json_tree, shared.tensors | tensors
+    written = {name: shard for name, shard in shared.shards.items() if shard.is_written and len(shard.tensor)}
+    tensors |= {name: shard.tensor for name, shard in written.items()}
+    first_rows = {name: shard.start for name, shard in written.items()} if shared.shards else None
     text = dumps(json_tree) + b"\n"
     if len(text) > MAX_STATE_BYTES:
         raise CheckpointError(
             f"the state has {len(text):,} bytes of plain values; large ones belong in tensors"
         )
-    return StatePart(text, tensors)
+    return StatePart(text, tensors, first_rows)
 
 
 # ---- one checkpoint on the disk
@@ -309,7 +346,7 @@ def write_part(temporary: Path, rank: int, part: StatePart, files: FileLayer) ->
     with file_faults(f"cannot save checkpoint {target}", target.parent, part.num_bytes):
         return {
             text_name: files.write(temporary / text_name, [part.text]),
-            tensors_name: files.write(temporary / tensors_name, stream(part.tensors)),
+            tensors_name: files.write(temporary / tensors_name, stream(part.tensors, part.first_rows)),
         }
 
 

@@ -59,6 +59,17 @@ KEYS_OF_ANY_CLASS = {  # in a node: what the runner itself reads, and the learni
 }
 
 
+def mode_of_ranks(saved: Any, overrides: list[str]) -> list[str]:
+    """Return the override that keeps the saved mode where another number of ranks alone would choose ddp."""
+    mode = OmegaConf.select(saved, "parallel.mode")
+    names_devices = any(
+        re.match(r"\+*((parallel|trainer)\.)?(devices|nproc_per_node)=", word) for word in overrides
+    )
+    names_mode = any(re.match(r"\+*parallel(\.mode)?=", word) for word in overrides)
+    keeps_mode = names_devices and not names_mode and mode not in (None, "single")
+    return [f"parallel.mode={mode}"] if keeps_mode else []
+
+
 def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:
     """Return the word that leaves the choice of a device to a run of several ranks that goes on as a single one."""
     typed = dict(word.lstrip("+").partition("=")[::2] for word in words)
@@ -194,7 +205,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
         key = str(getattr(error, "full_key", None) or "config")
         raise ConfigError(f"{path}: not a config of a run ({key}: {first_line_of_error(error)})") from error
     assert isinstance(cfg, DictConfig)
-    words = translated(overrides)
+    words = translated([*mode_of_ranks(saved, overrides), *overrides])
     faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
     wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
     faults += wrong.values()

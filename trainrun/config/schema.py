@@ -47,7 +47,7 @@ OTHER_WORDS = {"32-true": "32 fp32 float32 no", "16-mixed": "16 fp16 float16 amp
 PRECISION_WORDS = {word: mode for mode, words in OTHER_WORDS.items() for word in words.split()}
 SAME = "same"  # of data.val_transform: that of data.transform
 NO_LIMIT = {"-1": "null"}
-PARALLELS = ("single", "ddp")
+PARALLELS = ("single", "ddp", "fsdp")
 DISTILLATION = "trainrun.task.distillation.Distillation"
 TrackerName = Literal["csv", "mlflow", "tensorboard", "trackio", "wandb"]
 Config = TypeVar("Config")
@@ -359,6 +359,13 @@ class ParallelConfig:
     compress: str = choice(
         "none", "bf16", help="type of numbers in which gradients are exchanged; bf16: half the bytes"
     )
+    reshard: bool = setting(True, "fsdp: release the weights of a block between forward and backward")
+    replicate: int = setting(1, "fsdp: groups of ranks that hold the whole model each (HSDP)", at_least=1)
+    blocks: Any = setting(
+        "auto", "fsdp: modules that are gathered as a whole, by patterns as layers.*; auto: the repeated blocks",
+        kind=str | list[str],
+    )  # fmt: skip
+    offload: bool = setting(False, "fsdp: keep weights and moments in host memory (GPUs)")
     timeout_seconds: float = setting(1800.0, "limit for one exchange", above=0, read_by="the launcher")
     meeting_seconds: float = setting(
         90.0, "limit for the ranks to meet before the first step", above=0, read_by="the launcher"

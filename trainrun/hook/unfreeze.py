@@ -54,9 +54,9 @@ def build_unfreezing(frozen: Frozen, until: str | None, model: nn.Module) -> Unf
 
 
 def describe_unfreezing(frozen: Frozen, until: str | None) -> str:
-    size = sum(param.numel() for param in frozen.params)
+    size = sum(frozen.sizes.values())
     return (
-        f"model.freeze: {counted(len(frozen.params), 'tensor')} ({counted(size, 'parameter')}) frozen"
+        f"model.freeze: {counted(len(frozen.sizes), 'tensor')} ({counted(size, 'parameter')}) frozen"
         + (f", {counted(len(frozen.norms), 'batch norm')} in evaluation mode" if frozen.norms else "")
         + ("" if until is None else f", until {until}")
     )

@@ -19,13 +19,16 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from trainrun.errors import OF_ARGUMENTS, CheckpointError, PluginError
 from trainrun.optimizer.groups import Division, GroupRules
 from trainrun.optimizer.other_optimizers import (
+    are_shards,
     check_contract,
+    check_on_shards,
     check_sparse,
     describe_lost_state,
     inner_states,
     sparse_parameters,
 )
 from trainrun.runtime.memory_layout import is_dense
+from trainrun.tensors import whole_shape
 from trainrun.user_code import is_of_torch, named
 
 ADDED = "added"  # the mark of a group that a hook has added
@@ -66,6 +69,8 @@ def build_optimizer(
         settings += [keywords | rules.options(number) for number in range(len(rules.groups))]
     wish = keywords
     keywords = choose_kernel(factory, settings, model, params)
+    if are_shards(params):
+        check_on_shards(factory, keywords, params[0].device)
     try:
         optimizer = factory(groups, **keywords)
     except (RuntimeError, *OF_ARGUMENTS) as error:
@@ -264,7 +269,7 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
     return {
         "classes": [kind.__name__ for kind in type(optimizer).__mro__],
         "groups": groups,
-        "shapes": {name: list(param.shape) for param, name in names.items()},
+        "shapes": {name: whole_shape(param) for param, name in names.items()},
         "state": {
             names[key]: value
             for key, value in optimizer.state.items()

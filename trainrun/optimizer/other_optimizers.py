@@ -1,20 +1,24 @@
-"""Optimizers that want a closure, sparse gradients, or are none: what is refused, and why."""
+"""Optimizers that want a closure, sparse gradients or whole tensors, or are none: what is refused, and why."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from trainrun.errors import PluginError
 from trainrun.optimizer.plain_step import joined_optimizers
+from trainrun.tensors import WHOLE_SHAPE
 
 StateOf = Callable[[Optimizer, nn.Module], dict[str, Any]]
 DEEPEST = 3  # lists in lists of what an optimizer keeps
 OF_TORCH = ("defaults", "state", "param_groups")
+COLUMNS, ROWS, STEPS = 6, 8, 3  # of the layer that `check_on_shards` tries
+TOLERANCE = 1e-3  # of the largest change
 
 
 def check_contract(optimizer: Any, name: str, closures: bool) -> None:
@@ -174,3 +178,51 @@ def _describe_sparse_options(names: Mapping[Tensor, str], sparse: Collection[Ten
         f"+optimizer.sparse.params=[{','.join(tables)}] optimizer.dense._target_=torch.optim.AdamW "
         f"+optimizer.dense.params=[{','.join(dense)}]"
     )
+
+
+def are_shards(params: Iterable[Tensor]) -> bool:
+    """Return whether the parameters are parts of larger tensors."""
+    return any(hasattr(param, WHOLE_SHAPE) for param in params)
+
+
+def check_on_shards(
+    factory: Callable[..., Optimizer], keywords: dict[str, Any], device: torch.device
+) -> None:
+    """Raise PluginError if the optimizer updates the halves of a small layer otherwise than the whole layer."""
+    name = getattr(factory, "__name__", type(factory).__name__)
+    way_out = "each rank of parallel=fsdp has only rows of it; use torch.optim.AdamW or SGD, or parallel=ddp"
+    try:
+        changes = [_change(factory, keywords, device, rows) for rows in _parts(ROWS, ROWS // 2)]
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise PluginError(
+            f"optimizer: {name} cannot be tried on a part of a layer ({type(error).__name__}: {reason}); {way_out}"
+        ) from error
+    whole, joined = changes[0], torch.cat(changes[1:])
+    if not torch.allclose(whole, joined, rtol=0, atol=TOLERANCE * float(whole.abs().max())):
+        raise PluginError(f"optimizer: {name} updates a weight by the whole of its gradient, and {way_out}")
+
+
+def _parts(number: int, half: int) -> tuple[slice, slice, slice]:
+    return slice(0, number), slice(0, half), slice(half, number)
+
+
+def _change(
+    factory: Callable[..., Optimizer], keywords: dict[str, Any], device: torch.device, rows: slice
+) -> Tensor:
+    """Return how a few updates change rows of a layer's weights and biases, (rows, COLUMNS + 1)."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(ROWS, COLUMNS + 1, generator=generator)[rows].to(device)
+    model = nn.Sequential(nn.Linear(COLUMNS, len(start)), nn.Linear(len(start), 1)).to(device)
+    layer: Any = model[0]  # the last layer gets no gradient: some optimizers treat it in another way
+    with torch.no_grad():
+        layer.weight.copy_(start[:, 1:])
+        layer.bias.copy_(start[:, 0])
+    make_groups = getattr(factory, "parameter_groups", None)
+    optimizer = factory(list(model.parameters()) if make_groups is None else make_groups(model), **keywords)
+    for step in range(STEPS):
+        gradient = torch.randn(ROWS, COLUMNS + 1, generator=generator)[rows].to(device) * (step + 1)
+        layer.weight.grad, layer.bias.grad = gradient[:, 1:].clone(), gradient[:, 0].clone()
+        optimizer.step()
+    end = torch.cat([layer.bias.detach()[:, None], layer.weight.detach()], dim=1)
+    return end - start

@@ -16,20 +16,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.interfaces import Agreed
-from trainrun.parallel.group import Group, contact, destroy, exchange_failure, is_lost_contact
-from trainrun.runtime.foreach_copy import copy_
+from trainrun.parallel.group import (
+    Exchanges,
+    Group,
+    destroy,
+    exchange_failure,
+    is_lost_contact,
+    spread_tensors,
+)
 from trainrun.tensors import zero_loss
 
 TORCH_BUCKET_MB = 25.0
@@ -76,9 +79,9 @@ class Ddp:
         self._trained: set[nn.Parameter] = set()
         self._has_buffers = False
         self._learns_graph = static_graph
-        self._own = torch.zeros(3, dtype=torch.float64)
-        self._all = torch.zeros(self.world_size, 3, dtype=torch.float64)
-        self._rows = list(self._all.unbind())
+        exchanges = Exchanges(group)
+        self.agree, self.sum_over_ranks = exchanges.agree, exchanges.sum_over_ranks
+        self.gather, self.barrier = exchanges.gather, exchanges.barrier
 
     def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
         return build().to(self.device)
@@ -105,6 +108,9 @@ class Ddp:
             if not self._learns_buckets:
                 fix_buckets(ddp)
         return ddp
+
+    def held(self, model: nn.Module) -> nn.Module:
+        return model
 
     def adopt_trained(self, model: nn.Module) -> bool:
         trained = {param for param in model.parameters() if param.requires_grad}
@@ -139,20 +145,13 @@ class Ddp:
             self._learns_graph, last = False, True
         return self._exchange_last() if last else self._exchange_later()
 
-    def expect_backward(self, loss: Tensor) -> None:
+    def zero_loss(self, model: nn.Module) -> Tensor:
         assert self._ddp is not None, "wrap comes first"
+        loss = zero_loss(model, [param for param in model.parameters() if param.requires_grad])
         if self._ddp.require_backward_grad_sync:
             self._ddp.reducer.prepare_for_forward()
             self._ddp.reducer.prepare_for_backward([loss])
-
-    def agree(self, items: int, stop: int, save: int) -> Agreed:
-        self._own.numpy()[:] = items, stop, save
-        try:
-            dist.all_gather(self._rows, self._own, group=self._host)
-        except RuntimeError as error:
-            raise exchange_failure(error) from error
-        all_items, stops, saves = zip(*self._all.tolist(), strict=True)
-        return Agreed(sum(all_items) / self.world_size, int(max(stops)), int(max(saves)))
+        return loss
 
     @property
     def _learns_buckets(self) -> bool:
@@ -168,24 +167,6 @@ class Ddp:
         with self._exchange():
             backward_of_zeros(self._ddp, there)
             self._spread_buffers()
-
-    def sum_over_ranks(self, values: list[float]) -> list[float]:
-        summands = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(summands) for _ in range(self.world_size)]
-        with contact():
-            dist.all_gather(rows, summands, group=self._host)
-        # added in the order of ranks, whatever route the numbers took
-        return [sum(column) for column in zip(*[row.tolist() for row in rows], strict=True)]
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
-        with contact():
-            dist.all_gather_object(values, value, group=self._host)
-        return values
-
-    def barrier(self) -> None:
-        with contact():
-            dist.barrier(group=self._host)
 
     def close(self) -> None:
         destroy()
@@ -228,19 +209,10 @@ class Ddp:
             raise
 
     def _spread_buffers(self) -> None:
-        """Rank 0's buffers on all ranks, one message for each type of number."""
-        if not self._has_buffers:
-            return
-        assert self._ddp is not None
-        buffers = sorted(self._ddp.module.buffers(), key=device_and_type)
-        for _, group in groupby(buffers, key=device_and_type):
-            same = [buffer.detach() for buffer in group]
-            joined = torch.cat([buffer.reshape(-1) for buffer in same])
-            dist.broadcast(joined, src=0, group=self._host if joined.device.type == "cpu" else None)
-            if self.rank != 0:
-                pieces = torch.split(joined, [buffer.numel() for buffer in same])
-                shaped = [piece.view_as(buffer) for buffer, piece in zip(same, pieces, strict=True)]
-                copy_(same, shaped)
+        """Rank 0's buffers on all ranks."""
+        if self._has_buffers:
+            assert self._ddp is not None
+            spread_tensors(list(self._ddp.module.buffers()), self._host)
 
 
 def without_gradient(model: nn.Module) -> PluginError:
@@ -261,19 +233,15 @@ def without_gradient(model: nn.Module) -> PluginError:
     )
 
 
-def device_and_type(tensor: Tensor) -> tuple[str, str]:
-    return str(tensor.device), str(tensor.dtype)
-
-
-def check_parameters(model: nn.Module) -> None:
-    """Refuse what DDP cannot wrap, before it fails with words about processes."""
+def check_parameters(model: nn.Module, mode: str = "ddp") -> None:
+    """Refuse what ranks cannot exchange, before torch fails with words about processes."""
     name = type(model).__name__
     parameters = list(model.parameters())
     if not parameters:
         raise PluginError(f"model: {name} has no parameters, so there is nothing to train")
     if any(is_lazy(parameter) for parameter in parameters):
         raise PluginError(
-            f"model: {name} has parameters whose shape is not known yet; parallel=ddp needs the shapes, "
+            f"model: {name} has parameters whose shape is not known yet; parallel={mode} needs the shapes, "
             "so name the sizes of its lazy layers, or use parallel=single"
         )
     if any(buffer.layout is not torch.strided for buffer in model.buffers()):

@@ -6,18 +6,23 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
+from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # public, not marked so
 
 from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
+from trainrun.interfaces import Agreed
 from trainrun.parallel.rank_place import LostContact, last_exchanges
+from trainrun.runtime.foreach_copy import copy_
 
 LAST = re.compile(r"Last error:\s*(\S.*)")
 KIND = re.compile(r"\b(nccl[A-Z]\w+): ")
@@ -83,6 +88,59 @@ def init_group(device: torch.device, timeout_seconds: float, store: Store | None
             f"{error.reason}; the ranks meet {way}, GLOO_SOCKET_IFNAME=... names another"
         ) from error
     return Group(device, rank, world_size, host, names.count(names[rank]))
+
+
+class Exchanges:
+    """What the ranks of a group exchange on the host; methods as of `Parallel`."""
+
+    def __init__(self, group: Group) -> None:
+        self._host, self._world_size = group.host, group.world_size
+        self._own = torch.zeros(3, dtype=torch.float64)
+        self._all = torch.zeros(group.world_size, 3, dtype=torch.float64)
+        self._rows = list(self._all.unbind())
+
+    def agree(self, items: int, stop: int, save: int) -> Agreed:
+        self._own.numpy()[:] = items, stop, save
+        try:
+            dist.all_gather(self._rows, self._own, group=self._host)
+        except RuntimeError as error:
+            raise exchange_failure(error) from error
+        all_items, stops, saves = zip(*self._all.tolist(), strict=True)
+        return Agreed(sum(all_items) / self._world_size, int(max(stops)), int(max(saves)))
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        summands = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(summands) for _ in range(self._world_size)]
+        with contact():
+            dist.all_gather(rows, summands, group=self._host)
+        # added in the order of ranks, whatever route the numbers took
+        return [sum(column) for column in zip(*[row.tolist() for row in rows], strict=True)]
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self._world_size
+        with contact():
+            dist.all_gather_object(values, value, group=self._host)
+        return values
+
+    def barrier(self) -> None:
+        with contact():
+            dist.barrier(group=self._host)
+
+
+def spread_tensors(tensors: Iterable[Tensor], host: dist.ProcessGroup) -> None:
+    """Copy rank 0's tensors to all ranks, in one message for each type of number."""
+    for _, group in groupby(sorted(tensors, key=device_and_type), key=device_and_type):
+        same = [tensor.detach() for tensor in group]
+        joined = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.broadcast(joined, src=0, group=host if joined.device.type == "cpu" else None)
+        if dist.get_rank() != 0:
+            pieces = torch.split(joined, [tensor.numel() for tensor in same])
+            shaped = [piece.view_as(tensor) for tensor, piece in zip(same, pieces, strict=True)]
+            copy_(same, shaped)
+
+
+def device_and_type(tensor: Tensor) -> tuple[str, str]:
+    return str(tensor.device), str(tensor.dtype)
 
 
 def destroy() -> None:

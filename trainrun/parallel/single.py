@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.interfaces import Agreed
+from trainrun.tensors import zero_loss
 
 NO_EXCHANGE: AbstractContextManager[Any] = nullcontext()
 
@@ -31,6 +32,9 @@ class Single:
     def wrap(self, model: nn.Module) -> nn.Module:
         return model
 
+    def held(self, model: nn.Module) -> nn.Module:
+        return model
+
     def adopt_trained(self, model: nn.Module) -> bool:
         return False
 
@@ -49,7 +53,8 @@ class Single:
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         return NO_EXCHANGE
 
-    def expect_backward(self, loss: Tensor) -> None: ...
+    def zero_loss(self, model: nn.Module) -> Tensor:
+        return zero_loss(model, [param for param in model.parameters() if param.requires_grad])
 
     def exchange(self) -> None: ...
 

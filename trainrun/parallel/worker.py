@@ -52,7 +52,7 @@ def run_as_rank(
     def whole() -> int:
         side = store and store.clone()  # type: ignore[attr-defined]  # public, not in torch's stubs
         with ended_after(options.meeting_seconds, lambda: missing_ranks(side, world_size), end):
-            parallel = build_ddp(options, store)
+            parallel = build_backend(options, store)
         code = work(parallel, flag)
         parallel.close()  # not after a failure: it could wait for ranks that are gone
         return code
@@ -83,12 +83,24 @@ def missing_ranks(store: Store | None, world_size: int) -> str:
     return name_ranks(missing) if missing else f"connections to the other ranks over {interface}"
 
 
-def build_ddp(options: ParallelConfig, store: Store | None) -> Ddp:
+def build_backend(options: ParallelConfig, store: Store | None) -> Parallel:
+    """Connect to the other ranks, and return the backend of `parallel=`."""
     device = choose_device(
         options.accelerator, int(os.environ["LOCAL_RANK"]), options.mode, store is not None, options.devices
     )
+    group = init_group(device, options.timeout_seconds, store)
+    if options.mode == "fsdp":
+        from trainrun.parallel.fsdp import Fsdp  # 0.4 s of torch's that no other mode needs
+
+        return Fsdp(
+            group,
+            reshard=options.reshard,
+            replicate=options.replicate,
+            blocks=options.blocks,
+            offload=options.offload,
+        )
     return Ddp(
-        init_group(device, options.timeout_seconds, store),
+        group,
         sync_batchnorm=options.sync_batchnorm,
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,

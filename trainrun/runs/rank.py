@@ -333,6 +333,11 @@ FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scal
 
 def explain_error(run: Components, state: TrainState, error: Exception) -> TrainrunError | None:
     """Return what to do about an error; None if that is not known."""
+    if run.parallel.forward_is_collective and isinstance(error, RuntimeError):
+        from trainrun.parallel.group import exchange_failure, is_lost_contact
+
+        if is_lost_contact(error):
+            return exchange_failure(error)
     task = type(run.task).__name__
     if isinstance(error, AttributeError):
         if error.name not in ("loss_sum", "sums", "count"):
@@ -340,6 +345,11 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
         return PluginError(
             f"task: {task}.step() gave a {type(error.obj).__name__}; it must return "
             "trainrun.interfaces.StepOutput(loss_sum, {...})"
+        )
+    if run.parallel.forward_is_collective and "torch.Tensor and DTensor" in str(error):
+        return PluginError(
+            f"task: {task}.step() computes with weights of the model outside of model(...), where each rank has only "
+            "rows of them; move that into the model's forward, or use parallel=ddp"
         )
     if text := describe_out_of_memory(error):
         return TrainingError(describe_memory_end(run, text))

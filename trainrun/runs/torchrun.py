@@ -36,7 +36,7 @@ def lead_run(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Rank 0, after it has composed. Returns the exit code of this rank."""
     parallel = config.parallel
     fault = local_ranks_fault(parallel.devices, parallel.accelerator)
-    if parallel.mode != "ddp":
+    if parallel.mode == "single":
         fault = f"parallel={parallel.mode}: this was started as several ranks; use parallel=ddp"
     if fault:
         dismiss(EXIT_USAGE)

@@ -100,17 +100,16 @@ def _predictions_at(
 @contextmanager
 def _weights_of(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
     """Inside, the model has the weights of a checkpoint and is in evaluation mode; afterwards its own."""
-    own_weights = {
-        name: value.detach().to("cpu", copy=True) for name, value in run.model.state_dict().items()
-    }
+    own_weights = {name: value.detach().to("cpu", copy=True) for name, value in run.held.state_dict().items()}
     modes = [(module, module.training) for module in run.model.modules()]
     loaded = load_together(run_dir.checkpoints / folder_name(step), run.parallel, None)
     try:
-        run.model.load_state_dict(evaluated_weights(loaded, run.model.state_dict())[0])
+        own = run.held.state_dict()
+        run.held.load_state_dict(run.parallel.load_state_dict(evaluated_weights(loaded, own)[0], own))
         run.model.eval()
         yield
     finally:
-        run.model.load_state_dict(own_weights)
+        run.held.load_state_dict(own_weights)
         for module, training in modes:
             module.training = training
 

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 class Components:
     """Everything that is assembled once.
 
-    wrapped: the model as the backend wants it called. validation: `val`, or `val/day` and `val/night` of named sets.
+    wrapped: the model as the backend wants it called. held: the model as this rank holds it, whose parameters the
+    optimizer has. validation: `val`, or `val/day` and `val/night` of named sets.
     step: makes one step: `train_step`, what wraps it, or what is in its place. accumulate: its forward and backward.
     positions: of a micro-batch of one rank, padding included, by `data.padding`; empty if it is not known.
     optimizers: several by name, for a step of the user's own, which is own_step; else empty.
@@ -62,6 +63,7 @@ class Components:
     config: RunConfig
     model: nn.Module
     wrapped: nn.Module
+    held: nn.Module
     task: Task
     task_calls: TaskCalls
     optimizer: torch.optim.Optimizer
@@ -172,7 +174,7 @@ class Components:
         saved = state.state_dict()
         rank_state = {name: saved.pop(name) for name in OF_THIS_RANK}
         shared = {
-            "model": self.model.state_dict(),
+            "model": self.held.state_dict(),
             "ema": {} if self.ema is None else self.ema.state_dict(),
             "optimizer": self._optimizer_state(),
             "trained": self.trained.state_dict(),
@@ -195,8 +197,8 @@ class Components:
 
     def _optimizer_state(self) -> dict[str, Any]:
         if self.optimizers:
-            return optimizer_states(self.optimizers, self.model)
-        return named_optimizer_state(self.optimizer, self.model)
+            return optimizer_states(self.optimizers, self.held)
+        return named_optimizer_state(self.optimizer, self.held)
 
     def stream(self) -> dict[str, Any]:
         """Return what a position in the data depends on: sizes of micro-batch and epoch, classes, inputs."""

@@ -313,7 +313,7 @@ class Hooks:
 
 def weights_digest(run: Any) -> str:
     """Return a digest of the weights and of their average."""
-    state = [run.model.state_dict(), {} if run.ema is None else run.ema.state_dict()]
+    state = [run.held.state_dict(), {} if run.ema is None else run.ema.state_dict()]
     digest = hashlib.blake2b(digest_size=16)
 
     def add(_: tuple[str, ...], tensor: Tensor) -> None:

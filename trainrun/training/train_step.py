@@ -13,7 +13,6 @@ from torch import Tensor
 from trainrun.errors import PluginError
 from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport
 from trainrun.sums import add_sums
-from trainrun.tensors import zero_loss
 from trainrun.timing.phases import BACKWARD, FORWARD, RANKS
 from trainrun.training.components import Components
 
@@ -66,9 +65,7 @@ def loss_of_nothing(run: Components, loss: Tensor) -> Tensor:
             f"task: the loss of {type(run.task).__name__}.step() has shape {tuple(loss.shape)}, requires_grad=False; "
             "it must be a sum over the batch, 0-d, computed from the model's parameters, or 0 if nothing is learned"
         )
-    zero = zero_loss(run.model, [param for param in run.model.parameters() if param.requires_grad])
-    run.parallel.expect_backward(zero)
-    return zero
+    return run.parallel.zero_loss(run.model)
 
 
 def accumulate_with_retry(run: Components, micro_batches: list[MicroBatch]) -> Gradients:

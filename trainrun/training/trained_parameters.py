@@ -19,18 +19,17 @@ class TrainedParameters:
     config of the present session says.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._at_start = dict(model.named_parameters())
-        self._required = {name: param.requires_grad for name, param in self._at_start.items()}
-        self._known = set(self._at_start.values())
+    def __init__(self, model: nn.Module, held: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._held, self._optimizer = model, held, optimizer
+        self._required = {name: param.requires_grad for name, param in model.named_parameters()}
+        self._known = set(held.parameters())
 
     def without_optimizer(self) -> list[str]:
         """Return the names of parameters that require a gradient and that no optimizer has."""
         owned = {param for group in self._optimizer.param_groups for param in group["params"]}
         return [
             name
-            for name, param in self._model.named_parameters()
+            for name, param in self._held.named_parameters()
             if param.requires_grad and param not in owned
         ]
 
@@ -39,10 +38,10 @@ class TrainedParameters:
 
         What they replaced leaves the optimizer. Raise PluginError for new parameters that no optimizer has.
         """
-        if all(param in self._known for param in self._model.parameters()):
+        if all(param in self._known for param in self._held.parameters()):
             return
-        added = set(self._model.parameters()) - self._known
-        named = dict(self._model.named_parameters())
+        added = set(self._held.parameters()) - self._known
+        named = dict(self._held.named_parameters())
         names = [name for name in self.without_optimizer() if named[name] in added]
         if names:
             raise PluginError(
@@ -50,7 +49,7 @@ class TrainedParameters:
                 "built. Make such parameters in __init__ or in a transform (nn.LazyLinear gets its size before the "
                 "first step), or copy new values into the parameters that are there"
             )
-        present = set(self._model.parameters())
+        present = set(self._held.parameters())
         for param in self._known - present:
             self._optimizer.state.pop(param, None)
         for group in self._optimizer.param_groups:
@@ -109,7 +108,7 @@ class WatchGradients:
             return
         names = [
             name
-            for name, param in run.model.named_parameters()
+            for name, param in run.held.named_parameters()
             if param.requires_grad
             and param not in run.precision.had_gradient
             and name not in self._without_optimizer

@@ -81,10 +81,20 @@ def run_trial(
     owners: the objects that the work may change, where it cannot run in a child process. limit_seconds: of a child.
     Raises what the work raises, ChildError for a child that died or is late, and NoTrial.
     """
+    if any(is_sharded(owner) for owner in owners):
+        raise NoTrial("the ranks exchange weights in each forward")
     if device.type == "cpu" and can_fork():
         return run_in_child(functools.partial(_without_ranks, work), limit_seconds)
     with put_back(owners, device):
         return work()
+
+
+def is_sharded(owner: Any) -> bool:
+    """Return whether an object is a model whose parameters are parts of tensors."""
+    return isinstance(owner, nn.Module) and any(
+        type(param) not in (Tensor, nn.Parameter) and hasattr(param, "placements")
+        for param in owner.parameters()
+    )
 
 
 def _without_ranks(work: Callable[[], T]) -> T:

@@ -17,16 +17,18 @@ from trainrun.patterns import Patterns, matching
 class Frozen:
     """Parameters of a model by the patterns of their names, those that are frozen already left out.
 
-    norms: batch norms of which every parameter is among them (or none exists, and their statistics fit) keep their
-    statistics and use them, as in evaluation. Raises ValueError for a pattern that fits no parameter, and for no norm.
+    sizes: the numbers of their values, by name. norms: batch norms of which every parameter is among them (or none
+    exists, and their statistics fit) keep their statistics and use them, as in evaluation. Raises ValueError for a
+    pattern that fits no parameter, and for no norm.
     """
 
     def __init__(self, model: nn.Module, patterns: Patterns, norms: bool = False) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
         names = matching(parameters, patterns, "model.freeze")
-        chosen = dict.fromkeys(parameters[name] for name in names)
-        self.params = [param for param in chosen if param.requires_grad]
-        if sum(param.requires_grad for param in model.parameters()) == len(self.params) > 0:
+        chosen = {parameters[name]: name for name in names}
+        # by name: `parallel=fsdp` puts other parameters in their places
+        self.sizes = {name: param.numel() for param, name in chosen.items() if param.requires_grad}
+        if sum(param.requires_grad for param in model.parameters()) == len(self.sizes) > 0:
             raise ValueError(
                 f"model.freeze={patterns}: freezes all that is trained; leave out what shall learn"
             )
@@ -36,8 +38,9 @@ class Frozen:
 
     def set(self, model: nn.Module, frozen: bool) -> None:
         """Freeze the parameters and their norms, or train them from here on."""
-        for param in self.params:
-            param.requires_grad_(not frozen)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name in self.sizes:
+            parameters[name].requires_grad_(not frozen)
         self.set_norms(model, frozen)
 
     def set_norms(self, model: nn.Module, frozen: bool) -> None:

@@ -76,8 +76,6 @@ def check_learning_rates(trials: Trials) -> Certificate:
 
 def check_ranks(trials: Trials) -> Certificate:
     """Check that two processes with half of each batch give the weights of one process."""
-    if trials.config.data.train and trials.config.parallel.mode not in ("single", "ddp"):
-        raise NotApplicable(f"parallel={trials.config.parallel.mode}")
     weights_of_one = _train_weights(trials, "one rank", 2, 2 * MICRO, 1)
     weights_of_two = _train_weights(trials, "two ranks", 2, MICRO, 1, num_ranks=2)
     return certify_difference(
@@ -103,7 +101,8 @@ def _run_part(
             source = next(iter(named_nodes(config.data.train).values()), config.data.train)
             config = with_values(config, {"data.train": first_samples_node(source, samples, "train")})
         if num_ranks > 1:
-            config = with_values(config, {"parallel.mode": "ddp", "parallel.devices": num_ranks})
+            mode = "ddp" if config.parallel.mode == "single" else config.parallel.mode
+            config = with_values(config, {"parallel.mode": mode, "parallel.devices": num_ranks})
         return config
 
     try:

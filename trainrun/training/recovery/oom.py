@@ -123,7 +123,8 @@ class OomRetry:
     ) -> None:
         self.pieces, self._val_pieces = 1, 1
         self.mode, self.model, self.task, self.parallel, self.note = mode, model, task, parallel, note
-        self.refusal = RANKS if parallel.world_size > 1 and mode != "stop" else ""
+        is_alone = parallel.world_size == 1 and not parallel.forward_is_collective
+        self.refusal = "" if is_alone or mode == "stop" else RANKS
         self._buffers = BufferCopies(model)
         self._random_states = RandomStates(parallel.device)
         self.acts = mode != "stop" or mends

@@ -50,7 +50,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         run.monitors.note(
             f"checkpoint {place}: longer than the model makes them at first: {', '.join(longer)}"
         )
-    live = run.model.state_dict()
+    live = run.held.state_dict()
     if run.base is not None:
         run.base.check(place, shared)
     shared = add_left_out_weights(place, run.parallel.load_state_dict(shared, live), live)
@@ -66,7 +66,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     per_rank = shared["stream"].get("ranks", run.parallel.world_size) / run.parallel.world_size
     for name in ("items", "step_items"):  # a mean over ranks
         shared["train"][name] = shared["train"].get(name, 0.0) * per_rank
-    run.model.load_state_dict(shared["model"])
+    run.held.load_state_dict(shared["model"])
     if run.ema is not None:
         run.ema.load_state_dict(shared["ema"])
     elif shared["ema"]:
@@ -103,10 +103,10 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
 
 def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
     if run.optimizers:
-        load_optimizer_states(run.optimizers, run.model, place, tree, run.config.optimizer)
+        load_optimizer_states(run.optimizers, run.held, place, tree, run.config.optimizer)
         return
     configured = configured_fields(run.config.optimizer)
-    load_named_optimizer_state(run.optimizer, run.model, tree, configured)
+    load_named_optimizer_state(run.optimizer, run.held, tree, configured)
 
 
 def position(run: Components, place: str, shared: dict[str, Any]) -> int:

@@ -1,0 +1,117 @@
+"""What one of several ranks does in test_fsdp.py: `fsdp_ranks.py RUN_DIR`. Rank 0 writes down what it sees."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
+
+import exact_parts
+from exact_parts import parts_of, result
+
+from trainrun.checkpoint.load import Loaded
+from trainrun.checkpoint.manager import CheckpointManager
+from trainrun.config.schema import ParallelConfig
+from trainrun.folder.run_folder import RunDir, write_text
+from trainrun.interfaces import Parallel
+from trainrun.parallel.fsdp import Fsdp
+from trainrun.parallel.group import Group
+from trainrun.parallel.worker import run_as_rank
+from trainrun.runtime.signals import StopFlag
+from trainrun.train_state import TrainState
+from trainrun.training import loop
+from trainrun.training.components import Components
+from trainrun.training.recovery.restore import load_tree
+
+OPTIONS = ParallelConfig(mode="fsdp", accelerator="cpu", timeout_seconds=60.0, blocks="layers.0")
+SAVED = ("optimizer=adamw", "optimizer.lr=0.03", "data.train.count=44", "ema=true", "ema.decay=0.5",
+         "trainer.gradient_clip_val=0.5", "precision=64")  # fmt: skip
+
+
+def another(parallel: Fsdp, **options: Any) -> Fsdp:
+    """Return a second backend of the same ranks."""
+    group = Group(
+        parallel.device, parallel.rank, parallel.world_size, parallel._host, parallel.local_world_size
+    )
+    return Fsdp(group, **{"blocks": "layers.0", **options})
+
+
+def fit(
+    words: tuple[str, ...], parallel: Parallel, max_steps: int, loaded: Loaded | None = None
+) -> tuple[Components, TrainState]:
+    """Train up to a step, from the beginning or from a checkpoint."""
+    run, state = (
+        parts_of((*words, f"trainer.max_steps={max_steps}"), parallel=parallel, batch_size=4),
+        TrainState(),
+    )
+    if loaded is not None:
+        state = load_tree(run, loaded.folder.name, loaded.shared, loaded.own)
+    run.triggers.start(state)
+    return run, loop.fit(run, state)
+
+
+def save(run: Components, state: TrainState, folder: Path) -> CheckpointManager:
+    options = replace(run.checkpoints.options, enabled=True)
+    manager = CheckpointManager(folder, "run", options, run.parallel, dict, print, lambda: 2**40)
+    manager.save(run, state)
+    manager.close()
+    return manager
+
+
+def save_at(parallel: Fsdp, folder: Path) -> dict[str, Any]:
+    """Save in the middle, and go on from there; return whether that is the run that never stopped, to the bit."""
+    whole, state = fit(SAVED, another(parallel), 4)
+    manager = save(*fit(SAVED, another(parallel), 2), folder)
+    resumed, _ = fit(SAVED, another(parallel), 4, manager.load_latest())
+    same = [torch.equal(*pair) for pair in zip(leaves(whole), leaves(resumed), strict=True)]
+    save(whole, state, folder)
+    return {"same": all(same), "tensors": len(same), "bytes_held": bytes_held(whole)}
+
+
+def bytes_held(run: Components) -> int:
+    """Return the bytes that this rank keeps of weights, averages and moments."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(run))
+
+
+def leaves(run: Components) -> list[Tensor]:
+    tree = run.held.state_dict(), run.ema and run.ema.state_dict(), dict(run.optimizer.state)
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def fault_of(call: Callable[[], Any]) -> list[str]:
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+def work(parallel: Parallel, flag: StopFlag) -> int:
+    assert isinstance(parallel, Fsdp)
+    folder = Path(sys.argv[1])
+    scenarios = json.loads((folder / "scenarios.json").read_text())
+    seen: dict[str, Any] = {
+        name: result(tuple(words), another(parallel, replicate=replicate, reshard=reshard))
+        for name, (words, replicate, reshard) in scenarios.items()
+    }
+    seen["saved"] = save_at(parallel, folder / "checkpoints")
+    seen["no blocks"] = fault_of(lambda: another(parallel, blocks="auto").wrap(exact_parts.Net()))
+    seen["replicate"] = fault_of(lambda: another(parallel, replicate=3))
+    seen["muon"] = fault_of(
+        lambda: parts_of(("optimizer=muon", "optimizer.lr=0.02"), batch_size=2, parallel=another(parallel))
+    )
+    if parallel.rank == 0:
+        write_text(folder / "results.json", json.dumps(seen))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_as_rank(RunDir(Path(sys.argv[1])), OPTIONS, work))

@@ -1,0 +1,160 @@
+"""Models in shards on real ranks under gloo, against one process that holds the whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
+
+from exact_groups import BY_SETTINGS
+from exact_parts import parts_of, result
+from test_exactness import LOSS_TOLERANCES, TOKENS, TOLERANCES, difference, same_rows
+
+from trainrun.checkpoint.files import folder_name
+from trainrun.checkpoint.load import is_sound, read_checkpoint
+from trainrun.folder.run_folder import RunDir, read_json, write_json
+from trainrun.parallel.launch import launch
+from trainrun.train_state import TrainState
+from trainrun.training import loop
+from trainrun.training.recovery.restore import load_tree
+
+pytestmark = pytest.mark.process
+SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
+NUM_RANKS = int(os.environ.get("FSDP_RANKS", "2"))  # 4 in the long check
+ADAMW = ("optimizer=adamw", "optimizer.lr=0.03")
+DOUBLE = "precision=64"
+# (words, parallel.replicate, parallel.reshard)
+SCENARIOS: dict[str, tuple[tuple[str, ...], int, bool]] = {
+    "a filler in a window": ((DOUBLE, "data.train.count=17", "trainer.accumulate_grad_batches=3"), 1, True),
+    "averaged over epochs": ((DOUBLE, *ADAMW, "data.train.count=9", "trainer.max_epochs=3", "ema=true",
+                              "ema.decay=0.5", "trainer.ema.update_every_n_steps=2"), 1, False),
+    "clipped": ((DOUBLE, *TOKENS, "data.train.count=27", "trainer.gradient_clip_val=0.05"), 1, True),
+    "two copies": ((DOUBLE, *TOKENS, "data.train.count=27", "trainer.gradient_clip_val=0.05"), 2, True),
+    "one sample to evaluate": ((DOUBLE, "data.train.count=16", "data.val._target_=exact_parts.samples",
+                                "data.val.count=1"), 1, True),
+    "evaluated averages": ((DOUBLE, *TOKENS, "data.train.count=16", "data.val._target_=exact_parts.tokens",
+                            "data.val.count=23", "ema=true", "trainer.val_check_interval=1"), 1, False),
+    "counts with the outputs": ((DOUBLE, *TOKENS, "task=exact_tasks.Rich", "data.train.count=29",
+                                 "trainer.accumulate_grad_batches=2", "data.val._target_=exact_parts.tokens",
+                                 "data.val.count=9"), 1, True),
+    "a step that is not finite": ((DOUBLE, "data.train.count=19", "data.train.bad=3", "trainer.nan_policy=skip",
+                                   "trainer.max_epochs=2", "scheduler=cosine", "ema=true"), 1, True),
+    "no target counts": ((DOUBLE, *TOKENS, "data.train.count=19", "+data.train.empty_below=9"), 1, True),
+    "groups": ((DOUBLE, *BY_SETTINGS, "data.train.count=29", "trainer.max_epochs=2"), 1, True),
+    "frozen, trained later": ((DOUBLE, "data.train.count=29", "+model.freeze=layers.0.*", "+model.unfreeze_at=2step",
+                               "trainer.max_epochs=2"), 1, True),
+    "LoRA": ((DOUBLE, *ADAMW, "data.train.count=29", "transform=lora", "transform.lora.target=layers.2"), 1, True),
+    "float32": ((*TOKENS, *ADAMW, "data.train.count=27"), 1, True),
+    "bf16-mixed": (("precision=bf16-mixed", *TOKENS, "data.train.count=27"), 1, True),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What rank 0 of `fsdp_ranks.py` saw; one start of the ranks for all tests of this file."""
+    run = RunDir(tmp_path_factory.mktemp("fsdp"))
+    size = 8 // NUM_RANKS
+    scenarios = {
+        name: ([*words, f"data.batch_size={size}"], replicate, reshard)
+        for name, (words, replicate, reshard) in SCENARIOS.items()
+    }
+    write_json(run.root / "scenarios.json", scenarios)
+    env = dict(os.environ, PYTHONPATH=str(SCRIPT.parents[2]), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    command = [sys.executable, str(SCRIPT), str(run.root)]
+    assert launch(lambda attempt: command, NUM_RANKS, run, grace_seconds=5, alone_seconds=60, env=env) == 0
+    return {**read_json(run.root / "results.json"), "folder": run.root}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_ranks_with_shards_equal_one_process(name: str, seen: dict[str, Any]) -> None:
+    words = SCENARIOS[name][0]
+    one = json.loads(json.dumps(result((*words, "data.batch_size=8"))))
+    mode = "64-true" if DOUBLE in words else "bf16-mixed" if "bf16-mixed" in name else "32-true"
+    ranks = seen[name]
+    assert one["train"]
+    assert difference(ranks["weights"], one["weights"]) <= TOLERANCES[mode]
+    assert difference(ranks["averaged"], one["averaged"]) <= TOLERANCES[mode]
+    same_rows(ranks["train"], one["train"], max(LOSS_TOLERANCES[mode], 1e-11))
+    same_rows(ranks["eval"], one["eval"], 1e-12)
+    assert ranks["skipped"] == one["skipped"]
+
+
+def test_a_resume_on_the_same_ranks_is_the_run_that_never_stopped(seen: dict[str, Any]) -> None:
+    assert seen["saved"]["tensors"] > 12
+    assert seen["saved"]["same"]
+
+
+def test_one_process_goes_on_from_the_shards_of_all_ranks(seen: dict[str, Any]) -> None:
+    words = ("optimizer=adamw", "optimizer.lr=0.03", "data.train.count=44", "ema=true", "ema.decay=0.5",
+             "trainer.gradient_clip_val=0.5", "precision=64", "trainer.max_steps=4")  # fmt: skip
+    middle, end = (read_checkpoint(seen["folder"] / "checkpoints" / folder_name(step)) for step in (2, 4))
+    one = parts_of(words, batch_size=4 * NUM_RANKS)
+    state: TrainState = load_tree(one, "middle", middle.shared, None)
+    one.triggers.start(state)
+    loop.fit(one, state)
+    for part in ("model", "ema"):
+        stored = end.shared[part] if part == "model" else end.shared[part]["module"]
+        here = one.held.state_dict() if part == "model" else one.ema.state_dict()["module"]
+        assert stored.keys() == here.keys()
+        for name, tensor in stored.items():
+            torch.testing.assert_close(tensor, here[name], rtol=0, atol=1e-12)
+    shapes = {name: list(param.shape) for name, param in one.model.named_parameters()}
+    assert end.shared["optimizer"]["shapes"] == shapes
+
+
+def test_each_rank_writes_its_rows_alone_with_the_layout_of_torch(seen: dict[str, Any]) -> None:
+    folder = seen["folder"] / "checkpoints" / folder_name(4)
+    rows = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            layout = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            assert layout.keys() == set(file.keys())
+            name = "shared/model/layers.0.weight"
+            rows[layout[name]["saved_offsets"][0]] = len(file.get_tensor(name))
+    assert sum(rows.values()) == 9
+    assert len(rows) == NUM_RANKS
+    assert seen["saved"]["bytes_held"] < 0.8 * sum(
+        path.stat().st_size for path in folder.glob("*.safetensors")
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_reader_loads_the_shards(seen: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    folder = seen["folder"] / "checkpoints" / folder_name(4)
+    stored = read_checkpoint(folder).shared["model"]
+    tree = {f"shared/model/{name}": torch.zeros_like(tensor) for name, tensor in stored.items()}
+    load(tree, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert all(torch.equal(tree[f"shared/model/{name}"], tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("file", ["shared.safetensors", "rank-00001.safetensors", "rank-00001.json"])
+def test_a_flipped_bit_in_any_file_is_found(file: str, seen: dict[str, Any]) -> None:
+    folder = seen["folder"] / "checkpoints" / folder_name(2)
+    path = folder / file
+    before = path.read_bytes()
+    assert is_sound(folder, "run")
+    path.write_bytes(before[:-3] + bytes([before[-3] ^ 1]) + before[-2:])
+    try:
+        assert not is_sound(folder, "run")
+    finally:
+        path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "key"),
+    [("no blocks", "ConfigError", "parallel.blocks="), ("replicate", "ConfigError", "parallel.replicate=3"),
+     ("muon", "PluginError", "optimizer: Muon")],
+)  # fmt: skip
+def test_what_shards_cannot_do_is_refused(name: str, error: str, key: str, seen: dict[str, Any]) -> None:
+    assert seen[name][0] == error
+    assert key in seen[name][1]
