@@ -40,6 +40,17 @@ def test_a_file_is_read_as_settings(workdir: Path):
     assert other.optimizer["lr"] == 0.5
 
 
+def test_a_group_of_a_racer_leaves_the_settings_of_all():
+    """Another optimizer of one racer still has the rate that all have."""
+    first, second = read_racers(["optimizer=sgd", "optimizer=adam lr=0.5"], ["lr=0.25", "optimizer=adamw"])
+    rates = []
+    for racer in (first, second):
+        node = compose_run(list(racer.words)).config.optimizer
+        assert node is not None
+        rates.append((node["_target_"].rpartition(".")[2], node["lr"]))
+    assert rates == [("SGD", 0.25), ("Adam", 0.5)]
+
+
 def test_quoted_words_are_split_as_a_shell_does():
     assert words_of("model=mlp run_name='two words'") == ["model=mlp", "run_name=two words"]
 

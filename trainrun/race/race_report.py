@@ -13,7 +13,7 @@ from trainrun.folder.run_folder import write_text
 from trainrun.output import figure, say
 from trainrun.plots import page
 from trainrun.plots.chart import Chart, Curve, charts_html
-from trainrun.race.racers import Variation
+from trainrun.race.racers import Racer, Variation
 from trainrun.race.standings import Equivalence, RaceResults, RaceRun, Standing
 from trainrun.race.turns import Race
 from trainrun.sweep.points import half_of_mean
@@ -21,6 +21,7 @@ from trainrun.sweep.table import csv_text, print_table
 from trainrun.timing.paired import Ratio
 
 Table = tuple[list[str], list[list[str]]]
+LONGEST_LABEL = 40
 CSV, PAGE = "race.csv", "race.html"
 COLUMNS = (
     "racer",
@@ -44,8 +45,13 @@ def race_table(race: Race, results: RaceResults) -> Table:
     rows = []
     for racer in race.racers:
         if len(racer.name) == 1 and results.runs[racer.name]:
-            rows.append([f"{racer.name} {racer.about}", *standing_cells(results.standing(racer.name, first))])
+            rows.append([label_of(racer), *standing_cells(results.standing(racer.name, first))])
     return head, rows
+
+
+def label_of(racer: Racer) -> str:
+    """Return the letter of a racer and its settings; the letter alone where they are long, as a line above has them."""
+    return racer.name if len(racer.about) > LONGEST_LABEL else f"{racer.name} {racer.about}"
 
 
 def standing_cells(standing: Standing) -> list[str]:
@@ -139,7 +145,12 @@ def write_report(race: Race, changes: Sequence[Variation]) -> None:
                          run.peak_bytes, run.error])  # fmt: skip
     write_text(race.folder / CSV, csv_text(rows))
     title = f"Race to {race.goal}"
-    parts = [page.heading(title, level=1), page.table(*race_table(race, results))]
+    settings = [(racer.name, racer.about) for racer in race.racers if len(racer.name) == 1]
+    parts = [
+        page.heading(title, level=1),
+        page.table(*race_table(race, results)),
+        page.pairs("Racers", settings),
+    ]
     if changes:
         names = race.racers[0].name, race.racers[1].name
         parts += [page.heading("Differences"), page.table(*variation_table(results, *names, changes))]

@@ -88,11 +88,16 @@ def judge_reads(racer: Racer) -> dict[str, Any]:
 
 
 def racer_words(common: list[str], own: list[str]) -> list[str]:
-    """Return the words of a racer, its own before those of all. Raise ConfigError for a folder among them."""
+    """Return the words of a racer. Of a key that all have too, its own value counts; of a group the words of all stay.
+
+    Raise ConfigError for a folder among them.
+    """
     for words in (common, own):
         if (folder := prepare_command_line(list(words), Path.cwd())[0].own.get("hydra.run.dir")) is not None:
             raise ConfigError(f"output_dir={folder}: {NOT_RACED['hydra.run.dir']}")
-    return replace_overrides(plain_overrides(common), plain_overrides(own))
+    both = [*plain_overrides(common), *plain_overrides(own)]
+    values = {word if word.startswith("-") else override_key(word): word for word in both}
+    return list(values.values())
 
 
 def words_of(text: str) -> list[str]:
