@@ -94,6 +94,20 @@ class Wide(nn.Module):
         return self.last(x)  # type: ignore[no-any-return]
 
 
+class Waiting(nn.Module):
+    """A layer whose training forward takes so many seconds, as that of a GPU: no core computes meanwhile."""
+
+    def __init__(self, seconds: float = 0.03, width: int = 64) -> None:
+        super().__init__()
+        self.seconds, self.layer = seconds, nn.Linear(width, 10)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(self.seconds)
+        out: Tensor = self.layer(rows)
+        return out
+
+
 class AskingClassification(Classification):
     """Reads the loss in every step, for which a GPU would have to come to its end."""
 
