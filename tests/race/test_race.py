@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 
 # Ends with the accuracy of its word `lr`, a hundredth later for each seed. It takes 1 second of training a look.
 SCRIPT = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, sys
 folder = pathlib.Path(sys.argv[1])
 request = json.loads((folder / "request.json").read_text())
 judge, seed = request["judge"], request["seed"]
@@ -33,7 +33,7 @@ lr = float(next(word for word in request["words"] if word.startswith("optimizer.
 with open(folder.parent / "ran.txt", "a") as ran:
     ran.write(f"{lr:g}/{seed} ")
 with open(folder / "judged.jsonl", "w") as rows:
-    print(json.dumps({"began": time.time(), "every": judge["every"] or 40}), file=rows)
+    print(json.dumps({"began": 0.0, "every": judge["every"] or 40}), file=rows)  # no start: the clock of a test
     for look in range(1, 11):
         value = min(lr, look * lr / 5)
         row = {"samples": 40 * look, "step": look, "seconds": look + seed / 100, "value": value, "peak_bytes": 10**8}
