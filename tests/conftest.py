@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -37,6 +38,8 @@ from trainrun.cli.main import main  # noqa: E402
 from trainrun.config import overrides  # noqa: E402
 from trainrun.parallel import launch  # noqa: E402
 from trainrun.plots import draw  # noqa: E402
+from trainrun.runs import rank  # noqa: E402
+from trainrun.runtime import collector  # noqa: E402
 
 REAL_START = launch.start_rank
 
@@ -151,6 +154,26 @@ def composed_once() -> None:
         return pickle.loads(kept[key])
 
     overrides._hydra_compose = copied
+
+
+@pytest.fixture(autouse=True, scope="session")
+def frozen_once() -> None:
+    """What is there now stays: no collection of garbage walks through it (0.3 s each, and several a run), and no
+    forked process copies the pages that it lies in. Runs leave the collector to the tests: `real_collector`."""
+    gc.collect()
+    gc.freeze()
+    rank.collect_between_steps = lambda: None
+
+
+@pytest.fixture
+def real_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a run does with Python's garbage collector is what is tested."""
+    monkeypatch.setattr(rank, "collect_between_steps", collector.collect_between_steps)
+    gc.unfreeze()
+    gc.collect()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

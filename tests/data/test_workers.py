@@ -36,10 +36,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def no_garbage_is_left():
     """What would warn so is collected here, and not in a test that does not ignore it."""
-    gc.freeze()  # what was there before is not looked at: a tenth of a second and more each time
     yield
     gc.collect()
-    gc.unfreeze()
 
 
 def kill_oneself():

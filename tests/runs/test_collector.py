@@ -19,13 +19,11 @@ AT_START = gc.get_freeze_count()  # 375 on Python 3.12
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    gc.collect()
+def _fresh(real_collector: None) -> Iterator[None]:
     most.clear()
     seen.clear()
     with kept_collector():
         yield
-    gc.unfreeze()
 
 
 def test_a_run_freezes_what_was_built_and_ends_as_it_began(workdir: object):

@@ -272,6 +272,7 @@ class Broken(Doubled):
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("real_collector")
 @pytest.mark.parametrize(("task", "state"), [(Doubled, "done"), (Interrupted, "stopped"), (Broken, "failed")])
 def test_the_process_is_left_as_it_was(workdir: Path, task: type, state: str) -> None:
     words = [
