@@ -116,7 +116,7 @@ class Trainrun:
 
     def done(self) -> bool:
         self.state.step += 1
-        self.state.save_request = self.keep.time_request()
+        self.state.save_request = self.keep.save_status()
         if self.state.save_request == SAVE_NONE and self.keep.due(self.state):
             self.keep.save(self.training, self.state)
         ended = self.state.save_request == SAVE_NONE

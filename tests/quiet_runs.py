@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import trainrun as package
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 
 QUIET = (
     "monitor.plots=false", "monitor.hardware=false", "monitor.progress_bar=false", "trainer.num_threads=1",
@@ -30,7 +30,7 @@ def losses(folder: str) -> list[tuple[int, float]]:
 
 
 def weights(folder: str) -> dict[str, Any]:
-    loaded = read_checkpoint(resolve(Path(folder) / "checkpoints", "last"))
+    loaded = read_checkpoint(resolve_checkpoint(Path(folder) / "checkpoints", "last"))
     flat: dict[str, Any] = dict(loaded.shared["model"])
     parts = {"master": loaded.shared["precision"].get("master", {})}
     parts |= {

@@ -18,7 +18,7 @@ from torch import nn
 from trainrun.assemble import start_choices
 from trainrun.autotune import number_choices, start
 from trainrun.autotune.timed_step import TimedChoice, agreed_choice, choose_fastest
-from trainrun.checkpoint.load import read_checkpoint, read_manifest, resolve
+from trainrun.checkpoint.load import read_checkpoint, read_manifest, resolve_checkpoint
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.folder.run_folder import RunDir, read_identity, write_identity
@@ -298,7 +298,7 @@ def few_tokens(count: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def weights(folder: str) -> torch.Tensor:
-    shared = read_checkpoint(resolve(RunDir(Path(folder)).checkpoints, "last")).shared["model"]
+    shared = read_checkpoint(resolve_checkpoint(RunDir(Path(folder)).checkpoints, "last")).shared["model"]
     return torch.cat([value.flatten() for value in shared.values()])
 
 
@@ -333,6 +333,6 @@ def test_the_number_of_threads_is_written_down_and_a_resume_uses_it(trainrun: An
     done = trainrun("resume", "r", "trainer.max_steps=6", OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     assert "trainer.num_threads: 1, as the run began" in run.log.read_text()
-    manifest = read_manifest(resolve(workdir / "r" / "checkpoints", "last"))
+    manifest = read_manifest(resolve_checkpoint(workdir / "r" / "checkpoints", "last"))
     assert manifest.fingerprint["num_threads"] == 1
     assert read_identity(run)["num_threads"] == 1

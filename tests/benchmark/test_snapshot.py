@@ -17,7 +17,7 @@ from trainrun.benchmark import snapshot
 from trainrun.benchmark.remote_loop import Worker
 from trainrun.benchmark.snapshot import StateSnapshot, is_ordinary
 from trainrun.benchmark.worker_messages import Train
-from trainrun.checkpoint.save import flatten
+from trainrun.checkpoint.save import flatten_tree
 from trainrun.config.compose import compose_run
 from trainrun.folder.run_folder import RunDir
 from trainrun.parallel.single import Single
@@ -67,7 +67,7 @@ class UnderTest:
         shared, _ = self.run.checkpoint_tree(self.state)
         kept = {name: shared[name] for name in ("model", "ema", "optimizer", "precision")}
         kept["optimizer"] = kept["optimizer"]["state"]
-        _, tensors = flatten(kept)
+        _, tensors = flatten_tree(kept)
         scale = torch.tensor([float(shared["precision"].get("scale", 0.0))])
         return {name: tensor.clone() for name, tensor in tensors.items()} | {"scale": scale}
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from trainrun import load_run
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.cli.main import main
 from trainrun.verify.certificate import different_leaves
 
@@ -41,7 +41,7 @@ def base(workdir: Path, trained: Path) -> Path:
 
 def tree(run: str) -> dict[str, dict[str, torch.Tensor]]:
     found: dict[str, dict[str, torch.Tensor]] = read_checkpoint(
-        resolve(Path(run, "checkpoints"), "last")
+        resolve_checkpoint(Path(run, "checkpoints"), "last")
     ).shared
     return found
 

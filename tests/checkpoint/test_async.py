@@ -51,7 +51,7 @@ def test_the_training_goes_on_and_what_is_written_is_the_state_of_the_step(make_
     assert disk.reached.wait(20)
     run.parts.weight.fill_(99)  # as an optimizer does: in place
     assert run.steps() == []
-    assert run.keep.time_request() == SAVE_BUSY
+    assert run.keep.save_status() == SAVE_BUSY
     assert not run.go(3, save_request=SAVE_BUSY)
     disk.go.set()
     run.keep.close()
@@ -78,7 +78,7 @@ def test_a_fault_of_the_thread_is_raised_at_the_next_step(make_run: MakeRun, fau
     run = make_run(faults=faults(at=4, error=disk_full), async_save=True, every_n_train_steps=2)
     run.go(2)
     run.keep._in_progress.written.exception()
-    assert run.keep.time_request() == SAVE_FAILED
+    assert run.keep.save_status() == SAVE_FAILED
     with refused(SaveError) as raised:
         run.go(3, save_request=SAVE_FAILED)
     assert raised.value.exit_code == EXIT_FAILED
@@ -141,7 +141,7 @@ def test_without_memory_for_a_copy_the_training_waits_and_it_is_said_once(
 def test_after_a_failure_a_second_one_is_said(make_run: MakeRun, faults: Any) -> None:
     run = make_run(async_save=True, every_n_train_steps=1, faults=faults(at=4, error=disk_full))
     run.go(1)
-    run.keep.leave()
+    run.keep.finish_after_failure()
     assert len(run.notes) == 1
     assert "the checkpoint of step 1 that was being written is lost: " in run.notes[0]
     assert "No space left on device" in run.notes[0]
@@ -153,7 +153,7 @@ def test_a_save_that_the_ranks_did_not_agree_on_is_reported_as_lost(
     def work(parallel: Any) -> list[str]:
         run = make_run(parallel=parallel, async_save=True, every_n_train_steps=1)
         run.go(1)
-        run.keep.leave()
+        run.keep.finish_after_failure()
         return list(run.notes)
 
     assert all("the checkpoint of step 1" in notes[0] for notes in ranks(2, work))
@@ -177,7 +177,7 @@ def test_ranks_settle_when_the_last_of_them_is_done(make_run: MakeRun, ranks: Ra
             if step == 6:
                 disk.go.set()
                 run.keep._in_progress.written.exception()
-            requests = parallel.gather(run.keep.time_request())
+            requests = parallel.gather(run.keep.save_status())
             agreed.append((max(requests), run.go(step, save_request=max(requests))))
         return agreed, run.keep._in_progress is None
 
@@ -195,7 +195,7 @@ def test_a_fault_of_one_ranks_thread_is_raised_by_all(
         run = make_run(parallel=parallel, async_save=True, every_n_train_steps=4, faults=layer)
         run.go(4)
         while True:
-            agreed = max(parallel.gather(run.keep.time_request()))
+            agreed = max(parallel.gather(run.keep.save_status()))
             run.go(5, save_request=agreed)
 
     results = ranks(2, work)
@@ -214,7 +214,7 @@ def test_a_rank_that_never_reports_is_not_waited_for_forever(
         layer = disk if parallel.rank == 1 else None
         run = make_run(parallel=parallel, async_save=True, every_n_train_steps=4, faults=layer)
         run.go(4)
-        run.keep.leave()
+        run.keep.finish_after_failure()
         return list(run.notes)
 
     results = ranks(2, work)
@@ -246,7 +246,7 @@ def test_new_bests_in_quick_succession_are_written_once(make_run: MakeRun) -> No
     run.go(2, acc=0.2)
     run.go(3, acc=0.3)
     run.parts.weight.fill_(99)
-    assert (run.state.saved_step, run.keep.time_request(), run.steps()) == (3, SAVE_NONE, [1])
+    assert (run.state.saved_step, run.keep.save_status(), run.steps()) == (3, SAVE_NONE, [1])
     run.keep.close()
     assert (run.steps(), run.keep.best) == ([1, 3], (3, 0.3))
     assert torch.equal(weights(run, 3), torch.full((2, 3), 3.0))
@@ -325,6 +325,6 @@ def test_failing_run_writes_the_best_in_memory(make_run: MakeRun, operation: str
     run.keep.finish_save(run.state)
     run.go(2, acc=0.2)
     faulty = True
-    run.keep.leave()
+    run.keep.finish_after_failure()
     assert run.steps() == ([1] if operation else [1, 2])
     assert bool(run.notes) == bool(operation)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from approved import refused
 
-from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.load import resolve_checkpoint
 from trainrun.errors import EXIT_FAILED, CheckpointError, SaveError
 
 
@@ -147,7 +147,7 @@ def test_a_failed_best_leaves_the_ranking(make_run: Callable[..., Any], faults: 
         run.go(1, acc=0.9)
     assert run.go(3, acc=0.5)
     run.go(4, stop="done")
-    assert resolve(run.folder, "best").name == "step-00000003"
+    assert resolve_checkpoint(run.folder, "best").name == "step-00000003"
 
 
 def test_the_order_of_one_commit(make_run: Callable[..., Any], faults: Any) -> None:

@@ -16,19 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainrun.checkpoint.load import loads, read_tensors, unflatten
-from trainrun.checkpoint.save import DTYPES, dumps, flatten, stream
+from trainrun.checkpoint.load import parse_json, read_tensors, unflatten_tree
+from trainrun.checkpoint.save import DTYPES, flatten_tree, format_json, iterate_safetensors_bytes
 from trainrun.errors import CheckpointError
 
 
 def there_and_back(tree: Any) -> Any:
     """Through JSON text, and through contiguous copies as a file makes them."""
-    plain, tensors = flatten(tree)
+    plain, tensors = flatten_tree(tree)
     stored = {
         name: tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
         for name, tensor in tensors.items()
     }
-    return unflatten(loads(dumps(plain), "test"), stored, "test")
+    return unflatten_tree(parse_json(format_json(plain), "test"), stored, "test")
 
 
 def same(a: Any, b: Any) -> bool:
@@ -154,7 +154,7 @@ def test_complex_numbers_of_two_doubles() -> None:
 
 def test_tied_tensors_stay_tied() -> None:
     weight = nn.Parameter(torch.rand(3, 2))
-    _, tensors = flatten(
+    _, tensors = flatten_tree(
         {"embed": weight, "head": weight.detach(), "other": weight.t(), "copy": weight.clone()}
     )
     assert list(tensors) == ["embed", "other", "copy"]
@@ -175,7 +175,7 @@ def test_names_that_would_collide() -> None:
     tree["5"] = torch.full((1,), 4.0)
     back = there_and_back(tree)
     assert [back["a/b"], back["a"]["b"], back["__metadata__"], back[5], back["5"]] == [0, 1, 2, 3, 4]
-    assert "__metadata__" not in flatten(tree)[1]
+    assert "__metadata__" not in flatten_tree(tree)[1]
 
 
 class Strange(Tensor):
@@ -195,14 +195,14 @@ class Strange(Tensor):
 )  # fmt: skip
 def test_what_cannot_be_saved_is_named_with_its_path(value: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot save scheduler/items/1[:/]"):
-        flatten({"scheduler": {"items": [0, value]}})
+        flatten_tree({"scheduler": {"items": [0, value]}})
 
 
 def test_a_tree_that_holds_itself_is_refused() -> None:
     tree: list[Any] = []
     tree.append(tree)
     with pytest.raises(TypeError, match="nested deeper"):
-        flatten(tree)
+        flatten_tree(tree)
     deep: Any = 1
     for _ in range(64):
         deep = {1: deep}
@@ -237,24 +237,24 @@ def test_a_tree_that_holds_itself_is_refused() -> None:
 )
 def test_hostile_trees_are_refused(plain: Any) -> None:
     with refused(CheckpointError):
-        unflatten(plain, {"x": torch.zeros(2, 3)}, "state.json")
+        unflatten_tree(plain, {"x": torch.zeros(2, 3)}, "state.json")
     if "$complex" in plain:
         with refused(CheckpointError):
-            unflatten(plain, {"x": torch.zeros(2, 3, dtype=torch.float64)}, "state.json")
+            unflatten_tree(plain, {"x": torch.zeros(2, 3, dtype=torch.float64)}, "state.json")
 
 
 def test_deep_trees_are_refused() -> None:
     tagged: Any = 1
     for _ in range(500):
         tagged = {"$complex": tagged}
-    for deep in (loads(b"[" * 200 + b"]" * 200, "x"), tagged):
+    for deep in (parse_json(b"[" * 200 + b"]" * 200, "x"), tagged):
         with pytest.raises(
             CheckpointError, match="nested deeper|no complex"
         ):  # as deep as the process may go
-            unflatten(deep, {}, "state.json")
+            unflatten_tree(deep, {}, "state.json")
     for text in (b"[" * 100_000, b"\xff", b"\xef\xbb\xbf1", b"[1,]", b"1 2", b"", b"1" * 5000):
         with pytest.raises(CheckpointError, match="not valid JSON"):
-            loads(text, "state.json")
+            parse_json(text, "state.json")
 
 
 TENSORS = {
@@ -284,7 +284,10 @@ def entry(start: int, stop: int, dtype: str = "U8", shape: list[Any] | None = No
 def test_the_library_reads_what_we_write_and_we_what_the_library_writes(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     contiguous = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
-    for data in (b"".join(stream(TENSORS)), safetensors.torch.save(contiguous, {"by": "the library"})):
+    for data in (
+        b"".join(iterate_safetensors_bytes(TENSORS)),
+        safetensors.torch.save(contiguous, {"by": "the library"}),
+    ):
         path.write_bytes(data)
         for found in (safetensors.torch.load_file(path), read_tensors(path)):
             assert found.keys() == TENSORS.keys()
@@ -297,7 +300,9 @@ def test_the_library_reads_what_we_write_and_we_what_the_library_writes(tmp_path
 
 def test_lazy_bits_are_settled(tmp_path: Path) -> None:
     base = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
-    (tmp_path / "x").write_bytes(b"".join(stream({"conjugate": base.conj(), "negative": base.conj().imag})))
+    (tmp_path / "x").write_bytes(
+        b"".join(iterate_safetensors_bytes({"conjugate": base.conj(), "negative": base.conj().imag}))
+    )
     found = read_tensors(tmp_path / "x")
     assert found["conjugate"].tolist() == [1 - 2j, 3 + 1j]
     assert found["negative"].tolist() == [-2, 1]

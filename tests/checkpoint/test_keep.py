@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.checkpoint.manager import Entry, Ranking
 from trainrun.train_state import SAVE_NOW
 
@@ -39,24 +39,24 @@ def test_a_saved_state_says_that_it_is_saved(make_run: MakeRun) -> None:
 
 def test_the_time_interval(make_run: MakeRun) -> None:
     run = make_run(interval_seconds=60.0)
-    assert run.keep.time_request() == 0
+    assert run.keep.save_status() == 0
     run.now = 59.9
-    assert run.keep.time_request() == 0
+    assert run.keep.save_status() == 0
     run.now = 60.0
-    assert run.keep.time_request() == SAVE_NOW
+    assert run.keep.save_status() == SAVE_NOW
     assert run.go(5, save_request=SAVE_NOW)
-    assert run.keep.time_request() == 0
+    assert run.keep.save_status() == 0
     run.now = 119.0
-    assert run.keep.time_request() == 0
+    assert run.keep.save_status() == 0
     run.now = 120.0
-    assert run.keep.time_request() == SAVE_NOW
+    assert run.keep.save_status() == SAVE_NOW
 
 
 def test_disabled_writes_nothing(make_run: MakeRun) -> None:
     run = make_run(enabled=False, every_n_train_steps=1, interval_seconds=0.0)
     assert not run.go(1, acc=0.5, save_request=SAVE_NOW)
     assert not run.go(2, stop="a signal", request=3)
-    assert run.keep.time_request() == 0
+    assert run.keep.save_status() == 0
     run.keep.close()
     assert not run.folder.exists()
 
@@ -65,7 +65,7 @@ def test_without_last_only_the_best_stay(make_run: MakeRun) -> None:
     run = make_run(save_last=False, save_top_k=2, interval_seconds=1.0)
     for step, acc in enumerate([0.1, 0.5, 0.3, 0.4, 0.2], start=1):
         run.now += 100.0
-        assert run.keep.time_request() == 0
+        assert run.keep.save_status() == 0
         assert run.go(step, acc=acc, save_request=SAVE_NOW) == (step != 5)
     assert not run.go(6, stop="max_steps")
     assert run.steps() == [2, 4]
@@ -80,8 +80,8 @@ def test_the_newest_and_the_best_are_kept(make_run: MakeRun) -> None:
     assert run.steps() == [2, 4, 6, 7]
     assert best_steps(run) == [4, 2]
     assert run.hidden() == []
-    assert resolve(run.folder, "best").name == "step-00000004"
-    assert resolve(run.folder, "last").name == "step-00000007"
+    assert resolve_checkpoint(run.folder, "best").name == "step-00000004"
+    assert resolve_checkpoint(run.folder, "last").name == "step-00000007"
 
 
 def test_other_names_are_never_touched(make_run: MakeRun) -> None:
@@ -102,10 +102,12 @@ def test_top_k_in_both_modes_earlier_wins_ties(mode: str, expected: list[int]) -
     for step, value in enumerate([0.5, 0.9, 0.1, 0.9, 0.1, 0.5], start=1):
         ranking.add(Entry(step, value))
     assert [entry.step for entry in ranking.entries] == expected
-    assert not ranking.admits(Entry(7, 0.5))
-    assert ranking.admits(Entry(7, 0.51 if mode == "max" else 0.49))
-    assert not ranking.admits(Entry(1, 9.0 if mode == "max" else -9.0))
-    assert not any(Ranking(mode, 3, []).admits(Entry(1, value)) for value in (math.nan, math.inf, -math.inf))
+    assert not ranking.admits_entry(Entry(7, 0.5))
+    assert ranking.admits_entry(Entry(7, 0.51 if mode == "max" else 0.49))
+    assert not ranking.admits_entry(Entry(1, 9.0 if mode == "max" else -9.0))
+    assert not any(
+        Ranking(mode, 3, []).admits_entry(Entry(1, value)) for value in (math.nan, math.inf, -math.inf)
+    )
 
 
 def test_a_metric_that_is_no_number_is_never_best(make_run: MakeRun) -> None:
@@ -160,7 +162,7 @@ def test_the_ranking_of_another_metric_does_not_count(make_run: MakeRun) -> None
     run = resumed(make_run, monitor="val/loss", mode="min")
     run.go(2, acc=-0.9, stop="done")  # a loss of 0.9, to an accuracy of 0.5
     assert best_steps(run) == [2]
-    assert resolve(run.folder, "best").name == "step-00000002"
+    assert resolve_checkpoint(run.folder, "best").name == "step-00000002"
 
 
 def test_the_best_by_another_metric_stay(make_run: MakeRun) -> None:
@@ -194,7 +196,7 @@ def test_leftovers_are_swept_only_by_who_goes_on(make_run: MakeRun) -> None:
         (run.folder / name).mkdir()
         (run.folder / name / "state.json").touch()
     reader = make_run()
-    resolve(reader.folder, "last")
+    resolve_checkpoint(reader.folder, "last")
     assert len(run.hidden()) == 3
     make_run(enabled=False).keep.load_latest()
     assert len(run.hidden()) == 3

@@ -14,8 +14,8 @@ import pytest
 import torch
 from approved import refused
 
-from trainrun.checkpoint.load import Incompatible, read_checkpoint, read_manifest, resolve
-from trainrun.checkpoint.save import dumps
+from trainrun.checkpoint.load import Incompatible, read_checkpoint, read_manifest, resolve_checkpoint
+from trainrun.checkpoint.save import format_json
 from trainrun.errors import CheckpointError
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import write_status
@@ -36,7 +36,7 @@ def saved(make_run: Callable[..., Any]) -> Path:
 def test_run_without_a_checkpoint_says_how_it_ended(tmp_path: Path, state: str) -> None:
     write_status(RunDir(tmp_path), "a", state, 1, "step 1: a gradient was NaN")
     with refused(CheckpointError, str(tmp_path)):
-        resolve(tmp_path / "checkpoints", "last")
+        resolve_checkpoint(tmp_path / "checkpoints", "last")
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> None:
@@ -48,7 +48,7 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], None] | None = None)
         value["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     if change is not None:
         change(value)
-    text = dumps(value, indent=1) + b"\n"
+    text = format_json(value, indent=1) + b"\n"
     path.write_bytes(text + hashlib.sha256(text).hexdigest().encode() + b"\n")
 
 

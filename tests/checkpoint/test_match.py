@@ -5,7 +5,7 @@ import torch
 from approved import refused
 from torch import nn
 
-from trainrun.checkpoint.weights import check_tensors, fit_buffers, tensor_kinds
+from trainrun.checkpoint.weights import allocate_buffers, check_tensors, tensor_kinds
 from trainrun.errors import CheckpointError
 
 
@@ -20,7 +20,7 @@ def test_buffers_take_the_shape_that_a_forward_gave_them() -> None:
         mask=torch.ones(3), empty=torch.ones(2, 2), table=torch.ones(5, 2), short=torch.ones(2)
     ).state_dict()
     here = model(mask=None, empty=torch.empty(0), table=torch.ones(3, 2), short=torch.ones(4))
-    assert fit_buffers(here, there, torch.device("cpu")) == ["0.table"]
+    assert allocate_buffers(here, there, torch.device("cpu")) == ["0.table"]
     with refused(CheckpointError):
         check_tensors("step-00000001", "this model", tensor_kinds(here.state_dict()), tensor_kinds(there))
 

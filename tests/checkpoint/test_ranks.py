@@ -45,7 +45,7 @@ def test_the_clock_of_rank_zero_decides(make_run: MakeRun, ranks: Ranks) -> None
     def work(parallel: Any) -> list[int]:
         run = make_run(parallel=parallel, interval_seconds=1.0)
         run.now = 100.0 if parallel.rank == 1 else 0.0
-        assert run.keep.time_request() == 0
+        assert run.keep.save_status() == 0
         run.go(1)
         parallel.gather(None)
         return list(run.steps())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from approved import refused
 
-from trainrun.checkpoint.load import Incompatible, read_checkpoint, resolve
+from trainrun.checkpoint.load import Incompatible, read_checkpoint, resolve_checkpoint
 from trainrun.errors import CheckpointError
 from trainrun.train_state import SAVE_NOW
 
@@ -107,12 +107,12 @@ def test_a_sound_one_of_another_run_is_refused_and_left_alone(run: Any, make_run
 
 
 def test_names_that_users_type(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve(run.folder, "best") == run.folder / "step-00000001"
-    assert resolve(run.folder, "last") == run.folder / "step-00000003"
-    assert resolve(run.folder, "step-00000002") == run.folder / "step-00000002"
+    assert resolve_checkpoint(run.folder, "best") == run.folder / "step-00000001"
+    assert resolve_checkpoint(run.folder, "last") == run.folder / "step-00000003"
+    assert resolve_checkpoint(run.folder, "step-00000002") == run.folder / "step-00000002"
     monkeypatch.chdir(run.folder)
     for path in (run.folder / "step-00000002", "./step-00000002", "../checkpoints/step-00000002/"):
-        assert resolve(tmp_path, path).samefile(run.folder / "step-00000002")
+        assert resolve_checkpoint(tmp_path, path).samefile(run.folder / "step-00000002")
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_names_that_users_type(run: Any, tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_a_useless_best_file_is_told_from_the_manifests(run: Any, content: bytes) -> None:
     (run.folder / "best.json").write_bytes(content)
-    assert resolve(run.folder, "best").name == "step-00000001"
+    assert resolve_checkpoint(run.folder, "best").name == "step-00000001"
     (run.folder / "best.json").unlink()
-    assert resolve(run.folder, "best").name == "step-00000001"
+    assert resolve_checkpoint(run.folder, "best").name == "step-00000001"
 
 
 def test_the_best_is_the_best_by_the_manifests(run: Any) -> None:
@@ -132,7 +132,7 @@ def test_the_best_is_the_best_by_the_manifests(run: Any) -> None:
         "entries": [{"step": 3, "value": 0.0, "folder": "step-00000003"}],
     }
     (run.folder / "best.json").write_text(json.dumps(best))
-    assert resolve(run.folder, "best").name == "step-00000001"
+    assert resolve_checkpoint(run.folder, "best").name == "step-00000001"
 
 
 def test_a_best_whose_manifest_is_damaged_is_no_other(run: Any) -> None:
@@ -140,24 +140,24 @@ def test_a_best_whose_manifest_is_damaged_is_no_other(run: Any) -> None:
     damage(run, 1, "MANIFEST.json")
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"best: .*step-00000001.*damaged.*name one, as last"):
-            resolve(run.folder, "best")
-        assert resolve(run.folder, "last").name == "step-00000003"
+            resolve_checkpoint(run.folder, "best")
+        assert resolve_checkpoint(run.folder, "last").name == "step-00000003"
         (run.folder / "best.json").unlink(missing_ok=True)
 
 
 def test_a_damaged_manifest_of_another_hides_no_best(run: Any) -> None:
     damage(run, 2, "MANIFEST.json")
-    assert resolve(run.folder, "best").name == "step-00000001"
+    assert resolve_checkpoint(run.folder, "best").name == "step-00000001"
 
 
 def test_what_is_not_there(run: Any, tmp_path: Path) -> None:
     with refused(CheckpointError):
-        resolve(run.folder, "step-00000009")
+        resolve_checkpoint(run.folder, "step-00000009")
     with refused(CheckpointError):
-        resolve(run.folder, "bset")
+        resolve_checkpoint(run.folder, "bset")
     for word in ("best", "last"):
         with refused(CheckpointError, "checkpoint"):
-            resolve(tmp_path / "empty", word)
+            resolve_checkpoint(tmp_path / "empty", word)
 
 
 def test_foreign_files_are_refused_unopened(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_foreign_files_are_refused_unopened(tmp_path: Path) -> None:
         with pytest.raises(
             CheckpointError, match=r"not a trainrun checkpoint \(a folder step-XXXXXXXX.*" + hint
         ):
-            resolve(tmp_path / "none", str(tmp_path / name))
+            resolve_checkpoint(tmp_path / "none", str(tmp_path / name))
 
 
 def test_a_step_validated_only_after_a_resume_is_one_of_the_best(

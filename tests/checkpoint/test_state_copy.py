@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from trainrun.checkpoint import save
-from trainrun.checkpoint.save import CopyMemory, stream
+from trainrun.checkpoint.save import CopyMemory, iterate_safetensors_bytes
 
 
 def state() -> dict[str, Tensor]:
@@ -30,7 +30,7 @@ def test_a_copy_holds_the_values_of_now_and_is_the_same_file(
     wanted = {name: tensor.clone() for name, tensor in tensors.items()}
     taken = keep.take(tensors).tensors
     assert len({tensor.untyped_storage().data_ptr() for tensor in taken.values()}) == 1
-    assert b"".join(stream(taken)) == b"".join(stream(tensors))
+    assert b"".join(iterate_safetensors_bytes(taken)) == b"".join(iterate_safetensors_bytes(tensors))
     for tensor in tensors.values():
         tensor.zero_()
     assert all(torch.equal(taken[name], tensor) for name, tensor in wanted.items())

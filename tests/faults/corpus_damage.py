@@ -13,7 +13,13 @@ import torch
 from faults.corpus_case import BASE, Case, call, room, train_base
 from trainrun.checkpoint.files import FileLayer, committed_steps, folder_name
 from trainrun.checkpoint.load import Loaded, load_latest, read_checkpoint
-from trainrun.checkpoint.save import Manifest, build_part, commit, new_temporary_folder, write_part
+from trainrun.checkpoint.save import (
+    Manifest,
+    build_part,
+    commit_checkpoint,
+    make_temporary_folder,
+    write_part,
+)
 from trainrun.errors import CheckpointError
 from trainrun.parallel.single import Single
 
@@ -38,13 +44,13 @@ def with_base(place: Path) -> None:
 def save_two_ranks(root: Path, step: int) -> None:
     files = FileLayer()
     root.mkdir(exist_ok=True)
-    temporary = root / new_temporary_folder(root, step, files)
+    temporary = root / make_temporary_folder(root, step, files)
     written = {}
     for rank in range(2):
         own = {"seed": [rank, step], "x": torch.arange(9) + rank}
         part = build_part(rank, {"w": torch.full((50,), float(step))}, own)
         written |= write_part(temporary, rank, part, files)
-    commit(temporary, Manifest(RUN_ID, step, 0, 2, "periodic", None, {}, written), files)
+    commit_checkpoint(temporary, Manifest(RUN_ID, step, 0, 2, "periodic", None, {}, written), files)
 
 
 def flip(folder: Path, draw: random.Random) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import trainrun
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.output import SPEEDS
 
 WALL_CLOCK = {"time", *SPEEDS, "step_seconds", "val/seconds", "facts", "summary"}
@@ -19,7 +19,7 @@ OF_ONE_SESSION = ("seconds", "last_metrics", "saved_step")
 
 def facts_of(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of a run's folder, without wall-clock times."""
-    loaded = read_checkpoint(resolve(folder / "checkpoints", "last"))
+    loaded = read_checkpoint(resolve_checkpoint(folder / "checkpoints", "last"))
     rows = [
         {name: value for name, value in row.items() if name not in WALL_CLOCK}
         for row in trainrun.load_run(folder).metrics
@@ -31,7 +31,7 @@ def facts_of(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def other_ranks_of(folder: Path, ranks: int) -> list[Any]:
     """The own trees of ranks 1 and above."""
-    place = resolve(folder / "checkpoints", "last")
+    place = resolve_checkpoint(folder / "checkpoints", "last")
     return [read_checkpoint(place, rank).own for rank in range(1, ranks)]
 
 

@@ -33,7 +33,7 @@ from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.config.saved_config import load_config
 from trainrun.errors import TrainrunError
 from trainrun.folder.run_folder import RunDir, read_identity
-from trainrun.monitor.metric_rows import cut_rows_after, read_rows
+from trainrun.monitor.metric_rows import delete_rows_after, read_metric_rows
 from trainrun.parallel.single import Single
 
 what = "power loss: the states that the recorded file operations may leave"
@@ -322,8 +322,8 @@ def look(run: RunDir, acknowledged: int) -> str:
             run.checkpoints, told["run_id"], Single(torch.device("cpu")), FileLayer(), lambda text: None
         )
         step = 0 if loaded is None else loaded.manifest.step
-        cut_rows_after(run.metrics, step)
-        rows = read_rows(run.metrics) if run.metrics.exists() else []
+        delete_rows_after(run.metrics, step)
+        rows = read_metric_rows(run.metrics) if run.metrics.exists() else []
     except (TrainrunError, OSError) as error:
         return "" if acknowledged == 0 else f"step {acknowledged} was acknowledged: {error}"
     if step < acknowledged:

@@ -10,7 +10,7 @@ import torch
 from approved import approve_error
 
 from trainrun import load_run
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.cli.main import main
 
 pytestmark = pytest.mark.process
@@ -161,7 +161,9 @@ def test_what_acts_at_a_checkpoint_comes_before_it(workdir: Path) -> None:
         "checkpoint.every_n_train_steps=12",
     ]
     assert main([*words, "output_dir=run"]) == 75
-    state = read_checkpoint(resolve(workdir / "run" / "checkpoints", "last")).shared["hooks"]["hook.mine"]
+    state = read_checkpoint(resolve_checkpoint(workdir / "run" / "checkpoints", "last")).shared["hooks"][
+        "hook.mine"
+    ]
     assert state["seen"][:3] == ["epoch_start 0", "epoch_end 12", "validation_end 12"]
 
 
@@ -193,7 +195,7 @@ def test_a_step_in_one_graph_takes_no_hook(capsys: pytest.CaptureFixture[str]) -
 def test_unfrozen_parameters_enter_as_if_they_had_come_just_then(workdir: Path, more: list[str]) -> None:
     words = [*SHORT[1:], *THAW, *more, "optimizer.weight_decay=0.1", "trainer.gradient_clip_val=1.0"]
     assert main([*words, "trainer.max_epochs=1", "output_dir=first"]) == 0
-    tree = read_checkpoint(resolve(workdir / "first" / "checkpoints", "last")).shared
+    tree = read_checkpoint(resolve_checkpoint(workdir / "first" / "checkpoints", "last")).shared
     model, states = tree["model"], tree["optimizer"]["state"]
     frozen = [name for name in model if name.startswith("layers.1.")]
     assert frozen
@@ -201,11 +203,11 @@ def test_unfrozen_parameters_enter_as_if_they_had_come_just_then(workdir: Path, 
         name for name in frozen if states.get(name, {}).get("step", 0)
     ]  # no update, and no decay of weights
     assert main([*SHORT, *more, "trainer.max_steps=0", "output_dir=fresh"]) == 0
-    fresh = read_checkpoint(resolve(workdir / "fresh" / "checkpoints", "last")).shared["model"]
+    fresh = read_checkpoint(resolve_checkpoint(workdir / "fresh" / "checkpoints", "last")).shared["model"]
     assert all(torch.equal(model[name], fresh[name]) for name in frozen)
     words.append("trainer.max_epochs=3")
     assert main([*words, "output_dir=whole"]) == 0
-    tree = read_checkpoint(resolve(workdir / "whole" / "checkpoints", "last")).shared
+    tree = read_checkpoint(resolve_checkpoint(workdir / "whole" / "checkpoints", "last")).shared
     assert not any(torch.equal(tree["model"][name], fresh[name]) for name in frozen)
     if "optimizer=sgd" not in more:
         steps = {name: int(state["step"]) for name, state in tree["optimizer"]["state"].items()}
@@ -355,7 +357,7 @@ def test_a_state_that_a_hook_drops_begins_anew(workdir: Path) -> None:
         "trainer.max_steps=8",
     ]
     assert main([*words, "output_dir=run"]) == 0
-    tree = read_checkpoint(resolve(Path("run/checkpoints"), "last")).shared["optimizer"]
+    tree = read_checkpoint(resolve_checkpoint(Path("run/checkpoints"), "last")).shared["optimizer"]
     steps = [int(state["step"]) for state in tree["state"].values()]
     assert steps[:-1] == [8] * (len(steps) - 1)
     assert steps[-1] == 2  # since the end of the last epoch of three steps

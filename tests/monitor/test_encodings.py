@@ -16,7 +16,7 @@ from tests.monitor.test_console import FACTS
 from tests.quiet_runs import QUIET
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
-from trainrun.monitor.bar import live_bar
+from trainrun.monitor.bar import start_bar
 from trainrun.output import EncodableStream, encodable, redraw, say
 
 TEXT = "größer … ━━ ▁█ 5 µs ± 日本 \udcff"
@@ -51,7 +51,7 @@ def test_bar_that_is_cut_off_is_drawn(encoding: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "30")
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    live = live_bar(FACTS, lambda: 450, lambda: ["train/loss 0.123456", "größe 日本 0.5"], stream)
+    live = start_bar(FACTS, lambda: 450, lambda: ["train/loss 0.123456", "größe 日本 0.5"], stream)
     assert live is not None
     live.refresh()
     live.stop()
@@ -60,7 +60,7 @@ def test_bar_that_is_cut_off_is_drawn(encoding: str, monkeypatch: pytest.MonkeyP
 def test_fault_in_the_bar_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = io.StringIO()
-    live = live_bar(FACTS, lambda: 450, lambda: 1 / 0, stream)  # type: ignore[arg-type,return-value]
+    live = start_bar(FACTS, lambda: 450, lambda: 1 / 0, stream)  # type: ignore[arg-type,return-value]
     assert live is not None
     live.refresh()
     live.stop()

@@ -10,13 +10,13 @@ import torch
 from tests.monitor.test_console import FACTS
 from trainrun.monitor.evaluation_table import HEAD_EVERY, EvaluationTable, format_number
 from trainrun.monitor.run_lines import (
-    call_of,
+    doubled_limit,
     end_lines,
+    format_call,
     layer_lines,
-    longer_limit,
     next_commands,
+    settings_without_objects,
     start_lines,
-    without_objects,
 )
 from trainrun.output import clock, fields_that_fit, wrapped
 from trainrun.runs import api
@@ -122,8 +122,8 @@ def test_a_run_of_objects_goes_on_from_python(tmp_path) -> None:
     assert commands == [
         f'trainrun.train("ckpt_path={folder}", "trainer.max_steps=1800", model=model, data=data)'
     ]
-    assert without_objects(words) == ["run_name=Linear", "trainer.max_steps=900"]
-    assert call_of(without_objects(words)[1:], {}) == "trainrun trainer.max_steps=900"
+    assert settings_without_objects(words) == ["run_name=Linear", "trainer.max_steps=900"]
+    assert format_call(settings_without_objects(words)[1:], {}) == "trainrun trainer.max_steps=900"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_run_of_objects_goes_on_from_python(tmp_path) -> None:
     ],
 )
 def test_resume_is_proposed_with_a_larger_limit(trainer: dict[str, int | None], expected: str) -> None:
-    assert longer_limit({"step": 900, "epoch": 20.0}, trainer) == expected
+    assert doubled_limit({"step": 900, "epoch": 20.0}, trainer) == expected
 
 
 @pytest.mark.parametrize("width", [44, 60, 80])

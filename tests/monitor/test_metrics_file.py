@@ -13,7 +13,12 @@ from approved import refused
 from trainrun.errors import DataError
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.bus import Bus
-from trainrun.monitor.metric_rows import MetricsFile, cut_rows_after, mend_end, read_rows
+from trainrun.monitor.metric_rows import (
+    MetricsFile,
+    delete_rows_after,
+    read_metric_rows,
+    remove_incomplete_line,
+)
 
 FACTS = RunFacts("nan", "runs/x", "cpu", 1, 32, 1, 100, 20, 4, 8, 2, "MLP", 10, 10, ("a=1: why",))
 
@@ -32,7 +37,7 @@ def test_rows_of_every_kind_come_back(path: Path) -> None:
     file.on_eval(4, 1.0, {"test/loss": 0.25})
     file.on_end({"reason": "done", "value": 0.5, "step": 5})
     file.close()
-    rows = read_rows(path)
+    rows = read_metric_rows(path)
     assert [(row["kind"], row["step"]) for row in rows] == [
         ("start", 0), ("train", 2), ("note", 2), ("eval", 4), ("test", 4), ("end", 5),
     ]  # fmt: skip
@@ -53,7 +58,7 @@ def test_numbers_that_are_not_finite_are_strict_json_and_come_back(path: Path) -
     file.close()
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
-    start, train, confusion, note, end = read_rows(path)
+    start, train, confusion, note, end = read_metric_rows(path)
     assert math.isnan(train["train/loss"])
     assert train["grad_norm"] == math.inf
     assert train["lr"] == -math.inf
@@ -69,29 +74,29 @@ def test_rows_are_held_back_until_an_evaluation(path: Path) -> None:
     file.on_step(1, 0.1, {"train/loss": 1.0})
     assert not path.exists()
     file.on_eval(1, 0.1, {"val/loss": 1.0})
-    assert len(read_rows(path)) == 2
+    assert len(read_metric_rows(path)) == 2
     file.on_step(2, 0.2, {"train/loss": 1.0})
-    assert len(read_rows(path)) == 2
+    assert len(read_metric_rows(path)) == 2
     file.close()
-    assert len(read_rows(path)) == 3
+    assert len(read_metric_rows(path)) == 3
 
 
 def test_a_cut_last_line_is_left_out(path: Path) -> None:
     path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "train", "st')
-    assert [row["step"] for row in read_rows(path)] == [1]
+    assert [row["step"] for row in read_metric_rows(path)] == [1]
 
 
 @pytest.mark.parametrize("damage", [b'{"kind": "tr', b"\xff\xfe", b"[1]", b'{"a": NaN}', b""])
 def test_a_damaged_middle_line_is_named(path: Path, damage: bytes) -> None:
     path.write_bytes(b'{"kind": "train", "step": 1}\n' + damage + b'\n{"kind": "train", "step": 2}\n')
     with refused(DataError, "metrics.jsonl"):
-        read_rows(path)
+        read_metric_rows(path)
 
 
 def test_a_damaged_last_line_that_was_written_whole_is_no_cut(path: Path) -> None:
     path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": \n')
     with refused(DataError):
-        read_rows(path)
+        read_metric_rows(path)
 
 
 def test_rows_behind_the_step_of_a_resume_are_cut(path: Path) -> None:
@@ -105,12 +110,12 @@ def test_rows_behind_the_step_of_a_resume_are_cut(path: Path) -> None:
     before = path.read_bytes().splitlines()
     with path.open("ab") as cut:
         cut.write(b'{"kind": "train", "st')
-    cut_rows_after(path, 4)
+    delete_rows_after(path, 4)
     assert path.read_bytes().splitlines() == before[:5]  # the kept lines are untouched
     assert path.read_bytes().endswith(b"\n")
     file.on_step(5, 1.25, {"train/loss": 2.0})  # a file that was open before goes on behind the cut
     file.close()
-    assert [row["step"] for row in read_rows(path)] == [0, 2, 2, 4, 4, 5]
+    assert [row["step"] for row in read_metric_rows(path)] == [0, 2, 2, 4, 4, 5]
 
 
 def test_notes_of_what_is_done_again_stay_at_the_step_it_goes_on_from(path: Path) -> None:
@@ -119,8 +124,8 @@ def test_notes_of_what_is_done_again_stay_at_the_step_it_goes_on_from(path: Path
         file.on_step(step, step / 4, {"train/loss": 1.0})
         file.on_note(f"step {step}: so it is")
     file.close()
-    cut_rows_after(path, 4)
-    assert [(row["step"], row.get("text", "")) for row in read_rows(path)] == [
+    delete_rows_after(path, 4)
+    assert [(row["step"], row.get("text", "")) for row in read_metric_rows(path)] == [
         (2, ""), (2, "step 2: so it is"), (4, ""), (4, "step 4: so it is"), (4, "step 6: so it is")
     ]  # fmt: skip
 
@@ -130,8 +135,8 @@ def test_what_an_ended_session_wrote_at_its_end_is_cut(path: Path) -> None:
     file.on_eval(4, 1.0, {"val/loss": 1.0})
     file.write({"kind": "confusion", "step": 4, "split": "val", "class_names": [], "matrix": []})
     file.on_end({"step": 4})
-    cut_rows_after(path, 4)
-    assert [row["kind"] for row in read_rows(path)] == ["eval"]
+    delete_rows_after(path, 4)
+    assert [row["kind"] for row in read_metric_rows(path)] == ["eval"]
 
 
 def test_a_validation_that_a_resume_does_again_is_cut(path: Path) -> None:
@@ -139,8 +144,8 @@ def test_a_validation_that_a_resume_does_again_is_cut(path: Path) -> None:
     for step in (2, 4):
         file.on_step(step, step / 4, {"train/loss": 1.0})
         file.on_eval(step, step / 4, {"val/loss": 1.0})
-    cut_rows_after(path, 4, validated=False)
-    assert [(row["kind"], row["step"]) for row in read_rows(path)] == [
+    delete_rows_after(path, 4, validated=False)
+    assert [(row["kind"], row["step"]) for row in read_metric_rows(path)] == [
         ("train", 2),
         ("eval", 2),
         ("train", 4),
@@ -159,7 +164,7 @@ def test_rows_of_several_threads_stay_whole(path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    steps = {row["step"] for row in read_rows(path)}
+    steps = {row["step"] for row in read_metric_rows(path)}
     assert steps == {*range(50), *range(100, 150), *range(200, 250)}
 
 
@@ -179,9 +184,9 @@ def test_a_line_that_was_cut_off_is_taken_away_before_more_is_written(
 ) -> None:
     monkeypatch.setattr("trainrun.monitor.metric_rows.BLOCK_BYTES", block)
     path = tmp_path / "metrics.jsonl"
-    mend_end(path)
+    remove_incomplete_line(path)
     for whole in ("", '{"a": 1}\n', '{"a": 1}\n{"b": 22}\n'):
         for cut in ("", "{", '{"a": 100000'):
             path.write_text(whole + cut)
-            mend_end(path)
+            remove_incomplete_line(path)
             assert path.read_text() == whole

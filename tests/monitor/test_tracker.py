@@ -138,6 +138,6 @@ def test_our_own_metrics_file_that_cannot_grow_ends_the_run(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(metric_rows, "_append", full)
+    monkeypatch.setattr(metric_rows, "_append_or_nothing", full)
     assert main(SHORT) == 1
     assert "No space left on device" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from approved import refused
 from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
-from trainrun.checkpoint.save import flatten
+from trainrun.checkpoint.save import flatten_tree
 from trainrun.errors import PluginError
 from trainrun.optimizer.build_optimizer import build_optimizer, named_optimizer_state
 from trainrun.precision.update import Update
@@ -93,7 +93,7 @@ def test_a_momentum_of_sparse_gradients_is_dense_as_checkpoints_hold_it() -> Non
     optimizer, _ = build_optimizer(SGD, {"lr": 0.1, "momentum": 0.9}, model)
     model(torch.tensor([1, 1, 3])).sum().backward()
     optimizer.step()
-    flatten(named_optimizer_state(optimizer, model))
+    flatten_tree(named_optimizer_state(optimizer, model))
 
 
 class Slow(SGD):

@@ -17,7 +17,7 @@ from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.group import Group
-from trainrun.parallel.rank_place import last_exchanges
+from trainrun.parallel.rank_place import read_last_exchanges
 from trainrun.parallel.worker import run_as_rank
 from trainrun.precision.update import Update
 from trainrun.runtime.signals import StopFlag
@@ -202,13 +202,13 @@ def count_exchanges(parallel: Ddp, seen: dict[str, Any]) -> None:
     """Of one step with two micro-batches, by group."""
     counted = another(parallel)
     wrapped = counted.wrap(nn.Linear(3, 2))
-    before = last_exchanges()
+    before = read_last_exchanges()
     counted.agree(2, 0, 0)
     for last in (False, True):
         with counted.sync_gradients(last=last):
             wrapped(torch.ones(1, 3)).sum().backward()
     seen["exchanges"] = {
-        group: number - before.get(group, [0])[0] for group, (number, _) in last_exchanges().items()
+        group: number - before.get(group, [0])[0] for group, (number, _) in read_last_exchanges().items()
     }
 
 

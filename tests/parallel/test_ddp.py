@@ -17,9 +17,9 @@ from torch import nn
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, read_json
-from trainrun.parallel.ddp import Ddp, check_parameters, without_gradient
+from trainrun.parallel.ddp import Ddp, check_parameters, missing_gradient_error
 from trainrun.parallel.group import Group
-from trainrun.parallel.launch import RankFailed, launch
+from trainrun.parallel.launch import RankFailed, launch_ranks
 
 pytestmark = pytest.mark.process
 
@@ -68,7 +68,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         PYTHONWARNINGS="error::FutureWarning",
     )
     sizes = json.dumps(SIZES[world_size])
-    code = launch(
+    code = launch_ranks(
         lambda attempt: [sys.executable, str(SCRIPT), str(run.root), sizes],
         world_size, run, grace_seconds=5, alone_seconds=60, env=env,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def test_a_model_that_mostly_stands_still_is_not_sent_to_find_unused_parameters(
     """As with reentrant checkpoints, whose blocks get no gradients where their input needs none."""
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)])
     model[3](torch.ones(1, 2)).sum().backward()
-    text = str(without_gradient(model))
+    text = str(missing_gradient_error(model))
     assert "6 of 8" in text
     assert "0.weight" in text
     assert "use_reentrant=False" in text
@@ -261,7 +261,7 @@ def test_survivors_say_that_they_lost_contact(
     monkeypatch.setattr("trainrun.parallel.launch.SETTLE_SECONDS", 60.0)
     command = script(LOSES_A_RANK)
     with pytest.raises(RankFailed, match=r"rank 1 was killed by SIGKILL \(out of memory\?\)"):
-        launch(lambda attempt: command, 2, run_dir, grace_seconds=5, alone_seconds=60, env=rank_env)
+        launch_ranks(lambda attempt: command, 2, run_dir, grace_seconds=5, alone_seconds=60, env=rank_env)
     assert (run_dir.root / "noticed").exists()  # in the exchange of gradients, and then in that of numbers
     survivor = read_json(run_dir.rank_error(0))
     assert survivor["kind"] == "echo"
@@ -309,5 +309,5 @@ def test_the_rank_that_did_not_enter_an_exchange_is_named(
     monkeypatch.setattr("trainrun.parallel.launch.SETTLE_SECONDS", 1.0)
     command = script(SLEEPS.format(absent=absent))
     with pytest.raises(RankFailed) as caught:
-        launch(lambda attempt: command, 2, run_dir, grace_seconds=5, alone_seconds=60, env=rank_env)
+        launch_ranks(lambda attempt: command, 2, run_dir, grace_seconds=5, alone_seconds=60, env=rank_env)
     assert re.search(named, str(caught.value)), str(caught.value)

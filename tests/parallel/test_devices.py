@@ -15,7 +15,7 @@ from approved import approve, refused
 
 from trainrun.errors import ConfigError
 from trainrun.parallel import devices
-from trainrun.parallel.devices import choose_device, num_devices, num_visible
+from trainrun.parallel.devices import choose_device, choose_num_devices, count_visible
 
 pytestmark = pytest.mark.process
 
@@ -36,7 +36,7 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines
     ],
 )
 def test_number_of_ranks(mode: str, accelerator: str, wanted: object, num_gpus: int, count: int) -> None:
-    assert num_devices(mode, accelerator, wanted, num_gpus)[0] == count
+    assert choose_num_devices(mode, accelerator, wanted, num_gpus)[0] == count
 
 
 @pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 2), (64, 2)])
@@ -44,8 +44,8 @@ def test_a_cpu_gets_two_ranks_where_it_has_the_cores(
     cores: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "usable_cores", lambda: cores)
-    assert num_devices("ddp", "cpu", "auto")[0] == count
-    assert str(cores) in num_devices("ddp", "auto", "auto", num_gpus=0)[1]
+    assert choose_num_devices("ddp", "cpu", "auto")[0] == count
+    assert str(cores) in choose_num_devices("ddp", "auto", "auto", num_gpus=0)[1]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_cpu_gets_two_ranks_where_it_has_the_cores(
 )
 def test_what_cannot_be_names_the_key(mode: str, accelerator: str, wanted: object, num_gpus: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        num_devices(mode, accelerator, wanted, num_gpus)
+        choose_num_devices(mode, accelerator, wanted, num_gpus)
     approve(str(caught.value))
 
 
@@ -80,8 +80,8 @@ def test_what_cannot_be_names_the_key(mode: str, accelerator: str, wanted: objec
     ],
 )
 def test_cuda_visible_devices(visible: str | None, count: int) -> None:
-    assert num_visible(4, visible) == count
-    assert num_visible(0, visible) == 0
+    assert count_visible(4, visible) == count
+    assert count_visible(0, visible) == 0
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,9 @@ def with_driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_of_gpus_in_slices_one_slice_counts_beside_no_whole_gpu(
     sliced: int, count: int, with_driver: dict[str, str]
 ) -> None:
-    program = "from trainrun.parallel.devices import installed_gpus; print(*installed_gpus(), sep='; ')"
+    program = (
+        "from trainrun.parallel.devices import query_installed_gpus; print(*query_installed_gpus(), sep='; ')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], env=with_driver | {"PRETENDED_SLICED": str(sliced)},
         capture_output=True, text=True, check=True,

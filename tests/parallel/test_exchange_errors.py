@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
-from trainrun.parallel.group import exchange_failure
+from trainrun.parallel.group import explain_failed_exchange
 from trainrun.parallel.rank_place import LostContact
 
 HEAD = (
@@ -59,7 +59,7 @@ REMOTE = HEAD.format(
     ],
 )  # fmt: skip
 def test_what_failed_and_what_to_do(text: str, kind: type[TrainrunError], parts: list[str]) -> None:
-    found = exchange_failure(RuntimeError(text))
+    found = explain_failed_exchange(RuntimeError(text))
     assert type(found) is kind
     assert all(part in str(found) for part in parts), str(found)
     assert "\n" not in str(found)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from trainrun.parallel.devices import (
-    address_of,
-    external_ranks,
-    first_node,
+    describe_local_ranks_fault,
     is_one_task_a_node,
-    local_ranks_fault,
-    tasks_of_nodes,
+    is_started_by_launcher,
+    parse_first_node,
+    parse_tasks_per_node,
+    resolve_node_address,
 )
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
@@ -24,29 +24,31 @@ SLURM_STEP = {
 
 
 def test_torchrun() -> None:
-    assert external_ranks(dict(TORCHRUN))
-    assert not external_ranks(TORCHRUN | {"TRAINRUN_STORE": "/tmp/x"})  # our own launcher, inside torchrun
-    assert not external_ranks({"RANK": "1", "WORLD_SIZE": "2"})
-    assert not external_ranks({})
+    assert is_started_by_launcher(dict(TORCHRUN))
+    assert not is_started_by_launcher(
+        TORCHRUN | {"TRAINRUN_STORE": "/tmp/x"}
+    )  # our own launcher, inside torchrun
+    assert not is_started_by_launcher({"RANK": "1", "WORLD_SIZE": "2"})
+    assert not is_started_by_launcher({})
 
 
 def test_slurm_step_becomes_torchruns_words() -> None:
     env = dict(SLURM_STEP)
-    assert external_ranks(env)
+    assert is_started_by_launcher(env)
     assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == ("3", "1", "4", "gpu07")
     other_rank = SLURM_STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert external_ranks(other_rank)
+    assert is_started_by_launcher(other_rank)
     assert other_rank["MASTER_PORT"] == env["MASTER_PORT"]
     assert env["LOCAL_WORLD_SIZE"] == "2"
     assert not is_one_task_a_node(env)
     first_node_of_step = SLURM_STEP | {"SLURM_NODEID": "0", "SLURM_PROCID": "0"}
-    assert external_ranks(first_node_of_step)
+    assert is_started_by_launcher(first_node_of_step)
     assert is_one_task_a_node(first_node_of_step)
     assert not is_one_task_a_node(
         first_node_of_step | {"LOCAL_WORLD_SIZE": "8", "RANK": "7"}
     )  # a rank of its own
     next_step = SLURM_STEP | {"SLURM_STEP_ID": "1"}
-    assert external_ranks(next_step)
+    assert is_started_by_launcher(next_step)
     assert next_step["MASTER_PORT"] != env["MASTER_PORT"]
 
 
@@ -55,15 +57,15 @@ def test_a_node_whose_name_does_not_resolve_is_found_at_slurms_own_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = "gpu07.invalid"
-    assert address_of("127.0.0.1") == "127.0.0.1"
+    assert resolve_node_address("127.0.0.1") == "127.0.0.1"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "scontrol").write_text(
         '#!/bin/sh\necho "NodeName=$3 Arch=x86_64"\necho " NodeAddr=10.0.0.$# "\n'
     )
     (tmp_path / "scontrol").chmod(0o755)
-    assert address_of(node) == "10.0.0.3"
+    assert resolve_node_address(node) == "10.0.0.3"
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
-    assert address_of(node) == node
+    assert resolve_node_address(node) == node
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_a_node_whose_name_does_not_resolve_is_found_at_slurms_own_address(
 )
 def test_one_task_or_no_step_is_one_process(changed: dict[str, str]) -> None:
     env = SLURM_STEP | changed
-    assert not external_ranks(env)
+    assert not is_started_by_launcher(env)
     assert "RANK" not in env
 
 
@@ -84,14 +86,14 @@ def test_one_task_or_no_step_is_one_process(changed: dict[str, str]) -> None:
     ],
 )
 def test_first_node_of_a_list(nodes: str, first: str) -> None:
-    assert first_node(nodes) == first
+    assert parse_first_node(nodes) == first
 
 
 @pytest.mark.parametrize(
     ("counts", "tasks"), [("2(x3),1", [2, 2, 2, 1]), ("8", [8]), ("1(x2),4(x1)", [1, 1, 4]), ("", [])]
 )
 def test_tasks_of_each_node(counts: str, tasks: list[int]) -> None:
-    assert tasks_of_nodes(counts) == tasks
+    assert parse_tasks_per_node(counts) == tasks
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,6 @@ def test_devices_are_compared_with_the_ranks_of_the_machine(
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("trainrun.parallel.devices.count_gpus", lambda: num_gpus)
-    fault = local_ranks_fault(wanted, accelerator)
+    fault = describe_local_ranks_fault(wanted, accelerator)
     assert fits == (fault == "")
     assert fits or "parallel.devices=2" in fault

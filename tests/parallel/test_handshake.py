@@ -19,19 +19,19 @@ pytestmark = pytest.mark.process
 RANK = """
     import os, time
     from trainrun.config.schema import ParallelConfig
-    from trainrun.parallel.devices import external_ranks
-    from trainrun.parallel.handshake import folder_before, follow, lead
+    from trainrun.parallel.devices import is_started_by_launcher
+    from trainrun.parallel.handshake import read_previous_folder, receive_config, send_config
     from trainrun.parallel.worker import run_as_rank
     from trainrun.folder.run_folder import write_json
 
-    assert external_ranks()
+    assert is_started_by_launcher()
     rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
     if rank == 0 and life == "1":
         time.sleep(1)  # what was left from the first life is there before the new answer
     if rank == 0:
-        assert folder_before(60.0) == (str(run.root) if life == "1" else None)
+        assert read_previous_folder(60.0) == (str(run.root) if life == "1" else None)
     payload = {"folder": str(run.root), "life": life}
-    meeting = lead(payload, [], 60.0) if rank == 0 else follow([], 60.0, lambda payload: "")
+    meeting = send_config(payload, [], 60.0) if rank == 0 else receive_config([], 60.0, lambda payload: "")
 
     def work(parallel, flag):
         if life == "0" and rank == 1:
@@ -49,7 +49,7 @@ WITHOUT_FOLDER = """
     import os
     from trainrun.runs import torchrun as external_run
     from trainrun.errors import ConfigError
-    from trainrun.parallel.handshake import lead
+    from trainrun.parallel.handshake import send_config
     from trainrun.folder.run_folder import write_json
 
     external_run.FOLDER_SECONDS = 0.3
@@ -60,7 +60,7 @@ WITHOUT_FOLDER = """
     }
     rank = os.environ["RANK"]
     try:
-        told = lead(payload, sys.argv[1:], 60.0) if rank == "0" else external_run.follow_run()
+        told = send_config(payload, sys.argv[1:], 60.0) if rank == "0" else external_run.follow_run()
     except ConfigError as error:
         told = error.faults[0]
     write_json(run.root / f"seen{rank}.json", str(told))

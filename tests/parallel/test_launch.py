@@ -15,7 +15,13 @@ import pytest
 from things import is_alive
 
 from trainrun.folder.run_folder import RunDir
-from trainrun.parallel.launch import RankFailed, launch, launch_on_node, module_command, rank_environment
+from trainrun.parallel.launch import (
+    RankFailed,
+    launch_on_node,
+    launch_ranks,
+    module_command,
+    rank_environment,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("real_ranks")]
 
@@ -25,7 +31,8 @@ Start = Callable[..., int]
 RANK = """
 import os, signal, time
 from trainrun.errors import DataError, TrainingError
-from trainrun.parallel.rank_place import LostContact, die_with_parent, run_rank, say_listening, show_stacks_when_asked
+from trainrun.parallel.rank_place import LostContact, die_with_parent, run_rank
+from trainrun.parallel.rank_place import print_stacks_at_sigquit, report_listening
 from trainrun.runtime.signals import StopFlag, catch_signals
 die_with_parent(float(os.environ.get("SAVE_SECONDS", "30")))
 rank = int(os.environ["RANK"])
@@ -50,8 +57,8 @@ def train():
     return {0: 0, 1: 130, 2: 75}[flag.request]
 
 with catch_signals(flag):
-    show_stacks_when_asked()
-    say_listening()
+    print_stacks_at_sigquit()
+    report_listening()
     sys.exit(run_rank(run, rank, work, flag))
 """
 
@@ -68,7 +75,7 @@ def start(script: Script, run_dir: RunDir, rank_env: dict[str, str]) -> Start:
 
     def run(work: str, world_size: int = 2, alone_seconds: float = 60.0, max_restarts: int = 0) -> int:
         command = script(rank_of(work))
-        return launch(
+        return launch_ranks(
             lambda attempt: [*command, str(attempt)], world_size, run_dir,
             grace_seconds=20.0, alone_seconds=alone_seconds, max_restarts=max_restarts, env=rank_env,
         )  # fmt: skip
@@ -85,13 +92,13 @@ def driver(script: Script, tmp_path: Path, run_dir: RunDir, rank_env: dict[str, 
         program = f"""
             import sys
             from trainrun.errors import TrainrunError
-            from trainrun.parallel.launch import launch
+            from trainrun.parallel.launch import launch_ranks
             from trainrun.folder.run_folder import RunDir, write_text
             from pathlib import Path
             run = RunDir(Path({str(run_dir.root)!r}))
             try:
                 command = {script(rank_of(work))!r}
-                code = launch(lambda _: command, 2, run, grace_seconds={grace_seconds}, alone_seconds=60)
+                code = launch_ranks(lambda _: command, 2, run, grace_seconds={grace_seconds}, alone_seconds=60)
             except TrainrunError as error:
                 write_text(run.root / "message", str(error))
                 code = error.exit_code

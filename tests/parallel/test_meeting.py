@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 WORDS = ["parallel=ddp", "parallel.accelerator=cpu", "trainer.max_steps=1", "monitor=none", "output_dir=run"]
 PLACES = {  # the wait of a rank -> where it begins
     "store": "trainrun.parallel.handshake.TCPStore",
-    "config": "trainrun.parallel.handshake.replies",
+    "config": "trainrun.parallel.handshake.iterate_replies",
     "group": "torch.distributed.init_process_group",
     "exchange": "torch.distributed.all_gather_object",
 }

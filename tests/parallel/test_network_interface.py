@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainrun.parallel.group import FAR, interface_for
+from trainrun.parallel.group import FAR, choose_interface
 
 ADDRESSES = {
     "lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.7"], "docker0": ["172.17.0.1"], "ib0": ["10.1.0.7", "fe80::1"],
@@ -29,4 +29,4 @@ RANKS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1"}
 def test_the_interface_on_the_way_to_rank_0(
     changed: dict[str, str], routes: dict[str, str], name: str
 ) -> None:
-    assert interface_for(RANKS | changed, ADDRESSES, lambda host: routes.get(host, "")) == name
+    assert choose_interface(RANKS | changed, ADDRESSES, lambda host: routes.get(host, "")) == name

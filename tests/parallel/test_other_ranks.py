@@ -8,7 +8,7 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.folder.run_folder import RunDir, read_identity
-from trainrun.monitor.metric_rows import read_rows
+from trainrun.monitor.metric_rows import read_metric_rows
 
 pytestmark = pytest.mark.process
 
@@ -17,7 +17,7 @@ WORDS = ["precision=64-true", "parallel.accelerator=cpu", "seed=1",
 
 
 def losses(folder: Path) -> dict[int, float]:
-    rows = read_rows(RunDir(folder).metrics)
+    rows = read_metric_rows(RunDir(folder).metrics)
     return {row["step"]: row["train/loss"] for row in rows if row.get("kind") == "train"}
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.monitor.test_console import FACTS
 from trainrun.cli.main import main
 from trainrun.monitor.evaluation_table import position_cells
-from trainrun.monitor.metric_rows import read_rows
+from trainrun.monitor.metric_rows import read_metric_rows
 from trainrun.monitor.run_lines import bottleneck_line, end_lines
 from trainrun.output import duration, quantity
 from trainrun.plots.time_stack import blocks_of
@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_shares_of_the_last_line_and_of_the_picture_are_those_of_the_account(finished: Any) -> None:
     folder, log = finished
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "ledger"]
+    rows = [row for row in read_metric_rows(folder / "metrics.jsonl") if row["kind"] == "ledger"]
     ledger = rows[-1]["seconds"]
     (line,) = re.findall(r"  time +.*; (.*)", log)
     total = sum(ledger.values())
@@ -76,7 +76,7 @@ def test_bottleneck_line_shows_measured_rates_in_the_unit_of_the_items() -> None
 
 def test_nothing_is_booked_as_plots_without_plots(workdir: Path) -> None:
     assert main([*WORDS, "trainer.max_steps=20", "monitor.plots=false"]) == 0
-    rows = [row for row in read_rows(workdir / "run" / "metrics.jsonl") if row["kind"] == "ledger"]
+    rows = [row for row in read_metric_rows(workdir / "run" / "metrics.jsonl") if row["kind"] == "ledger"]
     assert all("plots" not in row["seconds"] for row in rows)
     assert "plots" not in (workdir / "run" / "run.log").read_text().partition("  time  ")[2]
 

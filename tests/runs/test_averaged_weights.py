@@ -11,7 +11,7 @@ from quiet_runs import QUIET
 from torch.nn.functional import cross_entropy
 
 import trainrun as package
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.cli.main import main
 
 MODELS = """
@@ -124,7 +124,10 @@ def test_the_training_is_the_same_with_and_without_an_average() -> None:
     runs = [train("Closure", "trainer.max_epochs=3", f"trainer.ema={word}") for word in ("true", "false")]
     rows = [[row["train/loss"] for row in run.metrics if row["kind"] == "train"] for run in runs]
     assert rows[0] == rows[1]
-    trained = [read_checkpoint(resolve(run.folder / "checkpoints", "last")).shared["model"] for run in runs]
+    trained = [
+        read_checkpoint(resolve_checkpoint(run.folder / "checkpoints", "last")).shared["model"]
+        for run in runs
+    ]
     assert all(map(torch.equal, trained[0].values(), trained[1].values()))
 
 

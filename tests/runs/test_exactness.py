@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainrun.config.schema import PRECISIONS
 from trainrun.folder.run_folder import RunDir, read_json, write_json
-from trainrun.parallel.launch import launch
+from trainrun.parallel.launch import launch_ranks
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
@@ -269,7 +269,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     os.environ["PYTHONPATH"] = root
     try:
         command = [sys.executable, exact_parts.__file__, str(run.root)]
-        assert launch(lambda attempt: command, 2, run, grace_seconds=5, alone_seconds=60) == 0
+        assert launch_ranks(lambda attempt: command, 2, run, grace_seconds=5, alone_seconds=60) == 0
     finally:
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
     return read_json(run.root / "results.json")

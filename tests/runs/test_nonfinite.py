@@ -15,7 +15,7 @@ from approved import approve_error
 from safetensors.torch import load_file
 from things import rows_of, with_setting
 
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.cli.main import main
 from trainrun.runs.api import load_run
 
@@ -66,7 +66,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def last(run: Path) -> Any:
-    return read_checkpoint(resolve(run / "checkpoints", "last")).shared
+    return read_checkpoint(resolve_checkpoint(run / "checkpoints", "last")).shared
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from approved import refused
 from exact_parts import Recorder, fitted, parts_of, result
 
 import trainrun as package
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.cli.main import main
 from trainrun.errors import TrainingError
 from trainrun.folder.run_folder import read_json
@@ -66,7 +66,7 @@ def test_the_choice_is_told_once_and_a_resume_begins_with_it(workdir: Path) -> N
              "monitor.plots=false", "monitor.hardware=false", "trainer.num_threads=1"]  # fmt: skip
     whole = package.train(*words)
     half = package.train(*words, "trainer.max_steps=3")  # in the midst of the second epoch
-    loaded = read_checkpoint(resolve(half.files.checkpoints, "last"))
+    loaded = read_checkpoint(resolve_checkpoint(half.files.checkpoints, "last"))
     assert loaded.shared["retry"] == {"pieces": 4}
     assert loaded.shared["train"]["batches"] == 2  # whole ones, whatever they were cut in
     assert main(["resume", str(half.folder), "trainer.max_steps=null"]) == 0
@@ -74,7 +74,9 @@ def test_the_choice_is_told_once_and_a_resume_begins_with_it(workdir: Path) -> N
     for texts in notes:
         (told,) = [text for text in texts if "out of memory" in text]
         assert "every micro-batch is cut in 4, 2 samples at a time, with the same global batch" in told
-    ends = [read_checkpoint(resolve(run.files.checkpoints, "last")).shared for run in (whole, half)]
+    ends = [
+        read_checkpoint(resolve_checkpoint(run.files.checkpoints, "last")).shared for run in (whole, half)
+    ]
     assert ends[0]["train"]["step"] == ends[1]["train"]["step"] == 8
     for name, value in ends[0]["model"].items():
         assert torch.equal(value, ends[1]["model"][name])
@@ -107,7 +109,7 @@ def test_where_memory_ends_on_one_rank_the_run_ends_with_what_to_type(workdir: P
         assert main(["resume", "ranks", *advice.split()]) == 0
     one = package.train(*words, "model.limit=99", "data.batch_size=8")
     ends = [
-        read_checkpoint(resolve(folder / "checkpoints", "last")).shared
+        read_checkpoint(resolve_checkpoint(folder / "checkpoints", "last")).shared
         for folder in (Path("ranks"), one.folder)
     ]
     for name, value in ends[0]["model"].items():

@@ -15,7 +15,7 @@ from faults.evidence import facts_of, same
 from faults.forks import ForkedCommand, run_forked
 
 import trainrun as package
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.cli.main import main
 
 # A dataset that draws random numbers for every sample, a network with dropout and running
@@ -190,7 +190,7 @@ def test_a_signal_from_outside_saves_and_says_how_to_go_on(
     assert "trainrun resume" in errors
     assert "Traceback" not in errors
     assert json.loads((own / "run" / "status.json").read_text())["state"] == "stopped"
-    assert resolve(own / "run" / "checkpoints", "last").is_dir()
+    assert resolve_checkpoint(own / "run" / "checkpoints", "last").is_dir()
 
 
 def test_a_damaged_checkpoint_falls_back_and_none_left_is_an_error(
@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_falls_back_and_none_left_is_an_error(
 ) -> None:
     words = [*WORDS, "checkpoint.every_n_train_steps=3", "output_dir=run"]
     assert main([*words, *stop_at(8, "SIGINT")]) == 130
-    newest = resolve(own / "run" / "checkpoints", "last")
+    newest = resolve_checkpoint(own / "run" / "checkpoints", "last")
     damaged = newest / "shared.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     assert main(["resume", "run", "monitor.stop.at=-1"]) == 0

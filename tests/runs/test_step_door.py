@@ -14,7 +14,7 @@ from test_resume import USER_CODE, stop_at
 from things import with_setting
 
 import trainrun as package
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.cli.main import main
 
 pytestmark = pytest.mark.process
@@ -123,7 +123,7 @@ def test_one_of_several_optimizers_has_groups(own: Path) -> None:
     package.train(*words, "trainer.max_steps=2", "output_dir=part")
     package.train(*words, "trainer.max_steps=4", "ckpt_path=part", "output_dir=rest")
     part, whole, rest = (
-        read_checkpoint(resolve(Path(name) / "checkpoints", "last")).shared["model"]
+        read_checkpoint(resolve_checkpoint(Path(name) / "checkpoints", "last")).shared["model"]
         for name in ("part", "whole", "rest")
     )
     assert all(torch.equal(whole[name], rest[name]) for name in whole)
@@ -193,10 +193,15 @@ def test_a_micro_batch_that_is_another_rank_s_counts_nothing(
 
 def test_the_hidden_state_is_carried_and_dropped_at_the_end_of_an_epoch(own: Path) -> None:
     run = package.train(*SERIES, *QUIET, "trainer.max_steps=7", "output_dir=middle")
-    hidden = read_checkpoint(resolve(run.files.checkpoints, "last")).shared["step"]["state"]["hidden"]
+    hidden = read_checkpoint(resolve_checkpoint(run.files.checkpoints, "last")).shared["step"]["state"][
+        "hidden"
+    ]
     assert hidden.shape == (1, 8, 16)
     run = package.train(*SERIES, *QUIET, "trainer.max_epochs=1", "output_dir=end")
-    assert read_checkpoint(resolve(run.files.checkpoints, "last")).shared["step"]["state"]["hidden"] is None
+    assert (
+        read_checkpoint(resolve_checkpoint(run.files.checkpoints, "last")).shared["step"]["state"]["hidden"]
+        is None
+    )
 
 
 def test_losses_may_be_floats_and_are_a_list(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import trainrun
 from tests.quiet_runs import QUIET, resumable, weights
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.errors import PluginError
 
 OWN = """
@@ -185,7 +185,7 @@ def test_a_head_that_a_hook_replaces_together_with_its_group_is_trained_and_save
     trained("before", 7, *replaced)
     ends = [trained(f"after{steps}", steps, *replaced)["head.weight"] for steps in (8, 12)]
     assert not torch.equal(*ends)
-    state = read_checkpoint(resolve(Path("after12/checkpoints"), "last")).shared["optimizer"]
+    state = read_checkpoint(resolve_checkpoint(Path("after12/checkpoints"), "last")).shared["optimizer"]
     assert {name for group in state["groups"] for name in group["params"]} == set(state["shapes"])
     assert float(state["state"]["head.weight"]["step"]) == 5
 
@@ -195,7 +195,9 @@ def test_adagrad_saves_no_state_of_frozen_weights() -> None:
     whole = resumable(*WORDS, *words, HOOK, steps=9, at=3)
     assert not torch.equal(weights(whole)["body.0.weight"], trained("start", 0)["body.0.weight"])
     trained("frozen", 3, *words)
-    state = read_checkpoint(resolve(Path("frozen/checkpoints"), "last")).shared["optimizer"]["state"]
+    state = read_checkpoint(resolve_checkpoint(Path("frozen/checkpoints"), "last")).shared["optimizer"][
+        "state"
+    ]
     assert set(state) == {"head.weight", "head.bias"}
 
 

@@ -10,7 +10,7 @@ from approved import approve_error
 from quiet_runs import QUIET
 
 from trainrun import load_run
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.cli.main import main
 from trainrun.transform.lora import LoraLinear
 
@@ -58,7 +58,7 @@ def base(workdir: Path) -> dict[str, torch.Tensor]:
 
 def tree_of(run: str) -> dict[str, dict[str, torch.Tensor]]:
     tree: dict[str, dict[str, torch.Tensor]] = read_checkpoint(
-        resolve(Path(run, "checkpoints"), "last")
+        resolve_checkpoint(Path(run, "checkpoints"), "last")
     ).shared
     return tree
 

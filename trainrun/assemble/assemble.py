@@ -483,7 +483,7 @@ def build_triggers(
     return Triggers(
         build_limits(config, rhythm.lengths, task), rhythm, build_watch(config, default_metric),
         build_best_tracker(config, default_metric), update.schedule.on_validation, context.stop,
-        update.precision.failure, checkpoints.time_request,
+        update.precision.failure, checkpoints.save_status,
         build_on_bad(config, context, update.precision, retry, monitors.note),
     )  # fmt: skip
 

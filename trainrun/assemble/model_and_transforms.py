@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainrun.checkpoint.weights import FrozenBase, load_initial, not_held
+from trainrun.checkpoint.weights import FrozenBase, describe_unsaveable, load_initial
 from trainrun.config.rules import needs_gpu, step_obstacles
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import fault_of_value
@@ -117,7 +117,7 @@ def build_transformed_model(
     model = apply_transforms(config, model, parallel.device, notes)
     for name, tensor in model.state_dict().items():
         if getattr(tensor, "layout", None) is not torch.strided:
-            raise PluginError(not_held(name, tensor))
+            raise PluginError(describe_unsaveable(name, tensor))
     if not all(layer.training for layer in model.modules()):
         begin_training(model, advice)
     frozen = build_frozen(config, model, notes)

@@ -16,7 +16,7 @@ from trainrun.interfaces import Monitor
 from trainrun.monitor.bus import Bus
 from trainrun.monitor.console import Console
 from trainrun.monitor.hardware import Hardware
-from trainrun.monitor.metric_rows import MetricsFile, cut_rows_after, mend_end
+from trainrun.monitor.metric_rows import MetricsFile, delete_rows_after, remove_incomplete_line
 from trainrun.monitor.tracker import Tracker
 from trainrun.parallel.launch import module_command
 from trainrun.timing.phases import (
@@ -62,7 +62,7 @@ class Listeners:
         self._has_file = wanted.metrics_file
         file = None
         if wanted.metrics_file:
-            mend_end(run.metrics)
+            remove_incomplete_line(run.metrics)
             file = MetricsFile(run.metrics, check=partial(check_there, run))
         self._keeps_rows = bool(file or trackers)
         screens = [] if self._console is None else [self._console]
@@ -92,7 +92,7 @@ class Listeners:
         """
         self._components, self._state = run, state
         if self._has_file and self._run.metrics.exists():
-            cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
+            delete_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
         if self._keeps_rows and self._config.monitor.hardware:
             ranks = run.parallel.world_size > 1  # then their starter is the root of all processes
             root = os.getppid() if ranks else None

@@ -17,13 +17,19 @@ from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.run_plan import DATA
 from trainrun.checkpoint.files import committed_steps
-from trainrun.checkpoint.load import Loaded, choose_checkpoint, load_together, read_checkpoint, resolve
+from trainrun.checkpoint.load import (
+    Loaded,
+    choose_checkpoint,
+    load_together,
+    read_checkpoint,
+    resolve_checkpoint,
+)
 from trainrun.checkpoint.weights import (
+    allocate_buffers,
     check_tensors,
     evaluated_weights,
-    fit_buffers,
     load_initial,
-    place_of_base,
+    path_of_base_weights,
     tensor_kinds,
 )
 from trainrun.config.saved_config import load_config
@@ -75,7 +81,7 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
 
 def load_network_of_run(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
     """Return the network of a run, in evaluation mode, on the CPU. which: best, last, or a checkpoint's name."""
-    loaded = read_checkpoint(resolve(run_dir.checkpoints, which))
+    loaded = read_checkpoint(resolve_checkpoint(run_dir.checkpoints, which))
     saved_facts = read_identity(run_dir).get("data", {})
     facts = DataFacts(
         shape=tuple(saved_facts["shape"]) if saved_facts.get("shape") else None,
@@ -83,7 +89,7 @@ def load_network_of_run(run_dir: RunDir, config: RunConfig, which: str) -> nn.Mo
     )
     device = torch.device("cpu")
     model = build_model(config, facts, Single(device).materialize)
-    if (base := place_of_base(config.init_from, loaded)) is not None:
+    if (base := path_of_base_weights(config.init_from, loaded)) is not None:
         load_initial(model, base, Single(device), config.init)
     model = apply_transforms(config, model, device)
     load_weights(model, loaded, device)
@@ -95,7 +101,7 @@ def load_weights(
 ) -> None:
     """averaged: which weights; None takes the averaged ones where there are any, else the trained ones."""
     weights, _ = evaluated_weights(loaded, model.state_dict(), averaged)
-    fit_buffers(model, weights, device)
+    allocate_buffers(model, weights, device)
     kinds = tensor_kinds(model.state_dict())
     check_tensors(loaded.folder.name, "this model", kinds, tensor_kinds(weights))
     model.load_state_dict(weights)
@@ -219,6 +225,8 @@ def find_checkpoint(ckpt_path: str) -> Path:
     path = Path(ckpt_path).expanduser().absolute()
     inside = path if committed_steps(path) else RunDir(path).checkpoints
     try:
-        return resolve(inside, "last") if inside.is_dir() else resolve(path.parent, path)
+        return (
+            resolve_checkpoint(inside, "last") if inside.is_dir() else resolve_checkpoint(path.parent, path)
+        )
     except CheckpointError as error:
         raise CheckpointError(f"ckpt_path={ckpt_path}: {error}") from error

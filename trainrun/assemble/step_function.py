@@ -37,7 +37,7 @@ def build_log(config: RunConfig, monitors: MetricLogger, phases: PhaseTimer) -> 
 
     @contextmanager
     def booked() -> Iterator[None]:
-        with phases.on(COMPILE), monitors.paused():
+        with phases.on(COMPILE), monitors.exclude_time():
             yield
             freeze_more()  # or each validation would look at the compiler's 200,000 objects, 0.1 s and more
 

@@ -1,4 +1,6 @@
-"""Names of checkpoint folders; the file layer, by which every change on disk goes; messages of disk errors."""
+"""Names of checkpoint folders, the file layer through which all changes on disk go, and messages of disk
+errors.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(name: str) -> int | None:
+def step_in_name(name: str) -> int | None:
     """Return the step of a checkpoint's folder name; None for any other name."""
     match = FOLDER_NAME.fullmatch(name)
     return int(match.group(1)) if match else None
@@ -41,7 +43,7 @@ def committed_steps(folder: Path) -> list[int]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from error
-    return sorted(step for name in names if (step := step_of(name)) is not None)
+    return sorted(step for name in names if (step := step_in_name(name)) is not None)
 
 
 class Written(NamedTuple):
@@ -51,38 +53,38 @@ class Written(NamedTuple):
     sha256: str
 
 
-def _nothing(operation: str, path: Path) -> None:
+def _do_nothing(operation: str, path: Path) -> None:
     pass
 
 
 class FileLayer:
-    """Makes, writes, renames and removes. All methods raise OSError.
+    """The operations that make, write, rename and remove files. All methods raise OSError.
 
-    before: called ahead of each operation with its name and path, so that a test can record the
-        operations, or let the n-th one fail.
+    before: called before each operation with its name and path. Tests use it to record the operations or to
+        let one fail.
     """
 
-    def __init__(self, before: Callable[[str, Path], None] = _nothing) -> None:
+    def __init__(self, before: Callable[[str, Path], None] = _do_nothing) -> None:
         self._before = before
 
     def mkdir(self, path: Path) -> None:
-        """Make a new folder in an existing one."""
+        """Make a new folder. Its parent must exist."""
         self._before("mkdir", path)
         os.mkdir(path)
 
     def make_root(self, path: Path) -> None:
-        """Make a folder in an existing one, unless it exists."""
+        """Make a folder if it does not exist, and sync its parent. The parent must exist."""
         if not path.is_dir():
             self._before("make_root", path)
             path.mkdir(exist_ok=True)
             self.fsync_dir(path.parent)
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-        """Write a new file. It is on the disk, not only in memory, when this returns."""
+        """Write a new file and sync it to the disk. Return its size and SHA-256."""
         self._before("open", path)
         content, size = hashlib.sha256(), 0
         with open(path, "xb", buffering=0) as file:
-            for piece in _in_pieces(chunks):
+            for piece in _regroup_chunks(chunks):
                 self._before("write", path)
                 rest = piece
                 while rest:  # the system may take a part
@@ -94,12 +96,12 @@ class FileLayer:
         return Written(size, content.hexdigest())
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file atomically; a file at `target` is replaced."""
+        """Rename a file atomically. A file at `target` is replaced."""
         self._before("rename", target)
         os.replace(source, target)
 
     def fsync_dir(self, path: Path) -> None:
-        """Make the names in a folder survive a power loss."""
+        """Sync a folder, so that the names in it survive a power loss."""
         self._before("fsync_dir", path)
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -119,8 +121,8 @@ class FileLayer:
             path.unlink()
 
 
-def _in_pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """Yield the same bytes with short chunks joined and long ones cut."""
+def _regroup_chunks(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """Yield the same bytes in pieces of about PIECE_BYTES: short chunks are joined, long ones are cut."""
     joined = bytearray()
     for chunk in chunks:
         if len(chunk) < PIECE_BYTES:
@@ -136,7 +138,9 @@ def _in_pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def set_aside(folder: Path, files: FileLayer) -> Path:
-    """Rename a folder or file so that it is never taken for a sound one again, and never deleted either."""
+    """Rename a damaged folder or file to `.bad-NAME-N`, so that it is neither loaded nor deleted. Return
+    the new path.
+    """
     number = 1
     while os.path.lexists(target := folder.with_name(f".bad-{folder.name.lstrip('.')}-{number}")):
         number += 1
@@ -145,11 +149,11 @@ def set_aside(folder: Path, files: FileLayer) -> Path:
 
 
 @contextmanager
-def file_faults(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn an OSError of the block into a SaveError that begins with `what`.
+def explain_disk_errors(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn an OSError of the block into a SaveError whose message begins with `what`.
 
-    A full disk is reported with the bytes that were needed, what is free in `folder` (the run's
-    `checkpoints`), and how the run goes on.
+    For a full disk, the message has the bytes needed, the bytes free in `folder` (the run's `checkpoints`),
+    and the command that resumes the run.
     """
     try:
         yield
@@ -166,5 +170,5 @@ def file_faults(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None
 
 
 def free_disk_bytes(folder: Path) -> int:
-    """Return the bytes that can still be written to the file system of a folder."""
+    """Return the free bytes on the file system of a folder, or of its parent if the folder does not exist."""
     return shutil.disk_usage(folder if folder.exists() else folder.parent).free

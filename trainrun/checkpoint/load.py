@@ -1,7 +1,7 @@
-"""Read a checkpoint and verify every byte of it. Choose the best one, and the one to resume from.
+"""Read and verify a checkpoint. Choose the best one, and the one to resume from.
 
-Nothing in a folder is believed: it may be damaged, cut off, or made by somebody else. Whatever is wrong with it becomes
-a CheckpointError that names the file. Reading executes nothing.
+The content of a folder is untrusted: it may be damaged, cut off, or crafted. Every fault becomes a
+CheckpointError that names the file. Reading executes no code.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from trainrun.checkpoint.files import (
     FileLayer,
     Written,
     committed_steps,
-    file_faults,
+    explain_disk_errors,
     folder_name,
     set_aside,
-    step_of,
+    step_in_name,
 )
 from trainrun.checkpoint.save import (
     FORMAT,
@@ -49,8 +49,8 @@ from trainrun.checkpoint.save import (
     Metric,
     fills_memory,
     format_keys,
-    on_rank_zero,
-    rank_files,
+    rank_file_names,
+    run_on_rank_zero,
 )
 from trainrun.errors import CheckpointError
 from trainrun.folder.run_folder import RunDir
@@ -69,7 +69,7 @@ TRANSIENT_ERRORS = (
 
 
 class Incompatible(CheckpointError):
-    """An intact checkpoint of another run or version, or one that cannot be read now.
+    """An intact checkpoint of another run or version, or one that cannot be read at the moment.
 
     It is never renamed as damaged.
     """
@@ -77,9 +77,9 @@ class Incompatible(CheckpointError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified checkpoint: the state that all ranks share, and the state of the rank that reads.
+    """A verified checkpoint: the state that all ranks share, and the state of this rank.
 
-    own: None if the run that was saved had fewer ranks; `manifest.world_size` says how many.
+    own: None if the saved run had fewer ranks (see `manifest.world_size`).
     """
 
     folder: Path
@@ -92,8 +92,8 @@ class Loaded:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a CheckpointError; into Incompatible if the disk is not to blame."""
+def explain_read_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a CheckpointError, or into Incompatible if the error is transient."""
     try:
         yield
     except FileNotFoundError as error:
@@ -105,17 +105,17 @@ def readable(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a plain file. Raise CheckpointError for a link, a pipe or a device."""
-    with readable(path):
+def open_regular_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading. Raise CheckpointError for a link, a pipe or a device."""
+    with explain_read_errors(path):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise CheckpointError(f"{path}: not a plain file")
         with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
             yield file
 
 
-def loads(data: bytes, where: str) -> Any:
-    """Parse JSON. where: begins the message of a CheckpointError."""
+def parse_json(data: bytes, where: str) -> Any:
+    """Parse JSON. Raise CheckpointError, with a message that begins with `where`, if it is invalid."""
     try:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -166,7 +166,9 @@ def join_shards(paths: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a safetensors file, contiguous and in memory of their own. Raise CheckpointError."""
+    """Return contiguous copies of all tensors of a safetensors file. Raise CheckpointError if it is
+    damaged.
+    """
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -176,19 +178,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                     raise ValueError(f"{name[:200]!r} holds a byte that is neither true nor false")
                 tensors[name] = tensor.clone()  # it is a view of the mapped file
     except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
-        raise CheckpointError(f"{path}: not a sound safetensors file ({_one_line(error)})") from error
+        raise CheckpointError(f"{path}: not a sound safetensors file ({_format_error(error)})") from error
     return tensors
 
 
-def _one_line(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
 # ---- a tree from its JSON form
 
 
-def unflatten(json_tree: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """Return the tree of a JSON form. where: begins the message of every CheckpointError."""
+def unflatten_tree(json_tree: Any, tensors: dict[str, Tensor], where: str) -> Any:
+    """Return the tree that `flatten` turned into JSON and tensors. Raise CheckpointError, prefixed with
+    `where`, if invalid.
+    """
     decoder = _TreeDecoder(tensors, where)
     try:
         tree = decoder.decode(json_tree, ())
@@ -201,7 +205,7 @@ def unflatten(json_tree: Any, tensors: dict[str, Tensor], where: str) -> Any:
 
 
 class _TreeDecoder:
-    """One walk over a JSON form. views: the tensors that were returned, by name."""
+    """A decoder of one JSON form. views: the tensors returned so far, by name."""
 
     def __init__(self, tensors: dict[str, Tensor], where: str) -> None:
         self._tensors, self._where = tensors, where
@@ -235,7 +239,7 @@ class _TreeDecoder:
         except RecursionError:
             raise
         except (TypeError, ValueError, LookupError, struct.error, RuntimeError) as error:
-            raise CheckpointError(f"{where}: no {tag[1:]} ({_one_line(error)})") from error
+            raise CheckpointError(f"{where}: no {tag[1:]} ({_format_error(error)})") from error
 
     def _decode_pairs(self, pairs: Any, path: Keys) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
@@ -280,13 +284,17 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Raise CheckpointError for damage, Incompatible for a newer format. where: begins the messages."""
+    """Return the manifest in a file's bytes. Raise CheckpointError for damage, Incompatible for a newer
+    format.
+
+    where: the beginning of the messages.
+    """
     text, last_line = data[:-65], data[-65:]
     digest = hashlib.sha256(text).hexdigest()
     if last_line != digest.encode() + b"\n":
         last_text = last_line.decode("ascii", "replace").strip()
         raise CheckpointError(f"{where}: damaged (its last line is {last_text!r}, expected {digest})")
-    value = unflatten(loads(text, where), {}, where)
+    value = unflatten_tree(parse_json(text, where), {}, where)
     try:
         version = value.pop("format")
         if version > FORMAT:
@@ -299,12 +307,12 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         manifest = Manifest(**value)
         _check_manifest(manifest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: no manifest of a checkpoint ({_one_line(error)})") from error
+        raise CheckpointError(f"{where}: no manifest of a checkpoint ({_format_error(error)})") from error
     return manifest
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    """Raise ValueError or TypeError for what a crafted manifest may hold and no run writes."""
+    """Raise ValueError or TypeError for values that no run writes, for example in a crafted manifest."""
     metric, num_ranks = manifest.metric, manifest.world_size
     texts = [manifest.run_id, manifest.kind, *(metric[:2] if metric else ())]
     numbers = [manifest.step, manifest.epoch, num_ranks, *(file.size for file in manifest.files.values())]
@@ -322,30 +330,30 @@ def _check_manifest(manifest: Manifest) -> None:
         raise ValueError("no id of a run")
     if not 1 <= num_ranks == len(manifest.files) / 2:  # checked before a list as long as the ranks is made
         raise ValueError(f"{len(manifest.files)} files for {num_ranks} ranks")
-    if manifest.files.keys() != {name for rank in range(num_ranks) for name in rank_files(rank)}:
+    if manifest.files.keys() != {name for rank in range(num_ranks) for name in rank_file_names(rank)}:
         raise ValueError("it names files that no checkpoint has")
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Return the verified manifest of a checkpoint folder, without reading the other files."""
     path = folder / MANIFEST
-    with readable(path):
+    with explain_read_errors(path):
         if folder.is_dir() and not os.path.lexists(path):
             raise CheckpointError(f"{folder}: not a finished checkpoint (it has no {MANIFEST})")
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         data = file.read(MAX_MANIFEST_BYTES + 1)
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path}: longer than {MAX_MANIFEST_BYTES} bytes")
     manifest = parse_manifest(data, str(path))
-    if step_of(folder.name) != manifest.step:
+    if step_in_name(folder.name) != manifest.step:
         raise CheckpointError(
             f"{folder}: the folder is {folder.name}, its manifest says step {manifest.step}"
         )
     return manifest
 
 
-def is_sound(folder: Path, run_id: str) -> bool:
-    """Return whether a complete, undamaged checkpoint of this run is in the folder."""
+def is_intact_checkpoint(folder: Path, run_id: str) -> bool:
+    """Return whether the folder holds a complete, undamaged checkpoint of this run."""
     try:
         manifest = read_manifest(folder)
         for name, expected in manifest.files.items():
@@ -356,17 +364,18 @@ def is_sound(folder: Path, run_id: str) -> bool:
 
 
 def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> Loaded:
-    """Read and verify a checkpoint. Rank 0 verifies the files of all ranks, other ranks the files that they read.
+    """Read and verify a checkpoint. Rank 0 verifies the files of all ranks; other ranks verify only the
+    files they read.
 
-    run_id: the run that the checkpoint must be of. Files that the manifest does not name are never opened.
-    Raise CheckpointError for damage, Incompatible if nothing is damaged.
+    run_id: the run that must have written it; None for any. Files that the manifest does not list are never
+        opened. Raise CheckpointError for damage, Incompatible if it is intact but unusable.
     """
     manifest = read_manifest(folder)
     if run_id is not None and manifest.run_id != run_id:
         raise Incompatible(f"{folder}: of another run ({manifest.run_id}; this one is {run_id})")
     if rank == 0:
         for other in range(1, manifest.world_size):
-            for name in rank_files(other):
+            for name in rank_file_names(other):
                 _check_file(folder / name, manifest.files[name])
     first = _read_part(folder, manifest, 0)
     rank_state: dict[str, Any] = {"rank": None}
@@ -376,12 +385,12 @@ def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> L
 
 
 def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
-    text_path, tensors_path = (folder / name for name in rank_files(rank))
+    text_path, tensors_path = (folder / name for name in rank_file_names(rank))
     if manifest.files[text_path.name].size > MAX_STATE_BYTES:
         raise CheckpointError(f"{text_path}: longer than {MAX_STATE_BYTES} bytes")
     for path in (text_path, tensors_path):
         _check_file(path, manifest.files[path.name])
-    with open_regular(text_path) as file:
+    with open_regular_file(text_path) as file:
         text = file.read(MAX_STATE_BYTES)
     tensors = read_tensors(tensors_path)
     if read_first_rows(tensors_path) is not None:
@@ -391,14 +400,14 @@ def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
             for path in paths[1:]:
                 _check_file(path, manifest.files[path.name])
             tensors |= join_shards(paths)
-    tree = unflatten(loads(text, str(text_path)), tensors, str(text_path))
+    tree = unflatten_tree(parse_json(text, str(text_path)), tensors, str(text_path))
     if not isinstance(tree, dict) or tree.keys() != ({"shared", "rank"} if rank == 0 else {"rank"}):
         raise CheckpointError(f"{text_path}: not the state of rank {rank}")
     return tree
 
 
 def _check_file(path: Path, expected: Written) -> None:
-    with open_regular(path) as file:
+    with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.size:
             raise CheckpointError(f"{path}: damaged ({size} bytes, expected {expected.size})")
@@ -416,10 +425,12 @@ def _check_hash(path: Path, sha256: str, expected: Written) -> None:
 # ---- which checkpoint
 
 
-def resolve(folder: Path, which: str | Path) -> Path:
-    """Return the checkpoint that a user names: `best`, `last`, `step-00000042`, or a path to such a folder.
+def resolve_checkpoint(folder: Path, which: str | Path) -> Path:
+    """Return the checkpoint folder for a user's word: `best`, `last`, `step-00000042`, or the path of such
+    a folder.
 
-    folder: the run's checkpoints. The files of the checkpoint are not read.
+    folder: the run's folder of checkpoints. The files of the checkpoint are not read. Raise CheckpointError
+        if there is none.
     """
     word = str(which)
     if word == "last":
@@ -434,10 +445,10 @@ def resolve(folder: Path, which: str | Path) -> Path:
                 f"best: no checkpoint in {folder} was chosen by a metric; {_describe_choices(folder)}"
             )
         return best
-    path = folder / word if step_of(word) is not None else Path(word).expanduser().absolute()
+    path = folder / word if step_in_name(word) is not None else Path(word).expanduser().absolute()
     if not path.exists():
         raise CheckpointError(f"{word}: no such checkpoint; {_describe_choices(folder)}")
-    if step_of(path.name) is None or not (path / MANIFEST).is_file():
+    if step_in_name(path.name) is None or not (path / MANIFEST).is_file():
         raise CheckpointError(
             f"{word}: not a trainrun checkpoint (a folder step-XXXXXXXX with {MANIFEST}); "
             f"{_describe_foreign(path)}{_describe_choices(folder)}"
@@ -446,7 +457,7 @@ def resolve(folder: Path, which: str | Path) -> Path:
 
 
 def _describe_end(root: Path) -> str:
-    """Return why a run without a checkpoint ended, as its status has it."""
+    """Return the reason why a run without checkpoints ended, from its status file; "" if unknown."""
     status = read_status(RunDir(root))
     state, message = status.get("state"), str(status.get("message") or status.get("reason") or "")
     if state == "running":
@@ -473,7 +484,7 @@ def _describe_choices(folder: Path) -> str:
 
 
 def committed_metrics(folder: Path) -> dict[int, Metric]:
-    """Return the metrics of all checkpoints with a sound manifest, by step, oldest first."""
+    """Return the metrics of all checkpoints whose manifest is intact and has one, by step, oldest first."""
     metrics: dict[int, Metric] = {}
     for step in committed_steps(folder):
         with suppress(CheckpointError):  # reported when somebody loads that checkpoint
@@ -484,17 +495,17 @@ def committed_metrics(folder: Path) -> dict[int, Metric]:
 
 
 def choose_checkpoint(folder: Path, which: str | None = None) -> str:
-    """Return `which`; without it "best", or "last" where no checkpoint was chosen by a metric."""
+    """Return `which` if it is given, else "best", or "last" if no checkpoint has a metric."""
     if which is not None:
         return which
     return "last" if best_checkpoint(folder) is None else "best"
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Return the folder of the best committed step by the manifests; None if none of them was measured.
+    """Return the folder of the best step according to the manifests; None if no manifest has a metric.
 
-    `best.json` alone is not believed. It says which step was the best while all manifests were sound: if it names
-    another step and a manifest is damaged, the best is unknown. Raise CheckpointError then.
+    `best.json` is only a cross-check: it names the best step from when all manifests were intact. If it
+    names another step and a manifest is damaged, the best is unknown: raise CheckpointError.
     """
     metrics = committed_metrics(folder)
     newest = next(reversed(metrics.values()), None)
@@ -521,14 +532,14 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def _read_recorded_best(folder: Path) -> str | None:
-    """Return the folder name of the best checkpoint by `best.json`; None if that cannot be read."""
+    """Return the folder name of the best checkpoint in `best.json`; None if the file cannot be read."""
     try:
-        with open_regular(folder / BEST) as file:
-            value = loads(file.read(MAX_MANIFEST_BYTES), str(folder / BEST))
+        with open_regular_file(folder / BEST) as file:
+            value = parse_json(file.read(MAX_MANIFEST_BYTES), str(folder / BEST))
         name = value["entries"][0]["folder"]
     except (CheckpointError, LookupError, TypeError):
         return None
-    return name if isinstance(name, str) and step_of(name) is not None else None
+    return name if isinstance(name, str) and step_in_name(name) is not None else None
 
 
 # ---- loading by all ranks together
@@ -537,7 +548,8 @@ def _read_recorded_best(folder: Path) -> str | None:
 def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loaded:
     """Return the same checkpoint on every rank, or raise the same CheckpointError on every rank.
 
-    Rank 0 verifies the files of all ranks. Damage that only another rank sees is a folder that it does not share.
+    Rank 0 verifies the files of all ranks. If only another rank sees damage, its folder is not the one of
+    rank 0.
     """
     loaded: Loaded | None = None
     try:
@@ -565,17 +577,17 @@ def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loade
 def load_latest(
     folder: Path, run_id: str, parallel: Parallel, files: FileLayer, note: Callable[[str], None]
 ) -> Loaded | None:
-    """Return the newest sound checkpoint; None only if none was ever committed.
+    """Return the newest undamaged checkpoint; None only if none was ever committed.
 
-    A damaged checkpoint is renamed to `.bad-...` and noted, and the one before it is tried.
+    A damaged checkpoint is renamed to `.bad-...` and noted, and the next older one is tried.
     """
     faults: list[str] = []
 
-    def newest_name() -> str | None:
+    def newest_folder_name() -> str | None:
         steps = committed_steps(folder)
         return folder_name(steps[-1]) if steps else None
 
-    while (name := on_rank_zero(parallel, newest_name)) is not None:
+    while (name := run_on_rank_zero(parallel, newest_folder_name)) is not None:
         try:
             loaded = load_together(folder / name, parallel, run_id)
         except Incompatible:
@@ -583,13 +595,13 @@ def load_latest(
         except CheckpointError as error:
             faults.append(str(error))
         else:
-            if foreign := _foreign_files(loaded):
+            if foreign := _list_foreign_files(loaded):
                 note(f"{name}: passed over what is not of the checkpoint: {', '.join(foreign)}")
             return loaded
-        new_name = on_rank_zero(parallel, lambda: _set_aside(folder / name, files))
+        new_name = run_on_rank_zero(parallel, lambda: _set_damaged_aside(folder / name, files))
         if parallel.rank == 0:
             note(f"{name} was set aside as {new_name}: {faults[-1]}")
-    faults += on_rank_zero(parallel, lambda: [] if faults else _traces_of_checkpoints(folder))
+    faults += run_on_rank_zero(parallel, lambda: [] if faults else _find_traces_of_checkpoints(folder))
     if faults:
         raise CheckpointError(
             f"{folder}: no sound checkpoint is left to resume from: {'; '.join(faults)}. "
@@ -598,20 +610,20 @@ def load_latest(
     return None
 
 
-def _foreign_files(loaded: Loaded) -> list[str]:
-    """Return what other programs put into the folder, as .DS_Store."""
+def _list_foreign_files(loaded: Loaded) -> list[str]:
+    """Return the names of files in the folder that other programs wrote, such as .DS_Store."""
     with suppress(OSError):
         return sorted({*os.listdir(loaded.folder)} - {MANIFEST, *loaded.manifest.files})
     return []
 
 
-def _set_aside(folder: Path, files: FileLayer) -> str:
-    with file_faults(f"cannot set aside the damaged {folder}", folder.parent):
+def _set_damaged_aside(folder: Path, files: FileLayer) -> str:
+    with explain_disk_errors(f"cannot set aside the damaged {folder}", folder.parent):
         return set_aside(folder, files).name
 
 
-def _traces_of_checkpoints(folder: Path) -> list[str]:
-    """Return messages about files that only a run with checkpoints leaves."""
+def _find_traces_of_checkpoints(folder: Path) -> list[str]:
+    """Return a message for each file that shows that the run once had checkpoints."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     return [
         f"{name} says that there was one" for name in names if name == BEST or name.startswith(".bad-step-")

@@ -1,14 +1,16 @@
-"""Decide when a run is saved and which checkpoints stay, and save in the background.
+"""Decide when a run is saved and which checkpoints are kept, and save in the background.
 
-The newest `keep_last` checkpoints stay, and the `save_top_k` best ones by the monitored metric. The newest one is never
-deleted. With `save_last=False` only the newest one stays besides the best, nothing is saved by time, and the end of the
-run is saved only if the run was stopped from outside.
+Kept are the newest `keep_last` checkpoints and the `save_top_k` best ones by the monitored metric. The
+newest one is never deleted. With `save_last=False`, only the newest one is kept besides the best. Then
+nothing is saved by time, and the end of the run is saved only if the run was stopped from outside.
 
-With `async_save` the training continues as soon as the state is copied in memory. A thread writes the copy. A fault of
-that thread is raised at the next step. Only one save is under way at a time: the next save waits for it.
+With `async_save`, training continues as soon as the state is copied in memory. A thread writes the copy. A
+fault of that thread is raised at the next step. Only one save is in progress at a time: the next save waits
+for it.
 
-A new best within 5 seconds of the write before stays in memory until these are over, or until another save comes. A
-better one replaces it there: it is never written if it would be deleted at once. Several ranks write each at once.
+A new best within 5 seconds of the previous write stays in memory until that time is over, or until another
+save comes. A better one replaces it there, so a checkpoint that would be deleted at once is never written.
+With several ranks each new best is written at once.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from trainrun.checkpoint.files import (
     FileLayer,
     Written,
     committed_steps,
-    file_faults,
+    explain_disk_errors,
     folder_name,
     free_disk_bytes,
 )
@@ -40,7 +42,7 @@ from trainrun.checkpoint.load import (
     BEST,
     Loaded,
     committed_metrics,
-    is_sound,
+    is_intact_checkpoint,
     load_latest,
     read_manifest,
 )
@@ -51,12 +53,12 @@ from trainrun.checkpoint.save import (
     Metric,
     StatePart,
     build_part,
-    commit,
-    dumps,
-    new_temporary_folder,
-    on_every_rank,
-    on_rank_zero,
+    commit_checkpoint,
+    format_json,
+    make_temporary_folder,
     replace_manifest,
+    run_on_every_rank,
+    run_on_rank_zero,
     write_part,
 )
 from trainrun.interfaces import Parallel
@@ -73,10 +75,11 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class KeepOptions:
-    """When to save, and which checkpoints to keep.
+    """The settings that decide when to save and which checkpoints to keep.
 
-    monitor: the full name of the metric (`val/acc`), None if there is none. mode: `min` or `max`. periodic: returns
-    whether a state is saved by its distance from the save before. named: a setting names the metric.
+    monitor: the full name of the metric (`val/acc`), or None. mode: `min` or `max`. periodic: returns
+        whether a state is saved, given its distance from the previous save. named: whether a setting names
+        the metric.
     """
 
     enabled: bool
@@ -97,7 +100,9 @@ class Entry(NamedTuple):
 
 
 class Ranking:
-    """The `size` best steps so far, best first. Of equal values the earlier step is better. NaN is never added."""
+    """The `size` best steps so far, best first. Among equal values the earlier step is better. NaN is never
+    added.
+    """
 
     def __init__(self, mode: str, size: int, entries: list[Entry]) -> None:
         self._sign = -1.0 if mode == "max" else 1.0
@@ -106,24 +111,24 @@ class Ranking:
         for entry in entries:
             self.add(entry)
 
-    def admits(self, entry: Entry) -> bool:
-        """Return whether the step is new and among the best."""
+    def admits_entry(self, entry: Entry) -> bool:
+        """Return whether the step is new, its value finite, and among the best."""
         is_new = all(entry.step != other.step for other in self.entries)
-        return is_new and math.isfinite(entry.value) and entry in self._with(entry)
+        return is_new and math.isfinite(entry.value) and entry in self._ranked_with(entry)
 
     def add(self, entry: Entry) -> None:
-        """Add an entry if it is admitted; the worst one may drop out."""
-        if self.admits(entry):
-            self.entries = self._with(entry)
+        """Add an entry if it is admitted. The worst entry may drop out."""
+        if self.admits_entry(entry):
+            self.entries = self._ranked_with(entry)
 
-    def contains(self, step: int, beside: Entry) -> bool:
-        """Return whether a step is still among the best once another entry is added."""
-        return any(entry.step == step for entry in self._with(beside))
+    def contains_step(self, step: int, beside: Entry) -> bool:
+        """Return whether a step would still be among the best after `beside` is added."""
+        return any(entry.step == step for entry in self._ranked_with(beside))
 
     def remove(self, step: int) -> None:
         self.entries = [entry for entry in self.entries if entry.step != step]
 
-    def _with(self, entry: Entry) -> list[Entry]:
+    def _ranked_with(self, entry: Entry) -> list[Entry]:
         ranked = sorted([*self.entries, entry], key=lambda one: (self._sign * one.value, one.step))
         return ranked[: self._size]
 
@@ -137,9 +142,10 @@ class HasState(Protocol):
 class SaveInProgress:
     """One save of one rank.
 
-    saved_before: the step of the save before. num_bytes: of all ranks. replaces: the checkpoint of the same step, if
-    there is one. is_held: it is in memory alone, and nothing writes it yet. temporary: its folder; None before it is
-    written, and if a sound checkpoint of the step is there already.
+    saved_before: the step of the previous save. num_bytes: the size over all ranks. replaces: whether it
+        replaces the checkpoint of the same step. is_held: it exists in memory only and is not being written
+        yet. temporary: its folder; None before it is written, or if an intact checkpoint of the step
+        exists.
     """
 
     manifest: Manifest
@@ -155,15 +161,16 @@ class SaveInProgress:
 
 
 class CheckpointManager:
-    """The checkpoints of one run. Every rank has one. All ranks call `save`, `close` and `load_latest` together.
+    """The checkpoints of one run. Every rank has one. All ranks call `save`, `close` and `load_latest`
+    together.
 
-    What is due follows from the state, which is the same on all ranks. Only the clock of rank 0 counts.
+    When to save follows from the state, which is the same on all ranks. Only the clock of rank 0 counts.
 
     Args:
         fingerprint: returns the facts of the environment that decide over the bits of a resumed run.
         note: shows one line to the user.
         free_memory: returns the free bytes of the machine's memory.
-        before_commit: called on rank 0 before a save writes anything; makes durable what a resume from it needs.
+        before_commit: called on rank 0 before a save writes anything; syncs the files that a resume needs.
     """
 
     def __init__(
@@ -187,15 +194,17 @@ class CheckpointManager:
     # ---- what the loop calls
 
     def start(self, run: HasState, state: TrainState) -> None:
-        """Get ready before the first step. After it, memory for copies of a large state is allocated."""
+        """Prepare before the first step. For a large state, memory for copies is allocated after that step."""
         options = self.options
         if state.saved_step < 0:  # the run ended before its first commit
             self._remove_leftovers()
         if options.enabled and options.async_save and self._build_part(run, state).num_bytes >= LARGE_BYTES:
             self._prepare_from = run, state.step + 1
 
-    def time_request(self) -> int:
-        """Return how this rank's save under way stands, or whether the clock of rank 0 asks for a save."""
+    def save_status(self) -> int:
+        """Return the status of this rank's save in progress, or whether the clock of rank 0 requests a
+        save.
+        """
         if self._in_progress is not None and not self._in_progress.is_held:
             written = self._in_progress.written
             if not written.done():
@@ -211,7 +220,7 @@ class CheckpointManager:
         return SAVE_NOW if self._clock() - self._last_save >= interval else SAVE_NONE
 
     def due(self, state: TrainState) -> bool:
-        """Return whether `save` has something to do at this step."""
+        """Return whether `save` must be called at this step."""
         if self._prepare_from is not None and state.step >= self._prepare_from[1]:
             self._copies.prepare(self._build_part(self._prepare_from[0], state).tensors)
             self._prepare_from = None
@@ -220,11 +229,13 @@ class CheckpointManager:
             can_go_on = not self._is_soon_after_write()
         else:
             can_go_on = save is not None and state.save_request in (SAVE_NONE, SAVE_FAILED)
-        return can_go_on or self._reason_to_save(state) is not None
+        return can_go_on or self._choose_kind(state) is not None
 
     def save(self, run: HasState, state: TrainState) -> None:
-        """Go on with the save under way, and save the state if that is due. Raise SaveError on every rank."""
-        reason, save = self._reason_to_save(state), self._in_progress
+        """Continue the save in progress, and save the state if that is due. Raise SaveError on every rank
+        if it failed.
+        """
+        reason, save = self._choose_kind(state), self._in_progress
         if save is not None and save.is_held and reason is None:
             self._start_writing(save, state, has_low_priority=True)
             return
@@ -239,11 +250,11 @@ class CheckpointManager:
             self._start_save(run, state, reason, saved_before)
 
     def close(self) -> None:
-        """Finish the save under way. Raise SaveError on every rank."""
+        """Finish the save in progress. Raise SaveError on every rank if it failed."""
         self.finish_save(None)
 
-    def leave(self) -> None:
-        """Finish the save under way after a failure, when the ranks exchange nothing more. Raise nothing."""
+    def finish_after_failure(self) -> None:
+        """Finish the save in progress after a failure, without exchanges between ranks. Raise nothing."""
         save = self._in_progress
         if save is None:
             return
@@ -261,7 +272,7 @@ class CheckpointManager:
             self._note(f"the checkpoint of step {save.manifest.step} that was being written is lost: {fault}")
 
     def load_latest(self) -> Loaded | None:
-        """Return the newest sound checkpoint to resume from; None only if none was ever committed."""
+        """Return the newest undamaged checkpoint to resume from; None only if none was ever committed."""
         self.finish_save(None)
         self._remove_leftovers()
         loaded = load_latest(self.folder, self._run_id, self._parallel, self._files, self._note)
@@ -271,18 +282,22 @@ class CheckpointManager:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best so far, by the present `checkpoint.monitor`."""
+        """Step and value of the best checkpoint so far by the current `checkpoint.monitor`; None without
+        one.
+        """
         return next(((entry.step, entry.value) for entry in self._ranking.entries), None)
 
-    def best_besides(self, step: int) -> tuple[int, float] | None:
-        """Return step and value of the best checkpoint of any other step."""
+    def best_of_other_steps(self, step: int) -> tuple[int, float] | None:
+        """Return step and value of the best checkpoint other than `step`; None without one."""
         others = ((entry.step, entry.value) for entry in self._ranking.entries if entry.step != step)
         return next(others, None)
 
     # ---- why a state is saved
 
-    def _reason_to_save(self, state: TrainState) -> str | None:
-        """Return the kind of checkpoint that is due. "measured": the step is saved, and is one of the best now."""
+    def _choose_kind(self, state: TrainState) -> str | None:
+        """Return the kind of checkpoint that is due, or None. "measured": this step is saved already, and
+        its metric is new.
+        """
         options = self.options
         if not options.enabled:
             return None
@@ -301,7 +316,7 @@ class CheckpointManager:
         return "best" if self._is_best(state) else None
 
     def _metric_of(self, state: TrainState) -> Metric | None:
-        """Return the monitored metric of this very step; None if it was not measured, or is not finite."""
+        """Return the monitored metric of the current step; None if it was not measured or is not finite."""
         name = self.options.monitor
         if name is None or self.options.save_top_k == 0 or state.validated_step != state.step:
             return None
@@ -312,7 +327,7 @@ class CheckpointManager:
         if state.validated_step != state.step:
             return False
         metric = self._metric_of(state)
-        return metric is not None and self._ranking.admits(Entry(state.step, metric.value))
+        return metric is not None and self._ranking.admits_entry(Entry(state.step, metric.value))
 
     # ---- one save
 
@@ -367,7 +382,7 @@ class CheckpointManager:
             save.temporary = self._make_temporary_folder(save)
         except Exception as error:
             save.written.set_exception(error)
-            self._abandon(save, state)
+            self._undo_save(save, state)
             raise
         save.ranked = self._ranking.entries
         threading.Thread(
@@ -375,43 +390,51 @@ class CheckpointManager:
         ).start()
 
     def _is_soon_after_write(self) -> bool:
-        """Return whether a new best is held: no rank knows the clock of another, so a single one alone does that."""
+        """Return whether a new best stays in memory for now. Only a single rank does that: ranks cannot
+        compare their clocks.
+        """
         is_soon = self._clock() - self._last_write < BEST_SECONDS
         return is_soon and self._parallel.world_size == 1
 
     def _is_superseded(self, save: SaveInProgress, state: TrainState) -> bool:
-        """Return whether the save still waits in memory, and its step is no longer among the best beside
-        `state`.
+        """Return whether the save is still in memory only, and no longer among the best once `state` is
+        added.
         """
         metric = self._metric_of(state)
         if metric is None or not save.is_held:
             return False
-        return not self._ranking.contains(save.manifest.step, beside=Entry(state.step, metric.value))
+        return not self._ranking.contains_step(save.manifest.step, beside=Entry(state.step, metric.value))
 
     def _make_temporary_folder(self, save: SaveInProgress) -> Path | None:
-        """Return the folder that all ranks write into; None if a sound checkpoint of the step is there and stays."""
+        """Return the new folder that all ranks write into; None if an intact checkpoint of the step exists
+        and stays.
+        """
         step, needed_bytes = save.manifest.step, save.num_bytes
         target = self.folder / folder_name(step)
         failure = f"cannot save checkpoint {target}"
 
-        def make() -> str | None:
-            with file_faults(failure, self.folder, needed_bytes):
-                is_saved = not save.replaces and os.path.lexists(target) and is_sound(target, self._run_id)
+        def make_folder() -> str | None:
+            with explain_disk_errors(failure, self.folder, needed_bytes):
+                is_saved = (
+                    not save.replaces
+                    and os.path.lexists(target)
+                    and is_intact_checkpoint(target, self._run_id)
+                )
                 place = self.folder if self.folder.is_dir() else self.folder.parent
                 if not is_saved and free_disk_bytes(place) < needed_bytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._before_commit()
             if is_saved:
                 return None
-            with file_faults(failure, self.folder, needed_bytes):
+            with explain_disk_errors(failure, self.folder, needed_bytes):
                 self._files.make_root(self.folder)
-                return new_temporary_folder(self.folder, step, self._files)
+                return make_temporary_folder(self.folder, step, self._files)
 
-        name = on_rank_zero(self._parallel, make)
+        name = run_on_rank_zero(self._parallel, make_folder)
         return None if name is None else self.folder / name
 
     def _write(self, save: SaveInProgress, has_low_priority: bool) -> None:
-        """Write the part of this rank. A single rank commits too; several ranks commit in `finish_save`."""
+        """Write the part of this rank. A single rank also commits; several ranks commit in `finish_save`."""
         try:
             if has_low_priority:
                 lower_thread_priority()
@@ -426,9 +449,11 @@ class CheckpointManager:
 
     def _commit(self, save: SaveInProgress, written: dict[str, Written]) -> None:
         if save.temporary is not None:
-            commit(save.temporary, replace(save.manifest, files=written), self._files, save.replaces)
+            commit_checkpoint(
+                save.temporary, replace(save.manifest, files=written), self._files, save.replaces
+            )
             save.temporary = None
-        self._tidy(save.ranked, save.notes.append)
+        self._delete_superfluous(save.ranked, save.notes.append)
 
     def finish_save(self, state: TrainState | None) -> int | None:
         """Wait for the save in progress; return its step, or None if no save is in progress.
@@ -444,12 +469,12 @@ class CheckpointManager:
         self._in_progress = None
         step, began = save.manifest.step, time.monotonic()
         try:
-            parts = on_every_rank(self._parallel, save.written.result)
+            parts = run_on_every_rank(self._parallel, save.written.result)
             if self._parallel.world_size > 1:
                 written = {name: Written(*entry) for part in parts for name, entry in part.items()}
-                on_rank_zero(self._parallel, lambda: self._commit(save, written))
+                run_on_rank_zero(self._parallel, lambda: self._commit(save, written))
         except Exception:
-            self._abandon(save, state)
+            self._undo_save(save, state)
             raise
         for text in save.notes:
             self._note(text)
@@ -460,8 +485,8 @@ class CheckpointManager:
             self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")
         return step
 
-    def _abandon(self, save: SaveInProgress, state: TrainState | None) -> None:
-        """Undo what a save that failed has changed."""
+    def _undo_save(self, save: SaveInProgress, state: TrainState | None) -> None:
+        """Undo the changes of a failed save."""
         self._in_progress = None
         self._ranking.remove(save.manifest.step)
         if state is not None and state.saved_step == save.manifest.step:
@@ -471,18 +496,18 @@ class CheckpointManager:
                 self._files.remove_tree(save.temporary)
 
     def _add_metric(self, state: TrainState) -> None:
-        """Add the metric to the committed checkpoint of this very step, which is one of the best now."""
+        """Add the metric to the committed checkpoint of the current step and to the ranking."""
         metric = self._metric_of(state)
         assert metric is not None
         folder = self.folder / folder_name(state.step)
 
-        def add() -> None:
+        def add_metric() -> None:
             replace_manifest(folder, read_manifest(folder), metric, self._files)
 
-        on_rank_zero(self._parallel, add)
+        run_on_rank_zero(self._parallel, add_metric)
         self._ranking.add(Entry(state.step, metric.value))
         ranked = self._ranking.entries
-        on_rank_zero(self._parallel, lambda: self._tidy(ranked, self._note))
+        run_on_rank_zero(self._parallel, lambda: self._delete_superfluous(ranked, self._note))
 
     def _report_no_room(self, part: StatePart, state: TrainState) -> None:
         if state.stop_reason or self._reported_no_room:
@@ -495,32 +520,34 @@ class CheckpointManager:
 
     # ---- which checkpoints stay
 
-    def _tidy(self, ranked: list[Entry], note: Note) -> None:
-        """Write `best.json`, and delete the checkpoints that are neither among the newest nor among the best."""
+    def _delete_superfluous(self, ranked: list[Entry], note: Note) -> None:
+        """Write `best.json`, and delete the checkpoints that are neither among the newest nor among the
+        best.
+        """
         steps = committed_steps(self.folder)
         best = [entry for entry in ranked if entry.step in steps]
         if self.options.monitor is not None and best:
-            with file_faults(f"cannot write {BEST} in {self.folder}", self.folder):
+            with explain_disk_errors(f"cannot write {BEST} in {self.folder}", self.folder):
                 self._write_best(best)
         num_newest = max(self.options.keep_last, 1) if self.options.save_last else 1
         kept_steps = {*steps[-num_newest:], *self._best_by_other_metrics, *(entry.step for entry in best)}
-        self._delete([step for step in steps if step not in kept_steps], note)
+        self._delete_checkpoints([step for step in steps if step not in kept_steps], note)
 
     def _write_best(self, best: list[Entry]) -> None:
-        """Replace `best.json` as a whole. It is for people and tools; the manifests have the same facts."""
+        """Replace `best.json` atomically. It is for people and tools; the manifests hold the same facts."""
         entries = [{**entry._asdict(), "folder": folder_name(entry.step)} for entry in best]
         content = {"metric": self.options.monitor, "mode": self.options.mode, "entries": entries}
         temporary = self.folder / f".tmp-best-{secrets.token_hex(4)}"
         try:
-            self._files.write(temporary, [dumps(content, indent=1) + b"\n"])
+            self._files.write(temporary, [format_json(content, indent=1) + b"\n"])
             self._files.rename(temporary, self.folder / BEST)
         except OSError:
             with suppress(OSError):
                 self._files.remove_tree(temporary)
             raise
 
-    def _delete(self, steps: list[int], note: Note) -> None:
-        """Rename the checkpoints to names that nobody reads, then remove them. A failure is only noted."""
+    def _delete_checkpoints(self, steps: list[int], note: Note) -> None:
+        """Rename checkpoints to `.trash-...`, then remove them. A failure is only noted."""
         renamed: list[Path] = []
         try:
             for step in steps:
@@ -534,18 +561,19 @@ class CheckpointManager:
             note(f"an old checkpoint could not be deleted: {error}")
             return
         for path in renamed:
-            self._remove(path, note)
+            self._remove_folder(path, note)
 
-    def _remove(self, path: Path, note: Note) -> None:
+    def _remove_folder(self, path: Path, note: Note) -> None:
         try:
             self._files.remove_tree(path)
         except OSError as error:
             note(f"{path} could not be removed: {error}")
 
     def _remove_leftovers(self) -> None:
-        """Remove what a killed save or deletion left, and restore a checkpoint whose replacement never came.
+        """Remove the leftovers of a killed save or deletion, and restore a checkpoint whose replacement was
+        not committed.
 
-        Only a process that continues the run may do that.
+        Only a process that continues the run may call this.
         """
         if self.options.enabled and self._parallel.rank == 0 and self.folder.is_dir():
             for path in sorted(self.folder.iterdir()):
@@ -556,32 +584,36 @@ class CheckpointManager:
                 if leftover[1] == "before" and not target.exists():
                     self._files.rename(path, target)
                 else:
-                    self._remove(path, self._note)
+                    self._remove_folder(path, self._note)
 
     def _restore_ranking(self) -> None:
-        """Restore the ranking from the manifests. The best by another `checkpoint.monitor` stay as well."""
+        """Rebuild the ranking from the manifests. The best checkpoints by an earlier `checkpoint.monitor`
+        are kept as well.
+        """
         options = self.options
 
         def read() -> list[tuple[str, str, int, float]]:
             metrics = committed_metrics(self.folder)
             return [(metric.name, metric.mode, step, metric.value) for step, metric in metrics.items()]
 
-        rows = on_rank_zero(self._parallel, read)
+        rows = run_on_rank_zero(self._parallel, read)
 
-        def rank_by(metric: str | None, mode: str) -> Ranking:
+        def rank_by_metric(metric: str | None, mode: str) -> Ranking:
             entries = [Entry(step, value) for name, _, step, value in rows if name == metric]
             return Ranking(mode, options.save_top_k, entries)
 
-        self._ranking = rank_by(options.monitor, options.mode)
+        self._ranking = rank_by_metric(options.monitor, options.mode)
         others = {(name, mode) for name, mode, *_ in rows if name != options.monitor}
-        self._best_by_other_metrics = {entry.step for other in others for entry in rank_by(*other).entries}
+        self._best_by_other_metrics = {
+            entry.step for other in others for entry in rank_by_metric(*other).entries
+        }
         if options.enabled:  # a kill may have come between the last commit and the deletions after it
             ranked = self._ranking.entries
-            on_rank_zero(self._parallel, lambda: self._tidy(ranked, self._note))
+            run_on_rank_zero(self._parallel, lambda: self._delete_superfluous(ranked, self._note))
 
 
 def lower_thread_priority() -> None:
-    """Lower the priority of this thread; only Linux can do that."""
+    """Lower the priority of the current thread (Linux only)."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):  # some containers forbid it

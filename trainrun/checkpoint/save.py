@@ -43,7 +43,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from trainrun.checkpoint.files import FileLayer, Written, file_faults, folder_name, set_aside
+from trainrun.checkpoint.files import FileLayer, Written, explain_disk_errors, folder_name, set_aside
 from trainrun.errors import CheckpointError, SaveError
 from trainrun.interfaces import Parallel, TensorShard
 from trainrun.runtime.foreach_copy import copy_
@@ -74,7 +74,7 @@ Keys = tuple[str, ...]
 # ---- names of folders and files
 
 
-def rank_files(rank: int) -> tuple[str, str]:
+def rank_file_names(rank: int) -> tuple[str, str]:
     """Return the names of the JSON file and of the tensor file of a rank."""
     if rank == 0:
         return "state.json", "shared.safetensors"
@@ -82,29 +82,29 @@ def rank_files(rank: int) -> tuple[str, str]:
 
 
 def format_keys(path: Keys) -> str:
-    """Return the name of a position in a tree, for messages and tensor names."""
+    """Return the path of a value in a tree, such as `model/weight`, for messages and tensor names."""
     return "/".join(path) or "the tree"
 
 
 # ---- a tree of plain values and tensors as JSON and named tensors
 
 
-def dumps(value: Any, indent: int | None = None) -> bytes:
+def format_json(value: Any, indent: int | None = None) -> bytes:
     separators = (",", ":") if indent is None else (",", ": ")
     return json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
 
 
-def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return the JSON form of a tree and its tensors by name. Nothing is copied.
+def flatten_tree(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return the JSON form of a tree and its tensors by name, without copies.
 
-    Raise TypeError with the position of a value that cannot be saved.
+    Raise TypeError with the path of a value that cannot be saved.
     """
     encoder = _TreeEncoder()
     return encoder.encode(tree, ()), encoder.tensors
 
 
 class _TreeEncoder:
-    """One walk over a tree. It collects the tensors under names made of their positions."""
+    """An encoder of one tree. It collects the tensors, named by their paths."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -192,7 +192,7 @@ class _TreeEncoder:
 
 
 def fills_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether the elements fill their memory without gap or overlap, in any order of dimensions."""
+    """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
         if step != expected:
@@ -201,7 +201,7 @@ def fills_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def stream(
+def iterate_safetensors_bytes(
     tensors: dict[str, Tensor], first_rows: Mapping[str, int] | None = None
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file. A tensor on a device is copied to the host when its turn comes.
@@ -230,7 +230,7 @@ def stream(
         stop += tensor.numel() * tensor.element_size()
         dtype, shape = DTYPES[tensor.dtype], list(tensor.shape)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
-    header = dumps(entries)
+    header = format_json(entries)
     header += b" " * (-len(header) % 8)
     yield len(header).to_bytes(8, "little") + header
     for name in names:
@@ -258,24 +258,24 @@ class StatePart:
 
     @property
     def num_bytes(self) -> int:
-        """Return about how many bytes the files of this part take."""
+        """Return the approximate size of this part's files in bytes."""
         return len(self.text) + count_bytes(self.tensors) + TENSOR_ENTRY_BYTES * (len(self.tensors) + 1)
 
 
 def build_part(rank: int, shared_tree: Any, rank_tree: Any) -> StatePart:
     """Return what a rank writes. Rank 0 writes `shared_tree`, other ranks only their shards of it.
 
-    Raise TypeError, see `flatten`.
+    Raise TypeError, see `flatten_tree`.
     """
     shared = _TreeEncoder()
     json_shared = shared.encode({SHARED: shared_tree}, ())
-    json_tree, tensors = flatten({"rank": rank_tree})
+    json_tree, tensors = flatten_tree({"rank": rank_tree})
     if rank == 0:
         json_tree, tensors = json_shared | json_tree, shared.tensors | tensors
     written = {name: shard for name, shard in shared.shards.items() if shard.is_written and len(shard.tensor)}
     tensors |= {name: shard.tensor for name, shard in written.items()}
     first_rows = {name: shard.start for name, shard in written.items()} if shared.shards else None
-    text = dumps(json_tree) + b"\n"
+    text = format_json(json_tree) + b"\n"
     if len(text) > MAX_STATE_BYTES:
         raise CheckpointError(
             f"the state has {len(text):,} bytes of plain values; large ones belong in tensors"
@@ -296,10 +296,11 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint without reading its files.
+    """The facts about a checkpoint that are known without reading its other files.
 
-    kind: why it was saved. fingerprint: facts of the environment that decide over the bits of a resumed run.
-    files: every file of the folder but the manifest, by name.
+    kind: why it was saved. fingerprint: facts of the environment that decide over the bits of a resumed
+        run.
+    files: size and hash of every file of the folder but the manifest, by name.
     """
 
     run_id: str
@@ -315,7 +316,7 @@ class Manifest:
 def format_manifest(manifest: Manifest) -> bytes:
     """Return the text of a manifest, followed by the SHA-256 of that text."""
     fields = {name: getattr(manifest, name) for name in ("run_id", "step", "epoch", "world_size", "kind")}
-    tree, tensors = flatten({
+    tree, tensors = flatten_tree({
         "format": FORMAT,
         **fields,
         "metric": manifest.metric and manifest.metric._asdict(),
@@ -324,13 +325,13 @@ def format_manifest(manifest: Manifest) -> bytes:
     })  # fmt: skip
     assert not tensors
     lines = [
-        dumps(name) + b": " + dumps(value) for name, value in tree.items()
+        format_json(name) + b": " + format_json(value) for name, value in tree.items()
     ]  # `indent` is slow: not written in C
     text = b"{\n " + b",\n ".join(lines) + b"\n}\n"
     return text + hashlib.sha256(text).hexdigest().encode() + b"\n"
 
 
-def new_temporary_folder(root: Path, step: int, files: FileLayer) -> str:
+def make_temporary_folder(root: Path, step: int, files: FileLayer) -> str:
     """Make a temporary folder beside the target of a save; return its name."""
     name = f".tmp-{folder_name(step)}-{secrets.token_hex(4)}"
     files.mkdir(root / name)
@@ -341,24 +342,25 @@ def write_part(temporary: Path, rank: int, part: StatePart, files: FileLayer) ->
     """Write the two files of one rank durably; return their sizes and hashes by name. Raise SaveError."""
     for event in part.events:
         event.synchronize()
-    text_name, tensors_name = rank_files(rank)
-    target = _target_of(temporary)
-    with file_faults(f"cannot save checkpoint {target}", target.parent, part.num_bytes):
+    text_name, tensors_name = rank_file_names(rank)
+    target = _target_folder(temporary)
+    with explain_disk_errors(f"cannot save checkpoint {target}", target.parent, part.num_bytes):
         return {
             text_name: files.write(temporary / text_name, [part.text]),
-            tensors_name: files.write(temporary / tensors_name, stream(part.tensors, part.first_rows)),
+            tensors_name: files.write(temporary / tensors_name, iterate_safetensors_bytes(part.tensors, part.first_rows)),
         }
 
 
-def commit(temporary: Path, manifest: Manifest, files: FileLayer, replaces: bool = False) -> None:
-    """Write the manifest and rename the folder. A damaged checkpoint of the same step is set aside. Raise SaveError.
+def commit_checkpoint(temporary: Path, manifest: Manifest, files: FileLayer, replaces: bool = False) -> None:
+    """Write the manifest and rename the folder to its final name. Raise SaveError.
 
-    replaces: a sound checkpoint of the same step is removed. It has a name of its own between the two renames, and a
-    later start of the run restores it if a kill comes then.
+    A damaged checkpoint of the same step is set aside. replaces: an intact one of the same step is removed;
+    between the two renames it is called `.before-...`, and the next start of the run restores it if the
+    process is killed then.
     """
     replaced = None
-    root, target = temporary.parent, _target_of(temporary)
-    with file_faults(f"cannot save checkpoint {target}", root):
+    root, target = temporary.parent, _target_folder(temporary)
+    with explain_disk_errors(f"cannot save checkpoint {target}", root):
         files.write(temporary / MANIFEST, [format_manifest(manifest)])
         files.fsync_dir(temporary)
         if os.path.lexists(target) and replaces:
@@ -373,15 +375,17 @@ def commit(temporary: Path, manifest: Manifest, files: FileLayer, replaces: bool
 
 
 def replace_manifest(folder: Path, manifest: Manifest, metric: Metric, files: FileLayer) -> None:
-    """Add a metric that was measured after the commit. The manifest is replaced as a whole. Raise SaveError."""
+    """Add a metric that was measured after the commit, by an atomic replacement of the manifest. Raise
+    SaveError.
+    """
     temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
-    with file_faults(f"cannot add {metric.name} to checkpoint {folder}", folder.parent):
+    with explain_disk_errors(f"cannot add {metric.name} to checkpoint {folder}", folder.parent):
         files.write(temporary, [format_manifest(replace(manifest, metric=metric))])
         files.rename(temporary, folder / MANIFEST)
         files.fsync_dir(folder)
 
 
-def _target_of(temporary: Path) -> Path:
+def _target_folder(temporary: Path) -> Path:
     step_name = temporary.name.removeprefix(".tmp-").rpartition("-")[0]
     return temporary.with_name(step_name)
 
@@ -391,14 +395,14 @@ MAX_SHARE_OF_FREE = 0.8
 
 
 class HostCopy(NamedTuple):
-    """events: CUDA events to wait for before the tensors are read."""
+    """A copy of tensors in host memory. events: CUDA events to wait for before the tensors are read."""
 
     tensors: dict[str, Tensor]
     events: list[Any]
 
 
 class CopyMemory:
-    """Makes copies, and keeps the memory of one copy for the next.
+    """The memory for copies of the state. The memory of one copy is reused for the next.
 
     free_bytes: returns the free memory of the machine; called for large copies only.
     """
@@ -409,10 +413,14 @@ class CopyMemory:
         self._preparation: threading.Thread | None = None
 
     def take(self, tensors: Mapping[str, Tensor]) -> HostCopy:
-        """Return a copy of the values of now."""
+        """Return a copy of the current values."""
         self._wait_for_preparation()
         memory, self._memory = self._memory, {}
-        new = {name: tensor for name, tensor in tensors.items() if not _fits(memory.get(name), tensor)}
+        new = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not _has_shape_and_dtype(memory.get(name), tensor)
+        }
         if new:
             memory = memory | _allocate_like(new)
         copies = {name: memory[name] for name in tensors}
@@ -423,11 +431,13 @@ class CopyMemory:
         return HostCopy(copies, [_record_event(device) for device in devices])
 
     def give_back(self, tensors: dict[str, Tensor]) -> None:
-        """Use the memory of this copy for the next one."""
+        """Keep the memory of a copy for the next one."""
         self._memory = tensors
 
     def has_room(self, tensors: Mapping[str, Tensor], may_allocate: bool = True) -> bool:
-        """Return whether memory for a copy is there. may_allocate: a large copy is worth fresh memory."""
+        """Return whether there is memory for a copy. may_allocate: whether fresh memory may be used for a
+        large copy.
+        """
         self._wait_for_preparation()
         size = count_bytes(tensors)
         if self._memory or size < LARGE_BYTES:
@@ -437,7 +447,7 @@ class CopyMemory:
         return may_allocate and size <= MAX_SHARE_OF_FREE * self._free_bytes()
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the memory for a large copy, and touch its pages in a thread."""
+        """Allocate memory for a large copy and touch its pages in a thread, so that the first copy is fast."""
         if self._memory or count_bytes(tensors) < LARGE_BYTES or not self.has_room(tensors):
             return
         self._memory = _allocate_like(tensors)
@@ -458,12 +468,14 @@ def count_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _fits(memory: Tensor | None, tensor: Tensor) -> bool:
+def _has_shape_and_dtype(memory: Tensor | None, tensor: Tensor) -> bool:
     return memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype
 
 
 def _allocate_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a contiguous host tensor for each, in one piece of memory. Wide elements come first, for alignment."""
+    """Return a contiguous host tensor for each tensor, all in one allocation, ordered by element size for
+    alignment.
+    """
     pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
     memory = torch.empty(count_bytes(tensors), dtype=torch.uint8, pin_memory=pinned)
     pieces, start = {}, 0
@@ -484,21 +496,23 @@ def _record_event(device: torch.device) -> Any:
 Answer = tuple[Any, str, bool]  # a plain result, or the text of a fault and whether it is a SaveError
 
 
-def on_rank_zero(parallel: Parallel, action: Callable[[], Any]) -> Any:
-    """Return the plain result of an action that only rank 0 runs, on every rank. Its fault is raised on every rank."""
+def run_on_rank_zero(parallel: Parallel, action: Callable[[], Any]) -> Any:
+    """Run an action on rank 0 and return its plain result on every rank. Its error is raised on every rank."""
     answer: Answer = None, "", False
     fault: Exception | None = None
     if parallel.rank == 0:
-        answer, fault = answer_of(action)
+        answer, fault = run_action(action)
     result, text, is_save_error = parallel.gather(answer)[0]
     if text:
         raise fault or (SaveError if is_save_error else CheckpointError)(text)
     return result
 
 
-def on_every_rank(parallel: Parallel, action: Callable[[], Any]) -> list[Any]:
-    """Return the plain results of all ranks, on every rank. The first fault is raised on every rank."""
-    answer, fault = answer_of(action)
+def run_on_every_rank(parallel: Parallel, action: Callable[[], Any]) -> list[Any]:
+    """Run an action on every rank and return the plain results of all ranks. The first error is raised on
+    every rank.
+    """
+    answer, fault = run_action(action)
     answers = parallel.gather(answer)
     for rank, (_, text, is_save_error) in enumerate(answers):
         if text:
@@ -506,7 +520,7 @@ def on_every_rank(parallel: Parallel, action: Callable[[], Any]) -> list[Any]:
     return [result for result, _, _ in answers]
 
 
-def answer_of(action: Callable[[], Any]) -> tuple[Answer, Exception | None]:
+def run_action(action: Callable[[], Any]) -> tuple[Answer, Exception | None]:
     try:
         return (action(), "", False), None
     except CheckpointError as error:

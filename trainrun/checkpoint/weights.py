@@ -1,7 +1,9 @@
-"""The weights of a checkpoint or of a file: whether they fit a model, `init_from`, and what it leaves out.
+"""Load weights from a checkpoint or a file (`init_from`), check that they fit a model, and leave frozen
+ones out.
 
-`checkpoint.adapter_only`: a checkpoint holds what is trained, and buffers. The frozen weights are those of `init_from`,
-which is loaded again at each start and compared by SHA-256; what is frozen and not from there is saved too.
+With `checkpoint.adapter_only`, a checkpoint holds the trained parameters and the buffers. The frozen
+weights come from `init_from`: they are loaded again at each start and compared by SHA-256. Other frozen
+weights are saved too.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from trainrun.checkpoint.load import (
     Loaded,
     best_checkpoint,
     load_together,
-    open_regular,
+    open_regular_file,
     read_tensors,
-    resolve,
+    resolve_checkpoint,
 )
-from trainrun.checkpoint.save import on_rank_zero
+from trainrun.checkpoint.save import run_on_rank_zero
 from trainrun.config.schema import InitConfig
 from trainrun.errors import CheckpointError, ConfigError, TrainingError
 from trainrun.interfaces import Parallel
@@ -55,7 +57,7 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 class Initial(NamedTuple):
-    """What was loaded from `init_from`: its source, the loaded parameters, and lines for the user."""
+    """The result of `init_from`: its source, the parameters that were loaded, and lines for the user."""
 
     source: str
     params: list[nn.Parameter]
@@ -64,13 +66,13 @@ class Initial(NamedTuple):
     def base(self, model: nn.Module, notes: list[str]) -> FrozenBase:
         """Return the weights that checkpoints leave out, for the model after its transforms.
 
-        Raise ConfigError.
+        Raise ConfigError if there are none.
         """
         return FrozenBase(model, self, notes)
 
 
 class FrozenBase:
-    """What checkpoints leave out: frozen parameters as `init_from` has them."""
+    """The weights that checkpoints leave out: frozen parameters with the values of `init_from`."""
 
     def __init__(self, model: nn.Module, initial: Initial, notes: list[str]) -> None:
         """Raise ConfigError if there are no weights to leave out."""
@@ -98,10 +100,10 @@ class FrozenBase:
             f"(SHA-256 {self._told['sha256'][:SHOWN_DIGITS]})"
         )
 
-    def left_out(self, shared: dict[str, Any]) -> dict[str, Any]:
+    def without_frozen(self, shared: dict[str, Any]) -> dict[str, Any]:
         """Return the tree of a checkpoint without the frozen weights.
 
-        Raise TrainingError if one is trained by now.
+        Raise TrainingError if one of them is trained by now.
         """
         for name, param in self._params.items():
             if param.requires_grad:
@@ -117,7 +119,9 @@ class FrozenBase:
         return shared | {"model": model, "ema": ema, BASE: self._told}
 
     def check(self, place: str, shared: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if a whole checkpoint has other base weights: later checkpoints would not save them."""
+        """Raise CheckpointError if a complete checkpoint has other base weights, which later checkpoints
+        would not save.
+        """
         weights = shared["model"]
         if BASE not in shared and self._told["sha256"] != digest_tensors(
             {name: weights[name] for name in self._params if name in weights}
@@ -128,15 +132,23 @@ class FrozenBase:
             )
 
 
-def place_of_base(init_from: str | None, loaded: Loaded) -> str | None:
-    """Return the path of the weights that a checkpoint leaves out: the config's, else that of the training."""
+def path_of_base_weights(init_from: str | None, loaded: Loaded) -> str | None:
+    """Return the path of the weights that a checkpoint leaves out: `init_from` if it exists, else the path
+    in the checkpoint.
+
+    Return None for a checkpoint that leaves nothing out.
+    """
     base_facts = loaded.shared.get(BASE) if isinstance(loaded.shared, dict) else None
     there = init_from is not None and Path(init_from).expanduser().exists()
     return None if base_facts is None else init_from if there else str(base_facts["from"])
 
 
 def add_left_out_weights(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the tree of a checkpoint, completed by the model's weights that it leaves out. Raise CheckpointError."""
+    """Return a checkpoint's tree with the weights that it leaves out added from `live`, the model's own
+    weights.
+
+    Raise CheckpointError if the SHA-256 of those weights is not the one in the checkpoint.
+    """
     if BASE not in shared:
         return shared
     base = {name: tensor for name, tensor in live.items() if name not in shared["model"]}
@@ -154,7 +166,7 @@ def add_left_out_weights(place: str, shared: dict[str, Any], live: Mapping[str, 
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of names, types, shapes and bytes."""
+    """Return the SHA-256 over the names, types, shapes and bytes of tensors, in hex."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -166,11 +178,11 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 def evaluated_weights(
     loaded: Loaded, live: Mapping[str, Tensor] | None = None, wish: bool | None = None
 ) -> tuple[dict[str, Tensor], bool]:
-    """Return the weights with which a checkpoint is evaluated, and whether they are averaged. Raise
-    CheckpointError.
+    """Return the weights with which a checkpoint is evaluated, and whether they are averaged.
 
     live: the network's own weights, with the base that an adapter needs. wish: True for averaged weights,
-    False for the trained ones; None for averaged weights if the checkpoint has them.
+        False for the trained ones, None for averaged ones if the checkpoint has them. Raise CheckpointError
+        if they are not there.
     """
     shared, weights, averaged = loaded.shared, None, None
     if isinstance(shared, dict):
@@ -195,14 +207,14 @@ def load_initial(
 ) -> Initial:
     """Copy weights into a model. All ranks call it together.
 
-    init_from: a run (its best checkpoint, else its last), a checkpoint, a safetensors file, the index or folder of
-    sharded ones, or a file of torch. chosen: which tensors are left out, what their names begin with, and whether the
-    rest must be all that the model has. Numbers are rounded to the model's own types where the source has others of
-    the same kind. Raises CheckpointError.
+    init_from: a run (its best checkpoint, else its last), a checkpoint, a safetensors file, the index or
+        folder of a sharded model, or a file of `torch.save`. chosen: the tensors to skip, how to rename
+        them, and whether all others must match the model. Numbers are converted to the model's dtypes.
+        Raises CheckpointError.
     """
     try:
-        place, there, about = _found(Path(init_from).expanduser().absolute(), parallel)
-        selected, lines = _selected(model, there, chosen or InitConfig(), place)
+        place, there, about = _read_source(Path(init_from).expanduser().absolute(), parallel)
+        selected, lines = _select_tensors(model, there, chosen or InitConfig(), place)
     except CheckpointError as error:
         raise CheckpointError(f"{KEY}={init_from}: {error}") from error
     here = model.state_dict()
@@ -212,30 +224,32 @@ def load_initial(
     return Initial(init_from, params, [f"weights: {len(selected)} tensors of {init_from}{about}", *lines])
 
 
-def _selected(
+def _select_tensors(
     model: nn.Module, there: Mapping[str, Tensor], chosen: InitConfig, place: str
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors to copy, by the names in the model, and a line for each reason why others are left out."""
-    there, here = _renamed(there, chosen.rename or {}), model.state_dict()
+    """Return the tensors to copy, by their names in the model, and a line for each reason why others are
+    skipped.
+    """
+    there, here = _rename_tensors(there, chosen.rename or {}), model.state_dict()
     names = [*here, *(name for name in there if name not in here)]
     try:
         skipped = matching(names, chosen.skip or (), "init.skip")
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    made = _made_in_a_forward(model) - set(skipped)
+    made = _find_empty_buffers(model) - set(skipped)
     device = next((tensor.device for tensor in here.values()), torch.device("cpu"))
-    fit_buffers(model, {name: tensor for name, tensor in there.items() if name in made}, device)
+    allocate_buffers(model, {name: tensor for name, tensor in there.items() if name in made}, device)
     here = model.state_dict()
     expected = {name: tensor_kind(tensor) for name, tensor in here.items() if name not in skipped}
     converted = {
-        name: _as_here(tensor, here.get(name)) for name, tensor in there.items() if name not in skipped
+        name: _convert_dtype(tensor, here.get(name)) for name, tensor in there.items() if name not in skipped
     }
-    _fill_tied({name: here[name] for name in expected}, converted)
+    _add_tied_names({name: here[name] for name in expected}, converted)
     kinds = tensor_kinds(converted)
     selected = {name: converted[name] for name in expected if expected[name] == kinds.get(name)}
     if chosen.strict or not selected:
         check_tensors(
-            place, "this model", expected, kinds, MOST_SHOWN, _way_out(expected, kinds, chosen.strict)
+            place, "this model", expected, kinds, MOST_SHOWN, _describe_remedy(expected, kinds, chosen.strict)
         )
     if not selected:
         raise CheckpointError(f"{place}: nothing is left to take; init.skip leaves all of it out")
@@ -245,7 +259,7 @@ def _selected(
         "not there, as the model began": [name for name in expected if name not in converted],
         "only there": [name for name in converted if name not in expected],
         "does not fit, as the model began": [
-            _difference(name, expected[name], kinds[name])
+            _describe_difference(name, expected[name], kinds[name])
             for name in expected
             if name in converted and name not in selected
         ],
@@ -258,26 +272,30 @@ def _selected(
     ]
 
 
-def _made_in_a_forward(model: nn.Module) -> set[str]:
-    """Return the buffers that are still empty. One that a torch class registers means an option that is off."""
+def _find_empty_buffers(model: nn.Module) -> set[str]:
+    """Return the names of buffers that are still empty. An empty buffer of a torch class is an option that
+    is off: skip it.
+    """
     return {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
         for name, buffer in module._buffers.items()
-        if (buffer is None or not buffer.numel()) and not _is_of_torch(name, module)
+        if (buffer is None or not buffer.numel()) and not _is_registered_by_torch(name, module)
     }
 
 
-def _is_of_torch(name: str, module: nn.Module) -> bool:
-    """Return whether a class of torch names the buffer where it begins."""
+def _is_registered_by_torch(name: str, module: nn.Module) -> bool:
+    """Return whether the constructor of a torch class registers the buffer."""
     begins = [
         vars(kind).get("__init__") for kind in type(module).__mro__ if kind.__module__.startswith("torch.")
     ]
     return any(name in code.co_consts for code in (getattr(it, "__code__", None) for it in begins) if code)
 
 
-def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind], strict: bool) -> str:
-    """Return what to write if names differ by their beginning, or if only some tensors fit."""
+def _describe_remedy(expected: Mapping[str, Kind], found: Mapping[str, Kind], strict: bool) -> str:
+    """Return advice for weights that do not fit: what to write if names differ by a prefix or only some
+    tensors match.
+    """
     if any(name.endswith(".lora_a") for name in found.keys() - expected.keys()):
         return "its layers have LoRA; trainrun export RUN_DIR --to safetensors --merge makes them plain ones"
     here = next((name for name in expected if name not in found), "")
@@ -290,14 +308,14 @@ def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind], strict: bo
     return f"{SAME_MODEL}{', or take a part of it: init.skip=PATTERN, init.strict=false' if strict else ''}"
 
 
-def _renamed(tensors: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[str, Tensor]:
+def _rename_tensors(tensors: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the tensors by their names in the model. If several prefixes fit a name, the first one is used."""
     renamed: dict[str, Tensor] = {}
     used = set()
     for name, tensor in tensors.items():
-        old = next((old for old in rename if name.startswith(_beginning(old))), None)
+        old = next((old for old in rename if name.startswith(_prefix_of(old))), None)
         used.add(old)
-        new = name if old is None else f"{rename[old]}{name.removeprefix(_beginning(old))}"
+        new = name if old is None else f"{rename[old]}{name.removeprefix(_prefix_of(old))}"
         if new in renamed:
             raise CheckpointError(f"init.rename: two tensors there would be {new}")
         renamed[new] = tensor
@@ -312,17 +330,17 @@ def _renamed(tensors: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[s
     return renamed
 
 
-def _beginning(old: str) -> str:
+def _prefix_of(old: str) -> str:
     return "" if old == EVERY else old
 
 
-def _as_here(tensor: Tensor, here: Tensor | None) -> Tensor:
+def _convert_dtype(tensor: Tensor, here: Tensor | None) -> Tensor:
     both = here is not None and tensor.is_floating_point() and here.is_floating_point()
     return tensor.to(here.dtype) if both and here is not None else tensor
 
 
-def _fill_tied(here: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
-    """Complete shared tensors: one with several names in the model may have only one of them in a safetensors file."""
+def _add_tied_names(here: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
+    """Add the missing names of shared tensors: a safetensors file may hold only one name of several."""
     tied: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in here.items():
         if tensor.numel():
@@ -336,9 +354,11 @@ def _fill_tied(here: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
             found.update(dict.fromkeys(names, found[there[0]]))
 
 
-def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]:
-    """Return the name of the source, its weights, and notes on it. Rank 0 chooses the checkpoint for all."""
-    name, why = on_rank_zero(parallel, lambda: _choose_checkpoint(path))
+def _read_source(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]:
+    """Return the name of the source, its weights, and notes about it. Rank 0 chooses the checkpoint for all
+    ranks.
+    """
+    name, why = run_on_rank_zero(parallel, lambda: _choose_checkpoint(path))
     if name:
         loaded = load_together(Path(name), parallel, None)
         weights, averaged = evaluated_weights(loaded)
@@ -347,7 +367,7 @@ def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]
     if path.is_dir():
         path = next(path / name for name in (INDEX, SINGLE) if (path / name).is_file())
     if path.is_file() and path.name.endswith(INDEX_ENDING):
-        return path.name, _sharded(path), ""
+        return path.name, _read_shards(path), ""
     if not path.is_file():
         raise CheckpointError(f"{'not a plain file' if path.exists() else 'no such file or folder'}")
     if path.suffix == ".safetensors":
@@ -360,9 +380,10 @@ def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]
 
 
 def read_torch_weights(path: Path) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors of a file that `torch.save` wrote, and a note on where they were in it.
+    """Return the tensors of a file that `torch.save` wrote, and a note about where in the file they were.
 
-    No code of the file is run. The tensors are those of the whole file, or of a dict in it. Raise CheckpointError.
+    No code of the file is run. The file holds a dict of tensors, or a dict with such a dict in it. Raise
+    CheckpointError.
     """
     contents = read_torch_file(path)
     if not isinstance(contents, dict) or not contents:
@@ -397,7 +418,9 @@ def is_dict_of_tensors(value: object) -> bool:
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file by torch's reader of plain values and tensors, which runs no code. Raise CheckpointError."""
+    """Read a file with `torch.load(weights_only=True)`, which runs no code of the file. Raise
+    CheckpointError.
+    """
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < SAFE_TORCH:
         needed = ".".join(map(str, SAFE_TORCH))
         raise CheckpointError(
@@ -420,9 +443,11 @@ def read_torch_file(path: Path) -> Any:
         raise CheckpointError(f"cannot be read ({type(error).__name__}: {reason})") from error
 
 
-def _sharded(index: Path) -> dict[str, Tensor]:
-    """Return the tensors of the files that an index names; they are beside it. Raise CheckpointError."""
-    with open_regular(index) as file:
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """Return the tensors of all shards that an index file lists; they are in its folder. Raise
+    CheckpointError.
+    """
+    with open_regular_file(index) as file:
         text = file.read(MAX_INDEX_BYTES + 1)
     try:
         places = json.loads(text)["weight_map"] if len(text) <= MAX_INDEX_BYTES else None
@@ -451,17 +476,21 @@ def _sharded(index: Path) -> dict[str, Tensor]:
 
 
 def _choose_checkpoint(path: Path) -> tuple[str, str]:
-    """Return the checkpoint to read from a folder, and a note that it is the best or the last; "" for a file."""
+    """Return the checkpoint to read from a folder, and a note if it is the best or the last of a run; ""
+    for a file.
+    """
     if not path.is_dir():
         return "", ""
     checkpoints = path if path.name == CHECKPOINTS else path / CHECKPOINTS
     if not checkpoints.is_dir():
         if any((path / name).is_file() for name in (INDEX, SINGLE)):
             return "", ""
-        return str(resolve(path.parent, path)), ""
+        return str(resolve_checkpoint(path.parent, path)), ""
     best = best_checkpoint(checkpoints)
     return (
-        (str(best), ", the best") if best is not None else (str(resolve(checkpoints, "last")), ", the last")
+        (str(best), ", the best")
+        if best is not None
+        else (str(resolve_checkpoint(checkpoints, "last")), ", the last")
     )
 
 
@@ -474,9 +503,9 @@ def tensor_kind(tensor: Tensor) -> Kind:
     return tuple(tensor.shape), tensor.dtype
 
 
-def fit_buffers(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """Allocate buffers that a forward creates or lengthens with their stored size. Return the names of the
-    lengthened ones.
+def allocate_buffers(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> list[str]:
+    """Allocate the buffers that a forward pass creates or lengthens with their stored size. Return the
+    lengthened names.
     """
     longer = []
     for prefix, module in model.named_modules():
@@ -490,8 +519,10 @@ def fit_buffers(model: nn.Module, weights: Mapping[str, Tensor], device: torch.d
     return longer
 
 
-def not_held(name: str, value: object) -> str:
-    """Return why no checkpoint can hold a value of the model's `state_dict()`, and what to do."""
+def describe_unsaveable(name: str, value: object) -> str:
+    """Return the message for a value of the model's `state_dict()` that no checkpoint can hold, with the
+    way out.
+    """
     if isinstance(value, Tensor):
         return (
             f"model: {name} is sparse, which no checkpoint holds; say register_buffer"
@@ -512,14 +543,17 @@ def check_tensors(
     place: str, owner: str, expected: Mapping[str, Kind], found: Mapping[str, Kind], shown: int = SHOWN,
     way_out: str = SAME_MODEL,
 ) -> None:  # fmt: skip
-    """Raise CheckpointError with the first differences, in the order of the model.
+    """Raise CheckpointError that names the first tensors that differ, in the order of the model.
 
-    place: the checkpoint; owner: what the tensors are for, as typed (`model=cnn`).
-    expected: of the model; found: of the checkpoint; shown: differences that are named at most; way_out: what to do.
+    place: the checkpoint. owner: what the tensors are for, as typed (`model=cnn`). expected: shapes and
+        dtypes of the model.
+    found: those of the checkpoint. shown: the number of differences that are named. way_out: advice.
     """
     names = [*expected, *(name for name in found if name not in expected)]
     faults = [
-        fault for name in names if (fault := _difference(name[:200], expected.get(name), found.get(name)))
+        fault
+        for name in names
+        if (fault := _describe_difference(name[:200], expected.get(name), found.get(name)))
     ]
     if faults:
         rest = f", and {len(faults) - shown} more" if len(faults) > shown else ""
@@ -529,7 +563,7 @@ def check_tensors(
         )
 
 
-def _difference(name: str, here: Kind | None, there: Kind | None) -> str:
+def _describe_difference(name: str, here: Kind | None, there: Kind | None) -> str:
     if there is None:
         return f"{name} is missing there"
     if here is None:
@@ -539,9 +573,9 @@ def _difference(name: str, here: Kind | None, there: Kind | None) -> str:
     if here[0] != there[0]:
         return f"{name} is {there[0]} there and {here[0]} here"
     if here[1] != there[1]:
-        return f"{name} is {_plain(there[1])} there and {_plain(here[1])} here"
+        return f"{name} is {_dtype_name(there[1])} there and {_dtype_name(here[1])} here"
     return ""
 
 
-def _plain(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ from trainrun.folder.lock import only_writer
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.folder.seal import check_files, check_sealed
 from trainrun.folder.status import named_run
-from trainrun.monitor.metric_rows import read_rows
+from trainrun.monitor.metric_rows import read_metric_rows
 from trainrun.output import counted, report_result, say
 from trainrun.plots.history import read_config
 from trainrun.plots.report import draw_report
@@ -127,7 +127,7 @@ def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
     nodes = {name: node for name, node in config.get("monitor", {}).items() if isinstance(node, dict)}
     if wrong := [name for name in names if name not in tracker_options | nodes]:
         raise ConfigError(f"--to {wrong[0]}: no such tracker; there are {', '.join(tracker_options | nodes)}")
-    rows = read_rows(run.metrics)
+    rows = read_metric_rows(run.metrics)
     facts = {"name": config.get("run_name") or run.root.name, "run_id": read_identity(run)["run_id"]}
     facts |= {"folder": str(run.root), "config": config}
     sent = {}

@@ -19,7 +19,7 @@ from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, typed_settings
 from trainrun.folder.status import read_status
 from trainrun.output import path_to_paste, report_result, say
-from trainrun.parallel.devices import external_ranks, is_one_task_a_node
+from trainrun.parallel.devices import is_one_task_a_node, is_started_by_launcher
 from trainrun.parallel.launch import launch_on_node, module_command
 from trainrun.runs.run import begun, folder_of, start, torchrun_ranks
 
@@ -59,7 +59,7 @@ def main(words: list[str]) -> int:
             raise ConfigError(
                 f"{launch_words[0]}: not with --multirun; submit the jobs of a sweep one by one"
             )
-        if external_ranks():
+        if is_started_by_launcher():
             raise ConfigError(
                 "--multirun: not inside torchrun; start the sweep alone, its jobs start their own ranks"
             )
@@ -109,14 +109,14 @@ def dismiss_other_ranks() -> Iterator[None]:
     try:
         yield
     except TrainrunError as error:
-        if external_ranks():
+        if is_started_by_launcher():
             torchrun_ranks().dismiss(error.exit_code)
         raise
 
 
 def follows_others() -> bool:
     """Return whether this process is a rank above 0 that torchrun or Slurm started."""
-    return external_ranks() and os.environ["RANK"] != "0"
+    return is_started_by_launcher() and os.environ["RANK"] != "0"
 
 
 def run_ranks_of_node(config_of: Callable[[], RunConfig]) -> int | None:
@@ -124,7 +124,7 @@ def run_ranks_of_node(config_of: Callable[[], RunConfig]) -> int | None:
 
     Return their exit code; None if there are none to start. A mistake in the config is left to rank 0.
     """
-    if not external_ranks() or not is_one_task_a_node():
+    if not is_started_by_launcher() or not is_one_task_a_node():
         return None
     try:
         devices = config_of().parallel.devices
@@ -136,7 +136,7 @@ def run_ranks_of_node(config_of: Callable[[], RunConfig]) -> int | None:
 
 def use_folder_of_restart(composition: Composition) -> Composition:
     """Set the run folder to the one from before torchrun restarted the ranks, unless a folder was given."""
-    if "hydra.run.dir" in composition.own or not external_ranks():
+    if "hydra.run.dir" in composition.own or not is_started_by_launcher():
         return composition
     folder = torchrun_ranks().earlier_folder()
     return composition if folder is None else replace(composition, own={"hydra.run.dir": folder})

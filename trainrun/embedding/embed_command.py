@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainrun.assemble.data_pipeline import build_sources, stream_options
-from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.load import resolve_checkpoint
 from trainrun.checkpoint.save import MANIFEST
 from trainrun.cli.run_arguments import parse, run_parser
 from trainrun.config.compose import compose_run
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
     from trainrun.convert.conversion import convert
 
-    checkpoint = resolve(run_dir.checkpoints, which)
+    checkpoint = resolve_checkpoint(run_dir.checkpoints, which)
     config = _quiet(_config(run_dir, asked.overrides, asked.trust))
     size = config.data.val_batch_size
     assert size is not None

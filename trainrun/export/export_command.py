@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainrun.assemble.resumption import load_network_of_run
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.checkpoint.weights import BASE
 from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
 from trainrun.config.saved_values import public
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     config = trusted_config(run, arguments.overrides, arguments.trust)
     which, split = checkpoint_of(run, arguments.which), arguments.split
     model = exported_model(load_network_of_run(run, config, which), arguments.merge)
-    loaded = read_checkpoint(resolve(run.checkpoints, which))
+    loaded = read_checkpoint(resolve_checkpoint(run.checkpoints, which))
     try:
         has_own_tokenizer = "bpe:" in str(config.data.train)
         read_config = with_tokenizer(config, run, Single(CPU), []) if has_own_tokenizer else config

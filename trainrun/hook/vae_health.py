@@ -128,7 +128,7 @@ class VaeHealth:
         """Write the row of a measurement and return it; None if its numbers are not finite."""
         started = perf_counter()
         task: Any = run.task
-        with run.monitors.paused(), run.evaluating():
+        with run.monitors.exclude_time(), run.evaluating():
             if not self._batches:
                 self._batches = held_batches(run, self._num_samples)
             row = measure_code(run, self._batches, state.step, self._fast)  # waits for the device

@@ -24,9 +24,9 @@ REMEMBERED_SECONDS = 30.0  # the time left follows the speed of the last half mi
 
 
 class BarField(NamedTuple):
-    """A part of the status line.
+    """A field of the status line.
 
-    rank: if the line is too long, fields with the highest rank are left out first.
+    rank: fields with the highest rank are left out first if the line is too long.
     """
 
     text: Text
@@ -34,10 +34,12 @@ class BarField(NamedTuple):
 
 
 class ProgressBar:
-    """Phase, position, time left and the newest values; drawn by the thread that redraws the terminal.
+    """The progress bar: phase, position, time left and newest values. The thread that redraws the terminal
+    draws it.
 
-    waited: seconds of waiting for data so far. elsewhere: of validations, checkpoints and pictures so far.
-    activity: what the run does now, if that is no training: `validating 40/79`.
+    waited: returns the seconds spent waiting for data so far. elsewhere: returns the seconds spent in
+        validations, checkpoints and plots so far. activity: returns what the run does if it does not train
+        (`validating 40/79`).
     """
 
     def __init__(
@@ -60,15 +62,17 @@ class ProgressBar:
 
     def draw(self, width: int, step: int, values: Sequence[str]) -> Text:
         """Return two lines of whole fields, at most `width` wide: phase, bar and time; the values."""
-        first = join_fields(self._with_graphic(self.fields(step), step, width), width)
-        values = [*values, *self._share_waiting()]
+        first = join_fields(self._insert_graphic(self.fields(step), step, width), width)
+        values = [*values, *self._waiting_texts()]
         second = join_fields(
             [BarField(Text(printable(value)), rank) for rank, value in enumerate(values)], width
         )
         return Text("\n", no_wrap=True, overflow="crop").join([first, second])
 
-    def _with_graphic(self, fields: list[BarField], step: int, width: int) -> list[BarField]:
-        """Add the bar itself behind the phase, as long as the other fields leave room for; the first to shrink."""
+    def _insert_graphic(self, fields: list[BarField], step: int, width: int) -> list[BarField]:
+        """Insert the bar after the phase. Its width is what the other fields leave free, between NARROWEST
+        and WIDEST.
+        """
         total = self._facts.total_steps
         if not total:
             return fields
@@ -79,8 +83,8 @@ class ProgressBar:
         at = next(number for number, field in enumerate(fields) if field.rank == PHASE) + 1
         return [*fields[:at], BarField(graphic, GRAPHIC), *fields[at:]]
 
-    def _share_waiting(self) -> list[str]:
-        """Return the share of waiting in the last half minute."""
+    def _waiting_texts(self) -> list[str]:
+        """Return the share of the last half minute spent waiting for data, as a list with one text or none."""
         if self._waited is None:
             return []
         now, waited = self._clock(), self._waited()
@@ -91,16 +95,18 @@ class ProgressBar:
         return [f"waits for data {100 * (waited - before) / (now - then):.0f} %"] if now > then else []
 
     def end(self) -> None:
-        """Show that the run has ended, in place of what it does."""
+        """Show `ended` as the activity from now on."""
         self._activity = lambda: "ended"
 
     def fields(self, step: int) -> list[BarField]:
-        """Return epoch, phase, steps, share, `elapsed < left` and the time of a step, as far as they are known."""
+        """Return the fields with epoch, phase, steps, share, `elapsed < left` and the time of a step.
+        Unknown ones are absent.
+        """
         total, elapsed = self._facts.total_steps, self._clock() - self._started
         left, each = self._time_left(step, total)
         has_length = math.isfinite(left) or total
         time_text = clock(elapsed) + (f" < {clock(left)}" if has_length else "")
-        texts = {EPOCH: self._epoch(step), PHASE: self._activity() or "training"}
+        texts = {EPOCH: self._epoch_text(step), PHASE: self._activity() or "training"}
         texts[STEPS] = f"{step:,}/{total:,}" if total else f"step {step:,}"
         texts[SHARE] = f"{100 * step // total}%" if total else ""
         texts[TIME] = time_text
@@ -108,7 +114,7 @@ class ProgressBar:
         styles = {PHASE: "bold"}
         return [BarField(Text(text, styles.get(rank, "")), rank) for rank, text in texts.items() if text]
 
-    def _epoch(self, step: int) -> str:
+    def _epoch_text(self, step: int) -> str:
         length, total, epochs = (
             self._facts.steps_per_epoch, self._facts.total_steps, self._facts.total_epochs
         )  # fmt: skip
@@ -119,9 +125,10 @@ class ProgressBar:
         return f"epoch {current}" if epochs is None else f"epoch {min(current, epochs)}/{epochs}"
 
     def _time_left(self, step: int, total: int | None) -> tuple[float, float]:
-        """Return the seconds left, up to `max_time`, and those of a step: from the newest steps and all pauses.
+        """Return the seconds left (at most up to `max_time`) and the seconds per step, from the newest
+        steps and all pauses.
 
-        The clock of the steps stands still while the run validates or saves.
+        Validations and checkpoints do not count as time of a step.
         """
         elsewhere = self._elsewhere()
         now = self._clock() - elsewhere
@@ -151,18 +158,18 @@ PHASE, TIME, STEPS, SHARE, GRAPHIC, EPOCH, STEP_TIME = range(7)
 
 
 def join_fields(fields: Sequence[BarField], width: int) -> Text:
-    """Return the fields that fit, side by side."""
+    """Return one line with the fields that fit into `width` columns, side by side."""
     shown = fields_that_fit(
         [len(field.text) for field in fields], [field.rank for field in fields], width, len(GAP)
     )
     return Text(GAP).join(fields[number].text for number in shown)
 
 
-def live_bar(
+def start_bar(
     facts: RunFacts, position: Callable[[], int], values: Callable[[], list[str]], stream: IO[str] | None,
     **clocks: Any,
 ) -> Live | None:  # fmt: skip
-    """Start a bar that a thread of its own redraws; None for a terminal that cannot move its cursor.
+    """Start a bar that is redrawn by its own thread. Return None if the terminal cannot move its cursor.
 
     clocks: `waited`, `elsewhere` and `activity` of a `ProgressBar`.
     """
@@ -172,28 +179,31 @@ def live_bar(
         return None
     bar = ProgressBar(facts, position(), console.options.ascii_only, **clocks)
 
-    def draw() -> Text:
+    def draw_bar() -> Text:
         try:
             return bar.draw(console.width, position(), values())
         except Exception as error:  # of the thread that draws: a bar is no reason to end a training
             return Text(printable(f"no progress bar: {type(error).__name__}: {error}"), no_wrap=True)
 
-    live = Live(console=console, get_renderable=draw, refresh_per_second=REDRAWS_PER_SECOND, transient=True)
+    live = Live(
+        console=console, get_renderable=draw_bar, refresh_per_second=REDRAWS_PER_SECOND, transient=True
+    )
     live.start()
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_plain_streams(sys.stdout, sys.stderr))
+        os.register_at_fork(after_in_child=_stream_restorer(sys.stdout, sys.stderr))
     return live
 
 
-def _plain_streams(stdout: Any, stderr: Any) -> Callable[[], None]:
-    """Return a function for forked children that removes the bar from stdout and stderr.
+def _stream_restorer(stdout: Any, stderr: Any) -> Callable[[], None]:
+    """Return a function that forked children call to restore the original stdout and stderr.
 
-    Prints through the bar would wait for the lock of a thread that a child does not have.
+    The lock of the thread that draws is not held by any thread in a child, so printing through the bar
+    would hang.
     """
 
-    def restore() -> None:
+    def restore_streams() -> None:
         for name, stream in (("stdout", stdout), ("stderr", stderr)):
             if getattr(sys, name) is stream and hasattr(stream, "rich_proxied_file"):
                 setattr(sys, name, stream.rich_proxied_file)
 
-    return restore
+    return restore_streams

@@ -1,4 +1,4 @@
-"""The one way of every row of a run: from where it is made to the metrics file and to every tracker."""
+"""The bus of a run: every row goes from its source through the bus to the metrics file and to all trackers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ LEDGER_SECONDS = 1.0  # between two rows of the account of time
 
 
 class Bus:
-    """Fills `Monitor`. screens: what people see; file, trackers: get every row; phases: the account of time.
+    """The monitor that distributes rows to screens, the metrics file and trackers.
 
-    Rows may come from any thread. The file has them at once, trackers on the thread that trains, with its next
-    row: theirs is code of users, which need not be safe for threads.
+    screens: what people see. file, trackers: get every row. phases: the timer of the run's phases. Rows may
+        come from any thread. The file gets them at once. Trackers are user code, which need not be
+        thread-safe: they get waiting rows on the training thread, together with its next row.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Bus:
         self._step = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take a row of any kind: plain numbers, texts, lists and mappings."""
+        """Write a row to the file and queue it for the trackers. Values are plain numbers, texts, lists and
+        mappings.
+        """
         if self._file is not None:
             self._file.write(row)
         if row.get("kind") == "layers":
@@ -66,7 +69,7 @@ class Bus:
         self.write_phases(LEDGER_SECONDS)
         for tracker in self._trackers:
             tracker.on_step(step, epoch, row)
-        self._hand_on()
+        self._send_to_trackers()
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
         self._step = step
@@ -77,7 +80,7 @@ class Bus:
         self.flush()
         for tracker in self._trackers:
             tracker.on_eval(step, epoch, row)
-        self._hand_on()
+        self._send_to_trackers()
 
     def on_note(self, text: str) -> None:
         for monitor in self._listeners:
@@ -85,20 +88,20 @@ class Bus:
         self._publish("note", text=text)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Publish the last row. The screens show the summary in `show_end`, after the plots."""
+        """Write the last row. The screens show the summary later, in `show_end`, when the plots are drawn."""
         self._step = summary.get("step", self._step)
         self.write_phases()
         self._publish("end", summary=dict(summary))
         self.flush()
 
     def show_end(self, summary: Mapping[str, Any]) -> None:
-        self._hand_on()
+        self._send_to_trackers()
         for monitor in self._listeners:
             monitor.on_end(summary)
 
     def write_phases(self, every_seconds: float = 0.0) -> None:
-        """Publish the seconds of every phase since the session began, unless the last such row is younger than
-        `every_seconds`.
+        """Write a row with the seconds of every phase since the session began, if the last such row is at
+        least `every_seconds` old.
         """
         now = time.perf_counter()
         if self._phases is None or now - self._ledger_at < every_seconds:
@@ -108,30 +111,32 @@ class Bus:
         self._publish("ledger", seconds=self.ledger)
 
     def flush(self) -> None:
-        """Write the rows that the file held back."""
+        """Write the buffered rows to the file."""
         if self._file is not None:
             self._file.flush()
 
     def sync(self) -> None:
-        """Return when the disk has every row."""
+        """Write the buffered rows and wait until they are on the disk."""
         if self._file is not None:
             self._file.sync()
 
     def faults(self) -> dict[str, int]:
-        """Return how many calls of each tracker failed, without the trackers that had no failure."""
+        """Return the number of failed calls of each tracker that failed at all."""
         return {tracker.key: tracker.faults for tracker in self._trackers if tracker.faults}
 
     def _publish(self, kind: str, **values: Any) -> None:
         self.write({"kind": kind, "step": self._step, "time": time.time(), **values})
 
-    def _hand_on(self) -> None:
+    def _send_to_trackers(self) -> None:
         while self._waiting:
             row = self._waiting.popleft()
             for tracker in self._trackers:
                 tracker.on_row(row)
 
     def close(self) -> None:
-        """Close the trackers first: their failures are still shown and written."""
+        """Close the trackers, then the file and the screens. Failures of trackers are still shown and
+        written.
+        """
         with contextlib.ExitStack() as closing:  # from the last to the first, whatever one of them raises
             for screen in self._screens:
                 closing.callback(screen.close)

@@ -1,7 +1,7 @@
-"""What a person sees of a run: the choices at its start, a progress bar or lines, a summary at its end.
+"""The console output of a run: the choices at its start, a progress bar or lines, and a summary at its end.
 
-Each evaluation leaves an aligned line, and so does a log point now and then where evaluations are far apart. In a
-terminal a bar is below the lines, redrawn by a thread of its own, never by a step; in a notebook both are HTML.
+Each evaluation prints an aligned line. So does a log point now and then if evaluations are far apart. In a
+terminal, a thread redraws a bar below the lines; steps never draw. In a notebook both are HTML.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ STYLES = {"head": "dim", "best": "bold", "usual": ""}  # of the lines of the tab
 
 
 class Console:
-    """Listens on rank 0.
+    """The console output of rank 0.
 
-    interactive: None looks whether the output is a terminal. verbose: show what is trained at the start, with all
-    choices if `summary` is set. progress: a bar where there is a terminal.
-    best: the monitored metric and the step of its best value so far. clocks: `waited`,
-    `elsewhere` and `activity` of a `ProgressBar`. log: a file that has every line, with all choices, at any width.
+    interactive: whether the output is a terminal; None detects it. verbose: show what is trained at the
+        start, with all choices if `summary` is set. progress: show a bar in a terminal.
+    best: returns the monitored metric and the step of its best value so far. clocks: `waited`, `elsewhere`
+        and `activity` of a `ProgressBar`. log: a file that gets every line unwrapped, with all choices.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Console:
         self.position = 0
 
     def on_batch(self, step: int) -> None:
-        """Store the step, which the thread of the bar reads when it draws. Called in every step."""
+        """Store the step for the thread that draws the bar. Called in every step."""
         self.position = step
         if self._html is not None:
             self._html.update(step)
@@ -77,13 +77,15 @@ class Console:
         self._table, self._log_table = EvaluationTable(facts), EvaluationTable(facts)
         self._table.monitored = self._log_table.monitored = self._best()[0]
         for line in start_lines(facts, step, self._verbose, self._summary):
-            self._show(wrapped(line, self._width()))
+            self._show_line(wrapped(line, self._terminal_width()))
         for line in start_lines(facts, step, self._verbose, summary=True):
-            self._write(line)
+            self._write_to_log(line)
         if self._wants_bar:
-            from trainrun.monitor.bar import live_bar
+            from trainrun.monitor.bar import start_bar
 
-            self._live = live_bar(facts, lambda: self.position, self._values, self._stream, **self._clocks)
+            self._live = start_bar(
+                facts, lambda: self.position, self._newest_values, self._stream, **self._clocks
+            )
         elif self._wants_html and "IPython" in sys.modules:
             from trainrun.monitor.notebook import NotebookBar, in_notebook
 
@@ -91,7 +93,7 @@ class Console:
                 from trainrun.monitor.bar import ProgressBar
 
                 bar = ProgressBar(facts, step, **self._clocks)
-                self._html = NotebookBar(bar, facts.total_steps, self._values, self._table)
+                self._html = NotebookBar(bar, facts.total_steps, self._newest_values, self._table)
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
         if (speed := speed_in(row)) is not None:
@@ -108,27 +110,29 @@ class Console:
         self._due = time.monotonic() - self._last_line >= QUIET_SECONDS
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        shown = {name: value for name, value in row.items() if _is_shown(name)}
+        shown = {name: value for name, value in row.items() if _is_shown_metric(name)}
         self._latest |= shown
         if any(name.startswith("test/") for name in shown):
             self._print_newest()
-            self._print("  ".join(["test", *readings(shown)]))
+            self._print_line("  ".join(["test", *readings(shown)]))
             return
         line = {
-            name: value for name, value in shown.items() if name == "train/loss" or _split(name) != "train"
+            name: value
+            for name, value in shown.items()
+            if name == "train/loss" or _split_name(name) != "train"
         }
         self._validates = True
         self._unsaid = step, epoch, line
         self._print_newest(is_best=self._best()[1] == step)
 
     def on_layers(self, layers: Sequence[Mapping[str, Any]]) -> None:
-        """Print the table of the layers, which is known after the first step."""
+        """Print the table of layers, which is known after the first step."""
         for line in layer_lines(layers):
-            self._show(line)
-            self._write(line)
+            self._show_line(line)
+            self._write_to_log(line)
 
     def on_note(self, text: str) -> None:
-        self._print(text)
+        self._print_line(text)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         if self._html is not None:  # whose table has the last line too
@@ -136,10 +140,10 @@ class Console:
         self.close()
         self._print_newest()
         for line in end_lines(summary, self._facts):
-            self._print(line)
+            self._print_line(line)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Stop the progress bar and release the terminal."""
         if self._html is not None:
             html, self._html = self._html, None
             html.end(self.position)
@@ -151,13 +155,13 @@ class Console:
                 self._closed = True
 
     def _speed(self) -> float | None:
-        """Return items per second over all log intervals; the mean of their speeds would be wrong, as their lengths
-        differ.
+        """Return the mean items per second over all log intervals, weighted by their lengths; None before
+        the first one.
         """
         items, seconds = (sum(column) for column in zip((0.0, 0.0), *self._windows, strict=True))
         return items / seconds if seconds else None
 
-    def _values(self) -> list[str]:
+    def _newest_values(self) -> list[str]:
         """Return the newest values: the monitored metric first, then losses, speed, and other metrics."""
         monitored = self._table.monitored
         names = sorted(self._latest, key=lambda name: (name != monitored, not name.endswith("/loss")))
@@ -167,32 +171,34 @@ class Console:
         shown_speed = [] if speed is None else [f"{quantity(speed)} {self._unit}"]
         return [*texts[:losses], *shown_speed, *texts[losses:]]
 
-    def _width(self) -> int | None:
-        """Return the columns of the terminal; None for a file or a pipe, whose lines are of any length."""
+    def _terminal_width(self) -> int | None:
+        """Return the columns of the terminal; None for a file or a pipe, whose lines have no limit."""
         return shutil.get_terminal_size().columns if self._is_terminal else None
 
     def _print_newest(self, is_best: bool = False) -> None:
-        """Print the newest numbers as a line of the table, unless a line has had them."""
+        """Print the newest values as a line of the table if they were not printed yet."""
         newest, self._unsaid, self._due = self._unsaid, None, False
         if newest is None:
             return
-        speed, width = self._speed(), self._width()
+        speed, width = self._speed(), self._terminal_width()
         entry = (*newest, None if speed is None else (speed, self._unit), is_best)
         lines = self._table.add(*entry, width)
         if self._html is None:
             for line in lines:
-                self._show(line.text, STYLES[line.kind])
+                self._show_line(line.text, STYLES[line.kind])
         if self._log is not None:
             for line in lines if width is None else self._log_table.add(*entry, None):
-                self._write(line.text)
+                self._write_to_log(line.text)
 
-    def _print(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         """Show a line, wrapped on a terminal, and write it to the log."""
-        self._show(wrapped(line, self._width()))
-        self._write(line)
+        self._show_line(wrapped(line, self._terminal_width()))
+        self._write_to_log(line)
 
-    def _show(self, line: str, style: str = "") -> None:
-        """Show a line above the bar. A closed terminal or pipe ends no training: run.log has the same lines."""
+    def _show_line(self, line: str, style: str = "") -> None:
+        """Show a line above the bar. If the terminal or pipe is closed, training continues; run.log has the
+        same lines.
+        """
         self._last_line = time.monotonic()
         if self._closed:
             return
@@ -207,8 +213,8 @@ class Console:
         except OSError:
             self._closed = True
 
-    def _write(self, line: str) -> None:
-        """Write a line to the log. On a full disk the log ends: what must not be lost is in other files."""
+    def _write_to_log(self, line: str) -> None:
+        """Write a line to the log. If the disk is full, stop logging; essential facts are in other files."""
         self._last_line = time.monotonic()
         if self._log is None:
             return
@@ -218,12 +224,14 @@ class Console:
             self._log = None
 
 
-def _split(name: str) -> str:
+def _split_name(name: str) -> str:
     return name.partition("/")[0]
 
 
 @lru_cache(maxsize=1024)
-def _is_shown(name: str) -> bool:
-    """Return whether a metric is shown. Those of single classes (`val/f1/3`) only go to the file and to trackers."""
+def _is_shown_metric(name: str) -> bool:
+    """Return whether the console shows a metric. Metrics of single classes (`val/f1/3`) go to the file and
+    trackers only.
+    """
     above, _, last = name.rpartition("/")
     return bool(above) and last != "seconds" and not ("/" in above and last.isdecimal())

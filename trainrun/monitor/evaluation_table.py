@@ -23,9 +23,10 @@ class TableLine(NamedTuple):
 
 
 class EvaluationTable:
-    """The lines of one run. A column keeps its place and width; one that does not fit the screen is left out whole.
+    """The lines of one run. Columns keep their position and width; a column that does not fit the screen is
+    left out.
 
-    monitored: the metric by which the best checkpoint is chosen, or "".
+    monitored: the metric that chooses the best checkpoint, or "".
     """
 
     def __init__(self, facts: RunFacts | None) -> None:
@@ -35,7 +36,7 @@ class EvaluationTable:
         self._lines_since_head = 0
         self._columns: list[str] = []  # of the newest line, and what they depend on
         self._columns_of: tuple[Any, ...] = ()
-        self._unit, self._has_epochs = usual_unit(facts), False
+        self._unit, self._has_epochs = expected_speed_unit(facts), False
         self.monitored = ""
         self.rows: list[dict[str, str]] = []  # the cells of each line, by the name of their column
 
@@ -43,7 +44,9 @@ class EvaluationTable:
         self, step: int, epoch: float, metrics: Mapping[str, float], speed: tuple[float, str] | None,
         is_best: bool, width: int | None,
     ) -> list[TableLine]:  # fmt: skip
-        """Return the line of an evaluation, after a head where one is needed. width: None for any."""
+        """Return the line of an evaluation, with a head before it if the columns changed. width: in
+        columns, None for unlimited.
+        """
         cells = position_cells(step, epoch, self._facts)
         cells |= {name: format_number(value) for name, value in metrics.items()}
         if is_best and self.monitored in cells:
@@ -61,28 +64,30 @@ class EvaluationTable:
         lines = []
         if columns != self._headed or self._lines_since_head >= HEAD_EVERY:
             self._headed, self._lines_since_head = columns, 0
-            lines.append(TableLine(self._format({name: name for name in columns}, columns), "head"))
+            lines.append(TableLine(self._format_line({name: name for name in columns}, columns), "head"))
         self._lines_since_head += 1
-        return [*lines, TableLine(self._format(cells, columns), "best" if is_best else "usual")]
+        return [*lines, TableLine(self._format_line(cells, columns), "best" if is_best else "usual")]
 
     def columns(self, width: int | None = None) -> list[str]:
         """Return the names of the columns that fit, from left to right."""
         position = ["epoch", "step"] if self._has_epochs else ["step"]
         units = [self._unit] if self._unit else []
-        names = [*position, *sorted(self._metrics, key=self._place), *units]
+        names = [*position, *sorted(self._metrics, key=self._sort_key), *units]
         if width is None:
             return names
         by_importance = [self.monitored, "epoch", "val/loss", "train/loss", "step", *names]
         ranks = [by_importance.index(name) for name in names]
-        shown = fields_that_fit([self._width(name) for name in names], ranks, width, len(GAP))
+        shown = fields_that_fit([self._column_width(name) for name in names], ranks, width, len(GAP))
         return [names[number] for number in shown]
 
-    def _place(self, name: str) -> tuple[bool, bool, bool]:
-        """Sort losses first, those of training before others, and the monitored metric before other metrics."""
+    def _sort_key(self, name: str) -> tuple[bool, bool, bool]:
+        """Return the sort key of a column: losses first, training losses before others, the monitored
+        metric before others.
+        """
         is_loss, is_train = name.endswith("/loss"), name.startswith("train/")
         return (not is_loss, name != self.monitored and not is_loss, is_train != is_loss)
 
-    def _width(self, name: str) -> int:
+    def _column_width(self, name: str) -> int:
         if name == "epoch":
             return 5 if self._facts is None else max(5, 2 * len(str(self._facts.total_epochs or "")) + 1)
         if name == "step":
@@ -90,19 +95,21 @@ class EvaluationTable:
             return max(5, len(f"{total or 0:,}"))
         return max(len(name), NUMBER_WIDTH) + (name == self.monitored)  # and the mark
 
-    def _format(self, cells: Mapping[str, str], columns: list[str]) -> str:
+    def _format_line(self, cells: Mapping[str, str], columns: list[str]) -> str:
         """Align all cells to the right, and leave a column for the mark behind the monitored metric."""
         shown = []
         for name in columns:
             cell = cells.get(name, "")
             if name == self.monitored and not cell.endswith(BEST):
                 cell += " "
-            shown.append(cell.rjust(self._width(name)))
+            shown.append(cell.rjust(self._column_width(name)))
         return GAP.join(shown).rstrip()
 
 
-def usual_unit(facts: RunFacts | None) -> str:
-    """Return the head of the column of speed if the run has a log point at all; its unit is known after that."""
+def expected_speed_unit(facts: RunFacts | None) -> str:
+    """Return the head of the speed column before its unit is known: "" if the run is too short for a log
+    point.
+    """
     if facts is None:
         return ""
     monitor = facts.config.get("monitor") or {}
@@ -112,7 +119,9 @@ def usual_unit(facts: RunFacts | None) -> str:
 
 
 def position_cells(step: int, epoch: float, facts: RunFacts | None) -> dict[str, str]:
-    """Return the cells `3/20` and `135`; no epoch in a run that sees no epoch to its end, as of endless data."""
+    """Return the cells for epoch (`3/20`) and step (`135`). A run that never completes an epoch has no
+    epoch cell.
+    """
     cells = {"step": f"{step:,}"}
     length, total = (facts.steps_per_epoch, facts.total_steps) if facts else (None, None)
     if epoch < 1 and (length is None or total is None or total < length):
@@ -124,7 +133,9 @@ def position_cells(step: int, epoch: float, facts: RunFacts | None) -> dict[str,
 
 
 def format_number(value: float) -> str:
-    """Return four significant digits in at most eight letters, zeros at the end included: columns stay aligned."""
+    """Return four significant digits in at most eight characters. Trailing zeros stay, so columns are
+    aligned.
+    """
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     if not 1e-3 <= abs(value) < 99_995:

@@ -26,11 +26,12 @@ JOIN_SECONDS = 5.0  # a hanging driver call must not keep the run from ending
 
 
 class Hardware:
-    """Writes a row at the start, every `interval_seconds`, and at `close`; it never disturbs the run.
+    """A thread that writes a row at the start, every `interval_seconds`, and at `close`. Its failures never
+    stop the run.
 
-    write: takes a row, from another thread. step: the step the run is at. root_pid: the process whose tree is counted
-    (the launcher, where ranks are processes); None is this one. seconds: the account of time, safe in any thread.
-    device: the index of the run's GPU.
+    write: gets each row, called from that thread. step: returns the current step. root_pid: the root of the
+        process tree that is counted (the launcher, if ranks are processes); None for this process. seconds:
+        returns the seconds of each phase; thread-safe. device: the index of the run's GPU.
     """
 
     def __init__(
@@ -43,20 +44,22 @@ class Hardware:
         self._sampler = Sampler(root_pid, device)
         self._seen: dict[str, tuple[int, float, float]] = {}  # number, sum, highest
         self._failed, self._ending = False, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="trainrun-hardware", daemon=True)
+        self._thread = threading.Thread(
+            target=self._sample_until_closed, name="trainrun-hardware", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
-        self._sample()
+    def _sample_until_closed(self) -> None:
+        self._write_sample()
         while not self._failed and not self._ending.wait(self._interval_seconds):
-            self._sample()
+            self._write_sample()
 
-    def _sample(self) -> None:
+    def _write_sample(self) -> None:
         try:
             values = self._sampler.read()
             now = {"step": self._step(), "time": time.time()}
             self._write({"kind": "hardware", **now, **values})
-            self._count(values)
+            self._add_to_means(values)
             if advice := self._sampler.advice:
                 self._sampler.advice = ""
                 self._write({"kind": "note", **now, "text": advice})
@@ -64,7 +67,7 @@ class Hardware:
             self._failed = True
             LOG.warning("hardware is no longer sampled: %s: %s", type(error).__name__, error)
 
-    def _count(self, values: dict[str, float]) -> None:
+    def _add_to_means(self, values: dict[str, float]) -> None:
         for name, value in values.items():
             number, total, highest = self._seen.get(name, (0, 0.0, value))
             self._seen[name] = number + 1, total + value, max(value, highest)
@@ -73,9 +76,10 @@ class Hardware:
             self._idle.add(values["gpu_percent"], self._seconds())
 
     def facts(self) -> dict[str, Any]:
-        """Return means over this session (memory and temperature: the highest value), and a line on an idle GPU.
+        """Return the means over this session (maxima for memory and temperature), and a line about an idle
+        GPU.
 
-        Called after `close`.
+        Returns {} while the thread still runs, so call `close` first.
         """
         if self._thread.is_alive():
             return {}
@@ -90,19 +94,19 @@ class Hardware:
         return {"hardware": hardware_facts} | ({"idle": idle} if idle else {})
 
     def close(self) -> None:
-        """End the thread after a last sample; may be called twice."""
+        """Stop the thread and write a last sample. May be called twice."""
         if self._ending.is_set():
             return
         self._ending.set()
         self._thread.join(JOIN_SECONDS)
         if not self._thread.is_alive() and not self._failed:
-            self._sample()
+            self._write_sample()
 
 
 class Sampler:
-    """Reads CPU, memory, disks and GPUs. CPU percent is since the previous reading (100 is one core).
+    """A reader of CPU, memory, disks and GPUs. CPU percent is since the previous reading (100 is one core).
 
-    advice: what to install to see more. GPU values appear once this process uses CUDA.
+    advice: the package to install for more values, or "". GPU values appear once this process uses CUDA.
     """
 
     def __init__(self, root_pid: int | None, device: int = 0) -> None:
@@ -114,10 +118,11 @@ class Sampler:
         self._gpus: Gpus | None = None
 
     def read(self) -> dict[str, float]:
-        """Return a reading by name.
+        """Return the current values by name.
 
-        Of the run: cpu_percent (not in the first reading), memory_bytes, and with ranks rank0_*. Of the machine:
-        machine_cpu_percent, memory_available_bytes, disk_*_bytes_per_second, gpu_* and gpu0_*.
+        Of the run: cpu_percent (not in the first reading), memory_bytes, and rank0_* if there are several
+        ranks. Of the machine: machine_cpu_percent, memory_available_bytes, disk_*_bytes_per_second, gpu_*
+        and gpu0_*.
         """
         import psutil
 
@@ -127,14 +132,14 @@ class Sampler:
             members = [root, *root.children(recursive=True)]
             self._family = {member: self._family.get(member) for member in members}
             if self._root_pid is not None:
-                self._ranks = {member: self._ranks.get(member) or rank_of(member) for member in members}
+                self._ranks = {member: self._ranks.get(member) or rank_prefix(member) for member in members}
             self._family_found = now
         seconds, self._read_at = now - self._read_at, now
-        return self._read_family(seconds) | self._read_machine(seconds) | self._read_gpus()
+        return self._read_processes(seconds) | self._read_machine(seconds) | self._read_gpus()
 
-    def _read_family(self, seconds: float) -> dict[str, float]:
-        """Return memory and CPU load of the run's processes. Pages that processes share count once for each of
-        them.
+    def _read_processes(self, seconds: float) -> dict[str, float]:
+        """Return memory (bytes) and CPU load (percent) of the run's processes. Shared pages count once per
+        process.
         """
         import psutil
 
@@ -183,8 +188,8 @@ class Sampler:
         return self._gpus.read()
 
 
-def rank_of(process: psutil.Process) -> str:
-    """Return the prefix of a process's metrics, as `rank0_`; "" for the launcher."""
+def rank_prefix(process: psutil.Process) -> str:
+    """Return the metric prefix of a process (`rank0_`), from its variable RANK; "" for the launcher."""
     import psutil
 
     try:
@@ -201,14 +206,16 @@ OUTSIDE = ("start-up", "plots", "measuring")  # before and after the training
 
 
 def may_have_nvidia_driver() -> bool:
-    """Return False where Linux has no device of NVIDIA's driver, and none by which WSL reaches that of Windows."""
+    """Return False if this is Linux without a device file of NVIDIA's driver, native or through WSL."""
     return sys.platform != "linux" or os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")
 
 
 class Gpus:
-    """Reads `gpu0_percent`, `gpu1_watts`, ... in the numbers of nvidia-smi, and the same of the run's own as `gpu_*`.
+    """A reader of all GPUs: `gpu0_percent`, `gpu1_watts`, ... numbered as in nvidia-smi; the run's own GPU
+    also as `gpu_*`.
 
-    device: the index of the own one in torch. nvml: in place of the module `pynvml`. advice: what to install.
+    device: torch's index of the run's GPU. nvml: replaces the module `pynvml` in tests. advice: the package
+        to install.
     """
 
     def __init__(self, device: int, nvml: Any = None) -> None:
@@ -251,7 +258,9 @@ class Gpus:
 
 
 def is_throttled(nvml: Any, gpu: Any) -> int:
-    """Return 1 while heat, power or the board slows the GPU down. Idling and limits set by the user do not count."""
+    """Return 1 if heat, power or the board slows the GPU down, else 0. Idling and user-set limits do not
+    count.
+    """
     harmless = (
         nvml.nvmlClocksThrottleReasonGpuIdle
         | nvml.nvmlClocksThrottleReasonApplicationsClocksSetting
@@ -270,7 +279,7 @@ SENSORS: dict[str, Callable[[Any, Any], float]] = {
 
 
 class IdleTime:
-    """The idle time of the GPU, divided among the host's activities of each interval between two readings."""
+    """The idle time of the GPU, split among the host's phases between two readings."""
 
     def __init__(self) -> None:
         self._before: Mapping[str, float] = {}
@@ -278,8 +287,8 @@ class IdleTime:
         self._total = 0.0
 
     def add(self, percent: float | None, seconds: Mapping[str, float]) -> None:
-        """Add a reading. percent: load of the GPU since the last call, None if unknown. seconds: the account of
-        time.
+        """Add a reading. percent: GPU load since the previous call, None if unknown. seconds: the seconds
+        of each phase so far.
         """
         spent = {
             name: value - self._before.get(name, 0.0)
@@ -293,8 +302,8 @@ class IdleTime:
         self._before = dict(seconds)
 
     def line(self) -> str:
-        """Return `the GPU idled 38 % of the training, most while the host was at: data (31 %)`; empty if it idled
-        less.
+        """Return `the GPU idled 38 % of the training, most while the host was at: data (31 %)`; "" if idle
+        time is negligible.
         """
         idle = sum(self._idle.values()) / self._total if self._total >= LEAST_SECONDS else 0.0
         if idle <= NOTABLE:

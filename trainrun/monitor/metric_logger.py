@@ -1,4 +1,4 @@
-"""From device tensors to rows of plain numbers, for all monitors."""
+"""Turn device tensors into rows of plain numbers for all monitors."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ ZERO = torch.zeros((), dtype=torch.float64)
 
 
 class CountsTokens(Protocol):
-    """Useful tokens of this rank's training batches. counts: False if no length differs."""
+    """A counter of the non-padding tokens in this rank's batches. counts: False if all sequences have one
+    length.
+    """
 
     counts: bool
 
     def take(self) -> float:
-        """Return the tokens since the last call."""
+        """Return the number of tokens since the previous call."""
 
 
 class MetricLogger:
-    """Exists on every rank, since sums are taken over all of them; only rank 0 has monitors.
+    """The logger of training and validation metrics. Every rank has one, because sums are over all ranks;
+    rank 0 has monitors.
 
-    logs: False if nothing is logged: then losses are forgotten at once and nothing is ever read.
-    on_position: told the step after every step, a few hundred nanoseconds at most (a progress bar).
-    on_log: called at each log point after the row was handed on.
-    unit: what an item is, `samples` or `tokens`. samples_per_step: of a full step over all ranks, None if it differs;
-    a task that counts more than these counts something else, and its speed is in items.
-    tokens: counts them for a task whose items are samples.
-    learning_rates: of the coming update, for steps whose report does not say those of its own.
-    tidy: called at the end of each log point (False) and of each validation (True), on every rank.
-    phases: where the wait for a GPU is booked. task: what makes metrics of its sums.
-    why_nan: finds the likely cause of a validation loss that is not finite, which is said once.
-    write: takes a row of another kind, on rank 0.
+    logs: False if nothing is logged; then losses are dropped at once and never read.
+    on_position: called with the step after every step; may take a few hundred nanoseconds (a progress bar).
+    on_log: called at each log point after its row was written.
+    unit: what an item is, `samples` or `tokens`. samples_per_step: samples of a full step over all ranks,
+        None if this varies. If a task counts more items than these, its speed is reported in items.
+    tokens: counts tokens for a task whose items are samples.
+    learning_rates: returns the rates of the coming update, for steps whose report has none.
+    tidy: called on every rank at the end of each log point (False) and of each validation (True).
+    phases: the timer to which the wait for a GPU is added. task: computes metrics from its sums.
+    why_nan: returns the likely cause of a non-finite validation loss, which is printed once.
+    write: writes a row of another kind, on rank 0.
 
-    A row of training has the means since the row before, and one of a validation those since the validation before. A
-    validation that is not due, as at the end of the time, leaves all sums as they are: a run that goes on from there
-    writes the rows of one that never stopped.
+    A training row has the means since the previous row; a validation row has the means since the previous
+    validation. An unscheduled validation (at the time limit) leaves all sums unchanged, so that a resumed
+    run writes the same rows as an uninterrupted one.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class MetricLogger:
             monitor.on_start(facts, state.step)
 
     def on_batch(self, state: TrainState, report: StepReport) -> None:
-        """Add the sums of a step, without waiting for the device. Called in every step."""
+        """Add the sums of a step without waiting for the device. Called in every step."""
         self.step = state.step
         if not self._logs:
             state.losses.clear()
@@ -97,11 +100,13 @@ class MetricLogger:
             self._on_position(state.step)
 
     def on_validation_batch(self, number: int, total: int | None) -> None:
-        """Store the position in a validation. number: of the batch, from 1. Called for every batch."""
+        """Store the position in a validation. number: the batch, counted from 1. Called for every batch."""
         self.validated = number, total
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
-        """Write a row of training metrics at a log point. Only here does the host wait for the device."""
+        """Write a row of training metrics at a log point. This is the only point where the host waits for
+        the device.
+        """
         only_skipped = not state.losses and not state.logged
         if only_skipped:  # the loss of such a step says why, and is part of no other mean
             state.losses, state.logged_items = list(report.losses), report.items
@@ -111,23 +116,26 @@ class MetricLogger:
         if not only_skipped:
             state.since_validation = sum_by_name(state.since_validation, found)
         state.logged = {}
-        self._forget(state)
+        self._reset_sums(state)
         row |= report.grad.learning_rates or self._learning_rates()
         if report.grad.norm is not None:
             row["grad_norm"] = float(report.grad.norm)
         if state.skipped_steps:
             row["skipped_steps"] = float(state.skipped_steps)
-        row |= self._speed(state, tokens)
+        row |= self._measure_speed(state, tokens)
         for monitor in self._monitors:
             monitor.on_step(state.step, self.epoch_of(state), row)
         if self._on_log is not None:
-            with self.paused():
+            with self.exclude_time():
                 self._on_log(state.step)
         if self._tidy is not None:
             self._tidy(False)
 
     def _add_sums(self, state: TrainState, report: StepReport) -> None:
-        """Add the sums of a step on the device. A task with `summarize` needs the sum of the loss too."""
+        """Add the sums of a step on the device. Raise PluginError if a sum has another shape than before.
+
+        For a task with `summarize` the sum of the loss is added too.
+        """
         sums = report.sums
         if self._summarizes:
             sums = {**sums, "loss": torch.stack(report.losses).sum()}
@@ -152,14 +160,14 @@ class MetricLogger:
     def _train_metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
         return {f"train/{name}": value for name, value in train_metrics(sums, self._task).items()}
 
-    def _forget(self, state: TrainState) -> None:
+    def _reset_sums(self, state: TrainState) -> None:
         """Reset the losses and sums that are on the device."""
         state.losses.clear()
         state.sums.clear()
         state.sum_items.clear()
         state.logged_items = 0
 
-    def _speed(self, state: TrainState, tokens: float) -> dict[str, float]:
+    def _measure_speed(self, state: TrainState, tokens: float) -> dict[str, float]:
         now = perf_counter()
         saving = self._phases.seconds_of(CHECKPOINT)
         self._elsewhere += saving - self._saved_seconds
@@ -170,35 +178,35 @@ class MetricLogger:
         if self._samples_per_step is not None and items > steps * self._samples_per_step:
             self.speed_name = "items_per_second"
         self._seen_tokens, self._seen_items = self._seen_tokens + tokens, self._seen_items + items
-        speeds = {self.speed_name: _ratio(items, seconds), "step_seconds": _ratio(seconds, steps)}
+        speeds = {self.speed_name: _mean_of(items, seconds), "step_seconds": _mean_of(seconds, steps)}
         counts = self._tokens is not None and self._tokens.counts
-        return speeds | ({"tokens_per_second": _ratio(tokens, seconds)} if counts else {})
+        return speeds | ({"tokens_per_second": _mean_of(tokens, seconds)} if counts else {})
 
     def speeds(self, items_per_second: float) -> dict[str, float]:
-        """Return the whole run's speed in items and, once a log point has counted them, in useful tokens."""
+        """Return the run's speed in items per second, and in tokens per second if tokens are counted."""
         found = {self.speed_name: items_per_second}
         if not self._seen_tokens:
             return found
         return found | {"tokens_per_second": items_per_second * self._seen_tokens / self._seen_items}
 
     def on_eval(self, state: TrainState, metrics: Mapping[str, float], scheduled: bool = True) -> None:
-        """Write a row after a validation, whose time is not training time. scheduled: whether the validation was
-        due.
+        """Write a row after a validation and exclude its seconds from the training time. scheduled: whether
+        it was due.
         """
         self._elsewhere += sum(value for name, value in metrics.items() if name.endswith("/seconds"))
-        row = {**self._since_validation(state, scheduled), **metrics}
+        row = {**self._metrics_since_validation(state, scheduled), **metrics}
         for monitor in self._monitors:
             monitor.on_eval(state.step, self.epoch_of(state), row)
         losses = ((name, value) for name, value in metrics.items() if name.endswith("/loss"))
         named, loss = next(losses, ("", 0.0))  # of the first validation set
         if self._why_nan is not None and self._monitors and not math.isfinite(loss):
-            with self.paused():
+            with self.exclude_time():
                 self.note(f"step {state.step}: {named} is {loss}, which is never the best: {self._why_nan()}")
             self._why_nan = None
         if self._tidy is not None:
             self._tidy(True)
 
-    def _since_validation(self, state: TrainState, scheduled: bool) -> dict[str, float]:
+    def _metrics_since_validation(self, state: TrainState, scheduled: bool) -> dict[str, float]:
         """Return the training metrics of all steps since the last scheduled validation."""
         if not self._logs:
             return {}
@@ -206,12 +214,12 @@ class MetricLogger:
         metrics = self._train_metrics(sum_by_name(state.since_validation, found))
         if scheduled:
             state.logged, state.since_validation = sum_by_name(state.logged, found), {}
-            self._forget(state)
+            self._reset_sums(state)
         return metrics
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of the block out of the training time."""
+    def exclude_time(self) -> Iterator[None]:
+        """Exclude the time of the block from the training time."""
         started = perf_counter()
         try:
             yield
@@ -219,7 +227,7 @@ class MetricLogger:
             self._elsewhere += perf_counter() - started
 
     def write_row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write a row of another kind, with numbers, texts, lists and mappings."""
+        """Write a row of another kind on rank 0. Values are numbers, texts, lists and mappings."""
         if self._write is not None:
             self._write({"kind": kind, "step": step, "time": time(), **values})
 
@@ -234,5 +242,5 @@ class MetricLogger:
         return state.epoch + math.ceil(state.batches / self._accumulate) / self._steps_per_epoch
 
 
-def _ratio(total: float | Tensor, count: float) -> float:
+def _mean_of(total: float | Tensor, count: float) -> float:
     return float(total) / count if count else math.nan

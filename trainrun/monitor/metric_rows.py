@@ -1,4 +1,6 @@
-"""The rows of `metrics.jsonl`, read back; what no run writes is refused with its line, so no reader has to look."""
+"""Write and read the rows of `metrics.jsonl`. Reading refuses invalid rows with their line number, so that
+readers need no checks.
+"""
 
 from __future__ import annotations
 
@@ -23,36 +25,38 @@ LARGEST = 2**53
 Row = dict[str, Any]
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return all rows in the order in which they were written. A last line that was cut off is left out.
+def read_metric_rows(path: Path) -> list[Row]:
+    """Return all rows in file order, without an incomplete last line.
 
     Raise DataError with the line number if another line is damaged, and OSError if the file cannot be read.
     """
-    return [row for _, row in _numbered_rows(path)]
+    return [row for _, row in _read_lines_and_rows(path)]
 
 
-def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
-    """Drop the rows behind `step`, ends of earlier sessions, a line that was cut off; notes from there move to `step`.
+def delete_rows_after(path: Path, step: int, validated: bool = True) -> None:
+    """Delete the rows after `step`, the end rows of earlier sessions and an incomplete last line. Later
+    notes move to `step`.
 
-    validated: whether the validation of that very step is part of what the run goes on from; else it is done again.
+    validated: whether the validation at `step` is part of the state that the run resumes from. If not, its
+        row is deleted, because the validation runs again.
     """
     last = step if validated else step - 1
     lines_before = [
         line if row.get("step", 0) <= step else json.dumps(row | {"step": step})
-        for line, row in _numbered_rows(path)
+        for line, row in _read_lines_and_rows(path)
         if row.get("kind") not in OF_THE_END
         and (row.get("kind") == "note" or row.get("step", 0) <= (last if row.get("kind") == "eval" else step))
     ]
     write_text(path, "".join(f"{line}\n" for line in lines_before), durable=True)
 
 
-def valid_rows(path: Path) -> tuple[list[str], int]:
-    """Return the valid lines, unchanged, and the number of damaged lines."""
+def read_valid_lines(path: Path) -> tuple[list[str], int]:
+    """Return the valid lines unchanged, and the number of damaged lines."""
     lines: list[str] = []
     whole_lines = path.read_bytes().split(b"\n")[:-1]
     for line in whole_lines:
         try:
-            lines.append(_text_and_row(line)[0])
+            lines.append(_parse_line(line)[0])
         except ValueError:
             continue
     return lines, len(whole_lines) - len(lines)
@@ -60,52 +64,54 @@ def valid_rows(path: Path) -> tuple[list[str], int]:
 
 def parse_row(line: bytes) -> Row:
     """Return the row of a line. Raise ValueError if no run writes such a line."""
-    return _text_and_row(line)[1]
+    return _parse_line(line)[1]
 
 
-def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
+def _read_lines_and_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield each line as text, with its row."""
     *lines, cut = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            yield _text_and_row(line)
+            yield _parse_line(line)
         except ValueError as error:
             raise DataError(
                 f"{path}: line {number} is damaged ({error}); delete that line to read the others"
             ) from error
     try:
-        last = _text_and_row(cut)
+        last = _parse_line(cut)
     except ValueError:
         return
     yield last
 
 
-def _text_and_row(line: bytes) -> tuple[str, Row]:
+def _parse_line(line: bytes) -> tuple[str, Row]:
     """Return a line as text and as a row. Raise ValueError if no run writes such a line."""
     text = line.decode("utf-8")
     try:
-        row = json.loads(text, parse_constant=_refuse)
+        row = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     if not isinstance(row, dict):
         raise ValueError("no JSON object")
     if '"nan"' in text or 'inf"' in text:
-        row = with_numbers(row)
-    if wrong := wrong_field(row):
+        row = parse_non_finite(row)
+    if wrong := invalid_field(row):
         raise ValueError(f"no run writes such a value of {wrong[:40]!r}")
     return text, row
 
 
-def _refuse(word: str) -> None:
+def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-def with_numbers(row: Row) -> Row:
-    """Replace the names of NaN and infinity by the numbers, in the row, its summary and the metrics of the summary."""
+def parse_non_finite(row: Row) -> Row:
+    """Return the row with the texts for NaN and infinity replaced by numbers, in its summary and metrics
+    too.
+    """
     out: Row = {}
     for name, value in row.items():
         if name in ("summary", "metrics") and isinstance(value, dict):
-            out[name] = with_numbers(value)
+            out[name] = parse_non_finite(value)
         else:
             is_number = isinstance(value, str) and name not in NO_NUMBERS
             out[name] = NOT_FINITE.get(value, value) if is_number else value
@@ -120,30 +126,31 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and -1 <= value < LARGEST
 
 
-def _is_square(value: Any) -> bool:
-    return _fits(value, [[_is_count]]) and all(len(row) == len(value) for row in value)
+def _is_square_matrix(value: Any) -> bool:
+    return _has_shape(value, [[_is_count]]) and all(len(row) == len(value) for row in value)
 
 
-def _fits(value: Any, shape: Any) -> bool:
-    """Return whether a value has a shape.
+def _has_shape(value: Any, shape: Any) -> bool:
+    """Return whether a value has the given shape.
 
-    shape: a type or a test of the value; a list with the shape of each item; a tuple with the shape of each value of a
-    mapping; or a mapping with the shape of each named value, which may be None.
+    shape: a type; a function that tests the value; a list with the shape of every item; a tuple with the
+        shape of every value of a mapping; or a mapping from names to shapes, whose values may be None or
+        absent.
     """
     if isinstance(shape, list):
-        return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
+        return isinstance(value, list) and all(_has_shape(item, shape[0]) for item in value)
     if isinstance(shape, tuple):
-        return isinstance(value, dict) and all(_fits(item, shape[0]) for item in value.values())
+        return isinstance(value, dict) and all(_has_shape(item, shape[0]) for item in value.values())
     if isinstance(shape, dict):
         return isinstance(value, dict) and all(
-            value.get(name) is None or _fits(value[name], item) for name, item in shape.items()
+            value.get(name) is None or _has_shape(value[name], item) for name, item in shape.items()
         )
     return isinstance(value, shape) if isinstance(shape, type) else bool(shape(value))
 
 
 EVERYWHERE: dict[str, Any] = {
     "kind": str, "step": _is_count, "epoch": _is_number, "time": _is_number, "text": str, "split": str,
-    "class_names": [str], "matrix": _is_square,
+    "class_names": [str], "matrix": _is_square_matrix,
     "facts": {"name": str, "choices": [str], "steps_per_epoch": _is_number},
     "summary": {
         "monitor": str, "value": _is_number, "best_step": _is_number, "step": _is_count, "epoch": _is_number,
@@ -164,15 +171,15 @@ NEEDED = {
 }  # fmt: skip
 
 
-def wrong_field(row: Mapping[str, Any]) -> str:
-    """Return the name of the first value that is missing or that no run writes; empty if the row is valid."""
+def invalid_field(row: Mapping[str, Any]) -> str:
+    """Return the name of the first missing or invalid value of a row; "" if the row is valid."""
     kind = row.get("kind", "")
     if not isinstance(kind, str):
         return "kind"
     shapes = dict.fromkeys(row, _is_number) if kind in OF_NUMBERS else {}
     shapes |= EVERYWHERE | OF_KIND.get(kind, {})
     lacking = (name for name in NEEDED.get(kind, ()) if name not in row)
-    wrong = (name for name, value in row.items() if name in shapes and not _fits(value, shapes[name]))
+    wrong = (name for name, value in row.items() if name in shapes and not _has_shape(value, shapes[name]))
     return next(lacking, "") or next(wrong, "")
 
 
@@ -181,10 +188,10 @@ ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 class MetricsFile:
-    """Appends rows; a row reaches the disk within `flush_seconds` of the next one, or at `flush`.
+    """A writer that appends rows. A row is written within `flush_seconds` of the next row, or at `flush`.
 
-    The file is reopened for each flush: it may be replaced as a whole while a run starts, when rows
-    behind the step of a resume are cut. Other threads may write too. check: called ahead of each flush.
+    The file is reopened for each flush, because a resume may replace it when it deletes later rows.
+    Thread-safe. check: called before each flush.
     """
 
     def __init__(
@@ -196,8 +203,8 @@ class MetricsFile:
         self._flushed = time.monotonic()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take one row of any kind; values are plain numbers, texts, lists and mappings."""
-        line = _line(row)
+        """Buffer one row of any kind. Values are plain numbers, texts, lists and mappings."""
+        line = _format_row(row)
         with self._lock:
             self._lines.append(line)
             if time.monotonic() - self._flushed >= self._flush_seconds:
@@ -209,7 +216,7 @@ class MetricsFile:
             self._flush()
 
     def sync(self) -> None:
-        """Write what was held back, and return when the disk has it."""
+        """Write the buffered rows and wait until they are on the disk."""
         self.flush()
         if self._path.exists():
             sync_path(self._path)
@@ -218,13 +225,15 @@ class MetricsFile:
     def _flush(self) -> None:
         if self._lines:
             self._check()
-            _append(self._path, "".join(self._lines).encode())
+            _append_or_nothing(self._path, "".join(self._lines).encode())
             self._lines.clear()
         self._flushed = time.monotonic()
 
 
-def _append(path: Path, data: bytes) -> None:
-    """Append all of the data, or nothing if the disk is full: half a line would damage the next one."""
+def _append_or_nothing(path: Path, data: bytes) -> None:
+    """Append all of the data. If the disk is full, append nothing and raise OSError: half a line would
+    damage the next.
+    """
     with open(path, "ab", buffering=0) as file:
         num_written = 0
         try:
@@ -235,7 +244,7 @@ def _append(path: Path, data: bytes) -> None:
             raise
 
 
-def mend_end(path: Path) -> None:
+def remove_incomplete_line(path: Path) -> None:
     """Remove an incomplete last line before rows are appended. Do nothing if there is no file."""
     if not path.exists():
         return
@@ -252,7 +261,7 @@ def mend_end(path: Path) -> None:
             file.truncate(kept)
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _format_row(row: Mapping[str, Any]) -> str:
     try:
         return ENCODER.encode(row) + "\n"
     except ValueError:  # rare, so the common row pays nothing for it

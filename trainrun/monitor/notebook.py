@@ -1,4 +1,4 @@
-"""The progress bar of a notebook: HTML in the output of the cell, which is changed in place twice a second at most."""
+"""The progress bar of a notebook: HTML in the output of the cell, updated at most twice a second."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ SECONDS = 0.5  # between updates, each of which takes the training about a milli
 
 
 def in_notebook() -> bool:
-    """Return whether a notebook kernel runs this process. IPython is not imported for that."""
+    """Return whether this process is a notebook kernel. IPython is not imported for the test."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
 class NotebookBar:
-    """The bar and a table of evaluations below it, in the output of the cell.
+    """A progress bar and a table of evaluations in the output of the cell.
 
-    values: the newest numbers as texts. Updated by the thread that trains: a kernel knows the cell by its thread.
+    values: returns the newest numbers as texts. Update it from the training thread: a kernel finds the cell
+        by its thread.
     """
 
     def __init__(
@@ -34,26 +35,28 @@ class NotebookBar:
         self._bar, self._total, self._values, self._html = bar, total, values, display.HTML
         self._table = table
         self._shown = time.monotonic()
-        self._handle = display.display(self._html(self._text(0)), display_id=True)
+        self._handle = display.display(self._html(self._bar_html(0)), display_id=True)
 
     def update(self, step: int, now: bool = False) -> None:
         if (now or time.monotonic() - self._shown >= SECONDS) and self._handle is not None:
             self._shown = time.monotonic()
-            self._handle.update(self._html(self._text(step)))
+            self._handle.update(self._html(self._bar_html(step)))
 
     def end(self, step: int) -> None:
-        """Show the last state of the run."""
+        """Show the final state of the run."""
         self._bar.end()
         self.update(step, now=True)
 
-    def _text(self, step: int) -> str:
+    def _bar_html(self, step: int) -> str:
         part = f'value="{step}" max="{self._total}"' if self._total else ""
         words = "  ".join([*(field.text.plain for field in self._bar.fields(step)), *self._values()])
         bar = f'<progress {part} style="width: 20em"></progress> <code>{escape(words)}</code>'
-        return bar + self._rows()
+        return bar + self._table_html()
 
-    def _rows(self) -> str:
-        """Return the newest evaluations as a table, or "" before the first one. The best value so far is bold."""
+    def _table_html(self) -> str:
+        """Return the newest evaluations as an HTML table, "" before the first one. The best value so far is
+        bold.
+        """
         rows = self._table.rows[-MOST_ROWS:]
         if not rows:
             return ""
@@ -64,6 +67,6 @@ class NotebookBar:
 
 
 def cell_html(text: str) -> str:
-    """Return a cell of the table, bold with its mark if it is a new best."""
+    """Return a table cell; a new best value is bold and keeps its mark."""
     shown = escape(text)
     return f"<td><b>{shown}</b></td>" if text.endswith(BEST) else f"<td>{shown}</td>"

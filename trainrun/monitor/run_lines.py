@@ -1,4 +1,4 @@
-"""The first and the last lines of a run, from its facts and from its summary."""
+"""The first and last lines of a run, formatted from its facts and its summary."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LEAST_SHARE, MOST_PARTS = 0.05, 3  # of the time: smaller accounts are not named
 
 
 def format_entry(name: str, text: str) -> str:
-    """Return one line of the first or last block: a name of at most 10 letters, and its text."""
+    """Return one line of the first or last block: a name, padded to 10 characters, and its text."""
     return f"  {name:<10} {text}"
 
 
 def start_lines(facts: RunFacts, step: int, verbose: bool, summary: bool = False) -> list[str]:
-    """Return the block at the start. verbose: False for the name and the folder alone. summary: with all choices."""
+    """Return the block at the start. verbose: False for name and folder only. summary: include all choices."""
     if not verbose:
         return [f"{facts.name}  {facts.folder}"]
     model = f"{facts.model_summary}, {counted(facts.num_parameters, 'parameter')}"
@@ -40,16 +40,16 @@ def start_lines(facts: RunFacts, step: int, verbose: bool, summary: bool = False
         *([format_entry("classes", facts.classes)] if facts.classes else []),
         format_entry("model", model),
         *([format_entry("optimizer", facts.update)] if facts.update else []),
-        format_entry("batch", _batch(facts)),
-        format_entry("length", _length(facts)),
+        format_entry("batch", _describe_batch(facts)),
+        format_entry("length", _describe_length(facts)),
         format_entry("folder", facts.folder),
         *(format_entry("" if number else "chosen", choice) for number, choice in enumerate(choices)),
         *(f"note: {advice}" for advice in facts.advice),
     ]
 
 
-def _batch(facts: RunFacts) -> str:
-    """Return `32`, or `32 x 4 accumulated x 2 ranks = 256` where a step has several micro-batches."""
+def _describe_batch(facts: RunFacts) -> str:
+    """Return `32`, or `32 x 4 accumulated x 2 ranks = 256` if a step has several micro-batches."""
     size, accumulate, ranks = facts.batch_size, facts.accumulate, facts.world_size
     factors = [str(size)]
     if accumulate > 1:
@@ -60,8 +60,10 @@ def _batch(facts: RunFacts) -> str:
     return " x ".join(factors) + total
 
 
-def _length(facts: RunFacts) -> str:
-    """Return `900 steps, 45 an epoch, 20 epochs`, as far as it is known; epochs where they end the run."""
+def _describe_length(facts: RunFacts) -> str:
+    """Return `900 steps, 45 an epoch, 20 epochs`, without unknown parts. Epochs are named only if they end
+    the run.
+    """
     length, total, epochs = facts.steps_per_epoch, facts.total_steps, facts.total_epochs
     parts = [counted(total, "step")]
     if length is not None:
@@ -90,7 +92,7 @@ def layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
-    """Return the block at the end: the best value, speed and time, and commands that can be pasted."""
+    """Return the block at the end: the best value, speed and time, and commands to paste."""
     lines = [f"ended at step {summary.get('step', 0):,}: {summary.get('reason') or 'all done'}"]
     if summary.get("value") is not None:
         at = summary.get("best_step")
@@ -120,7 +122,9 @@ def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
 
 
 def time_line(summary: Mapping[str, Any]) -> str:
-    """Return `1:05 of training at 5.9k samples/s; 1:15 in all: start-up 8 %, plots 5 %`, the largest parts first."""
+    """Return `1:05 of training at 5.9k samples/s; 1:15 in all: start-up 8 %, plots 5 %`, largest shares
+    first.
+    """
     text, speed = f"{duration(summary['seconds'])} of training", speed_in(summary)
     if speed is not None:
         text += f" at {quantity(speed[0])} {speed[1]}"
@@ -135,15 +139,15 @@ def time_line(summary: Mapping[str, Any]) -> str:
 
 
 def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
-    """Return commands that train a finished run longer, evaluate it and draw its report, ready to paste."""
+    """Return commands to paste that train a finished run longer, evaluate it and draw its report."""
     run = RunDir(Path(facts.folder))
     folder = path_to_paste(run.root)
     commands = []
     words = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.is_file() else []
-    objects = objects_in(words)
-    longer = longer_limit(summary, facts.config.get("trainer") or {})
+    objects = objects_in_settings(words)
+    longer = doubled_limit(summary, facts.config.get("trainer") or {})
     if objects and longer and run.checkpoints.is_dir():
-        commands.append(call_of([f"ckpt_path={run.root}", longer], objects))
+        commands.append(format_call([f"ckpt_path={run.root}", longer], objects))
     elif run.checkpoints.is_dir() and not objects:
         if longer:
             commands.append(f"{COMMAND} resume {folder} {longer}")
@@ -155,8 +159,10 @@ def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
     return commands
 
 
-def objects_in(words: Sequence[str]) -> dict[str, str]:
-    """Return the objects that Python gave a run, with what they are, from its settings: `model`, `data`, `val`."""
+def objects_in_settings(words: Sequence[str]) -> dict[str, str]:
+    """Return the Python objects (`model`, `data`, `val`) in the settings of a run, by name, each with its
+    description.
+    """
     values = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
     places = [key.removesuffix("._target_") for key, value in values.items() if value == OBJECT_TARGET]
     names = [values[f"{place}.name"] for place in places]
@@ -164,8 +170,8 @@ def objects_in(words: Sequence[str]) -> dict[str, str]:
     return dict(zip(names, abouts, strict=True))
 
 
-def without_objects(words: Sequence[str]) -> list[str]:
-    """Return the settings of a run but for those that stand for objects from Python."""
+def settings_without_objects(words: Sequence[str]) -> list[str]:
+    """Return the settings of a run without those that stand for Python objects."""
     places = [
         word.partition("._target_=")[0] for word in words if word.endswith(f"._target_={OBJECT_TARGET}")
     ]
@@ -176,8 +182,10 @@ def without_objects(words: Sequence[str]) -> list[str]:
     ]
 
 
-def call_of(words: Sequence[str], objects: Mapping[str, str]) -> str:
-    """Return the command that trains with these settings; a call from Python if objects belong to them."""
+def format_call(words: Sequence[str], objects: Mapping[str, str]) -> str:
+    """Return the shell command with these settings, or the call of `train` in Python if the run has Python
+    objects.
+    """
     if not objects:
         return shlex.join([COMMAND, *words])
     names = dict.fromkeys(name.partition(".")[0] for name in objects)
@@ -188,8 +196,10 @@ def call_of(words: Sequence[str], objects: Mapping[str, str]) -> str:
     return f"{COMMAND}.train({', '.join(arguments)})"
 
 
-def longer_limit(summary: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
-    """Return the setting that doubles the limit which ended the run, as `trainer.max_epochs=40`; "" for another end."""
+def doubled_limit(summary: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
+    """Return the setting that doubles the limit which ended the run (`trainer.max_epochs=40`); "" if no
+    limit ended it.
+    """
     reached = {"max_epochs": summary.get("epoch", 0), "max_steps": summary.get("step", 0)}
     for name, value in reached.items():
         limit = trainer.get(name)
@@ -200,19 +210,24 @@ def longer_limit(summary: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
 
 def compute_line(summary: Mapping[str, Any]) -> str:
     """Return `330 TFLOP/s, MFU 33.4 % (of 989 TFLOP/s, by the data sheet)`."""
-    rate, sheet = flop_rate(summary["flops_per_second"]), flop_rate(summary["data_sheet_flops_per_second"])
+    rate, sheet = (
+        format_flop_rate(summary["flops_per_second"]),
+        format_flop_rate(summary["data_sheet_flops_per_second"]),
+    )
     return f"{rate}, MFU {100 * summary['mfu']:.1f} % (of {sheet}, by the data sheet)"
 
 
-def flop_rate(rate: float) -> str:
-    """Return `35 GFLOP/s`."""
+def format_flop_rate(rate: float) -> str:
+    """Return a rate in FLOP per second as text (`35 GFLOP/s`)."""
     number = quantity(rate)
     digits = number.rstrip("kMGT")
     return f"{digits} {number[len(digits) :]}FLOP/s"
 
 
 def bottleneck_line(summary: Mapping[str, Any]) -> str:
-    """Return `the model: it can take 85.1k samples/s, loading could deliver 1.41M`, or the like for loading."""
+    """Return `the model: it can take 85.1k samples/s, loading could deliver 1.41M`, or the same for
+    loading.
+    """
     facts = summary["throughput_limits"]
     load, train = (quantity(facts[f"{side}_per_second"]) for side in ("load", "train"))
     # a run also measures useful tokens beside the items of a task that counts samples or pixels
@@ -224,7 +239,9 @@ def bottleneck_line(summary: Mapping[str, Any]) -> str:
 
 
 def phases_line(seconds: Mapping[str, float]) -> str:
-    """Return `time: forward 40 %, backward 30 %, data 12 %`, without start-up; empty without an account."""
+    """Return `time: forward 40 %, backward 30 %, data 12 %`: the largest phases without start-up; ""
+    without seconds.
+    """
     loop = {name: value for name, value in seconds.items() if name != "start-up"}
     total = sum(loop.values())
     most = sorted(loop, key=lambda name: -loop[name])[:5]
@@ -232,7 +249,7 @@ def phases_line(seconds: Mapping[str, float]) -> str:
 
 
 def devices_line(row: Mapping[str, float]) -> str:
-    """Return `devices: CPU 180 %, RAM 1.2 GiB, GPU 0 87 % 24.1 GiB 61 C 300 W`; empty without a row."""
+    """Return `devices: CPU 180 %, RAM 1.2 GiB, GPU 0 87 % 24.1 GiB 61 C 300 W`; "" for an empty row."""
     if not row:
         return ""
     words = [f"CPU {row['cpu_percent']:.0f} %"] if "cpu_percent" in row else []

@@ -1,14 +1,16 @@
 """`parallel=ddp`: every rank holds the whole model and sees its own micro-batches.
 
-What: torch's DistributedDataParallel; gradients are averaged once per step, while the backward pass
-still runs. When: the model fits on one device. When not: on a CPU with few cores it only proves that
-the run is right; one process with all threads is as fast. Source: Li et al. 2020, arXiv:2006.15704.
+What: torch's DistributedDataParallel; gradients are averaged once per step, while the backward pass still
+    runs. When: the model fits on one device. When not: on a CPU with few cores, where one process with all
+    threads is as fast.
+Source: Li et al. 2020, arXiv:2006.15704.
 
-Two things are done another way than torch does them alone, so that a resumed run has the same bits:
-- DDP lays its buckets out again after the first step, in the order gradients came; with three ranks or
-  more another layout sums in another order. `fix_buckets` has that happen before the first step.
-- DDP copies rank 0's buffers (BatchNorm's averages) to all ranks before the *next* forward; validation
-  and averaged weights would see other buffers than a checkpoint holds. Here that ends every step.
+Two things differ from torch's default, so that a resumed run has the same bits:
+
+- DDP rebuilds its buckets after the first step, in the order in which gradients came. With three ranks or more,
+  other buckets sum in another order. `fix_buckets` rebuilds them before the first step.
+- DDP copies rank 0's buffers (BatchNorm's averages) to all ranks before the *next* forward. Validation and averaged
+  weights would see other buffers than a checkpoint holds. Here every step ends with that copy.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ FEW_NAMES = 5
 
 
 class Ddp:
-    """Fills `Parallel`; the arguments are those of the config's section `parallel`."""
+    """The backend of `parallel=ddp`. The arguments are the fields of the config section `parallel`."""
 
     forward_is_collective = False
 
@@ -91,7 +93,7 @@ class Ddp:
         if self._sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         device_ids = [self.device] if self.device.type == "cuda" else None
-        with self._exchange():
+        with self._explain_ddp_errors():
             if self._ddp is None:
                 ddp = DistributedDataParallel(model, device_ids=device_ids, **OWN_BUFFERS, **self._options)
             else:  # the object that the run calls stays the same, with buckets of other parameters
@@ -104,8 +106,8 @@ class Ddp:
             self._has_buffers = any(True for _ in model.buffers())
             self._ddp = ddp
             self._trained = {param for param in ddp.module.parameters() if param.requires_grad}
-            self._spread_buffers()
-            if not self._learns_buckets:
+            self._broadcast_buffers()
+            if not self._finds_buckets_in_backward:
                 fix_buckets(ddp)
         return ddp
 
@@ -119,7 +121,7 @@ class Ddp:
         grads = {param: param.grad for param in model.parameters()}
         modes = {layer: layer.training for layer in self._ddp.modules()}
         self.wrap(self._ddp.module)
-        if not self._learns_buckets:
+        if not self._finds_buckets_in_backward:
             self._ddp.reducer._rebuild_buckets()  # as the next forward would, for an exchange before it
         for layer, mode in modes.items():
             layer.training = mode
@@ -143,7 +145,7 @@ class Ddp:
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         if self._learns_graph:  # torch fails where the first backward of a static graph exchanges nothing
             self._learns_graph, last = False, True
-        return self._exchange_last() if last else self._exchange_later()
+        return self._sync_last_backward() if last else self._skip_sync()
 
     def zero_loss(self, model: nn.Module) -> Tensor:
         assert self._ddp is not None, "wrap comes first"
@@ -154,8 +156,8 @@ class Ddp:
         return loss
 
     @property
-    def _learns_buckets(self) -> bool:
-        """Return whether torch learns the buckets of the exchange from the backward pass."""
+    def _finds_buckets_in_backward(self) -> bool:
+        """Return whether torch determines the buckets from the backward pass."""
         return bool(self._options["find_unused_parameters"] or self._options["static_graph"])
 
     def exchange(self) -> None:
@@ -163,34 +165,34 @@ class Ddp:
         trained = [param for param in self._ddp.module.parameters() if param.requires_grad]
         there = [param for param in trained if param.grad is not None]
         if len(there) < len(trained) and not self._options["find_unused_parameters"]:
-            raise without_gradient(self._ddp.module)
-        with self._exchange():
-            backward_of_zeros(self._ddp, there)
-            self._spread_buffers()
+            raise missing_gradient_error(self._ddp.module)
+        with self._explain_ddp_errors():
+            run_backward_of_zeros(self._ddp, there)
+            self._broadcast_buffers()
 
     def close(self) -> None:
-        destroy()
+        destroy_group()
 
     @contextmanager
-    def _exchange_last(self) -> Iterator[None]:
-        with self._exchange():
+    def _sync_last_backward(self) -> Iterator[None]:
+        with self._explain_ddp_errors():
             yield
-            if not self._learns_buckets:
+            if not self._finds_buckets_in_backward:
                 assert self._ddp is not None, "wrap comes first"
                 # Raises where a parameter had no gradient: its whole bucket was not exchanged. Torch looks at the
                 # next forward alone, when the step was taken, and perhaps saved.
                 self._ddp.reducer._rebuild_buckets()
-            self._spread_buffers()
+            self._broadcast_buffers()
 
     @contextmanager
-    def _exchange_later(self) -> Iterator[None]:
+    def _skip_sync(self) -> Iterator[None]:
         assert self._ddp is not None, "wrap comes first"
-        with self._exchange(), self._ddp.no_sync():
+        with self._explain_ddp_errors(), self._ddp.no_sync():
             yield
 
     @contextmanager
-    def _exchange(self) -> Iterator[None]:
-        """Turn errors that DDP raises in forward and backward into errors that say what to do."""
+    def _explain_ddp_errors(self) -> Iterator[None]:
+        """Turn errors that DDP raises in forward and backward into errors with advice."""
         try:
             yield
         except AttributeError as error:
@@ -202,21 +204,21 @@ class Ddp:
             ) from error
         except RuntimeError as error:
             if is_lost_contact(error):
-                raise exchange_failure(error) from error
+                raise explain_failed_exchange(error) from error
             if "Expected to have finished reduction in the prior iteration" in str(error):
                 assert self._ddp is not None, "wrap comes first"
-                raise without_gradient(self._ddp.module) from error
+                raise missing_gradient_error(self._ddp.module) from error
             raise
 
-    def _spread_buffers(self) -> None:
+    def _broadcast_buffers(self) -> None:
         """Rank 0's buffers on all ranks."""
         if self._has_buffers:
             assert self._ddp is not None
             spread_tensors(list(self._ddp.module.buffers()), self._host)
 
 
-def without_gradient(model: nn.Module) -> PluginError:
-    """Return the error that names the trained parameters without a gradient, for which the ranks wait."""
+def missing_gradient_error(model: nn.Module) -> PluginError:
+    """Return the error that names the trained parameters that got no gradient."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     missing = [name for name, param in trained.items() if param.grad is None]
     names = ", ".join(missing[:FEW_NAMES]) + (", ..." if len(missing) > FEW_NAMES else "")
@@ -254,22 +256,24 @@ def check_parameters(model: nn.Module, mode: str = "ddp") -> None:
 
 
 def fix_buckets(ddp: DistributedDataParallel) -> None:
-    """Run one backward of zeros over all parameters, so that DDP's buckets do not change later.
+    """Run one backward pass of zeros over all parameters, so that DDP's buckets do not change later.
 
-    DDP rebuilds its buckets once, at the forward after the first exchange, in the order in which the gradients came.
-    Here
-    that order is the reverse of `parameters()` in every run, new or resumed. No random number is drawn and no forward
-    runs. With `find_unused_parameters` DDP never rebuilds. With `static_graph` it must learn the graph from the first
-    real step, and a resume with three ranks or more then rounds differently.
+    DDP rebuilds its buckets once, at the forward after the first exchange, in the order in which the
+    gradients came. Here that order is the reverse of `parameters()` in every run, new or resumed. No random
+    number is drawn and no forward runs. With `find_unused_parameters` DDP never rebuilds. With
+    `static_graph` it must learn the graph from the first real step, and a resume with three ranks or more
+    then rounds differently.
     """
-    backward_of_zeros(ddp, [parameter for parameter in ddp.module.parameters() if parameter.requires_grad])
+    run_backward_of_zeros(
+        ddp, [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+    )
     ddp.reducer._rebuild_buckets()  # else the next forward does, which a rank with nothing to learn leaves out
     for parameter in ddp.module.parameters():
         parameter.grad = None
 
 
-def backward_of_zeros(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
-    """Add 0 to their gradients, after which DDP averages what is there."""
+def run_backward_of_zeros(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
+    """Add 0 to the gradients of `parameters` by a backward pass, which makes DDP average all gradients."""
     total = zero_loss(ddp.module, parameters)
     ddp.reducer.prepare_for_forward()
     ddp.reducer.prepare_for_backward([total])

@@ -1,6 +1,6 @@
-"""Which device a rank computes on, how many ranks there are, and whether torchrun or Slurm started them.
+"""Choose the device of a rank and the number of ranks; detect whether torchrun or Slurm started them.
 
-The driver counts without torch, which would cost it two seconds.
+The driver counts GPUs without torch, whose import takes two seconds.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 
 def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that CUDA will show this process."""
-    return num_visible(installed_gpus().gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    """Return the number of NVIDIA GPUs that CUDA shows to this process."""
+    return count_visible(query_installed_gpus().gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def num_visible(installed: int, visible: str | None) -> int:
-    """Return the number of GPUs that `CUDA_VISIBLE_DEVICES` leaves. CUDA stops at the first wrong entry."""
+def count_visible(installed: int, visible: str | None) -> int:
+    """Return how many of the `installed` GPUs `CUDA_VISIBLE_DEVICES` shows. As CUDA does, stop at the first
+    invalid entry.
+    """
     if visible is None or installed == 0:
         return installed
     count = slices = 0
@@ -42,16 +44,17 @@ def num_visible(installed: int, visible: str | None) -> int:
 
 
 class Installed(NamedTuple):
-    """The GPUs that CUDA can show a process, and the driver's version with the newest CUDA it runs."""
+    """The GPUs that CUDA can show to a process, and the driver's version with the newest CUDA that it runs."""
 
     gpus: int = 0
     driver: str = ""
 
 
-def installed_gpus() -> Installed:
-    """Ask the NVIDIA driver's management library (NVML), about 20 ms; 0 without one.
+def query_installed_gpus() -> Installed:
+    """Return the GPUs according to NVIDIA's management library (NVML), in about 20 ms; no GPU without the
+    library.
 
-    Of GPUs in slices (MIG) CUDA shows a process one slice, and that only without a whole GPU.
+    If all GPUs are split into slices (MIG), CUDA shows one slice to a process.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -84,17 +87,17 @@ def _is_sliced(nvml: ctypes.CDLL, index: int) -> bool:
 def choose_device(
     accelerator: str, local_rank: int = 0, mode: str = "single", external: bool = False, devices: Any = "auto"
 ) -> torch.device:
-    """Return the device of one rank. `auto` takes a GPU, then Apple's (one process only), then the CPU.
+    """Return the device of one rank. `auto` prefers a GPU, then Apple's (one process only), then the CPU.
 
-    external: started by torchrun or Slurm, which may show every rank a single GPU. devices: if it lists GPUs, a rank
-    takes the
-    one at its position. Raise ConfigError if the machine has GPUs that torch cannot use.
+    external: started by torchrun or Slurm, which may show every rank a single GPU. devices: a list of GPUs,
+        of which a rank takes the one at its position. Raise ConfigError if the machine has GPUs that torch
+        cannot use.
     """
     import torch
 
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if not has_cuda and accelerator in ("auto", "cuda") and (count := count_gpus()):
-        raise ConfigError(unseen(accelerator, count, installed_gpus().driver))
+        raise ConfigError(describe_unusable_gpus(accelerator, count, query_installed_gpus().driver))
     present = [name for name, there in (("cuda", has_cuda), ("mps", has_mps), ("cpu", True)) if there]
     if accelerator == "auto":
         accelerator = next(name for name in present if name != "mps" or mode == "single")
@@ -105,7 +108,7 @@ def choose_device(
         )
     count = torch.cuda.device_count() if accelerator == "cuda" else 0
     if isinstance(devices, list | tuple):
-        check_listed(list(devices), count)
+        check_device_numbers(list(devices), count)
         return torch.device("cuda", devices[local_rank])
     if accelerator != "cuda":
         return torch.device(accelerator)
@@ -119,10 +122,10 @@ def choose_device(
     return torch.device("cuda", local_rank)
 
 
-def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
-    """Return whether another launcher started this process as one of several ranks. The rank is in `RANK`.
+def is_started_by_launcher(env: MutableMapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun or Slurm started this process as one of several ranks. The rank is in `RANK`.
 
-    Slurm's variables are translated into torchrun's on the way.
+    As a side effect, Slurm's variables are translated into torchrun's.
     """
     if "TRAINRUN_STORE" in env:
         return False
@@ -130,11 +133,11 @@ def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
         return True
     if "SLURM_PROCID" not in env:
         return False
-    return as_torchrun(env)
+    return translate_slurm_variables(env)
 
 
-def check_listed(listed: list[int], num_gpus: int) -> None:
-    """Raise ConfigError for numbers that are not GPUs of this machine."""
+def check_device_numbers(listed: list[int], num_gpus: int) -> None:
+    """Raise ConfigError if a listed number is not a GPU of this machine."""
     if not num_gpus:
         raise ConfigError(
             f"parallel.devices={listed}: names GPUs by their numbers, and this run computes on none; say how many, as "
@@ -146,8 +149,8 @@ def check_listed(listed: list[int], num_gpus: int) -> None:
         )
 
 
-def unseen(accelerator: str, count: int, driver: str) -> str:
-    """Return the message for GPUs that the driver counts and torch does not see."""
+def describe_unusable_gpus(accelerator: str, count: int, driver: str) -> str:
+    """Return the message for GPUs that the driver reports and torch cannot use."""
     import torch
 
     cuda = torch.version.cuda
@@ -158,10 +161,11 @@ def unseen(accelerator: str, count: int, driver: str) -> str:
     )
 
 
-def as_torchrun(env: MutableMapping[str, str]) -> bool:
-    """Translate the variables, only inside a job step of several tasks; whether this is one.
+def translate_slurm_variables(env: MutableMapping[str, str]) -> bool:
+    """Translate Slurm's variables into torchrun's if this is one of several tasks of a job step. Return
+    whether it is.
 
-    The batch script itself sees the job's tasks too, but is one process.
+    The batch script itself has the variables of the job's tasks too, but is one process.
     """
     num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
     if not env.get("SLURM_STEP_ID", "").isdigit() or num_tasks < 2:
@@ -169,32 +173,33 @@ def as_torchrun(env: MutableMapping[str, str]) -> bool:
     env["RANK"] = env["SLURM_PROCID"]
     env["LOCAL_RANK"] = env["SLURM_LOCALID"]
     env["WORLD_SIZE"] = str(num_tasks)
-    tasks = tasks_of_nodes(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = parse_tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if tasks:
         env["LOCAL_WORLD_SIZE"] = str(tasks[int(env.get("SLURM_NODEID", "0"))])
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
-    env["MASTER_ADDR"] = env.get("MASTER_ADDR") or address_of(first_node(nodes))
+    env["MASTER_ADDR"] = env.get("MASTER_ADDR") or resolve_node_address(parse_first_node(nodes))
     # one port per job step: two of them on a node must not meet
     number = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(20000 + number % 10000))
     return True
 
 
-def tasks_of_nodes(counts: str) -> list[int]:
-    """Return the number of tasks of each node: `2(x3),1` gives [2, 2, 2, 1]."""
+def parse_tasks_per_node(counts: str) -> list[int]:
+    """Return the number of tasks of each node from Slurm's notation: `2(x3),1` gives [2, 2, 2, 1]."""
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(number) for number, times in parts for _ in range(int(times or 1))]
 
 
 def is_one_task_a_node(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Slurm started a single task on this machine, which may start ranks of its own."""
+    """Return whether Slurm started a single task on this machine, which may start several ranks itself."""
     return env.get("LOCAL_WORLD_SIZE") == "1" and env.get("RANK") == env.get("SLURM_PROCID", "")
 
 
-def local_ranks_fault(devices: Any, accelerator: str) -> str:
-    """Return what is wrong if torchrun or Slurm started other ranks on this machine than `parallel.devices` says.
+def describe_local_ranks_fault(devices: Any, accelerator: str) -> str:
+    """Return the message if torchrun or Slurm started another number of ranks here than `parallel.devices`;
+    "" if equal.
 
-    Empty if nothing is. With `auto`, GPUs that this process sees and no rank of the machine would use are wrong too.
+    With `auto`, it is also a fault if this process sees GPUs that no rank of the machine would use.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
     started = f"torchrun or Slurm started {counted(local, 'rank')} on this machine"
@@ -213,15 +218,15 @@ def local_ranks_fault(devices: Any, accelerator: str) -> str:
     )
 
 
-def first_node(nodes: str) -> str:
+def parse_first_node(nodes: str) -> str:
     """Return the first name of a Slurm node list: `gpu[03-05,9]-b,cpu1` gives `gpu03-b`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None, "the pattern matches every text"
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
 
 
-def address_of(node: str) -> str:
-    """Return the node's name, or the address that Slurm uses if the name does not resolve here."""
+def resolve_node_address(node: str) -> str:
+    """Return the node's name, or the address that Slurm has for it if the name does not resolve here."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:
@@ -234,7 +239,9 @@ def address_of(node: str) -> str:
     return node
 
 
-def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None = None) -> tuple[int, str]:
+def choose_num_devices(
+    mode: str, accelerator: str, devices: Any, num_gpus: int | None = None
+) -> tuple[int, str]:
     """Return the number of ranks and the reason. devices: `auto`, a number, or a list of GPUs."""
     listed = list(devices) if isinstance(devices, list | tuple) else None
     if listed is not None:
@@ -256,7 +263,7 @@ def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None 
     if accelerator == "cuda" and num_gpus == 0:
         raise ConfigError("parallel.accelerator=cuda: no NVIDIA GPU is visible here; use cpu or auto")
     if listed is not None:
-        check_listed(listed, num_gpus)
+        check_device_numbers(listed, num_gpus)
         return len(listed), f"parallel.devices={listed}"
     if devices != "auto":
         if 0 < num_gpus < devices:

@@ -1,4 +1,6 @@
-"""The process groups of a rank, for the device's tensors and for numbers on the host; why an exchange failed."""
+"""Process groups: one for tensors on the device, one for numbers on the host; and explanations of failed
+exchanges.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # 
 
 from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
 from trainrun.interfaces import Agreed
-from trainrun.parallel.rank_place import LostContact, last_exchanges
+from trainrun.parallel.rank_place import LostContact, read_last_exchanges
 from trainrun.runtime.foreach_copy import copy_
 
 LAST = re.compile(r"Last error:\s*(\S.*)")
@@ -43,8 +45,8 @@ Addresses = Mapping[str, list[str]]  # of each interface
 class Group:
     """The process group of a run.
 
-    local_world_size: ranks on this machine. host: a gloo group, so that numbers of the host never wait for a
-    device.
+    local_world_size: the number of ranks on this machine. host: a gloo group, so that exchanges of host
+        numbers never wait for a device.
     """
 
     device: torch.device
@@ -55,7 +57,7 @@ class Group:
 
 
 def init_group(device: torch.device, timeout_seconds: float, store: Store | None = None) -> Group:
-    """Connect to the other ranks. store: of `handshake.Meeting`; None for the launcher's file.
+    """Connect to the other ranks. store: the store of a `handshake.Meeting`; None for the launcher's file.
 
     timeout_seconds: how long an exchange may wait for the slowest rank before it fails.
     """
@@ -64,13 +66,15 @@ def init_group(device: torch.device, timeout_seconds: float, store: Store | None
     external = store is not None
     if store is None:
         store = FileStore(os.environ["TRAINRUN_STORE"], world_size)
-    elif not os.environ.get("GLOO_SOCKET_IFNAME") and (name := interface_for(os.environ, own_addresses())):
+    elif not os.environ.get("GLOO_SOCKET_IFNAME") and (
+        name := choose_interface(os.environ, list_own_addresses())
+    ):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     try:
-        with contact():
+        with explain_lost_contact():
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
@@ -143,19 +147,19 @@ def device_and_type(tensor: Tensor) -> tuple[str, str]:
     return str(tensor.device), str(tensor.dtype)
 
 
-def destroy() -> None:
+def destroy_group() -> None:
     """Leave the group; the other ranks need not be there any more."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
-def contact() -> Iterator[None]:
-    """Explain the failure of an exchange inside the block."""
+def explain_lost_contact() -> Iterator[None]:
+    """Turn a failed exchange in the block into an error that explains it."""
     try:
         yield
     except RuntimeError as error:
-        raise exchange_failure(error) from error
+        raise explain_failed_exchange(error) from error
 
 
 def is_lost_contact(error: RuntimeError) -> bool:
@@ -163,18 +167,20 @@ def is_lost_contact(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
-def exchange_failure(error: RuntimeError) -> TrainrunError:
-    """Explain a failed exchange: another rank is gone, unless NCCL says, in its last line, what is wrong here."""
+def explain_failed_exchange(error: RuntimeError) -> TrainrunError:
+    """Return the error for a failed exchange: LostContact, unless the last line of NCCL's message names a
+    local cause.
+    """
     text = str(error).strip()
     kind = KIND.search(text)
     if "NCCL error in" not in text or kind is None:
-        return LostContact(error, last_exchanges())
+        return LostContact(error, read_last_exchanges())
     last = LAST.search(text)
     reason = f"{kind.group(1)}: {last.group(1).strip()}" if last else f"{kind.group(1)}; {MORE}"
     if kind.group(1) in OF_OTHERS or re.search(
         r"[Cc]onnection (closed|reset|refused)|[Tt]imed? ?out", reason
     ):
-        return LostContact(reason, last_exchanges())
+        return LostContact(reason, read_last_exchanges())
     if "out of memory" in reason:
         return TrainingError(
             f"out of memory in the exchange between the ranks ({reason}): a smaller data.batch_size leaves NCCL room"
@@ -185,7 +191,7 @@ def exchange_failure(error: RuntimeError) -> TrainrunError:
     return TrainingError(f"the exchange between the ranks failed ({reason}); {MORE}")
 
 
-def own_addresses() -> dict[str, list[str]]:
+def list_own_addresses() -> dict[str, list[str]]:
     families = (socket.AF_INET, socket.AF_INET6)
     return {
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
@@ -193,8 +199,8 @@ def own_addresses() -> dict[str, list[str]]:
     }
 
 
-def address_towards(host: str) -> str:
-    """Return this machine's address on the route to a host; empty without a route."""
+def find_address_towards(host: str) -> str:
+    """Return this machine's address on the route to a host; "" without a route."""
     try:
         for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as connection:
@@ -209,14 +215,14 @@ def is_loopback(address: str) -> bool:
     return bool(address) and ipaddress.ip_address(address).is_loopback
 
 
-def interface_for(
-    env: Mapping[str, str], addresses: Addresses, towards: Callable[[str], str] = address_towards
+def choose_interface(
+    env: Mapping[str, str], addresses: Addresses, towards: Callable[[str], str] = find_address_towards
 ) -> str:
-    """Return the interface for `GLOO_SOCKET_IFNAME`: that of NCCL, else the one on the route to rank 0; empty if
-    unknown.
+    """Return the value for `GLOO_SOCKET_IFNAME`: NCCL's interface, else the one on the route to rank 0; ""
+    if unknown.
 
-    Gloo itself takes the address of the machine's name, which Debian's /etc/hosts sets to 127.0.1.1 (pytorch 68726).
-    Ranks that are all on one machine take the loopback interface.
+    By default gloo takes the address of the machine's name, which Debian's /etc/hosts sets to 127.0.1.1
+    (pytorch 68726). If all ranks are on one machine, it is the loopback interface.
     """
     if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
         return next(

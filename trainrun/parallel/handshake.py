@@ -1,13 +1,13 @@
-"""How ranks that torchrun or Slurm started get one config: rank 0 decides and hands it to the others.
+"""The start of ranks under torchrun or Slurm: rank 0 resolves the config and sends it to the other ranks.
 
-1. Every other rank writes a fresh token and its command line. Rank 0 answers the token, so that no answer from before
-   a restart is taken for a new one.
-2. Every other rank confirms the answer, or says why it cannot take part.
-3. Rank 0 gives its verdict: all train, or all end with the same exit code.
+1. Every other rank writes a fresh token and its command line. Rank 0 answers each token, so that an answer from before
+   a restart is never used.
+2. Every other rank confirms the answer, or reports why it cannot take part.
+3. Rank 0 sends the verdict: all ranks train, or all exit with the same code.
 
-The answer names a fresh prefix for the keys of the process group: torchrun keeps one store over all restarts, and
-without the prefix ranks read the addresses of dead processes (a plain restart came back in 1 of 5 tries, with it in 5
-of 5; pytorch issue 135712).
+The answer contains a fresh prefix for the keys of the process group. torchrun keeps one store over all
+restarts: without the prefix, ranks read the addresses of dead processes (a restart worked in 1 of 5 tries,
+with it in 5 of 5; pytorch issue 135712).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not marked so
 
 from trainrun.errors import ConfigError
-from trainrun.parallel.group import contact
-from trainrun.parallel.rank_place import LostContact, MeetingFailed, name_ranks
+from trainrun.parallel.group import explain_lost_contact
+from trainrun.parallel.rank_place import LostContact, MeetingFailed, format_ranks
 
 POLL_SECONDS = 0.02
 ANSWER_SECONDS = 2.0  # for a port to answer
@@ -39,23 +39,27 @@ FOLDER = "trainrun/folder"  # the key of the run folder in the store
 
 @dataclass(frozen=True)
 class Meeting:
-    """payload: what rank 0 handed out; store: of the process group; exit_code: of all ranks if nothing is trained."""
+    """The result of the handshake.
+
+    payload: the data from rank 0. store: for the process group. exit_code: of all ranks if nothing is
+        trained, else None.
+    """
 
     payload: dict[str, Any]
     store: Store
     exit_code: int | None = None
 
 
-def lead(
+def send_config(
     payload: dict[str, Any], words: Sequence[str], seconds: float, exit_code: int | None = None
 ) -> Meeting:
-    """Hand `payload` (plain JSON) to every other rank. Called on rank 0.
+    """Send `payload` (plain JSON) to every other rank. Called on rank 0.
 
-    words: the command line, which must be the same on all ranks. exit_code: all ranks end with it.
-    Raise ConfigError if a rank cannot take part; all ranks end with exit code 2 then.
+    words: the command line, which must be the same on all ranks. exit_code: if set, all ranks exit with it.
+        Raise ConfigError if a rank cannot take part; then all ranks exit with code 2.
     """
     until = time.monotonic() + seconds
-    with limited_to(seconds, lambda: "the other ranks"):
+    with explain_timeout(seconds, lambda: "the other ranks"):
         store = open_store(seconds)
         if "folder" in payload:
             store.set(FOLDER, payload["folder"])
@@ -64,25 +68,25 @@ def lead(
     faults: list[str] = []  # why ranks cannot take part
     answer = json.dumps({"payload": payload, "nonce": nonce})
     others = range(1, int(os.environ["WORLD_SIZE"]))
-    with contact():
-        for rank, reply in replies(store, group, others, answer, until, seconds):
+    with explain_lost_contact():
+        for rank, reply in iterate_replies(store, group, others, answer, until, seconds):
             if exit_code is None and reply["words"] != list(words):
                 faults.append(describe_difference(rank, reply["words"], words))
             faults += [reply["fault"]] if reply["fault"] else []
         verdict = ConfigError.exit_code if faults else exit_code
         group.set("verdict", json.dumps(verdict))
     if verdict is not None:  # the store ends with this process
-        with suppress(LostContact), contact():
+        with suppress(LostContact), explain_lost_contact():
             group.wait([f"bye/{rank}" for rank in others], timedelta(seconds=seconds))
     if faults:
         raise ConfigError(faults[0])
     return Meeting(payload, group, exit_code)
 
 
-def replies(
+def iterate_replies(
     store: Store, group: Store, others: Sequence[int], answer: str, until: float, seconds: float
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Answer each token once and yield the reply of every rank. A rank that asks after a restart has a new token."""
+    """Answer each token once and yield rank and reply of every rank. A restarted rank has a new token."""
     answered: dict[int, str] = {}
     waiting = list(others)
     while waiting:
@@ -95,22 +99,24 @@ def replies(
                 waiting.remove(rank)
                 yield rank, json.loads(group.get(reply))
         if waiting and time.monotonic() > until:
-            raise MeetingFailed(describe_wait(seconds, name_ranks(waiting)))
+            raise MeetingFailed(describe_wait(seconds, format_ranks(waiting)))
         time.sleep(POLL_SECONDS)
 
 
-def follow(words: Sequence[str], seconds: float, fault_of: Callable[[dict[str, Any]], str]) -> Meeting:
-    """Ask rank 0 and wait for its answer and its verdict. Called on every other rank.
+def receive_config(
+    words: Sequence[str], seconds: float, fault_of: Callable[[dict[str, Any]], str]
+) -> Meeting:
+    """Request the payload from rank 0 and wait for the verdict. Called on every other rank.
 
-    fault_of: payload -> why this rank cannot take part; empty if it can.
+    fault_of: returns why this rank cannot take part in a payload's run; "" if it can.
     """
     rank, token = os.environ["RANK"], uuid.uuid4().hex
-    with limited_to(seconds, lambda: "rank 0"):
+    with explain_timeout(seconds, lambda: "rank 0"):
         store = open_store(seconds)
         store.set(f"trainrun/hello/{rank}", token)
         answer = json.loads(store.get(f"trainrun/answer/{token}"))
     payload, group = answer["payload"], PrefixStore(f"trainrun/group/{answer['nonce']}", store)
-    with limited_to(seconds, lambda: "the other ranks"):
+    with explain_timeout(seconds, lambda: "the other ranks"):
         group.set(f"reply/{rank}", json.dumps({"words": list(words), "fault": fault_of(payload)}))
         exit_code = json.loads(group.get("verdict"))
         if exit_code is not None:
@@ -118,20 +124,20 @@ def follow(words: Sequence[str], seconds: float, fault_of: Callable[[dict[str, A
     return Meeting(payload, group, exit_code)
 
 
-def folder_before(seconds: float) -> str | None:
-    """Return the run folder from before the ranks were restarted, on rank 0.
+def read_previous_folder(seconds: float) -> str | None:
+    """Return the run folder of the attempt before the restart, on rank 0; None without one.
 
     It is in the store of torchrun's agent, which outlives the ranks and belongs to this job alone.
     """
     if os.environ.get(AGENT) != "True":
         return None
-    with contact():
+    with explain_lost_contact():
         store = open_store(seconds)
         return store.get(FOLDER).decode() if store.check([FOLDER]) else None
 
 
 def open_store(seconds: float) -> Store:
-    """Open a connection to the store of this job. Rank 0 hosts the store if torchrun has no agent for it."""
+    """Connect to the store of this job. Rank 0 hosts the store if torchrun has no agent for it."""
     has_agent = os.environ.get(AGENT) == "True"
     try:
         store = TCPStore(
@@ -162,11 +168,13 @@ def describe_difference(rank: int, words: Sequence[str], words_of_rank_0: Sequen
 
 
 @contextmanager
-def limited_to(seconds: float, whom: Callable[[], str]) -> Iterator[None]:
-    """Explain a wait of torch's that failed after `seconds`."""
+def explain_timeout(seconds: float, whom: Callable[[], str]) -> Iterator[None]:
+    """Turn torch's error of a wait that failed after `seconds` into MeetingFailed, which names `whom` the
+    rank waited for.
+    """
     began = time.monotonic()
     try:
-        with contact():
+        with explain_lost_contact():
             yield
     except LostContact as error:
         if time.monotonic() - began < 0.9 * seconds:  # it failed for another reason
@@ -175,8 +183,12 @@ def limited_to(seconds: float, whom: Callable[[], str]) -> Iterator[None]:
 
 
 @contextmanager
-def ended_after(seconds: float, whom: Callable[[], str], end: Callable[[str], object]) -> Iterator[None]:
-    """Call `end` in a thread with one line if the block takes longer: torch's own limit is that of all exchanges."""
+def end_process_after(
+    seconds: float, whom: Callable[[], str], end: Callable[[str], object]
+) -> Iterator[None]:
+    """Call `end` with one line, in a thread, if the block takes longer than `seconds`. Torch's timeout
+    covers all exchanges.
+    """
     timer = threading.Timer(seconds, lambda: end(describe_wait(seconds, whom())))
     timer.daemon = True
     timer.start()
@@ -187,13 +199,13 @@ def ended_after(seconds: float, whom: Callable[[], str], end: Callable[[str], ob
 
 
 def describe_wait(seconds: float, whom: str) -> str:
-    """Return for whom this rank waited, and whether the address where the ranks meet can be used."""
+    """Return for whom this rank waited, and whether the meeting address is usable."""
     text = f"rank {os.environ['RANK']} waited {seconds:g} s for {whom} (parallel.meeting_seconds)"
     return f"{text}{describe_address()}" if "MASTER_ADDR" in os.environ else text
 
 
 def describe_address() -> str:
-    """Return where the ranks meet, whether the name resolves here, and whether the port answers."""
+    """Return the meeting address, whether the name resolves here, and whether the port answers."""
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
         address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]

@@ -1,9 +1,10 @@
-"""The driver of a run on one machine: one process a rank, the first real error, one clean stop.
+"""The launcher of a run on one machine: it starts one process per rank, reports the first real error, and
+stops all ranks.
 
-A driver of our own, because torch's elastic launcher needs torch in the driver (a whole short run
-takes 4.4-7.5 s instead of 1.9 s), hides exit codes, and replaces signal handlers for good. Ranks meet
-through a file in a temporary folder, a new one for every attempt, so that no attempt reads addresses
-of dead processes. Several machines are torchrun's job: see `handshake.py`.
+It replaces torch's elastic launcher, which imports torch in the launcher (a whole short run takes 4.4-7.5 s
+instead of 1.9 s), hides exit codes, and replaces signal handlers for good. Ranks meet through a file in a
+temporary folder, a new one for every attempt, so that no attempt reads addresses of dead processes. For
+several machines use torchrun: see `handshake.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.folder.lock import passed_on
 from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.output import say
-from trainrun.parallel.rank_place import Exchanges, listening_file, name_ranks
+from trainrun.parallel.rank_place import Exchanges, format_ranks, listening_path
 from trainrun.runtime.machine import usable_cores
 from trainrun.runtime.signals import AGAIN_SECONDS, block_stop_signals, catch_stops
 
@@ -52,7 +53,7 @@ CommandFor = Callable[[int], Sequence[str]]
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank died. kind: as in its error file, or `death` where it could not write one."""
+    """The reason why one rank died. kind: as in its error file, or `death` if it could not write one."""
 
     time: float
     rank: int
@@ -65,10 +66,10 @@ class Failure:
 
 
 class RankFailed(TrainrunError):
-    """The ranks did not end well.
+    """The error of a launch whose ranks failed.
 
-    exit_code: 2 for a fault of the user's, 128 + n for a stop by signal n that saved nothing, else 1.
-    failure: of the rank where it began; None if no single rank is to blame.
+    exit_code: 2 for a user's fault, 128 + n for a stop by signal n without a save, else 1.
+    failure: that of the rank that failed first; None if no single rank is to blame.
     """
 
     def __init__(self, message: str, exit_code: int, failure: Failure | None = None) -> None:
@@ -77,7 +78,7 @@ class RankFailed(TrainrunError):
         self.failure = failure
 
 
-def launch(
+def launch_ranks(
     command_for: CommandFor,
     world_size: int,
     run_dir: RunDir,
@@ -88,18 +89,19 @@ def launch(
     env: Mapping[str, str] | None = None,
     note: Callable[[str], None] = lambda text: say(text, file=sys.stderr),
 ) -> int:
-    """Run all ranks to their end; return 0, or 75 / 130 if they were stopped and saved.
+    """Run all ranks to their end. Return 0, or 75 / 130 if they were stopped and saved.
 
     command_for: attempt (from 0) -> the command of every rank; a later attempt resumes.
-    grace_seconds: time for the ranks to finish their step and save, once a signal asked them to stop.
-    alone_seconds: for the others to end too, once a rank has ended well.
-    env: of the ranks; this process's own if None.
-    Raises RankFailed, after `max_restarts` new attempts; a fault of the user's is not tried again.
-    Raises KeyboardInterrupt at the second Ctrl-C, or one before the ranks can listen: all are killed, nothing
-    more is saved; and where the first one came after the last step.
+    grace_seconds: time for the ranks to finish their step and save after a stop signal.
+    alone_seconds: time for the other ranks to exit after one rank has exited normally.
+    env: the environment of the ranks; None for that of this process.
+
+    Raises RankFailed after `max_restarts` new attempts; a user's fault is not retried. Raises
+    KeyboardInterrupt at the second Ctrl-C, at a Ctrl-C before the ranks can handle it (all are killed,
+    nothing more is saved), and at a Ctrl-C after the last step.
     """
-    newest, idle = newest_checkpoint(run_dir), 0
-    with received_signals() as received:
+    newest, idle = newest_checkpoint_name(run_dir), 0
+    with collect_signals() as received:
         for attempt in range(max_restarts + 1):
             base = dict(os.environ if env is None else env, TRAINRUN_ATTEMPT=str(attempt))
             try:
@@ -112,7 +114,7 @@ def launch(
             except RankFailed as failed:
                 if attempt == max_restarts or received or failed.exit_code == EXIT_USAGE:
                     raise
-                before, newest = newest, newest_checkpoint(run_dir)
+                before, newest = newest, newest_checkpoint_name(run_dir)
                 idle = idle + 1 if newest == before else 0
                 if idle == MOST_IDLE:
                     raise RankFailed(
@@ -124,33 +126,35 @@ def launch(
 
 
 def module_command(name: str, *words: str) -> list[str]:
-    """Run a module as a program. The working directory comes first among its imports only where it does here."""
+    """Return the command that runs a module as a program. It imports from the working directory only if
+    this process does.
+    """
     with suppress(OSError):  # the working directory may be gone
         if sys.path and sys.path[0] not in ("", os.getcwd()):
             return [sys.executable, "-c", MODULE.format(name=name), *words]
     return [sys.executable, "-m", name, *words]
 
 
-def newest_checkpoint(run_dir: RunDir) -> str:
+def newest_checkpoint_name(run_dir: RunDir) -> str:
     return max((path.name for path in run_dir.checkpoints.glob("step-*")), default="")
 
 
 @contextmanager
-def received_signals() -> Iterator[list[int]]:
-    """Yield a list to which stop signals are added as they arrive; they have no other effect.
+def collect_signals() -> Iterator[list[int]]:
+    """Yield a list to which stop signals are added as they arrive. They have no other effect.
 
-    A signal that comes again within a second was also passed on by another process, and is not added; Ctrl-C is.
+    A repetition within a second was forwarded by another process and is not added; a repeated Ctrl-C is.
     """
     received: list[int] = []
     times: dict[int, float] = {}
 
-    def keep(number: int, frame: FrameType | None) -> None:
+    def record_signal(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT or now - times.get(number, -math.inf) >= AGAIN_SECONDS:
             received.append(number)
             times[number] = now
 
-    with catch_stops(keep):
+    with catch_stops(record_signal):
         yield received
 
 
@@ -163,7 +167,7 @@ def run_attempt(
     grace_seconds: float,
     alone_seconds: float,
 ) -> int:
-    """Run all ranks once; none of them outlives this call."""
+    """Run all ranks once and return the exit code. All ranks have exited when this returns."""
     for rank in range(world_size):
         run_dir.rank_error(rank).unlink(missing_ok=True)
     with scratch_folder() as folder:  # local: the file is locked, NFS is risky
@@ -173,48 +177,48 @@ def run_attempt(
             for rank in range(world_size):
                 rank_env = env | rank_environment(env, rank, world_size, store)
                 ranks.append(start_rank(command, rank, run_dir, rank_env))
-            return watch(ranks, run_dir, received, grace_seconds, alone_seconds, store)
+            return watch_ranks(ranks, run_dir, received, grace_seconds, alone_seconds, store)
         except BaseException:
-            end(ranks)
+            end_ranks(ranks)
             release_terminal()
             raise
         finally:
-            end(ranks)
+            end_ranks(ranks)
 
 
 def launch_on_node(command: Sequence[str], count: int) -> int:
-    """Start the ranks of one machine of several, as torchrun or Slurm would, and return their exit code.
+    """Start the ranks of one of several machines, as torchrun or Slurm would, and return their exit code.
 
-    This process is the only task of Slurm on its machine. Each rank prints its own messages. Stop signals reach every
-    rank. If one rank fails, the others are ended.
+    This process is the only Slurm task on its machine. Each rank prints its own messages. Stop signals are
+    sent to every rank. If one rank fails, the others are ended.
     """
     node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks: list[Rank] = []
     deaths: dict[int, float] = {}
     num_passed = 0
-    with received_signals() as received:
+    with collect_signals() as received:
         try:
             for number in range(count):
                 place = {"RANK": str(node * count + number), "WORLD_SIZE": str(nodes * count)}
                 env = dict(os.environ) | local_environment(os.environ, number, count) | place
                 with block_stop_signals():
                     ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
-            while None in (codes := poll(ranks, deaths)):
+            while None in (codes := poll_ranks(ranks, deaths)):
                 for number in received[num_passed:]:
                     send_signal(ranks, number)
                     num_passed += 1
                 if any(code not in (None, *CLEAN_CODES) for code in codes):
-                    settle(ranks, deaths)
+                    wait_for_other_ranks(ranks, deaths)
                     break
                 time.sleep(POLL_SECONDS)
         finally:
-            end(ranks)
+            end_ranks(ranks)
     failed = [ranks[number].returncode for number in deaths if ranks[number].returncode not in CLEAN_CODES]
     return (failed[0] if failed[0] > 0 else EXIT_FAILED) if failed else max(rank.returncode for rank in ranks)
 
 
 def release_terminal() -> None:
-    """Start a new line and show the cursor, which the progress bar of a killed rank had hidden."""
+    """Start a new line and show the cursor again, which the progress bar of a killed rank had hidden."""
     if sys.stdout.isatty():
         print("\n\x1b[?25h", end="", flush=True)
 
@@ -243,14 +247,14 @@ def rank_environment(env: Mapping[str, str], rank: int, world_size: int, store: 
 
 
 def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str, str]) -> Rank:
-    """Rank 0 keeps the terminal, the others write to their logs.
+    """Start one rank. Rank 0 uses the terminal; the others write to their logs.
 
-    A session of its own keeps the terminal's Ctrl-C away from a rank: it gets the signal from the driver, once,
-    and not before it can listen: an interrupt in the middle of its imports would show a traceback.
+    Each rank has its own session, so that Ctrl-C in the terminal does not reach it. The launcher sends the
+    signal once the rank can handle it; an interrupt during its imports would print a traceback.
     """
     lock, word = passed_on()
 
-    def start(output: BinaryIO | None) -> Rank:
+    def start_process(output: BinaryIO | None) -> Rank:
         with block_stop_signals():
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env | word,
@@ -258,40 +262,41 @@ def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str
             )  # fmt: skip
 
     if rank == 0:
-        return start(None)
+        return start_process(None)
     with run_dir.rank_log(rank).open("ab") as log:
-        return start(log)
+        return start_process(log)
 
 
-def watch(
+def watch_ranks(
     ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds: float, alone_seconds: float,
     store: Path,
 ) -> int:  # fmt: skip
-    """Wait for the ranks, pass a stop on, and find out what went wrong if something did.
+    """Wait for the ranks and return their exit code; forward stop signals. Raise RankFailed if a rank
+    failed.
 
-    A Ctrl-C is not kept for ranks that still import: they have nothing to save.
+    Ranks that are still importing have nothing to save, so a Ctrl-C kills them.
     """
     deaths: dict[int, float] = {}
     num_ended = 0
     deadline = alone_until = math.inf
     while True:
-        codes = poll(ranks, deaths)
+        codes = poll_ranks(ranks, deaths)
         if any(code not in (None, *CLEAN_CODES) for code in codes):
-            raise explain_end(ranks, run_dir, received, deaths)
+            raise explain_failure(ranks, run_dir, received, deaths)
         if None not in codes:
             return max(rank.returncode for rank in ranks)
         if len(deaths) > num_ended:
             num_ended, alone_until = len(deaths), time.monotonic() + alone_seconds
         if received and deadline == math.inf:
             if received[0] == signal.SIGINT and not all(
-                listening_file(store, rank).exists() for rank in range(len(ranks))
+                listening_path(store, rank).exists() for rank in range(len(ranks))
             ):
-                kill(ranks)
+                kill_ranks(ranks)
                 raise KeyboardInterrupt
             send_signal(ranks, received[0])
             deadline = time.monotonic() + grace_seconds
         elif len(received) > 1 and received[-1] == signal.SIGINT:
-            kill(ranks)
+            kill_ranks(ranks)
             raise KeyboardInterrupt
         elif received.count(signal.SIGTERM) > 1:
             raise RankFailed("SIGTERM came twice; only the last checkpoint is kept", 128 + signal.SIGTERM)
@@ -302,13 +307,15 @@ def watch(
                 "and were killed; only the last checkpoint is kept",
                 128 + received[0],
             )
-        elif time.monotonic() > alone_until and (left := still_there(ranks)):
-            raise never_ended(left[0], alone_seconds, run_dir)
+        elif time.monotonic() > alone_until and (left := find_hanging_ranks(ranks)):
+            raise describe_hanging_rank(left[0], alone_seconds, run_dir)
         time.sleep(POLL_SECONDS)
 
 
-def poll(ranks: list[Rank], deaths: dict[int, float]) -> list[int | None]:
-    """Return the exit codes so far, and note in `deaths` when a rank was first seen dead."""
+def poll_ranks(ranks: list[Rank], deaths: dict[int, float]) -> list[int | None]:
+    """Return the exit codes so far (None for a running rank), and record in `deaths` the time when a rank
+    was first seen dead.
+    """
     codes = [rank.poll() for rank in ranks]
     for rank, code in enumerate(codes):
         if code is not None:
@@ -316,9 +323,9 @@ def poll(ranks: list[Rank], deaths: dict[int, float]) -> list[int | None]:
     return codes
 
 
-def still_there(ranks: list[Rank]) -> list[int]:
-    """Return the ranks that still run, after they were asked to print their threads and to continue if they were
-    stopped.
+def find_hanging_ranks(ranks: list[Rank]) -> list[int]:
+    """Return the ranks that still run after they were asked to print their stacks, and to continue if they
+    were stopped.
     """
     left = [number for number, rank in enumerate(ranks) if rank.poll() is None]
     for number in left:
@@ -330,16 +337,15 @@ def still_there(ranks: list[Rank]) -> list[int]:
     return [number for number in left if ranks[number].poll() not in CLEAN_CODES]
 
 
-def explain_end(
+def explain_failure(
     ranks: list[Rank], run_dir: RunDir, received: list[int], deaths: dict[int, float]
 ) -> RankFailed:
-    """Let the other ranks notice and write down what they saw, then name where it began.
+    """Wait for the other ranks to report, then return the error of the rank that failed first.
 
-    That is the earliest error that is not an echo: a rank that lost contact to another only tells
-    that the other one died.
+    A rank that lost contact to another one only reports an echo of that rank's death, so echoes come last.
     """
-    settle(ranks, deaths)
-    failures = [failure_of(rank, ranks[rank].returncode, run_dir, died) for rank, died in deaths.items()]
+    wait_for_other_ranks(ranks, deaths)
+    failures = [read_failure(rank, ranks[rank].returncode, run_dir, died) for rank, died in deaths.items()]
     first = min(
         (failure for failure in failures if failure is not None),
         key=lambda failure: (failure.kind == "echo", failure.time),
@@ -355,7 +361,7 @@ def explain_end(
 
 
 def describe_absent(failures: list[Failure], num_ranks: int) -> str:
-    """Return which ranks did not enter the exchange in which another one waited; empty if all had entered theirs."""
+    """Return which ranks did not enter the exchange in which another rank waited; "" if all had entered it."""
     entered = {failure.rank: failure.exchanges for failure in failures}
     for failure in sorted(failures, key=lambda failure: failure.time):
         if not failure.exchanges:
@@ -366,16 +372,16 @@ def describe_absent(failures: list[Failure], num_ranks: int) -> str:
         if absent:
             place = "" if failure.step is None else f" of step {failure.step}"
             return (
-                f"{name_ranks(absent)} did not enter exchange {number} ({name}){place}, in which rank {failure.rank} "
+                f"{format_ranks(absent)} did not enter exchange {number} ({name}){place}, in which rank {failure.rank} "
                 "waited"
             )
     return ""
 
 
-def settle(ranks: list[Rank], deaths: dict[int, float]) -> None:
-    """Wait a moment for the other ranks to notice a failure."""
+def wait_for_other_ranks(ranks: list[Rank], deaths: dict[int, float]) -> None:
+    """Wait up to SETTLE_SECONDS for the other ranks to notice a failure."""
     until = time.monotonic() + SETTLE_SECONDS
-    while None in poll(ranks, deaths) and time.monotonic() < until:
+    while None in poll_ranks(ranks, deaths) and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
 
 
@@ -384,26 +390,28 @@ def send_signal(ranks: list[Rank], number: int) -> None:
         rank.send_signal(number)  # nothing happens to one that has ended
 
 
-def kill(ranks: list[Rank]) -> None:
-    """End ranks at once, and with each the processes it started."""
+def kill_ranks(ranks: list[Rank]) -> None:
+    """Kill the running ranks, each with the processes that it started."""
     for rank in ranks:
         if rank.poll() is None:
             os.killpg(rank.pid, signal.SIGKILL)
 
 
-def end(ranks: list[Rank]) -> None:
+def end_ranks(ranks: list[Rank]) -> None:
     """Send the ranks that still run a SIGTERM and a moment later a SIGKILL; return when all are gone."""
     send_signal(ranks, signal.SIGTERM)
     until = time.monotonic() + END_SECONDS
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
-    kill(ranks)
+    kill_ranks(ranks)
     for rank in ranks:
         rank.wait()
 
 
-def failure_of(rank: int, code: int, run_dir: RunDir, died: float) -> Failure | None:
-    """Return the error that a rank wrote, else the meaning of its exit code; None if it ended well."""
+def read_failure(rank: int, code: int, run_dir: RunDir, died: float) -> Failure | None:
+    """Return the error in a rank's error file, else the meaning of its exit code; None if it exited
+    normally.
+    """
     if code in CLEAN_CODES:
         return None
     path = run_dir.rank_error(rank)
@@ -423,10 +431,10 @@ def failure_of(rank: int, code: int, run_dir: RunDir, died: float) -> Failure | 
     return Failure(died, rank, EXIT_FAILED, "death", f"ended with exit code {code}{place}")
 
 
-def never_ended(rank: int, seconds: float, run_dir: RunDir) -> RankFailed:
-    """Describe the failure of a rank that still runs though the others ended well.
+def describe_hanging_rank(rank: int, seconds: float, run_dir: RunDir) -> RankFailed:
+    """Return the error for a rank that still runs although the others exited normally.
 
-    Its threads were asked to show where they stand.
+    Its threads were asked to print their stacks.
     """
     place = run_dir.rank_log(rank) if rank else "its output, above"
     message = (
@@ -444,11 +452,12 @@ def signal_name(number: int) -> str:
 
 @contextlib.contextmanager
 def scratch_folder(place: str | None = None) -> Iterator[Path]:
-    """Yield a new folder of this process, which is removed at the end. place: None is the temporary directory.
+    """Yield a new temporary folder of this process, which is removed at the end. place: its parent, None
+    for the default.
 
-    The folder has a file that this process has locked. The lock goes with the process, also by SIGKILL, and the next
-    call removes folders without a lock. Where there are no such locks (Windows, some network file systems), nothing
-    is removed.
+    A file in the folder is locked by this process. The lock ends with the process, even at SIGKILL, and the
+    next call removes folders without a lock. Nothing is removed where such locks do not work (Windows, some
+    network file systems).
     """
     remove_orphaned_folders(Path(place or tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True) as name:
@@ -463,7 +472,9 @@ def scratch_folder(place: str | None = None) -> Iterator[Path]:
 
 
 def remove_orphaned_folders(place: Path) -> None:
-    """Take away this user's folders whose process is gone; what is not ours has no such file in it."""
+    """Remove this user's scratch folders in `place` whose process is gone. Other folders do not contain the
+    lock file.
+    """
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
@@ -477,7 +488,9 @@ def remove_orphaned_folders(place: Path) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Return whether the file is locked by us now; False if another process has it."""
+    """Lock a file without waiting. Return False if another process holds the lock, or locks are not
+    supported.
+    """
     with contextlib.suppress(OSError, ImportError):
         import fcntl  # not on Windows
 

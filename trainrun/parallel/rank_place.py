@@ -1,4 +1,4 @@
-"""What a rank does before torch is there, and how it says why it died."""
+"""What a rank does before it imports torch, and how it reports why it died."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ Exchanges = dict[
 
 
 class LostContact(LaunchError):
-    """Another rank went away. Its own error says why; this one is only an echo, and worth a new try.
+    """The error that another rank is gone. That rank's own error has the cause, so a new attempt is
+    worthwhile.
 
-    exchanges: those that this rank had entered.
+    exchanges: the collectives that this rank had entered.
     """
 
     exit_code = EXIT_FAILED
@@ -46,42 +47,44 @@ class LostContact(LaunchError):
 
 
 class MeetingFailed(LostContact):
-    """Ranks did not come, or cannot be reached, before the first step."""
+    """The error that ranks did not come, or cannot be reached, before the first step."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         LaunchError.__init__(self, message)
 
 
-def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
+def format_ranks(ranks: Sequence[int], most: int = 8) -> str:
     names = ", ".join(str(rank) for rank in ranks[:most]) + (", ..." if len(ranks) > most else "")
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
-    """Stop and save when the parent process dies, even by SIGKILL. Called first in a rank.
+    """Start a thread that stops and saves this rank when its parent process dies, even by SIGKILL. Called
+    first in a rank.
 
-    A rank that hangs ends `save_seconds` later.
+    A rank that hangs exits after `save_seconds`.
     """
     parent = int(os.environ.get("TRAINRUN_DRIVER", os.getppid()))
     threading.Thread(
-        target=outlive_briefly, args=(parent, save_seconds), name="trainrun parent", daemon=True
+        target=stop_after_parent, args=(parent, save_seconds), name="trainrun parent", daemon=True
     ).start()
 
 
-def say_listening() -> None:
-    """Report that stop signals are handled: from now on the driver waits for a save."""
-    listening_file(Path(os.environ["TRAINRUN_STORE"]), int(os.environ["RANK"])).touch()
+def report_listening() -> None:
+    """Report to the launcher that stop signals are handled: from now on it waits for a save."""
+    listening_path(Path(os.environ["TRAINRUN_STORE"]), int(os.environ["RANK"])).touch()
 
 
-def listening_file(store: Path, rank: int) -> Path:
+def listening_path(store: Path, rank: int) -> Path:
     return store.with_name(f"listening{rank}")
 
 
-def outlive_briefly(parent: int, save_seconds: float) -> None:
-    """Wait for the parent's end, then stop this rank.
+def stop_after_parent(parent: int, save_seconds: float) -> None:
+    """Wait for the end of the parent process, then stop this rank.
 
-    This is a thread and not Linux's PR_SET_PDEATHSIG: it works everywhere, and also ends a rank that hangs.
+    A thread is used instead of Linux's PR_SET_PDEATHSIG because it works everywhere and also ends a rank
+    that hangs.
     """
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
@@ -90,15 +93,17 @@ def outlive_briefly(parent: int, save_seconds: float) -> None:
     os._exit(EXIT_FAILED)
 
 
-def show_stacks_when_asked() -> None:
-    """Make SIGQUIT print the stacks of all threads, and have no other effect."""
+def print_stacks_at_sigquit() -> None:
+    """Make SIGQUIT print the stacks of all threads without any other effect."""
     faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
 
 
 def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int], flag: StopFlag) -> int:
-    """Return the exit code of a rank's whole work. A failure is written to the run folder for the driver.
+    """Run a rank's whole work and return its exit code. A failure is written to the run folder for the
+    launcher.
 
-    A rank that was asked to stop and then loses contact ends as it was asked: the others did, perhaps a moment earlier.
+    If a rank loses contact after a stop request, it exits as requested: the other ranks exited a moment
+    earlier.
     """
     try:
         return work()
@@ -117,7 +122,8 @@ def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int], flag: StopFlag
 def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
     """Write the error file of this rank.
 
-    kind: `fault` a user can cause, `echo` of another rank's death, or `bug`, which keeps its traceback.
+    Its `kind` is `fault` for a user's fault, `echo` for another rank's death, or `bug`, which includes the
+    traceback.
     """
     fault = isinstance(error, TrainrunError)
     write_json(
@@ -135,10 +141,11 @@ def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
     )
 
 
-def last_exchanges() -> Exchanges:
-    """Return the exchange that this rank entered last in each group, by torch's flight recorder, the newest one last.
+def read_last_exchanges() -> Exchanges:
+    """Return the last collective that this rank entered in each group, from torch's flight recorder, newest
+    last.
 
-    Empty where torch does not record: the functions are not public, and record gloo since torch 2.9.
+    Return {} if torch does not record: the functions are not public, and record gloo only since torch 2.9.
     """
     import torch  # which is there by then
 

@@ -1,4 +1,4 @@
-"""One process, one device: nobody to talk to, so every exchange is the identity."""
+"""`parallel=single`: one process on one device, where every exchange returns its input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_EXCHANGE: AbstractContextManager[Any] = nullcontext()
 
 @dataclass(frozen=True)
 class Single:
-    """`parallel=single`."""
+    """The backend of `parallel=single`."""
 
     device: torch.device
     rank: int = 0

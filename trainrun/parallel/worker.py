@@ -1,4 +1,4 @@
-"""The frame around everything a rank does: it meets the others, works, and leaves a word if it dies."""
+"""The frame of a rank: it connects to the other ranks, runs the work, and reports a failure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.group import init_group
-from trainrun.parallel.handshake import ended_after
+from trainrun.parallel.handshake import end_process_after
 from trainrun.parallel.rank_place import (
     die_with_parent,
-    listening_file,
-    name_ranks,
+    format_ranks,
+    listening_path,
+    print_stacks_at_sigquit,
+    report_listening,
     run_rank,
-    say_listening,
-    show_stacks_when_asked,
 )
 from trainrun.runtime.signals import StopFlag, catch_signals
 
@@ -41,17 +41,18 @@ def run_as_rank(
 ) -> int:
     """Run one rank from start to end. Return its exit code; never raise an Exception.
 
-    store: where the ranks meet, from `handshake`, if torchrun started them. deadline: a context around the work that
-    limits the time of a stop. end: ends the process because the ranks did not meet in time; its argument says why.
+    store: where the ranks meet, from `handshake`, if torchrun started them. deadline: a context around the
+        work that limits the time of a stop. end: exits the process if the ranks do not meet in time; called
+        with the reason.
     """
     die_with_parent()
     flag = flag or StopFlag(training=False)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     end = end or (lambda text: os._exit(EXIT_FAILED))
 
-    def whole() -> int:
+    def run_work() -> int:
         side = store and store.clone()  # type: ignore[attr-defined]  # public, not in torch's stubs
-        with ended_after(options.meeting_seconds, lambda: missing_ranks(side, world_size), end):
+        with end_process_after(options.meeting_seconds, lambda: describe_missing_ranks(side, world_size), end):
             parallel = build_backend(options, store)
         code = work(parallel, flag)
         parallel.close()  # not after a failure: it could wait for ranks that are gone
@@ -59,28 +60,29 @@ def run_as_rank(
 
     with catch_signals(flag), deadline or nullcontext():
         if store is None:
-            show_stacks_when_asked()
-            say_listening()
+            print_stacks_at_sigquit()
+            report_listening()
         else:  # nobody of ours started this rank
             store.set(f"here/{rank}", "")
-        return run_rank(run_dir, rank, whole, flag)
+        return run_rank(run_dir, rank, run_work, flag)
 
 
-def missing_ranks(store: Store | None, world_size: int) -> str:
-    """Describe whom this rank waits for: ranks that never began to connect, else the connections themselves.
+def describe_missing_ranks(store: Store | None, world_size: int) -> str:
+    """Return whom this rank waits for: the ranks that did not begin to connect, else the connections
+    themselves.
 
-    store: a connection of its own; that of the process group waits.
+    store: a connection of its own, because that of the process group is blocked.
     """
     if store is None:
         place = Path(os.environ["TRAINRUN_STORE"])
-        missing = [rank for rank in range(world_size) if not listening_file(place, rank).exists()]
+        missing = [rank for rank in range(world_size) if not listening_path(place, rank).exists()]
     else:
         try:
             missing = [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
         except RuntimeError:  # it hosts the store, and has ended
             return "rank 0"
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "the interface of this machine's name")
-    return name_ranks(missing) if missing else f"connections to the other ranks over {interface}"
+    return format_ranks(missing) if missing else f"connections to the other ranks over {interface}"
 
 
 def build_backend(options: ParallelConfig, store: Store | None) -> Parallel:

@@ -9,7 +9,7 @@ from typing import Any
 from trainrun.config.saved_values import LOADER, read_yaml_text, resolve_references
 from trainrun.errors import ConfigError, DataError
 from trainrun.folder.run_folder import RunDir, read_json
-from trainrun.monitor.metric_rows import Row, read_rows
+from trainrun.monitor.metric_rows import Row, read_metric_rows
 from trainrun.output import ordinal
 
 UNKNOWN = "running, or it did not come to an end"
@@ -82,7 +82,7 @@ def read_history(run: RunDir) -> History:
     """
     rows: dict[str, list[Row]] = {}
     ended_early = not run.metrics.exists() and read_state(run).get("state") in ("failed", "stopped")
-    in_order = [] if ended_early else read_rows(run.metrics)
+    in_order = [] if ended_early else read_metric_rows(run.metrics)
     for row in in_order:
         rows.setdefault(row.get("kind", ""), []).append(row)
     starts, ends = rows.get("start"), rows.get("end")

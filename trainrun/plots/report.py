@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.folder.run_folder import RunDir, write_text
-from trainrun.monitor.run_lines import call_of, devices_line, objects_in, without_objects
+from trainrun.monitor.run_lines import (
+    devices_line,
+    format_call,
+    objects_in_settings,
+    settings_without_objects,
+)
 from trainrun.output import SPEEDS, duration, figure, quantity
 from trainrun.plots import page
 from trainrun.plots.chart import charts_html
@@ -127,14 +132,18 @@ def state_banner(history: History) -> str:
 def changed_settings(run: RunDir) -> list[str]:
     """Return the settings that were given, one a line, but for the folder."""
     given = _text(run.overrides).splitlines()
-    return [word for word in without_objects(given) if word and not word.startswith("output_dir=")]
+    return [word for word in settings_without_objects(given) if word and not word.startswith("output_dir=")]
 
 
 def again_command(run: RunDir, changed: Sequence[str]) -> str:
     """Return the command that repeats the training in a new folder; "" if the run was not started by a
     command.
     """
-    return call_of(changed, objects_in(_text(run.overrides).splitlines())) if run.overrides.is_file() else ""
+    return (
+        format_call(changed, objects_in_settings(_text(run.overrides).splitlines()))
+        if run.overrides.is_file()
+        else ""
+    )
 
 
 def result_rows(history: History) -> list[tuple[str, str]]:

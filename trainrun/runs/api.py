@@ -25,7 +25,7 @@ from trainrun.data.facts import count_quantities
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, typed_settings
 from trainrun.folder.status import read_status
-from trainrun.monitor.metric_rows import read_rows, with_numbers
+from trainrun.monitor.metric_rows import parse_non_finite, read_metric_rows
 from trainrun.output import say
 from trainrun.runs.restore_config import load_network
 from trainrun.runs.run import begun, open_run, start
@@ -75,12 +75,12 @@ class Run:
     @property
     def status(self) -> dict[str, Any]:
         """Return the content of `status.json`: state, reason, best value, step, seconds."""
-        return with_numbers(read_json(self.files.status))
+        return parse_non_finite(read_json(self.files.status))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Return all rows of `metrics.jsonl`; `kind` says what a row is about."""
-        return read_rows(self.files.metrics)
+        return read_metric_rows(self.files.metrics)
 
     def load_model(
         self, which: str | None = None, model: nn.Module | None = None, merge: bool = False

@@ -32,7 +32,7 @@ from trainrun.folder.run_folder import RunDir, check_there, is_there, write_text
 from trainrun.folder.status import read_status, write_status
 from trainrun.instantiate import satellite
 from trainrun.output import printable, say
-from trainrun.parallel.devices import external_ranks
+from trainrun.parallel.devices import is_started_by_launcher
 from trainrun.parallel.rank_place import Exchanges, LostContact, MeetingFailed, report_failure
 from trainrun.runtime.signals import StopFlag, stop_deadline
 from trainrun.timing.phases import RANKS
@@ -182,7 +182,7 @@ def end_hung(
         is_waiting = account == RANKS
         error = LostContact(text, exchanges) if is_waiting else TrainingError(text)
         report_failure(run_dir, parallel.rank, error)
-    if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):
+    if parallel.world_size == 1 or (parallel.rank == 0 and is_started_by_launcher()):
         leave_now(run_dir, config, "failed", EXIT_FAILED, text)
     end_process(EXIT_FAILED)
 
@@ -190,7 +190,7 @@ def end_hung(
 def end_meeting(run_dir: RunDir, config: RunConfig, text: str) -> None:
     """Report that the ranks did not meet in time, and end this process."""
     report_failure(run_dir, int(os.environ["RANK"]), MeetingFailed(text))
-    if external_ranks():
+    if is_started_by_launcher():
         leave_now(run_dir, config, "failed", EXIT_FAILED, text)
     end_process(EXIT_FAILED)
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from trainrun.assemble.assemble import build_task, precision_options
 from trainrun.assemble.data_pipeline import TrainingNames, stream_options
 from trainrun.assemble.resumption import load_network_of_run
-from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint, resolve
+from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint, resolve_checkpoint
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.batch import as_tensor
 from trainrun.data.pipeline import open_batches
@@ -116,7 +116,7 @@ def predict_new(
     config = without_gpu(trusted_config(run, [], trust))
     check_modules(run, config)
     which = choose_checkpoint(run.checkpoints, which)
-    loaded = read_checkpoint(resolve(run.checkpoints, which))
+    loaded = read_checkpoint(resolve_checkpoint(run.checkpoints, which))
     input_format = InputFormat(config, saved_names(loaded))
     facts = saved_facts(run, input_format.names)
     source = open_samples(input_format, samples)

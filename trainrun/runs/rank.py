@@ -46,7 +46,7 @@ from trainrun.instantiate import build, locate, satellite
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
-from trainrun.parallel.rank_place import LostContact, last_exchanges
+from trainrun.parallel.rank_place import LostContact, read_last_exchanges
 from trainrun.parallel.single import Single
 from trainrun.runs.failures import end_hung, keep_overrides_if_accepted
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
@@ -105,7 +105,7 @@ def train_once(
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
             Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
-                     lambda text, account: end_hung(run_dir, config, parallel, text, account, last_exchanges()))
+                     lambda text, account: end_hung(run_dir, config, parallel, text, account, read_last_exchanges()))
         )  # fmt: skip
         listeners = Listeners(run_dir, config, phases) if leader else None
         if listeners is not None:
@@ -218,7 +218,7 @@ def end_save(run: Components, kind: type[BaseException] | None) -> bool:
     if kind is RollBack:  # all ranks are here: what was begun or kept in memory is the newest checkpoint
         run.checkpoints.close()
     elif kind is not None and not issubclass(kind, KeyboardInterrupt):
-        run.checkpoints.leave()
+        run.checkpoints.finish_after_failure()
     return False  # the exception goes on
 
 

@@ -13,8 +13,8 @@ from trainrun.assemble.data_pipeline import TrainingNames, build_sources, open_s
 from trainrun.assemble.resumption import load_network_of_run, load_weights
 from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.files import committed_steps
-from trainrun.checkpoint.load import Loaded, choose_checkpoint, read_checkpoint, resolve
-from trainrun.checkpoint.weights import place_of_base
+from trainrun.checkpoint.load import Loaded, choose_checkpoint, read_checkpoint, resolve_checkpoint
+from trainrun.checkpoint.weights import path_of_base_weights
 from trainrun.config.saved_config import translated
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import DataError
@@ -75,7 +75,7 @@ def load_parts(
     )  # the saved ones may be of another machine
     if device.type != "cuda":
         config = without_gpu(config)
-    identity, folder = read_identity(run_dir), resolve(run_dir.checkpoints, which)
+    identity, folder = read_identity(run_dir), resolve_checkpoint(run_dir.checkpoints, which)
     loaded = read_checkpoint(folder)
     if names_samples(config, typed, measured):
         if is_held_out and is_training_data(config, device, loaded):
@@ -91,7 +91,7 @@ def load_parts(
         Single(device),
         StopFlag(),
         [],
-        init_from=place_of_base(config.init_from, loaded),
+        init_from=path_of_base_weights(config.init_from, loaded),
         chosen=chosen_before(identity),
         trains=False,
         trained=saved_names(loaded),

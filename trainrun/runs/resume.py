@@ -40,7 +40,7 @@ from trainrun.folder.run_folder import (
 from trainrun.folder.seal import check_files, check_sealed
 from trainrun.folder.status import read_status
 from trainrun.instantiate import TARGET
-from trainrun.monitor.metric_rows import valid_rows
+from trainrun.monitor.metric_rows import read_valid_lines
 from trainrun.output import say_note
 
 MAX_WORDS_BYTES = 2**22
@@ -231,7 +231,7 @@ def restore_config(run: RunDir) -> None:
 
 def has_trained(run: RunDir) -> bool:
     """Return whether the rows or the status of a run record a step."""
-    rows = valid_rows(run.metrics)[0] if run.metrics.is_file() else []
+    rows = read_valid_lines(run.metrics)[0] if run.metrics.is_file() else []
     return read_status(run).get("step", 0) > 0 or any('"kind": "train"' in row for row in rows)
 
 
@@ -373,7 +373,7 @@ def _is_text(path: Path) -> bool:
 def _repair_rows(run: RunDir, note: Callable[[str], None]) -> None:
     if not run.metrics.is_file():
         return
-    lines, num_bad = valid_rows(run.metrics)
+    lines, num_bad = read_valid_lines(run.metrics)
     if num_bad:
         rows = f"{num_bad} of its {len(lines) + num_bad} rows are damaged"
         _set_aside(run.metrics, f"{rows}, the others are kept", note)

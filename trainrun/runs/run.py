@@ -41,8 +41,8 @@ from trainrun.folder.seal import is_sealed, seal_folder
 from trainrun.folder.status import named_run
 from trainrun.instantiate import BUILT
 from trainrun.output import counted, masked_word, say
-from trainrun.parallel.devices import external_ranks, num_devices
-from trainrun.parallel.launch import launch, module_command
+from trainrun.parallel.devices import choose_num_devices, is_started_by_launcher
+from trainrun.parallel.launch import launch_ranks, module_command
 from trainrun.runs import resume
 from trainrun.runs.failures import deadline, run_status
 from trainrun.runtime.signals import StopFlag, catch_signals, watchdog_limit
@@ -84,7 +84,7 @@ def unless_refused(run: RunDir) -> Iterator[None]:
         yield
     except TrainrunError as error:
         nothing_done = is_new and not was_saved(run) and not resume.has_trained(run)
-        if error.exit_code == EXIT_USAGE and nothing_done and not external_ranks():
+        if error.exit_code == EXIT_USAGE and nothing_done and not is_started_by_launcher():
             remove_written(run, before, made)
         raise
 
@@ -179,7 +179,7 @@ def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 def report_finished(text: str) -> int:
     """Return the exit code of a run that has nothing more to do; dismiss the ranks that torchrun or Slurm started."""
     say(text)
-    if external_ranks():
+    if is_started_by_launcher():
         torchrun_ranks().dismiss()
     return EXIT_DONE
 
@@ -197,14 +197,14 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     BUILT.clear()
     if order.resume:  # else `new_run` has written it
         write_config(run, config, seal=is_sealed(run))
-    if external_ranks():
+    if is_started_by_launcher():
         return int(torchrun_ranks().lead_run(run, config, order))
     parallel = config.parallel
     if parallel.mode == "single":
         # imported here: a library may swallow the interrupt of a run that has begun
         from trainrun.runs.rank import train_here
     else:
-        count, reason = num_devices(parallel.mode, parallel.accelerator, parallel.devices)
+        count, reason = choose_num_devices(parallel.mode, parallel.accelerator, parallel.devices)
     write_json(run.job, {"resume": order.resume, "paths": order.paths, "typed": order.typed})
     began = command_start() if order.began is None else order.began
     flag = StopFlag(training=False)
@@ -214,7 +214,7 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
             run_status(run, config, order.resume, flag),
             deadline(run, config)
             if parallel.mode == "single"
-            else nullcontext(),  # `launch` has its own clock
+            else nullcontext(),  # `launch_ranks` has its own clock
         ):
             if parallel.mode == "single":
                 code = train_here(run, config, order, flag, began)
@@ -222,7 +222,7 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
                     raise KeyboardInterrupt
                 return code
             say(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
-            return launch(
+            return launch_ranks(
                 lambda attempt: module_command("trainrun.runs.rank_process", str(run.root), str(attempt)),
                 count, run, grace_seconds=config.trainer.stop_grace_seconds,
                 alone_seconds=watchdog_limit(config.trainer.watchdog_seconds), max_restarts=parallel.max_restarts,

@@ -21,8 +21,8 @@ from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.folder.status import write_status
 from trainrun.output import say
-from trainrun.parallel.devices import local_ranks_fault
-from trainrun.parallel.handshake import Meeting, folder_before, follow, lead
+from trainrun.parallel.devices import describe_local_ranks_fault
+from trainrun.parallel.handshake import Meeting, read_previous_folder, receive_config, send_config
 from trainrun.parallel.rank_place import LostContact
 from trainrun.runs.rank_process import run_rank_of
 from trainrun.runtime.signals import left_at_stops
@@ -35,7 +35,7 @@ MEETING = "parallel.meeting_seconds="
 def lead_run(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Rank 0, after it has composed. Returns the exit code of this rank."""
     parallel = config.parallel
-    fault = local_ranks_fault(parallel.devices, parallel.accelerator)
+    fault = describe_local_ranks_fault(parallel.devices, parallel.accelerator)
     if parallel.mode == "single":
         fault = f"parallel={parallel.mode}: this was started as several ranks; use parallel=ddp"
     if fault:
@@ -47,7 +47,7 @@ def lead_run(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
         "devices": parallel.devices, "accelerator": parallel.accelerator,
     }  # fmt: skip
     with left_at_stops():
-        meeting = lead(payload, sys.argv[1:], parallel.meeting_seconds)
+        meeting = send_config(payload, sys.argv[1:], parallel.meeting_seconds)
     return _work(run, config, order, meeting)
 
 
@@ -57,13 +57,13 @@ def dismiss(code: int = EXIT_DONE) -> None:
     They would wait for it: Slurm, unlike torchrun, lets the others go on when a rank ends.
     """
     with contextlib.suppress(LostContact), left_at_stops():
-        lead({}, [], _meeting_seconds(), exit_code=code)
+        send_config({}, [], _meeting_seconds(), exit_code=code)
 
 
 def follow_run() -> int:
     """Every other rank: no Hydra, no words of its own."""
     with left_at_stops():
-        meeting = follow(sys.argv[1:], _meeting_seconds(), fault_of=_fault_here)
+        meeting = receive_config(sys.argv[1:], _meeting_seconds(), fault_of=_fault_here)
     if meeting.exit_code is not None:
         return meeting.exit_code
     payload = meeting.payload
@@ -85,7 +85,7 @@ def _fault_here(payload: dict[str, Any]) -> str:
     """Return why this rank cannot take part: the ranks of its machine, or a run folder that it does not see."""
     if "folder" not in payload:  # nothing is trained
         return ""
-    fault = local_ranks_fault(payload["devices"], payload["accelerator"])
+    fault = describe_local_ranks_fault(payload["devices"], payload["accelerator"])
     if fault:
         return f"{fault} (rank {os.environ['RANK']} on {socket.gethostname()})"
     if _is_shared(run := RunDir(Path(payload["folder"])), payload["config"]):
@@ -117,7 +117,7 @@ def earlier_folder() -> str | None:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     with left_at_stops():
-        folder = folder_before(_meeting_seconds())
+        folder = read_previous_folder(_meeting_seconds())
     if folder is None:
         say(
             "note: torchrun restarted the ranks, and no folder of their run is known: a new run begins (with "

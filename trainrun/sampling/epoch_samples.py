@@ -59,7 +59,7 @@ class EpochSamples:
         number, by_epoch = int(self._every.amount), self._every.unit == EPOCH
         if (state.epoch if by_epoch else state.step) % number or (by_epoch and state.batches):
             return
-        with run.monitors.paused():
+        with run.monitors.exclude_time():
             try:
                 with run.evaluating() as model:
                     for row in self._rebuilt(run, model) if self._rebuilds else self._written(run, model):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.load import read_checkpoint
-from trainrun.checkpoint.weights import fit_buffers
+from trainrun.checkpoint.weights import allocate_buffers
 from trainrun.config.compose import Composition
 from trainrun.config.schema import InitConfig, RunConfig, with_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
@@ -58,7 +58,7 @@ PENDING_TRANSFORM = "trainrun-weights"  # the name of this transform
 
 def load_pending_weights(model: nn.Module) -> nn.Module:
     """Load `PENDING_WEIGHTS`. The last transform while the folder is written, so averages start from these weights."""
-    fit_buffers(model, PENDING_WEIGHTS, torch.device("cpu"))
+    allocate_buffers(model, PENDING_WEIGHTS, torch.device("cpu"))
     model.load_state_dict(PENDING_WEIGHTS)
     return model
 

@@ -23,7 +23,7 @@ from trainrun.config.schema import validation_nodes
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TrainrunError
 from trainrun.folder.run_folder import RunDir, is_there, named_folder, write_text
 from trainrun.output import counted, path_to_paste, report_result, say
-from trainrun.parallel.devices import num_devices
+from trainrun.parallel.devices import choose_num_devices
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.forked_job import import_what_jobs_need
 from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
@@ -254,7 +254,7 @@ def devices_by_words() -> Callable[[Job], int]:
     @cache
     def devices(words: tuple[str, ...]) -> int:
         parallel = compose_run(list(words)).config.parallel
-        return num_devices(parallel.mode, parallel.accelerator, parallel.devices)[0]
+        return choose_num_devices(parallel.mode, parallel.accelerator, parallel.devices)[0]
 
     return lambda job: devices(tuple(word for word in job.words if word.startswith(PARALLEL_WORDS)))
 

@@ -12,7 +12,7 @@ import numpy as np
 from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.folder.status import read_status
-from trainrun.monitor.run_lines import longer_limit
+from trainrun.monitor.run_lines import doubled_limit
 from trainrun.output import COMMAND, counted, figure, path_to_paste
 from trainrun.plots import page
 from trainrun.plots.chart import UNITS, Chart, Curve, charts_html, curve_of
@@ -79,7 +79,7 @@ def longer_command(sweep: Sweep, job: Job) -> str:
     """Return the command that trains a new run with the settings of a job, twice as long where a limit ended it."""
     run = RunDir(sweep.folder / job.folder)
     config = read_config(run)
-    longer = longer_limit(read_status(run), config.get("trainer") or {})
+    longer = doubled_limit(read_status(run), config.get("trainer") or {})
     draws = (config.get("monitor") or {}).get("plots") is not False or "monitor.plots" in job.settings
     plots = "" if draws else "monitor.plots=true"
     return " ".join(filter(None, [COMMAND, "again", path_to_paste(run.root), longer, plots]))

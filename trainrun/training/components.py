@@ -167,7 +167,7 @@ class Components:
                     for name, value in model
                 }
         if self.base is not None:
-            shared = self.base.left_out(shared)
+            shared = self.base.without_frozen(shared)
         return self.parallel.state_dict(shared), rank_tree
 
     def _trees(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:

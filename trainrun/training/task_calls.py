@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainrun.checkpoint.save import flatten
+from trainrun.checkpoint.save import flatten_tree
 from trainrun.errors import CheckpointError, PluginError
 from trainrun.interfaces import KeepsState, StepInfo
 from trainrun.seeding import derive_seed
@@ -184,7 +184,7 @@ def check_state(owner: Any, key: str) -> None:
     """Raise PluginError for a state that no checkpoint can hold."""
     if isinstance(owner, KeepsState):
         try:
-            flatten(owner.state_dict())
+            flatten_tree(owner.state_dict())
         except TypeError as error:
             raise PluginError(f"{key}: {type(owner).__name__}.state_dict(): {error}") from error
 
@@ -279,7 +279,7 @@ class Hooks:
         state.ended_step, state.saved_step = state.step, -1  # what was saved at this step is saved again
         if not any(run.parallel.gather(weights_digest(run) != before)):
             return False
-        return bool(run.triggers.validate_again(state, run.checkpoints.best_besides(state.step)))
+        return bool(run.triggers.validate_again(state, run.checkpoints.best_of_other_steps(state.step)))
 
     def on_end(self, run: Any, state: Any) -> None:
         self._call("on_end", run, state)

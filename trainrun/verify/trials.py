@@ -17,14 +17,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import check_config
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TrainingError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, write_json
-from trainrun.monitor.metric_rows import read_rows
+from trainrun.monitor.metric_rows import read_metric_rows
 from trainrun.output import SPEEDS
 from trainrun.runs.run import execute, new_run, resume_run
 from trainrun.train_state import TrainState
@@ -149,7 +149,7 @@ def session_steps(run: RunDir, then: int) -> int:
 
 
 def read_outcome(run: RunDir) -> Outcome:
-    loaded = read_checkpoint(resolve(run.checkpoints, "last"))
+    loaded = read_checkpoint(resolve_checkpoint(run.checkpoints, "last"))
     shared = copy.deepcopy(loaded.shared)
     shared["train"] = {k: v for k, v in shared["train"].items() if k != "seconds"}
     metrics = shared["train"].get("last_metrics")
@@ -161,10 +161,10 @@ def read_outcome(run: RunDir) -> Outcome:
             for name, value in row.items()
             if name not in WALL_CLOCK and not name.endswith("/seconds")
         }
-        for row in read_rows(run.metrics)
+        for row in read_metric_rows(run.metrics)
         if row["kind"] in ("train", "eval")
     ]
-    times = [row["step_seconds"] for row in read_rows(run.metrics) if row["kind"] == "train"]
+    times = [row["step_seconds"] for row in read_metric_rows(run.metrics) if row["kind"] == "train"]
     loop_node = load_config(run.config, []).loop
     written = Path(loop_node.get("attributes") or run.root / "none.json")
     attributes = read_json(written) if written.exists() else {}

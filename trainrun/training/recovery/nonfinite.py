@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.save import stream
+from trainrun.checkpoint.save import iterate_safetensors_bytes
 from trainrun.errors import TrainingError
 from trainrun.folder.run_folder import write_json
 from trainrun.interfaces import IGNORED, Batches, Parallel, Precision
@@ -157,7 +157,7 @@ class BadSteps:
         temporary = place / f".rank-{rank:05d}.{os.getpid()}.tmp"
         temporary.unlink(missing_ok=True)
         try:
-            files.write(temporary, stream(tensors))
+            files.write(temporary, iterate_safetensors_bytes(tensors))
             files.rename(temporary, place / f"rank-{rank:05d}.safetensors")
         finally:
             temporary.unlink(missing_ok=True)

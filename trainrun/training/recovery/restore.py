@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainrun.checkpoint.weights import add_left_out_weights, check_tensors, fit_buffers, tensor_kinds
+from trainrun.checkpoint.weights import add_left_out_weights, allocate_buffers, check_tensors, tensor_kinds
 from trainrun.data.order.sampler import LISTED, ORDER
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import KeepsState
@@ -46,7 +46,7 @@ def load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str
 
 
 def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
-    if longer := fit_buffers(run.model, shared["model"], run.parallel.device):
+    if longer := allocate_buffers(run.model, shared["model"], run.parallel.device):
         run.monitors.note(
             f"checkpoint {place}: longer than the model makes them at first: {', '.join(longer)}"
         )
